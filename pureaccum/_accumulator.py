@@ -1,0 +1,214 @@
+"""Accumulation as a commutative monoid: sums of gradients, sums of weights.
+
+    init    the identity
+    update  one microbatch more
+    merge   two states into one, in any order and grouping
+    finalize  sums / weight, divided once
+
+Ragged microbatches, means over tokens, short last windows, ranks and a resumed run are then the
+same rule. Sums are float32 at least; totals and weights are float64, since token counts pass
+2**24.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._batches import read_batch
+from ._donation import mark, taken_over
+from ._engine import (
+    Engine,
+    Loss,
+    Microbatch,
+    Nonfinite,
+    Rule,
+    Wrt,
+    add_microbatch,
+    check_rule,
+    prepare,
+)
+from ._inputs import (
+    check_argnums,
+    check_dtype,
+    check_fits,
+    positions,
+    read_params,
+    refuse_autocast_cache,
+)
+from ._loss import Reduction, divisor, mean_value
+from ._torch import transform_active
+from ._tree import Tree, accumulation_dtype, add, as_scalar_of, flatten, map, paths, unflatten
+
+
+class AccumState(NamedTuple):
+    """What has been accumulated so far; all of it tensors.
+
+    Args:
+        grads: A tree like params: sums of (weight * gradient), float32 at least.
+        total: Sum of (weight * loss), float64.
+        weight: Sum of weights, float64: rows, or what ``Weighted`` says. A plain
+            ``reduction="sum"`` has nothing to divide by and leaves it at zero.
+        microbatches: How many updates there were, skipped ones included.
+        skipped: How many of them ``nonfinite="skip"`` left out.
+        nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
+            anywhere in the gradient for ``"skip"``.
+    """
+
+    grads: Tree
+    total: Tensor
+    weight: Tensor
+    microbatches: Tensor
+    skipped: Tensor
+    nonfinite: Tensor
+
+
+class Accumulator(NamedTuple):
+    """The four functions that ``accumulator`` makes."""
+
+    init: Callable[[Tree], AccumState]
+    update: Callable[..., Any]
+    merge: Callable[[AccumState, AccumState], AccumState]
+    finalize: Callable[..., tuple[Tree, Tensor]]
+
+
+def accumulator(
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    reduction: Reduction = "mean",
+    dtype: torch.dtype | None = None,
+    nonfinite: Nonfinite = "propagate",
+    engine: Engine = "func",
+) -> Accumulator:
+    """Accumulate the gradient of a loss over a stream of microbatches.
+
+    Whatever the microbatches' sizes and order, ``finalize`` gives the gradient of the full
+    batch. The state holds one gradient tree, and ``update(..., donate=True)`` adds to it in
+    place, while the backward pass runs: no second tree ever exists.
+
+    Args:
+        loss_fn: ``loss_fn(params, *args)`` gives a scalar or ``Weighted``; with ``has_aux``,
+            that and anything else.
+        has_aux: Then ``update`` returns ``(state, aux)``.
+        batch_argnums: Which arguments of ``loss_fn`` are batches, with one row per sample.
+        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
+        nonfinite: A microbatch with an inf or NaN is added all the same (``"propagate"``); is
+            left out with its weight, and counted (``"skip"``); or raises ``FloatingPointError``
+            naming the leaf (``"raise"``, which looks at the numbers and so waits for the device).
+        engine: ``"func"`` differentiates by torch.func and composes with transforms;
+            ``"autograd"`` runs what torch.func refuses.
+
+    Returns:
+        ``init(params)``, ``update(state, params, *args, donate=False)``, ``merge(a, b)`` and
+        ``finalize(state, donate=False) -> (grads, value)``.
+
+    >>> acc = accumulator(lambda w, x: ((w * x) ** 2).mean())
+    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+    >>> state = acc.init(w)
+    >>> for part in (x[:2], x[2:]):
+    ...     state = acc.update(state, w, part, donate=True)
+    >>> acc.finalize(state)
+    (tensor(9.3333), tensor(4.6667, dtype=torch.float64))
+    """
+    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
+    at_least = check_dtype(dtype)
+    batches = check_argnums(batch_argnums, "batch_argnums")
+    if 0 in batches:
+        raise ValueError(
+            f"batch_argnums={batch_argnums!r} names argument 0, which is params: what is "
+            "differentiated is not cut into microbatches."
+        )
+
+    def init(params: Tree) -> AccumState:
+        leaves, spec = read_params(params)
+        state = empty(leaves, at_least)
+        return state._replace(grads=unflatten(spec, state.grads))
+
+    def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+        leaves, spec = read_params(params)
+        sums, sums_spec = flatten(state.grads)
+        check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
+        called = (params, *args)
+        batch = tuple(called[i] for i in positions(batches, len(called), "batch_argnums"))
+        rows = read_batch(batch[0] if len(batch) == 1 else batch).rows
+        refuse_autocast_cache(leaves)
+
+        def loss(leaves: list[Tensor]) -> Any:
+            return loss_fn(unflatten(spec, leaves), *args)
+
+        def label(leaf: int | None) -> str:
+            what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
+            return f"{what} of microbatch {int(state.microbatches)}"
+
+        before: list[Tensor] | None = None
+        in_place = not transform_active()
+        if in_place and not donate:
+            before, sums = sums, [x.clone() for x in sums]
+        wrt = prepare(leaves, engine)
+        new, added = fold(state._replace(grads=sums), loss, wrt, rows, rule, before, label)
+        if in_place and donate:
+            new = new._replace(grads=[taken_over(x) for x in new.grads])
+            mark(state[1:])
+        new = new._replace(grads=unflatten(spec, new.grads))
+        return (new, added.aux) if has_aux else new
+
+    def merge(a: AccumState, b: AccumState) -> AccumState:
+        names = ("the second state's grads", "the first state's grads")
+        check_fits(*flatten(b.grads), *flatten(a.grads), names, _FOREIGN)
+        return add(a, b)
+
+    def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
+        by = divisor(state.weight)
+        value = mean_value(state.total, state.weight, reduction)
+        if not donate or transform_active():
+            return map(lambda x: x / as_scalar_of(x, by), state.grads), value
+        sums, spec = flatten(state.grads)
+        grads = unflatten(spec, [taken_over(x.div_(as_scalar_of(x, by))) for x in sums])
+        mark(state[1:])
+        return grads, value
+
+    return Accumulator(init, update, merge, finalize)
+
+
+_FOREIGN = "A state belongs to the params that it was made from by init."
+
+
+# The same on flat states, whose grads are a list of leaves -------------------------------
+
+
+def empty(leaves: list[Tensor], at_least: torch.dtype) -> AccumState:
+    """The identity for those leaves."""
+    sums = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype, at_least)) for x in leaves]
+    device = leaves[0].device
+    amounts = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
+    return AccumState(sums, *amounts, *counts)
+
+
+def fold(
+    state: AccumState,
+    loss: Loss,
+    wrt: Wrt,
+    rows: int | None,
+    rule: Rule,
+    before: list[Tensor] | None = None,
+    label: Callable[[int | None], str] | None = None,
+) -> tuple[AccumState, Microbatch]:
+    """One microbatch more, its gradient added to ``state.grads`` in place where that is pure."""
+    sums, added = add_microbatch(loss, wrt, state.grads, rows, rule, before=before, label=label)
+    total, weight, finite = (
+        x.to(state.total.device) for x in (added.total, added.weight, added.finite)
+    )
+    nonfinite = ~finite
+    return AccumState(
+        sums,
+        state.total + total,
+        state.weight + weight,
+        state.microbatches + 1,
+        state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped,
+        state.nonfinite + nonfinite,
+    ), added

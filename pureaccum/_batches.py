@@ -1,0 +1,119 @@
+"""Cutting a batch into microbatches.
+
+Every tensor in a batch has one row per sample along dim 0. A microbatch is a view of some
+rows; the last one may be shorter; a batch without rows has no microbatches. None and Python
+scalars are the same for every sample.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from ._tree import Tree, flatten, paths, unflatten
+
+
+class Batch(NamedTuple):
+    """A flattened batch. ``rows`` is None where no tensor tells."""
+
+    leaves: list[Any]
+    spec: optree.PyTreeSpec
+    rows: int | None
+
+
+def read_batch(batch: Tree, root: str = "batch") -> Batch:
+    """Flatten a batch and count its rows, or say which leaf cannot be cut."""
+    leaves, spec = flatten(batch)
+    rows: int | None = None
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.dim() == 0:
+                raise ValueError(
+                    f"{paths(spec, root)[i]} is a 0-d tensor; every tensor of a batch has one row "
+                    "per sample along dim 0. A value that all samples share goes in another "
+                    "argument of the function, or into the batch as a Python scalar."
+                )
+            if rows is None:
+                rows = leaf.shape[0]
+            elif leaf.shape[0] != rows:
+                raise ValueError(_disagreement(leaves, spec, root, i))
+        elif not isinstance(leaf, (bool, int, float, complex)):
+            raise TypeError(
+                f"{paths(spec, root)[i]} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a "
+                "batch holds tensors, Python scalars and None, in any pytree. Convert it (an "
+                "array: torch.as_tensor; a mapping that is no dict: dict(...)), or pass it in "
+                "another argument of the function."
+            )
+    return Batch(leaves, spec, rows)
+
+
+def need_rows(batch: Batch, root: str = "batch") -> int:
+    """The number of rows, or an error where no tensor tells it."""
+    if batch.rows is None:
+        came = ", ".join(type(leaf).__name__ for leaf in batch.leaves) or "no leaf at all"
+        raise ValueError(
+            f"{root} holds no tensor ({came}), so it has no rows to cut or to count. Every tensor "
+            "of a batch argument has one row per sample along dim 0; batch_argnums says which "
+            "arguments are batches."
+        )
+    return batch.rows
+
+
+def cut(batch: Batch, size: int) -> Iterator[Tree]:
+    """Its microbatches, as views."""
+    rows = batch.rows or 0
+    columns = [
+        leaf.split(size) if isinstance(leaf, torch.Tensor) else itertools.repeat(leaf)
+        for leaf in batch.leaves
+    ]
+    count = range(0, rows, size)
+    return (
+        unflatten(batch.spec, list(leaves)) for _, *leaves in zip(count, *columns, strict=False)
+    )
+
+
+def check_size(size: int, name: str = "microbatch_size") -> int:
+    """The size itself, or an error that says what a size is."""
+    if isinstance(size, bool) or not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"{name} is {size!r}, a {type(size).__name__}; expected an int, the number of rows in "
+            "a microbatch (not the number of microbatches)."
+        )
+    if size <= 0:
+        raise ValueError(f"{name} is {size}; expected at least one row per microbatch.")
+    return size
+
+
+def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
+    """Cut a batch into microbatches of ``size`` rows, the last one possibly shorter.
+
+    Args:
+        batch: A pytree whose tensors have one row per sample along dim 0. None and Python
+            scalars are handed to every microbatch as they are.
+        size: Rows per microbatch.
+
+    Returns:
+        An iterator of trees like ``batch`` whose tensors are views; empty where the batch has
+        no rows. Bad input raises here, not at the first ``next``.
+
+    >>> batch = {"x": torch.arange(5), "training": True}
+    >>> [part["x"].tolist() for part in microbatches(batch, 2)]
+    [[0, 1], [2, 3], [4]]
+    """
+    check_size(size, "size")
+    flat = read_batch(batch)
+    need_rows(flat)
+    return cut(flat, size)
+
+
+def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int) -> str:
+    first = next(j for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    names = paths(spec, root)
+    return (
+        f"{names[i]} has {leaves[i].shape[0]} rows (shape {tuple(leaves[i].shape)}) where "
+        f"{names[first]} has {leaves[first].shape[0]} (shape {tuple(leaves[first].shape)}); every "
+        "tensor of a batch has one row per sample along dim 0. A tensor that all samples share "
+        "(class weights, a mask of positions) goes in another argument of the function."
+    )

@@ -1,0 +1,55 @@
+"""Donation: the caller gives a state up and its memory is used again.
+
+The new state takes over the storage; the old tensors stay behind empty, as ``Donated``, and
+every use of them says so. Nothing is marked before the work has succeeded, with one exception:
+a sum into which half a gradient went before an error came is worth nothing, and says that.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Donated(torch.Tensor):
+    """What is left of a tensor whose memory was given away."""
+
+    reason: ClassVar[str] = (
+        "this tensor belongs to a state that was given up with donate=True: its memory now belongs "
+        "to the state which that call returned. Use the returned state, or leave donate out where "
+        "the old state is still needed."
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse."""
+        raise RuntimeError(cls.reason)
+
+
+class Spoiled(Donated):
+    """What is left of a donated sum after an error in the middle of a backward pass."""
+
+    reason: ClassVar[str] = (
+        "this tensor belongs to a state that was given up with donate=True to a call which failed "
+        "in the middle of its backward pass, when a part of the gradient had been added already. "
+        "Begin again from a state that was not donated, or from init."
+    )
+
+
+def taken_over(tensor: Tensor) -> Tensor:
+    """The same memory under a new tensor; the old one is left behind, marked."""
+    new = tensor.detach()
+    mark([tensor])
+    return new
+
+
+def mark(tensors: Iterable[Tensor], state: type[Donated] = Donated) -> None:
+    """Leave tensors behind as donated. Subclasses (DTensor, ...) cannot be marked."""
+    for tensor in tensors:
+        if type(tensor) is torch.Tensor:
+            with torch.no_grad():
+                tensor.set_()  # pyright: ignore[reportCallIssue]
+            tensor.__class__ = state

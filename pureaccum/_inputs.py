@@ -1,0 +1,113 @@
+"""What callers hand in, checked before any work begins.
+
+An error names the leaf or the argument, what came, what was expected, and the likely cause.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ._tree import Tree, check_same_structure, flatten, paths
+
+
+def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Flatten what is differentiated, or say which leaf has no gradient."""
+    leaves, spec = flatten(params)
+    if not leaves:
+        raise ValueError(f"{root} has no leaves, so there is nothing to differentiate.")
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. What is "
+                "not differentiated (a setting, a module) goes in another argument of the "
+                "function; a module's parameters are dict(module.named_parameters())."
+            )
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"{paths(spec, root)[i]} is {leaf.dtype}; expected a floating-point or complex "
+                "tensor, since an integer has no gradient. A buffer or an index among the "
+                "parameters? Pass it in another argument of the function."
+            )
+    return leaves, spec
+
+
+def check_fits(
+    leaves: list[Tensor],
+    spec: optree.PyTreeSpec,
+    like: Sequence[Tensor],
+    like_spec: optree.PyTreeSpec,
+    names: tuple[str, str],
+    cause: str,
+) -> None:
+    """Check that two trees have one structure and one shape a leaf, whatever their dtypes."""
+    check_same_structure(like_spec, spec, names[1], names[0], cause)
+    for i, (leaf, other) in enumerate(zip(leaves, like, strict=True)):
+        if leaf.shape != other.shape:
+            raise ValueError(
+                f"{paths(spec, names[0])[i]} has shape {tuple(leaf.shape)}; {names[1]} has "
+                f"{tuple(other.shape)} there. {cause}"
+            )
+
+
+def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
+    """One position or several, as a tuple."""
+    several = argnums if isinstance(argnums, tuple) else (argnums,)
+    for argnum in several:  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(argnum, bool) or not isinstance(argnum, int):
+            raise TypeError(f"{name} is {argnums!r}; expected an int or a tuple of ints.")
+    return several  # pyright: ignore[reportUnknownVariableType]
+
+
+def positions(argnums: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
+    """The same positions counted from the left, once the number of arguments is known."""
+    for argnum in argnums:
+        if not -count <= argnum < count:
+            raise ValueError(
+                f"{name} names argument {argnum}, but the function got {count} positional "
+                "arguments. Batches are passed by position; a function without one takes "
+                "batch_argnums=()."
+            )
+    return tuple(argnum % count for argnum in argnums)
+
+
+def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> None:
+    """Check that nothing is both differentiated and cut."""
+    for both in sorted(set(argnums) & set(batch_argnums)):
+        raise ValueError(
+            f"argument {both} is named by argnums and by batch_argnums; what is differentiated is "
+            "the same for every microbatch, and what is cut is not. For gradients with respect to "
+            "the inputs use microbatch_size=None, or torch.func.vmap(torch.func.grad(...))."
+        )
+
+
+def check_choice(value: str, choices: Sequence[str], name: str) -> None:
+    """Check that a word is one of a few."""
+    if value not in choices:
+        expected = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The least dtype of a sum."""
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(
+            f"dtype is {dtype}; expected torch.float32 or torch.float64: a sum in fewer bits stops "
+            "growing (4096 times 0.01 in bfloat16 is 4)."
+        )
+    return dtype or torch.float32
+
+
+def refuse_autocast_cache(leaves: list[Tensor]) -> None:
+    """Refuse an autocast region around microbatches: its cache keeps weights of each of them."""
+    if torch.compiler.is_compiling() or not torch.is_autocast_cache_enabled():
+        return
+    for device in {leaf.device.type for leaf in leaves}:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            raise RuntimeError(
+                f"autocast for {device!r} is open around this call with its cache on; its cache "
+                "would keep a low-precision copy of every weight for every microbatch. Open "
+                "autocast inside the loss function, or pass cache_enabled=False to it."
+            )

@@ -1,0 +1,156 @@
+"""What a loss may return, and what it says about a microbatch.
+
+A scalar is the mean (or, with ``reduction="sum"``, the sum) of its microbatch; ``Weighted``
+says itself what it is a mean over. Either is read as a total and a weight, because totals and
+weights add up where means do not.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ._tree import flatten, unflatten
+
+
+Reduction = Literal["mean", "sum"]
+
+
+class Weighted(NamedTuple):
+    """A loss that is ``total / weight``: the mean over tokens, over a mask, over anything.
+
+    A loss returns it in place of a scalar, and it overrides ``reduction``. Totals and weights
+    are summed over the microbatches and divided once, so the result is the mean over the whole
+    batch however unevenly the weight is spread. A microbatch of weight zero adds exactly
+    nothing, even where its total is NaN. The weight is a constant of differentiation.
+
+    Args:
+        total: The sum of the losses, a 0-d tensor.
+        weight: What to divide by: a 0-d tensor or a number, not negative.
+
+    >>> def loss(params, batch):
+    ...     per_token = (params * batch["x"]) ** 2
+    ...     return Weighted((per_token * batch["mask"]).sum(), batch["mask"].sum())
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+
+class Read(NamedTuple):
+    """A loss as read: a differentiable total, float64 weight or ``()``, tensors of the aux."""
+
+    total: Tensor
+    weight: Tensor | tuple[()]
+    aux: list[Tensor]
+
+
+class Shape(NamedTuple):
+    """What a loss returned beside tensors: nothing that a transform may see."""
+
+    dtype: torch.dtype
+    aux: optree.PyTreeSpec | None
+    static: list[Any]
+
+
+def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
+    """Check what a loss returned and take it apart."""
+    if has_aux:
+        if not isinstance(out, tuple) or isinstance(out, Weighted) or len(out) != 2:  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(
+                f"the loss returned {_describe(out)}; with has_aux=True it returns a pair "
+                "(loss, aux), the loss a 0-d tensor or Weighted."
+            )
+        loss, aux = out  # pyright: ignore[reportUnknownVariableType]
+    else:
+        loss, aux = out, ()
+    if isinstance(loss, Weighted):
+        total = _scalar(loss.total, "the total of Weighted")
+        weight: Tensor | tuple[()] = _weight(loss.weight, total)
+    else:
+        total, weight = _scalar(loss, "the loss"), ()
+    leaves, spec = flatten(aux) if has_aux else ([], None)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    shape = Shape(total.dtype, spec, static)
+    if total.dtype in (torch.float16, torch.bfloat16):
+        total = total.float()  # 65536, a common loss scale, is inf in fp16
+    return Read(total, weight, tensors), shape
+
+
+def join_aux(tensors: list[Tensor], shape: Shape) -> Any:
+    """The aux tree again, its tensors as they came out of a transform."""
+    if shape.aux is None:
+        return ()
+    rest = iter(tensors)
+    is_tensor = [leaf is None for leaf in shape.static]  # None is structure, never a leaf
+    leaves = [next(rest) if t else leaf for t, leaf in zip(is_tensor, shape.static, strict=True)]
+    return unflatten(shape.aux, leaves)
+
+
+def divisor(weight: Tensor) -> Tensor:
+    """What sums are divided by: the weight, or 1 where nothing had any weight."""
+    return torch.where(weight == 0, 1.0, weight)
+
+
+def mean_value(total: Tensor, weight: Tensor, reduction: Reduction) -> Tensor:
+    """The loss over everything seen: NaN for a mean over nothing, while sums stay sums."""
+    return total / (divisor(weight) if reduction == "sum" else weight)
+
+
+def _scalar(loss: Any, what: str) -> Tensor:
+    if not isinstance(loss, Tensor):
+        cause = (
+            "It has no return statement, perhaps."
+            if loss is None
+            else "With an auxiliary output, pass has_aux=True."
+            if isinstance(loss, tuple)
+            else ""
+        )
+        raise TypeError(
+            f"{what} is {_describe(loss)}; expected a 0-d floating-point tensor. {cause}".rstrip()
+        )
+    if loss.dim() != 0:
+        raise ValueError(
+            f"{what} has shape {tuple(loss.shape)}; expected a 0-d tensor. Reduce it over its "
+            "microbatch: .mean() (or .sum() with reduction='sum'), or Weighted(total, weight) for "
+            "a mean over anything but rows."
+        )
+    if not loss.is_floating_point():
+        cause = (
+            "Take its real part or its absolute value."
+            if loss.is_complex()
+            else "An integer has no gradient: an accuracy, or a cast on the way?"
+        )
+        raise TypeError(f"{what} is {loss.dtype}; expected a real floating-point tensor. {cause}")
+    return loss
+
+
+def _weight(weight: Any, total: Tensor) -> Tensor:
+    if isinstance(weight, (bool, int, float)):
+        return torch.full((), float(weight), dtype=torch.float64, device=total.device)
+    if not isinstance(weight, Tensor) or weight.dim() != 0 or weight.is_complex():
+        came = (
+            f"a {weight.dtype} tensor of shape {tuple(weight.shape)}"
+            if isinstance(weight, Tensor)
+            else _describe(weight)
+        )
+        raise TypeError(
+            f"the weight of Weighted is {came}; expected a real 0-d tensor or a number: the sum of "
+            "the mask, say, and not the mask itself."
+        )
+    weight = weight.detach().to(total.device, torch.float64)
+    # A weight below zero, infinite or NaN has no mean. Nothing may stop to look at it, so it
+    # makes the result NaN.
+    return torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan)
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"  # pyright: ignore[reportUnknownArgumentType]
+    return f"a {type(value).__name__}"

@@ -1,0 +1,247 @@
+"""``torch.func.grad`` and ``grad_and_value`` over microbatches, and the loss alone.
+
+    for part in microbatches(batch, microbatch_size):
+        sums += weight * gradient(part)
+    return sums / weight
+
+The same monoid as ``accumulator``, for a batch that is at hand as a whole.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._aux import check_aux_reduction
+from ._batches import check_size
+from ._engine import Engine, Nonfinite, Rule, check_rule
+from ._inputs import (
+    check_argnums,
+    check_disjoint,
+    check_dtype,
+    positions,
+    read_params,
+    refuse_autocast_cache,
+)
+from ._loss import Reduction, Shape, divisor, join_aux, read
+from ._tree import Tree, unflatten
+from ._window import Window, accumulate, evaluate, read_cut
+
+
+def grad_and_value(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: int | None = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+    dtype: torch.dtype | None = None,
+    nonfinite: Nonfinite = "propagate",
+    engine: Engine = "func",
+) -> Callable[..., Any]:
+    """``torch.func.grad_and_value`` in the memory of one microbatch.
+
+    The rule: cut the batch into microbatches, sum their gradients (a mean times its rows, a
+    ``Weighted`` as it is) in float32 at least, divide once by the summed weight. With
+    ``microbatch_size=None`` this is ``torch.func.grad_and_value``; where the batch fits into one
+    microbatch it is bitwise the same. With a size, results carry no outer graph: differentiate
+    through it with torch.func's transforms.
+
+    Args:
+        func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
+        argnums: Which positional arguments to differentiate with respect to.
+        has_aux: Whether ``func`` returns ``(loss, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0. All other arguments are handed to every microbatch whole.
+        microbatch_size: Rows per microbatch; the last one may be shorter.
+        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
+            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one word, or
+            a tree of words that is a prefix of aux.
+        dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
+        nonfinite: ``"propagate"``, ``"skip"`` or ``"raise"``, for each microbatch; see
+            ``accumulator``.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+
+    Returns:
+        A function of ``func``'s arguments giving ``(grads, value)``, or
+        ``(grads, (value, aux))``, in the dtypes of the parameters and of the loss.
+
+    >>> def loss(w, x):
+    ...     return ((w * x) ** 2).mean()
+    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> grad_and_value(loss, microbatch_size=3)(w, x)
+    (tensor(15.), tensor(7.5000))
+    """
+    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
+    at_least = check_dtype(dtype)
+    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
+    check_disjoint(wrt, batches)
+    check_aux_reduction(aux_reduction)
+    if microbatch_size is not None:
+        check_size(microbatch_size)
+    torch_does = microbatch_size is None and nonfinite == "propagate" and engine == "func"
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        at, cut_at = (
+            positions(wrt, len(args), "argnums"),
+            positions(batches, len(args), "batch_argnums"),
+        )
+        check_disjoint(at, cut_at)
+        leaves, spec = read_params({i: args[i] for i in at}, "args")
+
+        def call(leaves: list[Tensor], part: Tree) -> Any:
+            given = unflatten(spec, leaves) | part
+            return func(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+
+        batch = {i: args[i] for i in cut_at}
+        if torch_does:
+            grads, value, aux = _by_torch(lambda leaves: call(leaves, batch), leaves, has_aux)
+        else:
+            if microbatch_size is not None:
+                refuse_autocast_cache(leaves)
+            parts = read_cut(batch, microbatch_size, has_aux)
+            window = Window(call, leaves, spec, parts, rule, at_least, aux_reduction)
+            grads, value, aux = accumulate(window)
+        tree = unflatten(spec, grads)
+        result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
+        return (result, (value, aux)) if has_aux else (result, value)
+
+    return wrapped
+
+
+def grad(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: int | None = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+    dtype: torch.dtype | None = None,
+    nonfinite: Nonfinite = "propagate",
+    engine: Engine = "func",
+) -> Callable[..., Any]:
+    """``torch.func.grad`` in the memory of one microbatch.
+
+    Args:
+        func: As all arguments: see ``grad_and_value``.
+        argnums: See there.
+        has_aux: See there.
+        batch_argnums: See there.
+        microbatch_size: See there.
+        reduction: See there.
+        aux_reduction: See there.
+        dtype: See there.
+        nonfinite: See there.
+        engine: See there.
+
+    Returns:
+        A function of ``func``'s arguments giving the gradients, or ``(grads, aux)``.
+
+    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> grad(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=2)(w, x)
+    tensor(15.)
+    """
+    both = grad_and_value(
+        func,
+        argnums,
+        has_aux,
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        aux_reduction=aux_reduction,
+        dtype=dtype,
+        nonfinite=nonfinite,
+        engine=engine,
+    )
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        grads, value = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def value(
+    func: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: int | None = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+) -> Callable[..., Any]:
+    """The loss over a whole batch in the memory of one microbatch, without gradients.
+
+    The same sums and the same division as in ``grad_and_value``: for evaluation over a data set,
+    or a line search. With a size, nothing is recorded for a later backward pass; transforms
+    differentiate through it.
+
+    Args:
+        func: As for ``grad_and_value``.
+        has_aux: As for ``grad_and_value``.
+        batch_argnums: As for ``grad_and_value``.
+        microbatch_size: Rows per microbatch; None calls ``func`` once.
+        reduction: As for ``grad_and_value``.
+        aux_reduction: As for ``grad_and_value``.
+
+    Returns:
+        A function of ``func``'s arguments giving the value, or ``(value, aux)``.
+
+    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> value(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=3)(w, x)
+    tensor(7.5000)
+    """
+    rule = check_rule(Rule(has_aux, reduction, "propagate", "func"))
+    batches = check_argnums(batch_argnums, "batch_argnums")
+    check_aux_reduction(aux_reduction)
+    if microbatch_size is not None:
+        check_size(microbatch_size)
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if microbatch_size is None:
+            out = func(*args, **kwargs)
+            seen, shape = read(out, has_aux)
+            loss = _mean(seen.total, seen.weight).to(shape.dtype)
+            return (loss, out[1]) if has_aux else loss
+        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
+
+        def call(part: Tree) -> Any:
+            return func(*(part.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+
+        result, aux = evaluate(call, read_cut(batch, microbatch_size, has_aux), rule, aux_reduction)
+        return (result, aux) if has_aux else result
+
+    return wrapped
+
+
+def _by_torch(
+    loss: Callable[[list[Tensor]], Any], leaves: list[Tensor], has_aux: bool
+) -> tuple[list[Tensor], Tensor, Tree]:
+    """torch.func itself; of ``Weighted`` the total, divided as the sums of microbatches are."""
+    shape: Shape | None = None
+
+    def total(leaves: list[Tensor]) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
+        nonlocal shape
+        seen, shape = read(loss(leaves), has_aux)
+        return seen.total, (seen.weight, seen.aux)
+
+    grads, (value, (weight, aux)) = torch.func.grad_and_value(total, has_aux=True)(leaves)
+    assert shape is not None
+    if isinstance(weight, Tensor):
+        by = divisor(weight)
+        grads = [torch.where(weight == 0, 0.0, g.to_dense() / by).to(g.dtype) for g in grads]
+    return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
+
+
+def _mean(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
+    return total / weight if isinstance(weight, Tensor) else total

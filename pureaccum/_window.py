@@ -1,0 +1,145 @@
+"""A whole batch at hand: cut it, accumulate it, divide once.
+
+A batch that fits into one microbatch passes through untouched: its weight is 1.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ._accumulator import AccumState, empty, fold
+from ._aux import AuxState, finish_aux, fold_aux
+from ._batches import Batch, cut, need_rows, read_batch
+from ._engine import Rule, prepare
+from ._loss import divisor, mean_value, read
+from ._torch import transform_active
+from ._tree import Tree, all_finite, as_scalar_of, paths, unflatten
+from ._weights import known_true, weigh
+
+
+class Cut(NamedTuple):
+    """A batch and the number of rows after which it is cut; None does not cut it."""
+
+    batch: Batch
+    size: int | None
+
+    def parts(self) -> Iterator[tuple[Tree, int, int]]:
+        """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
+        batch, size = self
+        if size is None:
+            yield unflatten(batch.spec, batch.leaves), batch.rows or 0, 1
+            return
+        rows = batch.rows or 0
+        for start, part in zip(range(0, rows, size), cut(batch, size), strict=True):
+            held = min(size, rows - start)
+            yield part, held, 1 if held == rows else held
+
+
+class Window(NamedTuple):
+    """What is accumulated: a loss as a function of leaves and a microbatch, over a cut batch."""
+
+    call: Callable[[list[Tensor], Tree], Any]
+    leaves: list[Tensor]
+    spec: optree.PyTreeSpec
+    batch: Cut
+    rule: Rule
+    at_least: torch.dtype
+    aux_reduction: Tree
+
+
+class Folded(NamedTuple):
+    """A window as accumulated, not yet divided."""
+
+    state: AccumState
+    aux: Tree
+    dtype: torch.dtype | None  # of the loss, where there was one
+
+
+def read_cut(batch: Tree, size: int | None, has_aux: bool) -> Cut:
+    """Check a batch that is to be cut into microbatches of ``size`` rows."""
+    flat = read_batch(batch, "args")
+    if size is not None and need_rows(flat, "args") == 0 and has_aux:
+        raise ValueError(
+            "the batch has no rows, so the loss is never called and there is no aux to return; "
+            "has_aux=True needs one row at least."
+        )
+    return Cut(flat, size)
+
+
+def accumulate(window: Window) -> tuple[list[Tensor], Tensor, Tree]:
+    """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
+    leaves, rule = window.leaves, window.rule
+    speculate = rule.nonfinite == "skip" and leaves[0].device.type == "cpu"
+    state, aux, dtype = (
+        _speculate(window) if speculate and not transform_active() else _fold_all(window)
+    )
+    value = mean_value(state.total, state.weight, rule.reduction)
+    by = divisor(state.weight)
+    grads: list[Tensor] = state.grads
+    for i, (total, leaf) in enumerate(zip(grads, leaves, strict=True)):
+        divide = torch.div if transform_active() else Tensor.div_  # the sums are the engine's own
+        grads[i] = divide(total, as_scalar_of(total, by)).to(leaf.dtype)
+    return grads, value.to(dtype or torch.get_default_dtype()), aux
+
+
+def evaluate(
+    call: Callable[[Tree], Any], batch: Cut, rule: Rule, aux_reduction: Tree
+) -> tuple[Tensor, Tree]:
+    """The same without gradients: the value and the reduced aux."""
+    total = weight = torch.zeros((), dtype=torch.float64)
+    aux: AuxState | None = None
+    dtype: torch.dtype | None = None
+    with nullcontext() if transform_active() else torch.no_grad():
+        for part, rows, counts in batch.parts():
+            _, added = weigh(*read(call(part), rule.has_aux), counts, rule.reduction)
+            total, weight = (
+                added.total + total.to(added.total.device),
+                added.weight + weight.to(added.weight.device),
+            )
+            dtype = added.dtype
+            if rule.has_aux:
+                aux = fold_aux(aux, added, rows, aux_reduction, skipping=False)
+        value = mean_value(total, weight, rule.reduction).to(dtype or torch.get_default_dtype())
+        return value, None if aux is None else finish_aux(aux)
+
+
+def _speculate(window: Window) -> Folded:
+    """Skip without a gradient tree of its own: inf and NaN never leave a sum.
+
+    So add everything, look once at the end, and only where something is wrong do it again the
+    careful way, with the same random numbers.
+    """
+    random = torch.get_rng_state()
+    rule = window.rule._replace(nonfinite="propagate")
+    folded = _fold_all(window._replace(rule=rule))
+    if known_true(all_finite((folded.state.grads, folded.state.total))):
+        return folded
+    del folded
+    torch.set_rng_state(random)
+    return _fold_all(window)
+
+
+def _fold_all(window: Window) -> Folded:
+    call, leaves, spec, batch, rule, at_least, aux_reduction = window
+    state = empty(leaves, at_least)
+    wrt = prepare(leaves, rule.engine)
+    aux: AuxState | None = None
+    dtype: torch.dtype | None = None
+    for i, (part, rows, counts) in enumerate(batch.parts()):
+
+        def loss(leaves: list[Tensor], part: Tree = part) -> Any:
+            return call(leaves, part)
+
+        def label(leaf: int | None, i: int = i) -> str:
+            what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'args')[leaf]}"
+            return f"{what} of microbatch {i} (from row {i * (batch.size or 0)})"
+
+        state, added = fold(state, loss, wrt, counts, rule, label=label)
+        dtype = added.dtype
+        if rule.has_aux:
+            aux = fold_aux(aux, added, rows, aux_reduction, rule.nonfinite == "skip")
+    return Folded(state, None if aux is None else finish_aux(aux), dtype)

@@ -1,0 +1,71 @@
+"""What is measured, quick and full.
+
+Rule: cells are chosen before any number is seen, and a cell that was measured is shown.
+"""
+
+from typing import NamedTuple
+
+from .contenders import ALL, ENGINES, HAND, MAIN
+from .models import Model
+
+
+WIDTHS, ROWS, WINDOWS = (16, 64, 256, 512, 1024, 2048), (16, 64, 256), (1, 4, 16, 64)
+
+WEIGHTS, ACTIVATIONS, FLAT = "weight-heavy", "activation-heavy", "flat"
+
+
+class Cell(NamedTuple):
+    """One race."""
+
+    device: str
+    model: Model
+    contenders: tuple[str, ...]
+    seconds: float
+
+
+class Peak(NamedTuple):
+    """One number of memory."""
+
+    device: str
+    regime: str
+    model: Model
+    contender: str
+
+
+def cells(full: bool, device: str) -> list[Cell]:
+    """The races. The main contenders run in all of them, everybody in two."""
+    return [
+        Cell(device, model, ALL if everybody(model) else MAIN, 20.0 if full else 2.5)
+        for model in (every_model() if full else quick_models())
+    ]
+
+
+def quick_models() -> list[Model]:
+    small = [Model(width, rows, 16) for width in (16, 64) for rows in ROWS]
+    middle = [Model(256, 64, 16), *(Model(512, rows, 4) for rows in ROWS)]
+    large = [Model(width, 256, 4, depth=4) for width in (1024, 2048)]
+    # The same cell in other windows tells the cost of a call from the cost of a microbatch.
+    windows = [Model(16, 64, 1), Model(16, 64, 64), Model(512, 64, 1), Model(512, 64, 16)]
+    return small + middle + large + windows
+
+
+def every_model() -> list[Model]:
+    """All of them, but for windows that take more than about ten seconds."""
+    models = [Model(width, rows, k) for width in WIDTHS for rows in ROWS for k in WINDOWS]
+    return [model for model in models if model.flops <= 5e11]
+
+
+def everybody(model: Model) -> bool:
+    return model.rows == 64 and (model.width, model.microbatches) in {(16, 16), (512, 16)}
+
+
+def peaks(full: bool, device: str) -> list[Peak]:
+    """The memory: heavy in weights, heavy in activations, and 64 microbatches beside 2."""
+    weights = Model(2048, 64, 4, depth=12 if full else 8)
+    activations = Model(1024, 2048, 3, depth=12, activation="gelu", bias=False)
+    plan = [Peak(device, WEIGHTS, weights, name) for name in ALL]
+    plan += [Peak(device, ACTIVATIONS, activations, name) for name in (ALL if full else MAIN)]
+    flat = Model(2048, 16, 2, depth=4)
+    for name in (HAND, *ENGINES, *(f"{engine}, streamed" for engine in ENGINES)):
+        plan += [Peak(device, FLAT, flat._replace(microbatches=k), name) for k in (2, 64)]
+    return plan

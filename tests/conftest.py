@@ -1,0 +1,33 @@
+"""Hypothesis profiles, and a torch that behaves the same on every machine.
+
+``dev`` is quick, ``ci`` always draws the same examples, ``thorough`` runs at night.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+
+settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
+settings.register_profile(
+    "ci", max_examples=60, deadline=None, print_blob=True, derandomize=True, database=None
+)
+settings.register_profile("thorough", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """hypothesis does not know torch's generator."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
