@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._batches import read_batch
-from ._donation import mark, taken_over
+from ._donation import hand_over
 from ._engine import (
     Engine,
     Loss,
@@ -130,7 +130,7 @@ def accumulator(
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         leaves, spec = read_params(params)
-        sums, sums_spec = flatten(state.grads)
+        sums, sums_spec = flatten(read_state(state).grads)
         check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
         called = (params, *args)
         batch = tuple(called[i] for i in positions(batches, len(called), "batch_argnums"))
@@ -151,30 +151,38 @@ def accumulator(
         wrt = prepare(leaves, engine)
         new, added = fold(state._replace(grads=sums), loss, wrt, rows, rule, before, label)
         if in_place and donate:
-            new = new._replace(grads=[taken_over(x) for x in new.grads])
-            mark(state[1:])
+            new = new._replace(grads=hand_over([*sums, *state[1:]], new.grads))
         new = new._replace(grads=unflatten(spec, new.grads))
         return (new, added.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
         names = ("the second state's grads", "the first state's grads")
-        check_fits(*flatten(b.grads), *flatten(a.grads), names, _FOREIGN)
+        check_fits(*flatten(read_state(b).grads), *flatten(read_state(a).grads), names, _FOREIGN)
         return add(a, b)
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
-        by = divisor(state.weight)
+        by = divisor(read_state(state).weight)
         value = mean_value(state.total, state.weight, reduction)
         if not donate or transform_active():
             return map(lambda x: x / as_scalar_of(x, by), state.grads), value
         sums, spec = flatten(state.grads)
-        grads = unflatten(spec, [taken_over(x.div_(as_scalar_of(x, by))) for x in sums])
-        mark(state[1:])
-        return grads, value
+        grads = hand_over([*sums, *state[1:]], [x.div_(as_scalar_of(x, by)) for x in sums])
+        return unflatten(spec, grads), value
 
     return Accumulator(init, update, merge, finalize)
 
 
 _FOREIGN = "A state belongs to the params that it was made from by init."
+
+
+def read_state(state: Any) -> AccumState:
+    """The state itself, or an error that says what a state is."""
+    if not isinstance(state, AccumState):
+        raise TypeError(
+            f"the state is a {type(state).__name__}; expected the AccumState that init, update or "
+            "merge returned (with has_aux=True, update returns a pair (state, aux))."
+        )
+    return state
 
 
 # The same on flat states, whose grads are a list of leaves -------------------------------
@@ -209,6 +217,7 @@ def fold(
         state.total + total,
         state.weight + weight,
         state.microbatches + 1,
-        state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped,
+        # no two states may share a tensor: donating the one would take it from the other
+        state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
         state.nonfinite + nonfinite,
     ), added

@@ -39,11 +39,12 @@ class Spoiled(Donated):
     )
 
 
-def taken_over(tensor: Tensor) -> Tensor:
-    """The same memory under a new tensor; the old one is left behind, marked."""
-    new = tensor.detach()
-    mark([tensor])
-    return new
+def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
+    """The new tensors, those among them that are old ones renewed; the old ones are marked."""
+    given = {id(tensor): tensor for tensor in old}
+    renewed = [tensor.detach() if id(tensor) in given else tensor for tensor in new]
+    mark(given.values())
+    return renewed
 
 
 def mark(tensors: Iterable[Tensor], state: type[Donated] = Donated) -> None:

@@ -190,7 +190,7 @@ def _collected(
     seen, shape, pull = _ENGINES[rule.engine](loss, wrt, {}, rule.has_aux)
     weighing, added = weigh(seen, shape, rows, rule.reduction)
     if weighing is None:
-        return sums, added
+        return sums if in_place else [x.clone() for x in sums], added
     grads = list(pull(weighing.cotangent))
     if rule.nonfinite == "skip":
         added = judged(added, [finite(g) for g in grads if g is not None], weighing.keep)

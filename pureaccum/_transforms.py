@@ -26,7 +26,9 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, Shape, divisor, join_aux, read
-from ._tree import Tree, unflatten
+from ._sums import added_to
+from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
+from ._weights import weigh
 from ._window import Window, accumulate, evaluate, read_cut
 
 
@@ -230,16 +232,24 @@ def _by_torch(
     """torch.func itself; of ``Weighted`` the total, divided as the sums of microbatches are."""
     shape: Shape | None = None
 
-    def total(leaves: list[Tensor]) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
+    def total(leaves: list[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
         nonlocal shape
         seen, shape = read(loss(leaves), has_aux)
-        return seen.total, (seen.weight, seen.aux)
+        if isinstance(seen.weight, tuple):
+            return seen.total, (seen.total, (), (), seen.aux)
+        weighing, _ = weigh(seen, shape, None, "mean")
+        assert weighing is not None
+        return seen.total * weighing.cotangent, (seen.total, seen.weight, weighing, seen.aux)
 
-    grads, (value, (weight, aux)) = torch.func.grad_and_value(total, has_aux=True)(leaves)
+    grads, (_, (value, weight, weighing, aux)) = torch.func.grad_and_value(total, has_aux=True)(
+        leaves
+    )
     assert shape is not None
     if isinstance(weight, Tensor):
         by = divisor(weight)
-        grads = [torch.where(weight == 0, 0.0, g.to_dense() / by).to(g.dtype) for g in grads]
+        for i, g in enumerate(grads):
+            sum_ = added_to(g.new_zeros((), dtype=accumulation_dtype(g.dtype)), g, weighing)
+            grads[i] = (sum_ / as_scalar_of(sum_, by)).to(g.dtype)
     return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
 
 
