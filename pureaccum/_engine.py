@@ -14,6 +14,7 @@ Functions without ``setup_context``, and checkpointed modules.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -58,19 +59,26 @@ class Wrt(NamedTuple):
     leaves: list[Tensor]
     large: list[int]  # the leaves whose gradients are added one by one
     known: Known
+    records: bool | None  # the grad mode of the forward pass; None under a transform: the caller's
 
 
 def prepare(leaves: list[Tensor], engine: Engine) -> Wrt:
     """Prepare leaves for an engine."""
     large = [i for i, leaf in enumerate(leaves) if leaf.nbytes >= LARGE]
-    if engine == "func":
-        return Wrt(leaves, large, {})
     if transform_active():
+        if engine == "func":
+            return Wrt(leaves, [], {}, None)
         raise RuntimeError(
             "engine='autograd' cannot run under a torch.func transform or torch.compile; "
             "engine='func', the default, can."
         )
-    return Wrt([leaf.detach().requires_grad_() for leaf in leaves], large, {})
+    leaves = [leaf.detach() for leaf in leaves]
+    if engine == "autograd":
+        return Wrt([leaf.requires_grad_() for leaf in leaves], large, {}, True)
+    # Detached leaves record nothing below torch.func's own level, but tensors that the loss
+    # captured may. So that nothing does, no_grad; except on a CPU, where the kernel of LSTM asks
+    # for the grad mode down there and without it saves nothing for its backward pass.
+    return Wrt(leaves, large, {}, leaves[0].device.type == "cpu")
 
 
 Loss = Callable[[list[Tensor]], Any]
@@ -225,8 +233,9 @@ def _by_func(
         return seen.total, (seen.weight, seen.aux)
 
     try:
-        # pyright cannot tell the two lengths of vjp's result apart
-        total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
+        with nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records):
+            # pyright cannot tell the two lengths of vjp's result apart
+            total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
     except RuntimeError as error:
         if "saved tensor hooks" in str(error) or "setup_context" in str(error):
             error.add_note(
@@ -235,6 +244,8 @@ def _by_func(
             )
         raise
     assert shape is not None
+    if wrt.records:
+        total, aux = total.detach(), [x.detach() for x in aux]
     # retain_graph=False frees activations as the pass goes. create_graph stays at its default:
     # False would silently drop second-order terms under an outer transform.
     return Read(total, weight, aux), shape, lambda cotangent: vjp(cotangent, retain_graph=False)
