@@ -10,7 +10,7 @@ same rule. Sums are float32 at least; totals and weights are float64, since toke
 2**24.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +18,7 @@ from torch import Tensor
 
 from ._batches import read_batch
 from ._donation import hand_over
-from ._engine import (
-    Engine,
-    Loss,
-    Microbatch,
-    Nonfinite,
-    Rule,
-    Wrt,
-    add_microbatch,
-    check_rule,
-    prepare,
-)
+from ._engine import Nonfinite, Rule, add_microbatch, check_rule
 from ._inputs import (
     check_argnums,
     check_dtype,
@@ -38,8 +28,10 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, divisor, mean_value
+from ._passes import Engine, prepare
 from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, add, as_scalar_of, flatten, map, paths, unflatten
+from ._weights import Microbatch, settle
 
 
 class AccumState(NamedTuple):
@@ -123,10 +115,11 @@ def accumulator(
             "differentiated is not cut into microbatches."
         )
 
+    recomputes: set[bool] = set()  # saves looking again whether the loss has checkpoints
+
     def init(params: Tree) -> AccumState:
         leaves, spec = read_params(params)
-        state = empty(leaves, at_least)
-        return state._replace(grads=unflatten(spec, state.grads))
+        return empty(unflatten(spec, zero_sums(leaves, at_least)), leaves[0].device)
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         leaves, spec = read_params(params)
@@ -148,12 +141,13 @@ def accumulator(
         in_place = not transform_active()
         if in_place and not donate:
             before, sums = sums, [x.clone() for x in sums]
-        wrt = prepare(leaves, engine)
-        new, added = fold(state._replace(grads=sums), loss, wrt, rows, rule, before, label)
+        wrt = prepare(leaves, engine, recomputes)
+        grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
+        new = counted(state, [entry], rule)
         if in_place and donate:
-            new = new._replace(grads=hand_over([*sums, *state[1:]], new.grads))
-        new = new._replace(grads=unflatten(spec, new.grads))
-        return (new, added.aux) if has_aux else new
+            grads = hand_over([*sums, *state[1:]], grads)
+        new = new._replace(grads=unflatten(spec, grads))
+        return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
         names = ("the second state's grads", "the first state's grads")
@@ -185,39 +179,30 @@ def read_state(state: Any) -> AccumState:
     return state
 
 
-# The same on flat states, whose grads are a list of leaves -------------------------------
+# Pieces that a window shares with the accumulator ----------------------------------------
 
 
-def empty(leaves: list[Tensor], at_least: torch.dtype) -> AccumState:
-    """The identity for those leaves."""
-    sums = [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype, at_least)) for x in leaves]
-    device = leaves[0].device
+def zero_sums(leaves: list[Tensor], at_least: torch.dtype) -> list[Tensor]:
+    """A zero for every leaf, in its accumulation dtype."""
+    return [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype, at_least)) for x in leaves]
+
+
+def empty(grads: Tree, device: torch.device) -> AccumState:
+    """Those sums, and nothing else counted yet."""
     amounts = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
     counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
-    return AccumState(sums, *amounts, *counts)
+    return AccumState(grads, *amounts, *counts)
 
 
-def fold(
-    state: AccumState,
-    loss: Loss,
-    wrt: Wrt,
-    rows: int | None,
-    rule: Rule,
-    before: list[Tensor] | None = None,
-    label: Callable[[int | None], str] | None = None,
-) -> tuple[AccumState, Microbatch]:
-    """One microbatch more, its gradient added to ``state.grads`` in place where that is pure."""
-    sums, added = add_microbatch(loss, wrt, state.grads, rows, rule, before=before, label=label)
-    total, weight, finite = (
-        x.to(state.total.device) for x in (added.total, added.weight, added.finite)
-    )
-    nonfinite = ~finite
+def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumState:
+    """The state with everything but the gradients of some microbatches more."""
+    total, weight, nonfinite = (x.to(state.total.device) for x in settle(seen))
     return AccumState(
-        sums,
+        state.grads,
         state.total + total,
         state.weight + weight,
-        state.microbatches + 1,
+        state.microbatches + len(seen),
         # no two states may share a tensor: donating the one would take it from the other
         state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
         state.nonfinite + nonfinite,
-    ), added
+    )

@@ -40,20 +40,23 @@ def fold_aux(
 ) -> AuxState:
     """One microbatch's aux more."""
     leaves, spec = flatten(added.aux)
+    share = added.share
+    if not isinstance(share, Tensor):
+        share = torch.full_like(added.value, share, dtype=torch.float64)
     if state is None:
         how = _broadcast(reduction, added.aux)
         dtypes = [x.dtype if isinstance(x, Tensor) else None for x in leaves]
-        state = AuxState(spec, how, [None] * len(leaves), dtypes, torch.zeros_like(added.share))
+        state = AuxState(spec, how, [None] * len(leaves), dtypes, torch.zeros_like(share))
     elif spec != state.spec:
         raise ValueError(
             f"the loss returned an aux of another structure than before: {spec} after "
             f"{state.spec}; what is reduced over microbatches has one structure."
         )
     parts = [
-        _reduced(part, leaf, how, added, rows, skipping, i, spec)
+        _reduced(part, leaf, how, share, added.finite if skipping else None, rows, i, spec)
         for i, (part, leaf, how) in enumerate(zip(state.parts, leaves, state.how, strict=True))
     ]
-    return state._replace(parts=parts, share=state.share + added.share)
+    return state._replace(parts=parts, share=state.share + share)
 
 
 def finish_aux(state: AuxState) -> Tree:
@@ -71,9 +74,9 @@ def _reduced(
     part: Any,
     leaf: Any,
     how: str,
-    added: Microbatch,
+    share: Tensor,
+    finite: Tensor | None,
     rows: int,
-    skipping: bool,
     i: int,
     spec: optree.PyTreeSpec,
 ) -> Any:
@@ -92,11 +95,11 @@ def _reduced(
             f"{paths(spec, 'aux')[i]} is a {type(leaf).__name__}, which has no {how}; name 'last' "
             "for it in aux_reduction."
         )
-    term = _widened(leaf, added.share.device)
+    term = _widened(leaf, share.device)
     if how == "mean":
-        term = torch.where(added.share != 0, term * added.share.to(term.device), 0.0)
-    elif skipping:
-        term = torch.where(added.finite, term, torch.zeros_like(term))
+        term = torch.where(share != 0, term * share.to(term.device), 0.0)
+    elif finite is not None:
+        term = torch.where(finite, term, torch.zeros_like(term))
     return term if part is None else part + term
 
 

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 
 
-class Donated(torch.Tensor):
-    """What is left of a tensor whose memory was given away."""
+class Refusing(torch.Tensor):
+    """A tensor that refuses every use with a reason."""
 
-    reason: ClassVar[str] = (
-        "this tensor belongs to a state that was given up with donate=True: its memory now belongs "
-        "to the state which that call returned. Use the returned state, or leave donate out where "
-        "the old state is still needed."
-    )
+    reason: ClassVar[str]
 
     @classmethod
     def __torch_function__(
@@ -29,7 +25,17 @@ class Donated(torch.Tensor):
         raise RuntimeError(cls.reason)
 
 
-class Spoiled(Donated):
+class Donated(Refusing):
+    """What is left of a tensor whose memory was given away."""
+
+    reason: ClassVar[str] = (
+        "this tensor belongs to a state that was given up with donate=True: its memory now belongs "
+        "to the state which that call returned. Use the returned state, or leave donate out where "
+        "the old state is still needed."
+    )
+
+
+class Spoiled(Refusing):
     """What is left of a donated sum after an error in the middle of a backward pass."""
 
     reason: ClassVar[str] = (
@@ -47,7 +53,7 @@ def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
     return renewed
 
 
-def mark(tensors: Iterable[Tensor], state: type[Donated] = Donated) -> None:
+def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
     """Leave tensors behind as donated. Subclasses (DTensor, ...) cannot be marked."""
     for tensor in tensors:
         if type(tensor) is torch.Tensor:

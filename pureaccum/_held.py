@@ -1,96 +1,126 @@
-"""Keep ``functional_call`` open over a backward pass.
+"""Keep ``functional_call`` open over a backward pass that recomputes.
 
-A checkpointed module recomputes its forward pass during the backward pass. By then
+A checkpointed module runs its forward pass again during the backward pass. By then
 ``functional_call`` has put the module's own parameters back, and the recomputation would use
 those: a wrong gradient, without an error. So what every module held while it was called is
 remembered in the forward pass and put back for the length of the backward pass.
+
+That costs small networks a tenth of their time, and only checkpoints need it. They make
+themselves known by saved-tensor hooks: the loss runs with those disabled, and only one that
+wants them is run again, with the same random numbers, and watched.
 """
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ._donation import Refusing
 from ._torch import Place, tensor_places
 
 
-Known = dict[torch.nn.Module, list[Place]]  # the modules seen before, each walked once
-Held = list[tuple[Place, Any]]  # a copy of what was in each place
+Held = dict[tuple[int, str], tuple[Place, Any]]  # by module and name: a copy of what was there
+T = TypeVar("T")
+
+
+class Ambiguous(Refusing):
+    """What a module holds while nobody can tell what it should."""
+
+    reason: ClassVar[str] = (
+        "a checkpointed module was called with two different sets of parameters in one "
+        "microbatch, so its recomputation cannot tell which is meant. Checkpoint a function that "
+        "calls functional_call itself: checkpoint(lambda p, x: functional_call(module, p, x), p, x)"
+    )
+
+
+def call_watched(
+    loss: Callable[[], T], recomputes: set[bool], devices: set[torch.device]
+) -> tuple[T, Held]:
+    """Call a loss, and find out what its modules held if its backward pass will recompute.
+
+    ``recomputes`` remembers the answer for the next microbatch.
+    """
+    if not recomputes:
+        generators = _random_states(devices)
+        try:
+            with torch.autograd.graph.disable_saved_tensors_hooks(_WANTED):
+                return loss(), {}
+        except RuntimeError as error:
+            if _WANTED not in str(error):
+                raise
+        recomputes.add(True)
+        for restore, state in generators:
+            restore(state)
+    with _remembering() as held:
+        return loss(), held
+
+
+_WANTED = "pureaccum: saved-tensor hooks are wanted"
+
+
+def _random_states(devices: set[torch.device]) -> list[tuple[Callable[[Any], None], Any]]:
+    states: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
+    for device in devices:
+        if device.type != "cpu" and (module := getattr(torch, device.type, None)):
+            states.append(
+                (lambda s, m=module, d=device: m.set_rng_state(s, d), module.get_rng_state(device))
+            )
+    return states
 
 
 @contextmanager
-def remembering(known: Known) -> Generator[list[Held]]:
-    """Remember, for each outermost call inside, what the modules held."""
-    calls: list[Held] = []
+def _remembering() -> Generator[Held]:
+    """Remember what the modules called inside hold, and those below them."""
+    held: Held = {}
+    ambiguous: set[torch.nn.Module] = set()
     thread = threading.get_ident()
 
     def before(module: torch.nn.Module, _args: object) -> None:
-        nonlocal watch
-        if threading.get_ident() != thread:
+        if torch.compiler.is_compiling() or threading.get_ident() != thread:
             return
-        # Only outermost calls are watched: a global hook takes every inner module off
-        # torch's fast path.
-        watch.remove()
-        if module not in known:
-            known[module] = tensor_places(module)
-        calls.append([(place, place[1][place[2]].copy()) for place in known[module]])
-
-        def after(*_: object) -> None:
-            nonlocal watch
-            done.remove()
-            watch = register_module_forward_pre_hook(before)
-
-        done = module.register_forward_hook(after, always_call=True)
+        for place in tensor_places(module):
+            owner, attributes, name = place
+            now = attributes[name].copy()
+            _, then = held.setdefault((id(owner), name), (place, now))
+            if name != "_buffers" and not _same(then, now):
+                ambiguous.add(owner)
 
     watch = register_module_forward_pre_hook(before)
     try:
-        yield calls
+        yield held
     finally:
         watch.remove()
+        for key, (place, then) in held.items():
+            if place[0] in ambiguous and place[2] != "_buffers":
+                held[key] = (place, _refusing(then))
 
 
 @contextmanager
-def holding(calls: list[Held]) -> Generator[None]:
+def holding(held: Held) -> Generator[None]:
     """Let every module hold again what it held when it was called."""
-    ambiguous = _ambiguous(calls) if len(calls) > 1 else set[torch.nn.Module]()
-
-    def refuse(module: torch.nn.Module, _args: object) -> None:
-        if module in ambiguous:
-            raise RuntimeError(
-                f"a checkpointed {type(module).__name__} was called with two different sets of "
-                "parameters in one microbatch, so its recomputation cannot tell which is meant. "
-                "Checkpoint a function that calls functional_call itself: "
-                "checkpoint(lambda p, x: functional_call(module, p, x), p, x)"
-            )
-
-    watch = register_module_forward_pre_hook(refuse) if ambiguous else None
-    own = [(place, place[1][place[2]]) for call in calls for place, _ in call]
+    own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]
     try:
-        for call in calls:
-            _put(call)
+        for (_, attributes, name), tensors in held.values():
+            attributes[name] = tensors
         yield
     finally:
-        _put(own)
-        if watch is not None:
-            watch.remove()
+        for attributes, name, tensors in own:
+            attributes[name] = tensors
 
 
-def _put(held: Held) -> None:
-    for (_, attributes, name), tensors in held:
-        attributes[name] = tensors
+def _values(tensors: Any) -> list[Any]:
+    return list(tensors.values() if isinstance(tensors, dict) else tensors)
 
 
-def _ambiguous(calls: list[Held]) -> set[torch.nn.Module]:
-    """The modules that did not hold the same tensors at all of their calls."""
-    first: dict[tuple[torch.nn.Module, str], list[int]] = {}
-    found: set[torch.nn.Module] = set()
-    for call in calls:
-        for (module, _, name), tensors in call:
-            held = tensors.values() if isinstance(tensors, dict) else tensors
-            ids = [id(tensor) for tensor in held]
-            if first.setdefault((module, name), ids) != ids:
-                found.add(module)
-    return found
+def _same(then: Any, now: Any) -> bool:
+    return [id(tensor) for tensor in _values(then)] == [id(tensor) for tensor in _values(now)]
+
+
+def _refusing(tensors: Any) -> Any:
+    """As many tensors, and no two the same: torch takes equal ones for tied."""
+    if isinstance(tensors, dict):
+        return {name: torch.empty(0).as_subclass(Ambiguous) for name in tensors}
+    return [torch.empty(0).as_subclass(Ambiguous) for _ in tensors]

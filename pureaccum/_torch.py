@@ -42,8 +42,7 @@ Place = tuple[torch.nn.Module, dict[str, Any], str]  # a module, its vars, a nam
 def tensor_places(root: torch.nn.Module) -> list[Place]:
     """Where a module and those below it keep their tensors.
 
-    (``named_modules`` and ``Module.__setattr__`` would do, and cost a tenth of a small network's
-    forward pass each.)
+    Writing there directly is what ``functional_call`` does; ``Module.__setattr__`` would inspect.
     """
     places: list[Place] = []
     seen: set[torch.nn.Module] = set()

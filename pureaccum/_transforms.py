@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._aux import check_aux_reduction
 from ._batches import check_size
-from ._engine import Engine, Nonfinite, Rule, check_rule
+from ._engine import Nonfinite, Rule, check_rule
 from ._inputs import (
     check_argnums,
     check_disjoint,
@@ -26,6 +26,7 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, Shape, divisor, join_aux, read
+from ._passes import Engine
 from ._sums import added_to
 from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
 from ._weights import weigh
@@ -237,7 +238,7 @@ def _by_torch(
         seen, shape = read(loss(leaves), has_aux)
         if isinstance(seen.weight, tuple):
             return seen.total, (seen.total, (), (), seen.aux)
-        weighing, _ = weigh(seen, shape, None, "mean")
+        weighing = weigh(seen, None, "mean")
         assert weighing is not None
         return seen.total * weighing.cotangent, (seen.total, seen.weight, weighing, seen.aux)
 

@@ -2,11 +2,12 @@
 
 The gradient of a mean is pulled with its rows and that of ``Weighted`` as it is, because sums
 add up where means do not. But a sum over 2,000 tokens overflows in fp16 where their mean does
-not. So the cotangent is the weight divided by the power of two at or above it, and that power
-multiplies the gradient once it has been cast to the sum's dtype: exact, with the range of a mean.
+not. So the cotangent is the weight divided by a power of two, and that power multiplies the
+gradient once it has been cast to the sum's dtype: exact, with the range of a mean.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -17,68 +18,128 @@ from ._sums import Weighing
 
 
 class Microbatch(NamedTuple):
-    """What a microbatch came to, beside its gradient."""
+    """What a microbatch came to, beside its gradient. Nothing is computed before ``settle``."""
 
-    total: Tensor  # float64; zero where nothing is added
-    weight: Tensor  # float64; likewise
-    share: Tensor  # its weight in a mean of its aux: its rows where the loss is a plain sum
-    finite: Tensor
+    value: Tensor
+    times: float  # its total is value * times
+    weight: float | Tensor
+    share: float | Tensor  # its weight in a mean of its aux: rows where the loss is a plain sum
+    finite: Tensor | None  # None: its total tells
     aux: Any
     dtype: torch.dtype  # of the loss
 
 
-def weigh(
-    seen: Read, shape: Shape, rows: int | None, reduction: Reduction
-) -> tuple[Weighing | None, Microbatch]:
-    """Weigh a microbatch; None where it is known to weigh nothing before anything is pulled."""
-    total = seen.total
-    weighing: Weighing | None
+class Tally(NamedTuple):
+    """What several microbatches came to."""
+
+    total: Tensor
+    weight: Tensor
+    nonfinite: Tensor
+
+
+def power_of_two(rows: int) -> float:
+    """The power of two at or above a number of rows."""
+    return float(1 << max(rows - 1, 0).bit_length())
+
+
+def enter(seen: Read, shape: Shape, rows: int | None, reduction: Reduction) -> Microbatch:
+    """Write down what a loss returned."""
+    aux = join_aux(seen.aux, shape)
     if not isinstance(seen.weight, tuple):
-        weight, keep = seen.weight, seen.weight != 0
-        wide = torch.where(keep, total.double(), 0.0)
+        value = torch.where(seen.weight != 0, seen.total, 0.0)
+        return Microbatch(value, 1.0, seen.weight, seen.weight, None, aux, shape.dtype)
+    if reduction == "sum":  # has no weight: there is nothing to divide by
+        return Microbatch(seen.total, 1.0, 0.0, float(rows or 0), None, aux, shape.dtype)
+    if rows is None:
+        raise ValueError(
+            "the loss is a mean over rows, but no batch argument holds a tensor that tells how "
+            "many. Return Weighted(total, weight), pass reduction='sum', or name the batch "
+            "arguments in batch_argnums."
+        )
+    value = seen.total if rows else torch.zeros_like(seen.total)  # the mean of nothing is NaN
+    return Microbatch(value, float(rows), float(rows), float(rows), None, aux, shape.dtype)
+
+
+def weigh(
+    seen: Read,
+    rows: int | None,
+    reduction: Reduction,
+    unit: float | None = None,
+    cotangents: dict[float, Tensor] | None = None,
+) -> Weighing | None:
+    """How the gradient of a microbatch enters the sums; None where it is known to add nothing.
+
+    Args:
+        seen: What the loss returned.
+        rows: Rows in the microbatch.
+        reduction: What a scalar loss is of its rows.
+        unit: A power of two by which the sums are divided as they stand, the same for a whole
+            window: then nothing but the cotangent of a mean differs between its microbatches.
+            None: the sums are what they say.
+        cotangents: Those made before for this window.
+    """
+    total = seen.total
+    if not isinstance(seen.weight, tuple):
+        weight = seen.weight
         # The weight lies on the device and nothing may wait for it. The lower end keeps the
         # reciprocal of a tiny weight inside float32.
         mantissa, _ = torch.frexp(weight)
         power = torch.where(mantissa == 0.5, weight, weight / mantissa).clamp(min=2.0**-24)
         power = torch.where(weight > 0, power, 1.0)
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
-        share, weighing = weight, Weighing(cotangent, power, keep)
-    elif reduction == "sum":  # has no weight: there is nothing to divide by
-        wide = total.double()
-        weight, share = torch.zeros_like(wide), torch.full_like(wide, float(rows or 0))
-        weighing = Weighing(torch.ones_like(total), 1.0, None)
-    elif rows is None:
-        raise ValueError(
-            "the loss is a mean over rows, but no batch argument holds a tensor that tells how "
-            "many. Return Weighted(total, weight), pass reduction='sum', or name the batch "
-            "arguments in batch_argnums."
-        )
-    elif rows == 0:  # the mean of nothing is NaN, and so is its gradient
-        wide = weight = share = torch.zeros_like(total, dtype=torch.float64)
-        weighing = None
-    else:
-        share = weight = torch.full_like(total, rows, dtype=torch.float64)
-        wide, power = total * weight, float(1 << (rows - 1).bit_length())
-        weighing = Weighing(torch.full_like(total, rows / power), power, None)
-    finite = (wide - wide) == 0  # inf - inf is NaN; a third of the time of isfinite
-    aux = join_aux(seen.aux, shape)
-    return weighing, Microbatch(wide, weight, share, finite, aux, shape.dtype)
+        return Weighing(cotangent, power / (unit or 1.0), weight != 0)
+    if reduction == "mean" and not rows:
+        return None
+    power = 1.0 if reduction == "sum" else unit or power_of_two(rows or 0)
+    pulled = 1.0 if reduction == "sum" else (rows or 0) / power
+    known = {} if cotangents is None else cotangents
+    if pulled not in known:
+        known[pulled] = torch.full_like(total, pulled)
+    return Weighing(known[pulled], power / (unit or 1.0), None)
 
 
-def judged(added: Microbatch, flags: Iterable[Tensor], keep: Tensor | None) -> Microbatch:
+def settle(seen: Sequence[Microbatch]) -> Tally:
+    """Total, weight and the number of microbatches that are not finite, in float64 and int64."""
+    totals = torch.cat(
+        [
+            torch.stack([entry.value for entry in group]).double() * times
+            for times, group in groupby(seen, key=lambda entry: entry.times)
+        ]
+    )
+    known = sum(entry.weight for entry in seen if not isinstance(entry.weight, Tensor))
+    weights = [entry.weight for entry in seen if isinstance(entry.weight, Tensor)]
+    total = totals.sum()
+    weight = torch.stack(weights).sum() + known if weights else torch.full_like(total, known)
+    flags = [entry.finite for entry in seen if entry.finite is not None]
+    # inf - inf is NaN; a third of the time of isfinite
+    nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
+    return Tally(total, weight, nonfinite.sum())
+
+
+def total_finite(entry: Microbatch) -> Tensor:
+    """Whether the total of a microbatch is."""
+    return (entry.value - entry.value) == 0
+
+
+def judged(entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None) -> Microbatch:
     """A microbatch is finite if its total and all of its gradient are, or if it has no weight."""
-    ok = added.finite
+    ok = total_finite(entry)
     for flag in flags:
         ok = ok & flag.to(ok.device)
-    return added._replace(finite=ok if keep is None else ok | ~keep)
+    return entry._replace(finite=ok if keep is None else ok | ~keep)
 
 
-def kept(added: Microbatch) -> Microbatch:
+def kept(entry: Microbatch, finite: Tensor) -> Microbatch:
     """A skipped microbatch takes its weight along."""
-    total, weight, share = (
-        torch.where(added.finite, x, 0.0) for x in (added.total, added.weight, added.share)
+
+    def selected(weight: float | Tensor) -> Tensor:
+        wide = torch.zeros_like(finite, dtype=torch.float64)
+        return torch.where(finite, wide + weight, wide)
+
+    value = torch.where(finite, entry.value, 0.0)
+    return entry._replace(
+        value=value, weight=selected(entry.weight), share=selected(entry.share), finite=finite
     )
-    return added._replace(total=total, weight=weight, share=share)
 
 
 def known_true(flag: Tensor) -> bool:

@@ -11,14 +11,15 @@ import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import AccumState, empty, fold
+from ._accumulator import AccumState, counted, empty, zero_sums
 from ._aux import AuxState, finish_aux, fold_aux
 from ._batches import Batch, cut, need_rows, read_batch
-from ._engine import Rule, prepare
+from ._engine import Rule, add_microbatch
 from ._loss import divisor, mean_value, read
+from ._passes import begun_sums, prepare
 from ._torch import transform_active
-from ._tree import Tree, all_finite, as_scalar_of, paths, unflatten
-from ._weights import known_true, weigh
+from ._tree import Tree, accumulation_dtype, all_finite, as_scalar_of, paths, unflatten
+from ._weights import Microbatch, enter, known_true, power_of_two, settle
 
 
 class Cut(NamedTuple):
@@ -26,6 +27,12 @@ class Cut(NamedTuple):
 
     batch: Batch
     size: int | None
+
+    @property
+    def most(self) -> int:
+        """The most rows that a microbatch counts for."""
+        size, rows = self.size, self.batch.rows or 0
+        return 1 if size is None or size >= rows else size
 
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
@@ -36,7 +43,7 @@ class Cut(NamedTuple):
         rows = batch.rows or 0
         for start, part in zip(range(0, rows, size), cut(batch, size), strict=True):
             held = min(size, rows - start)
-            yield part, held, 1 if held == rows else held
+            yield part, held, held if rows > size else 1
 
 
 class Window(NamedTuple):
@@ -54,9 +61,10 @@ class Window(NamedTuple):
 class Folded(NamedTuple):
     """A window as accumulated, not yet divided."""
 
-    state: AccumState
+    state: AccumState  # its sums still to be multiplied by the unit
+    unit: float
     aux: Tree
-    dtype: torch.dtype | None  # of the loss, where there was one
+    dtype: torch.dtype  # of the loss
 
 
 def read_cut(batch: Tree, size: int | None, has_aux: bool) -> Cut:
@@ -74,36 +82,34 @@ def accumulate(window: Window) -> tuple[list[Tensor], Tensor, Tree]:
     """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
     leaves, rule = window.leaves, window.rule
     speculate = rule.nonfinite == "skip" and leaves[0].device.type == "cpu"
-    state, aux, dtype = (
+    state, unit, aux, dtype = (
         _speculate(window) if speculate and not transform_active() else _fold_all(window)
     )
     value = mean_value(state.total, state.weight, rule.reduction)
-    by = divisor(state.weight)
+    by = divisor(state.weight) / unit
     grads: list[Tensor] = state.grads
     for i, (total, leaf) in enumerate(zip(grads, leaves, strict=True)):
         divide = torch.div if transform_active() else Tensor.div_  # the sums are the engine's own
         grads[i] = divide(total, as_scalar_of(total, by)).to(leaf.dtype)
-    return grads, value.to(dtype or torch.get_default_dtype()), aux
+    return grads, value.to(dtype), aux
 
 
 def evaluate(
     call: Callable[[Tree], Any], batch: Cut, rule: Rule, aux_reduction: Tree
 ) -> tuple[Tensor, Tree]:
     """The same without gradients: the value and the reduced aux."""
-    total = weight = torch.zeros((), dtype=torch.float64)
+    seen: list[Microbatch] = []
     aux: AuxState | None = None
-    dtype: torch.dtype | None = None
     with nullcontext() if transform_active() else torch.no_grad():
         for part, rows, counts in batch.parts():
-            _, added = weigh(*read(call(part), rule.has_aux), counts, rule.reduction)
-            total, weight = (
-                added.total + total.to(added.total.device),
-                added.weight + weight.to(added.weight.device),
-            )
-            dtype = added.dtype
+            entry = enter(*read(call(part), rule.has_aux), counts, rule.reduction)
+            seen.append(entry._replace(aux=()))
             if rule.has_aux:
-                aux = fold_aux(aux, added, rows, aux_reduction, skipping=False)
-        value = mean_value(total, weight, rule.reduction).to(dtype or torch.get_default_dtype())
+                aux = fold_aux(aux, entry, rows, aux_reduction, skipping=False)
+        if not seen:
+            return torch.tensor(0.0 if rule.reduction == "sum" else torch.nan), None
+        total, weight, _ = settle(seen)
+        value = mean_value(total, weight, rule.reduction).to(seen[-1].dtype)
         return value, None if aux is None else finish_aux(aux)
 
 
@@ -125,10 +131,18 @@ def _speculate(window: Window) -> Folded:
 
 def _fold_all(window: Window) -> Folded:
     call, leaves, spec, batch, rule, at_least, aux_reduction = window
-    state = empty(leaves, at_least)
-    wrt = prepare(leaves, rule.engine)
+    wrt = prepare(leaves, rule.engine, set())
+    unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
+    wide = [accumulation_dtype(x.dtype, at_least) for x in leaves]
+    straight = (
+        rule.engine == "autograd"
+        and rule.nonfinite == "propagate"
+        and all(x.dtype == dtype for x, dtype in zip(leaves, wide, strict=True))
+    )
+    wrt = wrt._replace(unit=unit, cotangents={}, straight=straight)
+    sums: list[Any] = [None] * len(leaves) if straight else zero_sums(leaves, at_least)
+    seen: list[Microbatch] = []
     aux: AuxState | None = None
-    dtype: torch.dtype | None = None
     for i, (part, rows, counts) in enumerate(batch.parts()):
 
         def loss(leaves: list[Tensor], part: Tree = part) -> Any:
@@ -138,8 +152,12 @@ def _fold_all(window: Window) -> Folded:
             what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'args')[leaf]}"
             return f"{what} of microbatch {i} (from row {i * (batch.size or 0)})"
 
-        state, added = fold(state, loss, wrt, counts, rule, label=label)
-        dtype = added.dtype
+        sums, entry = add_microbatch(loss, wrt, sums, counts, rule, label=label)
+        seen.append(entry._replace(aux=()))
         if rule.has_aux:
-            aux = fold_aux(aux, added, rows, aux_reduction, rule.nonfinite == "skip")
-    return Folded(state, None if aux is None else finish_aux(aux), dtype)
+            aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
+    state = empty(begun_sums(sums, leaves) if straight else sums, leaves[0].device)
+    if not seen:
+        return Folded(state, unit, None, torch.get_default_dtype())
+    aux_tree = None if aux is None else finish_aux(aux)
+    return Folded(counted(state, seen, rule), unit, aux_tree, seen[-1].dtype)

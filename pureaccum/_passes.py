@@ -1,0 +1,144 @@
+"""The two engines: a loss forwards, and back to gradients.
+
+``"func"`` differentiates with torch.func and so composes with every transform. ``"autograd"``
+is the same pure function by ``torch.autograd``, for what torch.func refuses: custom Functions
+without ``setup_context``, and checkpointed modules.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._held import call_watched, holding
+from ._loss import Read, Shape, read
+from ._torch import transform_active
+
+
+Engine = Literal["func", "autograd"]
+
+LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which is faster
+
+
+class Wrt(NamedTuple):
+    """What to differentiate with respect to, prepared once for all microbatches of a window."""
+
+    leaves: list[Tensor]
+    large: list[int]  # the leaves whose gradients are added one by one
+    records: bool | None  # the grad mode of the forward pass; None under a transform: the caller's
+    recomputes: set[bool]  # what is learned of the loss: see _held.py
+    unit: float | None = None  # a window's sums are divided by this as they stand: see _weights.py
+    cotangents: dict[float, Tensor] | None = None
+    straight: bool = False  # autograd itself may add to the sums, and begin those that are None
+
+
+def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
+    """Prepare leaves for an engine."""
+    if transform_active():
+        if engine == "func":
+            return Wrt(leaves, [], None, recomputes)
+        raise RuntimeError(
+            "engine='autograd' cannot run under a torch.func transform or torch.compile; "
+            "engine='func', the default, can."
+        )
+    large = [i for i, leaf in enumerate(leaves) if leaf.nbytes >= LARGE]
+    leaves = [leaf.detach() for leaf in leaves]
+    if engine == "autograd":
+        return Wrt([leaf.requires_grad_() for leaf in leaves], large, True, recomputes)
+    # Detached leaves record nothing below torch.func's own level, but tensors that the loss
+    # captured may. So that nothing does, no_grad; except on a CPU, where the kernel of LSTM asks
+    # for the grad mode down there and without it saves nothing for its backward pass.
+    return Wrt(leaves, large, leaves[0].device.type == "cpu", recomputes)
+
+
+Loss = Callable[[list[Tensor]], Any]
+Hook = Callable[[Tensor], Tensor]
+Sums = list[Any]  # of tensors; in a straight window, None where nothing came yet
+Pull = Callable[[Tensor], Sequence[Tensor | None]]
+Push = Callable[[Tensor, Sums], Sums]
+
+
+class Forward(NamedTuple):
+    """A forward pass: what the loss returned, and two ways back from its cotangent."""
+
+    seen: Read
+    shape: Shape
+    pull: Pull  # to the gradients
+    push: Push | None  # into the sums, by autograd itself
+
+
+def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> Forward:
+    shape: Shape | None = None
+
+    def on_primals(*primals: Tensor) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
+        nonlocal shape
+        for i, hook in hooks.items():
+            primals[i].register_hook(hook)
+        seen, shape = read(loss(list(primals)), has_aux)
+        return seen.total, (seen.weight, seen.aux)
+
+    try:
+        with nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records):
+            # pyright cannot tell the two lengths of vjp's result apart
+            total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error) or "setup_context" in str(error):
+            error.add_note(
+                "pureaccum: torch.func cannot differentiate this loss (a checkpoint, or a custom "
+                "Function without setup_context). engine='autograd' can."
+            )
+        raise
+    assert shape is not None
+    if wrt.records:
+        total, aux = total.detach(), [x.detach() for x in aux]
+    # retain_graph=False frees activations as the pass goes. create_graph stays at its default:
+    # False would silently drop second-order terms under an outer transform.
+    seen = Read(total, weight, aux)
+    return Forward(seen, shape, lambda cotangent: vjp(cotangent, retain_graph=False), None)
+
+
+def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> Forward:
+    leaves = wrt.leaves
+    with torch.enable_grad():
+        out, held = call_watched(lambda: loss(leaves), wrt.recomputes, {x.device for x in leaves})
+        (total, weight, aux), shape = read(out, has_aux)
+
+    def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
+        if not total.requires_grad:
+            return [None] * len(leaves)
+        handles = [leaves[i].register_hook(hook) for i, hook in hooks.items()]
+        try:
+            with holding(held):
+                return torch.autograd.grad(total, leaves, cotangent, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def push(cotangent: Tensor, sums: Sums) -> Sums:
+        if not total.requires_grad:
+            return sums
+        for leaf, sum_ in zip(leaves, sums, strict=True):
+            leaf.grad = sum_
+        try:
+            with holding(held):
+                torch.autograd.backward(total, cotangent, inputs=leaves)
+            return [
+                x if x is None or not x.is_sparse else x.to_dense()
+                for x in [leaf.grad for leaf in leaves]
+            ]
+        finally:
+            for leaf in leaves:
+                leaf.grad = None
+
+    seen = Read(total.detach(), weight, [x.detach() for x in aux])
+    return Forward(seen, shape, pull, push)
+
+
+def begun_sums(sums: Sums, leaves: list[Tensor]) -> list[Tensor]:
+    """Sums of a straight window, with zeros where nothing came."""
+    return [torch.zeros_like(x) if s is None else s for s, x in zip(sums, leaves, strict=True)]
+
+
+PASSES = {"func": _by_func, "autograd": _by_autograd}
