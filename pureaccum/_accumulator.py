@@ -28,7 +28,7 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, divisor, mean_value
-from ._passes import Engine, prepare
+from ._passes import Engine, outside_inference_mode, prepare
 from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, add, as_scalar_of, flatten, map, paths, unflatten
 from ._weights import Microbatch, settle
@@ -109,24 +109,23 @@ def accumulator(
     rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")
-    if 0 in batches:
-        raise ValueError(
-            f"batch_argnums={batch_argnums!r} names argument 0, which is params: what is "
-            "differentiated is not cut into microbatches."
-        )
+    _check_not_params(batches, batch_argnums)
 
     recomputes: set[bool] = set()  # saves looking again whether the loss has checkpoints
 
     def init(params: Tree) -> AccumState:
         leaves, spec = read_params(params)
-        return empty(unflatten(spec, zero_sums(leaves, at_least)), leaves[0].device)
+        with outside_inference_mode():
+            return empty(unflatten(spec, zero_sums(leaves, at_least)), leaves[0].device)
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         leaves, spec = read_params(params)
         sums, sums_spec = flatten(read_state(state).grads)
         check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
         called = (params, *args)
-        batch = tuple(called[i] for i in positions(batches, len(called), "batch_argnums"))
+        at = positions(batches, len(called), "batch_argnums")
+        _check_not_params(at, batch_argnums)
+        batch = tuple(called[i] for i in at)
         rows = read_batch(batch[0] if len(batch) == 1 else batch).rows
         refuse_autocast_cache(leaves)
 
@@ -139,13 +138,14 @@ def accumulator(
 
         before: list[Tensor] | None = None
         in_place = not transform_active()
-        if in_place and not donate:
-            before, sums = sums, [x.clone() for x in sums]
-        wrt = prepare(leaves, engine, recomputes)
-        grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
-        new = counted(state, [entry], rule)
-        if in_place and donate:
-            grads = hand_over([*sums, *state[1:]], grads)
+        with outside_inference_mode():
+            if in_place and not donate:
+                before, sums = sums, [x.clone() for x in sums]
+            wrt = prepare(leaves, engine, recomputes)
+            grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
+            new = counted(state, [entry], rule)
+            if in_place and donate:
+                grads = hand_over([*sums, *state[1:]], grads)
         new = new._replace(grads=unflatten(spec, grads))
         return (new, entry.aux) if has_aux else new
 
@@ -164,6 +164,14 @@ def accumulator(
         return unflatten(spec, grads), value
 
     return Accumulator(init, update, merge, finalize)
+
+
+def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
+    if 0 in at:
+        raise ValueError(
+            f"batch_argnums={batch_argnums!r} names argument 0, which is params: what is "
+            "differentiated is the same for every microbatch, and what is cut is not."
+        )
 
 
 _FOREIGN = "A state belongs to the params that it was made from by init."

@@ -88,6 +88,9 @@ def _reduced(
         ):
             raise ValueError(_not_joined(leaf, how, rows, paths(spec, "aux")[i]))
         part = [] if part is None else part
+        skip = 1 if how == "concat" else 0
+        if part and part[0].shape[skip:] != leaf.shape[skip:]:
+            raise ValueError(_not_alike(part[0], leaf, how, paths(spec, "aux")[i]))
         part.append(leaf)
         return part
     if not isinstance(leaf, (Tensor, int, float)):
@@ -100,6 +103,8 @@ def _reduced(
         term = torch.where(share != 0, term * share.to(term.device), 0.0)
     elif finite is not None:
         term = torch.where(finite, term, torch.zeros_like(term))
+    if part is not None and part.shape != term.shape:
+        raise ValueError(_not_alike(part, term, how, paths(spec, "aux")[i]))
     return term if part is None else part + term
 
 
@@ -134,6 +139,13 @@ def _broadcast(reduction: Tree, aux: Tree) -> list[str]:
         raise ValueError(
             f"aux_reduction={reduction!r} is no prefix of the aux that the loss returned: {error}"
         ) from error
+
+
+def _not_alike(before: Tensor, leaf: Tensor, how: str, name: str) -> str:
+    return (
+        f"{name} has shape {tuple(leaf.shape)} after {tuple(before.shape)} in a microbatch before, "
+        f"and aux_reduction={how!r} needs one shape. A leaf with one row per sample takes 'concat'."
+    )
 
 
 def _not_joined(leaf: Any, how: str, rows: int, name: str) -> str:

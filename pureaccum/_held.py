@@ -85,7 +85,7 @@ def _remembering() -> Generator[Held]:
             owner, attributes, name = place
             now = attributes[name].copy()
             _, then = held.setdefault((id(owner), name), (place, now))
-            if name != "_buffers" and not _same(then, now):
+            if name == "_parameters" and [*map(id, then.values())] != [*map(id, now.values())]:
                 ambiguous.add(owner)
 
     watch = register_module_forward_pre_hook(before)
@@ -96,6 +96,13 @@ def _remembering() -> Generator[Held]:
         for key, (place, then) in held.items():
             if place[0] in ambiguous and place[2] != "_buffers":
                 held[key] = (place, _refusing(then))
+
+
+def _refusing(tensors: Any) -> Any:
+    """In place of each tensor one that refuses; no two the same, since torch takes those for tied."""
+    if isinstance(tensors, dict):
+        return {name: torch.empty(0).as_subclass(Ambiguous) for name in tensors}
+    return [torch.empty(0).as_subclass(Ambiguous) for _ in tensors]
 
 
 @contextmanager
@@ -109,18 +116,3 @@ def holding(held: Held) -> Generator[None]:
     finally:
         for attributes, name, tensors in own:
             attributes[name] = tensors
-
-
-def _values(tensors: Any) -> list[Any]:
-    return list(tensors.values() if isinstance(tensors, dict) else tensors)
-
-
-def _same(then: Any, now: Any) -> bool:
-    return [id(tensor) for tensor in _values(then)] == [id(tensor) for tensor in _values(now)]
-
-
-def _refusing(tensors: Any) -> Any:
-    """As many tensors, and no two the same: torch takes equal ones for tied."""
-    if isinstance(tensors, dict):
-        return {name: torch.empty(0).as_subclass(Ambiguous) for name in tensors}
-    return [torch.empty(0).as_subclass(Ambiguous) for _ in tensors]

@@ -129,7 +129,8 @@ def _scalar(loss: Any, what: str) -> Tensor:
 
 def _weight(weight: Any, total: Tensor) -> Tensor:
     if isinstance(weight, (bool, int, float)):
-        return torch.full((), float(weight), dtype=torch.float64, device=total.device)
+        known = float(weight) if 0 <= weight < float("inf") else float("nan")
+        return torch.full((), known, dtype=torch.float64, device=total.device)
     if not isinstance(weight, Tensor) or weight.dim() != 0 or weight.is_complex():
         came = (
             f"a {weight.dtype} tensor of shape {tuple(weight.shape)}"

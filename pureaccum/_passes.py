@@ -5,8 +5,8 @@ is the same pure function by ``torch.autograd``, for what torch.func refuses: cu
 without ``setup_context``, and checkpointed modules.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -79,17 +79,10 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
         seen, shape = read(loss(list(primals)), has_aux)
         return seen.total, (seen.weight, seen.aux)
 
-    try:
-        with nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records):
-            # pyright cannot tell the two lengths of vjp's result apart
-            total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
-    except RuntimeError as error:
-        if "saved tensor hooks" in str(error) or "setup_context" in str(error):
-            error.add_note(
-                "pureaccum: torch.func cannot differentiate this loss (a checkpoint, or a custom "
-                "Function without setup_context). engine='autograd' can."
-            )
-        raise
+    mode = nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records)
+    with mode, advising():
+        # pyright cannot tell the two lengths of vjp's result apart
+        total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
     assert shape is not None
     if wrt.records:
         total, aux = total.detach(), [x.detach() for x in aux]
@@ -134,6 +127,28 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
 
     seen = Read(total.detach(), weight, [x.detach() for x in aux])
     return Forward(seen, shape, pull, push)
+
+
+@contextmanager
+def advising() -> Generator[None]:
+    """Say what to do where torch.func refuses a loss."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error) or "setup_context" in str(error):
+            error.add_note(
+                "pureaccum: torch.func cannot differentiate this loss (a checkpoint, or a custom "
+                "Function without setup_context). engine='autograd' can; a checkpoint takes "
+                "use_reentrant=False."
+            )
+        raise
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """In inference mode autograd records nothing, and says nothing."""
+    if transform_active() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
 
 
 def begun_sums(sums: Sums, leaves: list[Tensor]) -> list[Tensor]:

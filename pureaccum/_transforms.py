@@ -26,7 +26,7 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, Shape, divisor, join_aux, read
-from ._passes import Engine
+from ._passes import Engine, advising, outside_inference_mode
 from ._sums import added_to
 from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
 from ._weights import weigh
@@ -110,7 +110,8 @@ def grad_and_value(
                 refuse_autocast_cache(leaves)
             parts = read_cut(batch, microbatch_size, has_aux)
             window = Window(call, leaves, spec, parts, rule, at_least, aux_reduction)
-            grads, value, aux = accumulate(window)
+            with outside_inference_mode():
+                grads, value, aux = accumulate(window)
         tree = unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
@@ -242,14 +243,15 @@ def _by_torch(
         assert weighing is not None
         return seen.total * weighing.cotangent, (seen.total, seen.weight, weighing, seen.aux)
 
-    grads, (_, (value, weight, weighing, aux)) = torch.func.grad_and_value(total, has_aux=True)(
-        leaves
-    )
+    with advising():
+        pulled = torch.func.grad_and_value(total, has_aux=True)(leaves)
+    grads, (_, (value, weight, weighing, aux)) = pulled
     assert shape is not None
     if isinstance(weight, Tensor):
         by = divisor(weight)
         for i, g in enumerate(grads):
-            sum_ = added_to(g.new_zeros((), dtype=accumulation_dtype(g.dtype)), g, weighing)
+            zero = torch.zeros((), dtype=accumulation_dtype(g.dtype), device=g.device)
+            sum_ = added_to(zero, g, weighing)
             grads[i] = (sum_ / as_scalar_of(sum_, by)).to(g.dtype)
     return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
 
