@@ -92,7 +92,8 @@ def accumulator(
             left out with its weight, and counted (``"skip"``); or raises ``FloatingPointError``
             naming the leaf (``"raise"``, which looks at the numbers and so waits for the device).
         engine: ``"func"`` differentiates by torch.func and composes with transforms;
-            ``"autograd"`` runs what torch.func refuses.
+            ``"autograd"`` runs what torch.func refuses. (A loss with checkpoints is begun twice
+            in its first microbatch, with the same random numbers, to find that out.)
 
     Returns:
         ``init(params)``, ``update(state, params, *args, donate=False)``, ``merge(a, b)`` and

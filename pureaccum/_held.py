@@ -22,7 +22,8 @@ from ._donation import Refusing
 from ._torch import Place, tensor_places
 
 
-Held = dict[tuple[int, str], tuple[Place, Any]]  # by module and name: a copy of what was there
+# By module and name: a copy of what was there.
+Held = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
 T = TypeVar("T")
 
 
@@ -84,7 +85,7 @@ def _remembering() -> Generator[Held]:
         for place in tensor_places(module):
             owner, attributes, name = place
             now = attributes[name].copy()
-            _, then = held.setdefault((id(owner), name), (place, now))
+            _, then = held.setdefault((owner, name), (place, now))
             if name == "_parameters" and [*map(id, then.values())] != [*map(id, now.values())]:
                 ambiguous.add(owner)
 
@@ -94,15 +95,10 @@ def _remembering() -> Generator[Held]:
     finally:
         watch.remove()
         for key, (place, then) in held.items():
-            if place[0] in ambiguous and place[2] != "_buffers":
-                held[key] = (place, _refusing(then))
-
-
-def _refusing(tensors: Any) -> Any:
-    """In place of each tensor one that refuses; no two the same, since torch takes those for tied."""
-    if isinstance(tensors, dict):
-        return {name: torch.empty(0).as_subclass(Ambiguous) for name in tensors}
-    return [torch.empty(0).as_subclass(Ambiguous) for _ in tensors]
+            if place[0] in ambiguous and place[2] == "_parameters":
+                # No two the same: torch takes equal ones for tied.
+                refusing = {name: torch.empty(0).as_subclass(Ambiguous) for name in then}
+                held[key] = (place, refusing)
 
 
 @contextmanager

@@ -70,7 +70,10 @@ def positions(argnums: tuple[int, ...], count: int, name: str) -> tuple[int, ...
                 "arguments. Batches are passed by position; a function without one takes "
                 "batch_argnums=()."
             )
-    return tuple(argnum % count for argnum in argnums)
+    found = tuple(argnum % count for argnum in argnums)
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name}={argnums!r} names an argument twice; expected each once.")
+    return found
 
 
 def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> None:

@@ -7,7 +7,6 @@ name                               what for                                check
 ``torch._foreach_add_``            one call for many small leaves          2.11, 2.13
 ``Module._parameters, _buffers``   what a module holds during a call       2.11, 2.13
 ``Module._modules``                the modules below it                    2.11, 2.13
-``RNNBase._flat_weights``          the same, for the recurrent modules     2.11, 2.13
 =================================  ======================================  ============
 
 ``tests/parity/test_private_torch.py`` fails when one of them moves.
@@ -53,7 +52,7 @@ def tensor_places(root: torch.nn.Module) -> list[Place]:
             continue
         seen.add(module)
         attributes = vars(module)
-        for name in ("_parameters", "_buffers", "_flat_weights"):
+        for name in ("_parameters", "_buffers"):
             if attributes.get(name):
                 places.append((module, attributes, name))
         below.extend(attributes["_modules"].values())

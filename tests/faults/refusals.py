@@ -1,0 +1,121 @@
+"""What a refusal has to be, and the public functions that may refuse."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from tests.purity.unchanged import unchanged
+
+
+PACKAGE = Path(pa.__file__).parent
+Tensors = dict[str, Tensor]
+PARAMS: Tensors = {"b": torch.tensor(1.0), "w": torch.tensor([1.0, -2.0])}
+
+
+class Loss:
+    """Counts its calls."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func, self.calls = func, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.func(*args)
+
+
+def squares(params: Tensors, batch: Any) -> Tensor:
+    return ((batch["x"] @ params["w"] + params["b"]) ** 2).mean()
+
+
+def make_batch(rows: int = 4) -> Tensors:
+    return {"x": torch.arange(2.0 * rows).reshape(rows, 2)}
+
+
+def saying(error: type[Exception], *words: str) -> Any:
+    """``pytest.raises``, for an error that holds all words whatever lies between them."""
+
+    def holds(raised: BaseException) -> bool:
+        missing = [word for word in words if word not in str(raised)]
+        assert not missing, f"{missing} not in {raised}"
+        return True
+
+    return pytest.raises(error, check=holds)
+
+
+@contextmanager
+def refused(
+    error: type[Exception], *words: str, given: Any = (), loss: Loss | None = None, calls: int = 0
+) -> Iterator[None]:
+    """An error of the package's own, with these words, after so many calls; nothing has changed."""
+    with unchanged(given), saying(error, *words) as caught:
+        yield
+    last = traceback.extract_tb(caught.tb)[-1].filename
+    assert PACKAGE in Path(last).parents, f"raised in {last}"
+    assert loss is None or loss.calls == calls
+
+
+class Receiver(NamedTuple):
+    """A public function as ``run(loss, params, batch, **knobs)``; how it calls its arguments."""
+
+    run: Callable[..., Any]
+    params: str
+    batch: str
+
+
+def _update(donate: bool) -> Callable[..., Any]:
+    def run(loss: Any, params: Any, batch: Any, **knobs: Any) -> Any:
+        """Into a state that is not empty, and that an error leaves as it is."""
+        acc = pa.accumulator(loss, **knobs)
+        started = pa.accumulator(squares)
+        with torch.autocast("cpu", enabled=False):
+            state = started.update(started.init(PARAMS), PARAMS, make_batch(3))
+        with unchanged(state) if not donate else _unchanged_if_refused(state):
+            return acc.update(state, params, batch, donate=donate)
+
+    return run
+
+
+@contextmanager
+def _unchanged_if_refused(state: pa.AccumState) -> Iterator[None]:
+    before = pa.accumulator(squares).merge(state, pa.accumulator(squares).init(PARAMS))
+    try:
+        yield
+    except Exception:
+        torch.testing.assert_close(tuple(state), tuple(before), rtol=0, atol=0)
+        raise
+
+
+RECEIVERS = {
+    "grad": Receiver(
+        lambda f, p, b, **k: pa.grad(f, microbatch_size=2, **k)(p, b), "args[0]", "args[1]"
+    ),
+    "grad_and_value": Receiver(
+        lambda f, p, b, **k: pa.grad_and_value(f, microbatch_size=2, engine="autograd", **k)(p, b),
+        "args[0]",
+        "args[1]",
+    ),
+    "grad, skip": Receiver(
+        lambda f, p, b, **k: pa.grad(f, microbatch_size=2, nonfinite="skip", **k)(p, b),
+        "args[0]",
+        "args[1]",
+    ),
+    "value": Receiver(
+        lambda f, p, b, **k: pa.value(f, microbatch_size=2, **k)(p, b), "", "args[1]"
+    ),
+    "update": Receiver(_update(donate=False), "params", "batch"),
+    "donated update": Receiver(_update(donate=True), "params", "batch"),
+    "microbatches": Receiver(lambda f, p, b: pa.microbatches(b, 2), "", "batch"),
+}
+
+
+def receivers(*but: str) -> Any:
+    """Parametrize over all receivers but some."""
+    names = [name for name in RECEIVERS if name not in but]
+    return pytest.mark.parametrize("to", [RECEIVERS[name] for name in names], ids=names)

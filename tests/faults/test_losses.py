@@ -1,0 +1,96 @@
+"""A loss that returns no loss is refused at its first call, by what it returned."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import pureaccum as pa
+from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
+
+
+def rows(params: Any, batch: Any) -> Any:
+    return batch["x"] @ params["w"]
+
+
+SCALAR = "expected a 0-d"
+BAD: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "rows": (rows, ValueError, ("the loss has shape (2,)", SCALAR, ".mean()", "Weighted")),
+    "one row": (lambda p, b: p["w"][:1], ValueError, ("the loss has shape (1,)", SCALAR)),
+    "None": (lambda p, b: None, TypeError, ("the loss is None", SCALAR, "no return statement")),
+    "number": (lambda p, b: 1.5, TypeError, ("the loss is a float", SCALAR)),
+    "list": (lambda p, b: [p["b"]], TypeError, ("the loss is a list", SCALAR)),
+    "pair": (
+        lambda p, b: (squares(p, b), rows(p, b)),
+        TypeError,
+        ("the loss is a tuple of 2", SCALAR, "has_aux=True"),
+    ),
+    "int": (lambda p, b: torch.tensor(3), TypeError, ("torch.int64", "real floating-point")),
+    "bool": (lambda p, b: torch.tensor(True), TypeError, ("torch.bool", "real floating-point")),
+    "complex": (lambda p, b: p["b"] * 1j, TypeError, ("torch.complex64", "real part")),
+    "total of rows": (
+        lambda p, b: pa.Weighted(rows(p, b), 2),
+        ValueError,
+        ("the total of Weighted has shape (2,)", SCALAR),
+    ),
+    "total of None": (
+        lambda p, b: pa.Weighted(None, 2),  # type: ignore[arg-type]
+        TypeError,
+        ("the total of Weighted is None",),
+    ),
+}
+WEIGHTS: dict[str, tuple[Any, str]] = {
+    "mask": (torch.ones(2, dtype=torch.bool), "a torch.bool tensor of shape (2,)"),
+    "one-element": (torch.ones(1), "a torch.float32 tensor of shape (1,)"),
+    "complex tensor": (torch.tensor(1j), "a torch.complex64 tensor of shape ()"),
+    "complex": (1j, "a complex"),
+    "None": (None, "None"),
+    "string": ("2", "a str"),
+    "list": ([2], "a list"),
+}
+every_receiver = receivers("microbatches")
+
+
+@every_receiver
+@pytest.mark.parametrize(("returns", "error", "words"), BAD.values(), ids=BAD)
+def test_a_loss_is_a_real_scalar(to: Receiver, returns: Any, error: Any, words: Any) -> None:
+    loss, batch = Loss(returns), make_batch(2)
+    with refused(error, *words, given=(PARAMS, batch), loss=loss, calls=1):
+        to.run(loss, PARAMS, batch)
+
+
+@every_receiver
+@pytest.mark.parametrize(("weight", "came"), WEIGHTS.values(), ids=WEIGHTS)
+def test_a_weight_is_a_real_number(to: Receiver, weight: Any, came: str) -> None:
+    loss = Loss(lambda p, b: pa.Weighted(squares(p, b), weight))
+    words = ("the weight of Weighted is " + came, "real 0-d tensor or a number", "mask")
+    with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):
+        to.run(loss, PARAMS, make_batch(2))
+
+
+@every_receiver
+@pytest.mark.parametrize(
+    ("returns", "came"),
+    [
+        (squares, "a tensor of shape ()"),
+        (lambda p, b: None, "None"),
+        (lambda p, b: [squares(p, b), 1], "a list"),
+        (lambda p, b: (squares(p, b),), "a tuple of 1"),
+        (lambda p, b: (squares(p, b), 1, 2), "a tuple of 3"),
+        (lambda p, b: pa.Weighted(squares(p, b), 2), "a tuple of 2"),
+    ],
+)
+def test_with_aux_it_is_a_pair(to: Receiver, returns: Any, came: str) -> None:
+    """``Weighted`` is a pair of another kind."""
+    loss = Loss(returns)
+    words = (f"the loss returned {came}", "has_aux=True", "(loss, aux)", "Weighted")
+    with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):
+        to.run(loss, PARAMS, make_batch(2), has_aux=True)
+
+
+@pytest.mark.parametrize("transform", [pa.grad, pa.grad_and_value, pa.value])
+@pytest.mark.parametrize(("returns", "error", "words"), BAD.values(), ids=BAD)
+def test_uncut_it_is_no_other(transform: Any, returns: Any, error: Any, words: Any) -> None:
+    loss = Loss(returns)
+    with refused(error, *words, given=PARAMS, loss=loss, calls=1):
+        transform(loss)(PARAMS, make_batch(2))

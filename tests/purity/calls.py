@@ -1,0 +1,86 @@
+"""Every public function, called on one small world."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+
+
+ENGINES = ("func", "autograd")
+NONFINITE = ("propagate", "skip", "raise")
+Tensors = dict[str, Tensor]
+Loss = Callable[[Any, Any], Any]
+
+
+class BoomError(Exception):
+    """What losses of these tests raise."""
+
+
+def make_params() -> Tensors:
+    """A small leaf and one of 1 MiB, whose gradient takes another way into the sum."""
+    return {"w": torch.tensor([1.0, -2.0]), "large": torch.ones(512, 512)}
+
+
+def make_batch(rows: int = 5) -> Tensors:
+    return {"x": torch.arange(2.0 * rows).reshape(rows, 2) - 3, "y": torch.arange(1.0 * rows)}
+
+
+def mean_loss(params: Tensors, batch: Tensors) -> Tensor:
+    out = batch["x"] @ params["w"] + (params["large"] * params["large"]).sum() * 2.0**-18
+    return ((out - batch["y"]) ** 2).mean()
+
+
+def with_aux(loss: Loss) -> Loss:
+    return lambda params, batch: (loss(params, batch), {"rows": batch["x"].sum(1)})
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bits, leaf by leaf."""
+    (xs, spec), (ys, other) = (optree.tree_flatten(tree, namespace="pureaccum") for tree in (a, b))
+    return spec == other and all(map(torch.equal, xs, ys))
+
+
+class Call(NamedTuple):
+    """A public function as ``run(loss, params, batch, **knobs)``, two rows a microbatch."""
+
+    run: Callable[..., Any]
+    differentiates: bool = True
+
+
+def _stream(loss: Loss, params: Any, batch: Any, donate: bool = False, **knobs: Any) -> Any:
+    acc = pa.accumulator(loss, **knobs)
+    state = acc.init(params)
+    for part in pa.microbatches(batch, 2):
+        state = acc.update(state, params, part, donate=donate)
+    return acc.finalize(acc.merge(state, acc.init(params)), donate=donate)
+
+
+CALLS = {
+    "grad": Call(lambda f, p, b, **k: pa.grad(f, microbatch_size=2, **k)(p, b)),
+    "grad_and_value": Call(lambda f, p, b, **k: pa.grad_and_value(f, microbatch_size=2, **k)(p, b)),
+    "grad with aux": Call(
+        lambda f, p, b, **k: pa.grad(with_aux(f), has_aux=True, microbatch_size=2, **k)(p, b)
+    ),
+    "one microbatch": Call(lambda f, p, b, **k: pa.grad(f, microbatch_size=9, **k)(p, b)),
+    "stream": Call(_stream),
+    "donated stream": Call(lambda f, p, b, **k: _stream(f, p, b, donate=True, **k)),
+    "value": Call(lambda f, p, b, **k: pa.value(f, microbatch_size=2)(p, b), False),
+}
+
+
+def combinations(*names: str, nonfinite: tuple[str, ...] = NONFINITE) -> list[Any]:
+    """Calls with every knob that they take, for ``parametrize(("name", "knobs"), ...)``."""
+    knobs = [{"engine": e, "nonfinite": word} for e in ENGINES for word in nonfinite]
+    return [
+        pytest.param(name, given, id="-".join([name, *given.values()]))
+        for name in names or CALLS
+        for given in (knobs if CALLS[name].differentiates else [{}])
+    ]
+
+
+GRADIENTS = [name for name, call in CALLS.items() if call.differentiates]

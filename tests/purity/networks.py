@@ -1,0 +1,139 @@
+"""Networks that checkpoint a part of themselves, and the gradients that they should have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+
+Params = dict[str, Tensor]
+
+
+class Checkpointed(nn.Module):
+    """A block that is computed again in the backward pass, while ``on``, and a head."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.head, self.on = block, nn.Linear(3, 1), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = checkpoint(self.block, x, use_reentrant=False) if self.on else self.block(x)
+        return self.head(torch.tanh(again))
+
+
+class Direct(nn.Module):
+    """Checkpoints a method, which uses the module's own weight and calls no other module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.on = nn.Parameter(torch.ones(3, 3)), True
+
+    def product(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.product, x, use_reentrant=False) if self.on else self.product(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x[:, None])[0][:, 0]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Generated(nn.Module):
+    """Calls the network below with weights that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.below = nn.Parameter(torch.ones(())), Direct()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional_call(self.below, {"weight": self.below.weight * self.scale}, x)
+
+
+def _linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: Checkpointed(_linear()),
+    "a method": lambda: nn.Sequential(Direct(), nn.Linear(3, 1)),
+    "lstm": lambda: Checkpointed(Recurrent()),
+    "parametrized": lambda: Checkpointed(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))),
+    "batch norm": lambda: Checkpointed(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))),
+    "tied": lambda: Checkpointed(Tied()),
+    "nested": lambda: Checkpointed(nn.Sequential(Checkpointed(_linear()), nn.Linear(1, 3))),
+    "frozen below": lambda: Checkpointed(nn.Sequential(_linear().requires_grad_(False))),
+    "twice in a row": lambda: nn.Sequential(Direct(), Direct()),
+}
+
+
+def make(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return NETWORKS[name]().double()
+
+
+def other_params(net: nn.Module, seed: int = 1) -> Params:
+    """Parameters that are not the module's own."""
+    g = torch.Generator().manual_seed(seed)
+    made = {k: torch.randn(p.shape, generator=g) for k, p in net.named_parameters()}
+    return {k: x.double() for k, x in made.items()}
+
+
+def inputs(rows: int, seed: int = 2) -> Tensor:
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def call(net: nn.Module, params: Params, x: Tensor) -> Tensor:
+    """The network with these parameters, and with buffers that it may write to."""
+    return functional_call(net, params | {k: b.clone() for k, b in net.named_buffers()}, x)
+
+
+def square(net: nn.Module) -> Callable[[Params, Tensor], Tensor]:
+    return lambda params, x: (call(net, params, x) ** 2).mean()
+
+
+def switch(nets: list[nn.Module], on: bool) -> None:
+    """Checkpoints on or off, and no cache left of parameters that the module was lent before."""
+    for net in nets:
+        for module in net.modules():
+            if hasattr(module, "on"):
+                module.on = on
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+
+
+def by_hand(loss: Callable[..., Tensor], nets: Any, params: Any, x: Tensor, size: int) -> Any:
+    """The loop that the engine stands for, by ``torch.autograd`` and without checkpoints.
+
+    In float64 the engine's powers of two change no bit; a single microbatch passes untouched.
+    """
+    switch(nets, on=False)
+    totals = [{k: torch.zeros_like(p) for k, p in tree.items()} for tree in params]
+    whole = 1 if size >= len(x) else len(x)
+    for part in x.split(size):
+        leaves = [{k: p.detach().requires_grad_() for k, p in tree.items()} for tree in params]
+        value = loss(*leaves, part)
+        weight = torch.tensor(float(min(len(part), whole)), dtype=value.dtype)
+        flat = [p for tree in leaves for p in tree.values()]
+        grads = iter(torch.autograd.grad(value, flat, weight))
+        totals = [{k: total + next(grads) for k, total in tree.items()} for tree in totals]
+    switch(nets, on=True)
+    return tuple({k: total / whole for k, total in tree.items()} for tree in totals)
