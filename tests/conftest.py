@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 
 settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
@@ -15,6 +15,16 @@ settings.register_profile(
     "ci", max_examples=60, deadline=None, print_blob=True, derandomize=True, database=None
 )
 settings.register_profile("thorough", max_examples=2000, deadline=None, print_blob=True)
+# For copies of the package with a fault in them: to fail is enough, the smallest example is not
+# looked for.
+settings.register_profile(
+    "mutants",
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)

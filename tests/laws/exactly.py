@@ -1,0 +1,117 @@
+"""Data on which floating-point arithmetic is exact, and what "the same" means.
+
+Integers go through operations that are closed over them, and every partial sum stays below 2**24:
+order, split and merge tree then cannot change a bit. The largest gradients are far above 2**11,
+so that a sum in half precision would be noticed.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pureaccum as pa
+from tests.strategies import generator
+
+
+ROWS = 12  # the most rows for which the loss below stays exact
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal trees: structure, dtypes, shapes and numbers, a NaN equal to a NaN."""
+    (xs, spec), (ys, other) = (optree.tree_flatten(t, namespace="pureaccum") for t in (a, b))
+    return spec == other and all(map(_equal, xs, ys))
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return type(x) is type(y) and x == y
+    alike = x.dtype == y.dtype and x.shape == y.shape
+    return alike and torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def copied(tree: Any) -> Any:
+    return optree.tree_map(torch.clone, tree, namespace="pureaccum")
+
+
+def integers(g: torch.Generator, *shape: int, bound: int = 15) -> Tensor:
+    return torch.randint(-bound, bound + 1, shape, generator=g).float()
+
+
+def make_params(seed: int) -> dict[str, Tensor]:
+    g = generator(seed)
+    return {"w": integers(g, 4, 2, bound=7), "emb": integers(g, 5, 4), "b": integers(g, 2)}
+
+
+def make_batch(seed: int, rows: int) -> dict[str, Tensor]:
+    g = generator(seed + 1)
+    return {
+        "y": integers(g, rows, 2),
+        "i": torch.randint(0, 5, (rows,), generator=g),
+        "mask": torch.randint(0, 4, (rows,), generator=g),
+    }
+
+
+def row_losses(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    out = torch.relu(params["emb"][batch["i"]] @ params["w"] + params["b"])
+    return ((out - batch["y"]) ** 2).sum(-1)  # at most 2 * 450**2 a row
+
+
+class Loss(NamedTuple):
+    """A loss, the reduction that goes with it, and the sum and the weight that it stands for."""
+
+    name: str
+    call: Callable[..., Any]
+    total: Callable[..., Tensor]
+    weight: Callable[..., float]
+
+    @property
+    def reduction(self) -> Any:
+        return "sum" if self.name == "sum" else "mean"
+
+
+def _masked(p: Any, b: Any) -> Tensor:
+    return (b["mask"] * row_losses(p, b)).sum()
+
+
+def _plain(p: Any, b: Any) -> Tensor:
+    return row_losses(p, b).sum()
+
+
+MEAN = Loss("mean", lambda p, b: row_losses(p, b).mean(), _plain, lambda b: len(b["y"]))
+SUM = Loss("sum", _plain, _plain, lambda b: 1)
+WEIGHTED = Loss(
+    "weighted",
+    lambda p, b: pa.Weighted(_masked(p, b), b["mask"].sum()),
+    _masked,
+    lambda b: float(b["mask"].sum()),
+)
+LOSSES = (MEAN, SUM, WEIGHTED)
+
+
+def full_batch(loss: Loss, params: Any, batch: Any) -> Any:
+    """The gradient as it is defined: of the sum over the whole batch, divided once."""
+    weight = loss.weight(batch)
+    return optree.tree_map(
+        lambda g: g / weight if weight else torch.zeros_like(g),
+        torch.func.grad(loss.total)(params, batch),
+    )
+
+
+def pieces(batch: Any, sizes: list[int]) -> Iterator[Any]:
+    """A batch cut into pieces of any sizes, empty ones too."""
+    columns = {key: column.split(sizes) for key, column in batch.items()}
+    return ({key: column[i] for key, column in columns.items()} for i in range(len(sizes)))
+
+
+def folded(acc: Any, state: pa.AccumState, params: Any, parts: Any) -> pa.AccumState:
+    for part in parts:
+        state = acc.update(state, params, part)
+    return state
+
+
+losses = st.sampled_from(LOSSES)
+sizes = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(lambda s: 0 < sum(s) <= ROWS)

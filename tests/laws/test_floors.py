@@ -1,0 +1,88 @@
+"""The package is built in floors: a file imports only from floors below its own."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pureaccum
+
+
+FLOORS = (
+    {"_torch", "_tree", "_donation"},
+    {"_batches", "_inputs", "_loss", "_held", "_sums"},
+    {"_weights", "_passes"},
+    {"_aux", "_engine"},
+    {"_accumulator"},
+    {"_window"},
+    {"_transforms"},
+    {"__init__"},
+    {"__main__"},
+)
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FILES = sorted(Path(pureaccum.__file__).parent.rglob("*.py"))
+NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}  # public, in spite of their underscore
+
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The files of the package that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if node.level == 0 and (node.module or "").split(".")[0] != "pureaccum":
+                continue
+            module = (node.module or "").removeprefix("pureaccum").lstrip(".")
+            yield from [module] if module else [a.name for a in node.names if a.name in FLOOR]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "pureaccum":
+                    yield alias.name.removeprefix("pureaccum").lstrip(".") or "__init__"
+
+
+def private(tree: ast.AST) -> Iterator[str]:
+    """Names with one leading underscore that are looked up on something, or imported from afar."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr"):
+            names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [*(node.module or "").split("."), *(a.name for a in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for a in node.names for part in a.name.split(".")]
+        for name in map(str, names if names[:1] != ["pureaccum"] else []):
+            if name.startswith("_") and not name.startswith("__") and name not in NAMEDTUPLE:
+                yield name
+
+
+def test_every_file_has_a_floor() -> None:
+    assert {file.stem for file in FILES} <= set(FLOOR)
+
+
+@every_file
+def test_imports_point_to_lower_floors(file: Path) -> None:
+    up = {name for name in imports(ast.parse(file.read_text())) if FLOOR[name] >= FLOOR[file.stem]}
+    assert not up
+
+
+@every_file
+def test_a_file_is_one_idea(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 300
+
+
+@every_file
+def test_private_names_of_torch_live_in_one_file(file: Path) -> None:
+    found = set(private(ast.parse(file.read_text())))
+    assert bool(found) == (file.stem == "_torch"), found
+
+
+def test_the_parser_sees_what_it_looks_for() -> None:
+    tree = ast.parse(
+        "from ._engine import x\nfrom . import _loss\nimport pureaccum._sums\nimport torch._C\n"
+        "from torch._C import y\nmodule._parameters\ngetattr(module, '_buffers')\nstate._replace\n"
+    )
+    assert set(imports(tree)) == {"_engine", "_loss", "_sums"}
+    assert set(private(tree)) == {"_C", "_parameters", "_buffers"}

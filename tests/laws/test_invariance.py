@@ -1,0 +1,172 @@
+"""The full-batch gradient does not know how the batch was cut, ordered, named or scaled."""
+
+from typing import Any
+
+import optree
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pureaccum as pa
+from tests.laws.exactly import (
+    WEIGHTED,
+    Loss,
+    folded,
+    full_batch,
+    integers,
+    losses,
+    make_batch,
+    make_params,
+    pieces,
+    row_losses,
+    same,
+    sizes,
+)
+from tests.strategies import every, generator, seeds
+
+
+engines = st.sampled_from(["func", "autograd"])
+
+
+def accumulated(loss: Loss, params: Any, parts: Any, **knobs: Any) -> Any:
+    acc = pa.accumulator(loss.call, reduction=loss.reduction, **knobs)
+    return acc.finalize(folded(acc, acc.init(params), params, parts))
+
+
+@given(seeds, losses, sizes, engines)
+def test_any_split_of_a_stream_is_the_full_batch(
+    seed: int, loss: Loss, sizes: list[int], engine: str
+) -> None:
+    params, batch = make_params(seed), make_batch(seed, sum(sizes))
+    grads, value = accumulated(loss, params, pieces(batch, sizes), engine=engine)
+    assert same(grads, full_batch(loss, params, batch))
+    if loss.name != "mean":  # the mean of three rows has been rounded inside the loss
+        weight = loss.weight(batch)
+        expected = loss.total(params, batch).double() / weight if weight else torch.nan
+        assert same(value, torch.as_tensor(expected, dtype=torch.float64))
+
+
+@given(seeds, losses, st.integers(2, 12), st.data(), engines)
+def test_any_microbatch_size_is_the_full_batch(
+    seed: int, loss: Loss, rows: int, data: st.DataObject, engine: str
+) -> None:
+    params, batch = make_params(seed), make_batch(seed, rows)
+    size = data.draw(st.integers(1, rows - 1))
+    grads = pa.grad(loss.call, microbatch_size=size, reduction=loss.reduction, engine=engine)
+    assert same(grads(params, batch), full_batch(loss, params, batch))
+
+
+@given(seeds, losses, st.integers(2, 12), st.data())
+def test_rows_may_be_permuted(seed: int, loss: Loss, rows: int, data: st.DataObject) -> None:
+    params, batch = make_params(seed), make_batch(seed, rows)
+    order = torch.tensor(data.draw(st.permutations(range(rows))))
+    shuffled = {key: column[order] for key, column in batch.items()}
+    size = data.draw(st.integers(1, rows - 1))
+    grads = pa.grad(loss.call, microbatch_size=size, reduction=loss.reduction)
+    assert same(grads(params, shuffled), grads(params, batch))
+
+
+@given(seeds, losses, sizes.filter(lambda s: sum(s) <= 6))
+def test_a_batch_twice_is_twice_the_sum_and_the_same_mean(
+    seed: int, loss: Loss, sizes: list[int]
+) -> None:
+    params = make_params(seed)
+    parts = list(pieces(make_batch(seed, sum(sizes)), sizes))
+    once, twice = (accumulated(loss, params, p) for p in (parts, parts + parts))
+    factor = 2 if loss.name == "sum" else 1
+    assert same(twice, optree.tree_map(lambda x: factor * x, once))
+
+
+@given(seeds, sizes, st.integers(0, 6), engines, st.booleans())
+def test_zero_weight_and_no_rows_add_only_to_the_count(
+    seed: int, sizes: list[int], at: int, engine: str, poisoned: bool
+) -> None:
+    """Bit for bit, even where the total and the gradient of the masked microbatch are NaN."""
+    params, parts = make_params(seed), list(pieces(make_batch(seed, sum(sizes)), sizes))
+    masked = {**make_batch(seed + 1, 3), "mask": torch.zeros(3, dtype=torch.int64)}
+    if poisoned:
+        masked["y"] = torch.full_like(masked["y"], torch.inf)
+    empty = make_batch(seed, 0)
+    acc = pa.accumulator(WEIGHTED.call, engine=engine)
+    plain = folded(acc, acc.init(params), params, parts)
+    state = folded(acc, acc.init(params), params, [*parts[:at], masked, empty, *parts[at:]])
+    assert same(state, plain._replace(microbatches=plain.microbatches + 2))
+
+
+@given(seeds, losses, sizes, st.integers(-20, 20))
+def test_a_power_of_two_goes_through_exactly(
+    seed: int, loss: Loss, sizes: list[int], exponent: int
+) -> None:
+    def scaled(params: Any, batch: Any) -> Any:
+        out = loss.call(params, batch)
+        if isinstance(out, pa.Weighted):
+            return out._replace(total=out.total * 2.0**exponent)
+        return out * 2.0**exponent
+
+    params, batch = make_params(seed), make_batch(seed, sum(sizes))
+    once = accumulated(loss, params, pieces(batch, sizes))
+    many = accumulated(loss._replace(call=scaled), params, pieces(batch, sizes))
+    assert same(many, optree.tree_map(lambda x: x * 2.0**exponent, once))
+
+
+@given(seeds, st.integers(2, 12), st.data())
+def test_linear_in_the_loss(seed: int, rows: int, data: st.DataObject) -> None:
+    """The gradient of ``a * f + b * g`` is that combination of the gradients of f and of g."""
+    params, batch = make_params(seed), make_batch(seed, rows)
+    size = data.draw(st.integers(1, rows - 1))
+    a, b = data.draw(st.integers(-3, 3)), data.draw(st.integers(-3, 3))
+
+    def f(p: Any, part: Any) -> Any:
+        return row_losses(p, part).sum()
+
+    def g(p: Any, part: Any) -> Any:
+        return (part["mask"] * (p["emb"][part["i"]].abs().sum(-1) + p["b"].max())).sum()
+
+    def gradient(loss: Any) -> Any:
+        return pa.grad(loss, microbatch_size=size, reduction="sum")(params, batch)
+
+    both = gradient(lambda p, part: a * f(p, part) + b * g(p, part))
+    assert same(both, optree.tree_map(lambda x, y: a * x + b * y, gradient(f), gradient(g)))
+
+
+@given(seeds, losses, sizes, st.permutations(["w", "emb", "b"]), st.permutations(["y", "i"]))
+def test_the_order_of_dict_keys_does_not_matter(
+    seed: int, loss: Loss, sizes: list[int], names: list[str], columns: list[str]
+) -> None:
+    """optree sorts the keys of a dict and torch keeps their order: leaves must not be mixed up.
+
+    All leaves are nested one deeper under keys whose order differs from that of their names.
+    """
+    params, batch = make_params(seed), make_batch(seed, sum(sizes))
+
+    def nested(p: Any, b: Any) -> Any:
+        return loss.call(
+            {name: tree[name] for tree in p.values() for name in tree},
+            {**b["columns"], "mask": b["mask"]},
+        )
+
+    order = {"w": "c", "emb": "a", "b": "b"}
+    deep = {order[name]: {name: params[name]} for name in names}
+    parts = [
+        {"columns": {name: part[name] for name in columns}, "mask": part["mask"]}
+        for part in pieces(batch, sizes)
+    ]
+    grads, _ = accumulated(loss._replace(call=nested), deep, parts)
+    expected = full_batch(loss, params, batch)
+    assert same(grads, {order[name]: {name: expected[name]} for name in names})
+
+
+@every(3)
+@given(seeds, losses, st.integers(2, 12), st.data())
+def test_vmap_of_the_engine_is_a_loop_of_the_engine(
+    seed: int, loss: Loss, rows: int, data: st.DataObject
+) -> None:
+    g = generator(seed)
+    several = {"w": integers(g, 3, 4, 2, bound=7), "emb": integers(g, 3, 5, 4)}
+    several["b"] = integers(g, 3, 2)
+    batch = make_batch(seed, rows)
+    size = data.draw(st.integers(1, rows))
+    gradient = pa.grad_and_value(loss.call, microbatch_size=size, reduction=loss.reduction)
+    at_once = torch.func.vmap(gradient, (0, None))(several, batch)
+    one_by_one = [gradient({k: p[i] for k, p in several.items()}, batch) for i in range(3)]
+    assert same(at_once[0], optree.tree_map(lambda *x: torch.stack(x), *one_by_one)[0])

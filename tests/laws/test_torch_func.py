@@ -1,0 +1,124 @@
+"""Where nothing is cut, pa.grad is torch.func.grad: the same bits and the same structures."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pureaccum as pa
+from tests.laws.exactly import integers, same
+from tests.parity.models import MODELS, problem
+from tests.strategies import every, generator, seeds
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@every(20)
+@example(seed=1, rows=7, beyond=0)  # sevenths are rounded
+@given(seed=seeds, rows=st.integers(1, 7), beyond=st.sampled_from([None, 0, 1, 100]))
+def test_a_batch_that_is_not_cut_is_torch_func_bit_for_bit(
+    name: str, dtype: torch.dtype, seed: int, rows: int, beyond: int | None
+) -> None:
+    """Ordinary floats, for the gradient and the value, with and without aux."""
+    given_ = problem(name, seed, rows, dtype)
+    size = None if beyond is None else rows + beyond
+
+    def with_aux(params: Any, batch: Any) -> Any:
+        each = given_.rows(params, batch)
+        return each.mean(), {"rows": each}
+
+    def is_torch(loss: Any, has_aux: bool) -> bool:
+        ours = pa.grad_and_value(loss, has_aux=has_aux, microbatch_size=size)
+        torchs = torch.func.grad_and_value(loss, has_aux=has_aux)
+        return same(ours(given_.params, given_.batch), torchs(given_.params, given_.batch))
+
+    assert is_torch(given_.mean, False)
+    assert is_torch(with_aux, True)
+
+
+def two_params(a: Any, x: Tensor, b: Tensor, shared: Tensor) -> Tensor:
+    out = x @ a["w"] + b
+    return ((out * shared) ** 2).sum(-1).mean()
+
+
+ARGNUMS = (0, 2, -1, (0,), (2, 0), (-2, -4), (0, 2, 3))
+
+
+@pytest.mark.parametrize("size", [None, 3, 8])
+@pytest.mark.parametrize("argnums", ARGNUMS, ids=str)
+@given(seeds)
+@every(6)
+def test_argnums(argnums: Any, size: int | None, seed: int) -> None:
+    """An int gives a tree and a tuple a tuple, in its own order; eight exact rows give the bits."""
+    g = generator(seed)
+    args = ({"w": integers(g, 3, 2)}, integers(g, 8, 3), integers(g, 2), integers(g, 2, bound=3))
+    ours = pa.grad(two_params, argnums, microbatch_size=size)(*args)
+    assert same(ours, torch.func.grad(two_params, argnums)(*args))
+
+
+@pytest.mark.parametrize("batch_argnums", [1, -2, (1, 2), (-2, -1), (2, 1)], ids=str)
+@given(seeds, st.integers(1, 8))
+@every(6)
+def test_batch_argnums(batch_argnums: Any, seed: int, size: int) -> None:
+    """Which arguments are cut; the others, and keywords, are handed on whole."""
+    several = isinstance(batch_argnums, tuple)
+    cut: list[int] = []
+
+    def loss(w: Tensor, x: Tensor, y: Tensor, *, power: int) -> Tensor:
+        cut.append(len(x))
+        return ((x @ w - (y if several else y.sum())) ** power).mean()
+
+    g = generator(seed)
+    args = integers(g, 3), integers(g, 8, 3), integers(g, 8)
+    ours = pa.grad(loss, batch_argnums=batch_argnums, microbatch_size=size)(*args, power=2)
+    assert max(cut) == size
+    assert sum(cut) == 8
+    assert same(ours, torch.func.grad(loss)(*args, power=2))
+
+
+@pytest.mark.parametrize("size", [None, 2, 8])
+@pytest.mark.parametrize("transform", ["grad", "grad_and_value"])
+@pytest.mark.parametrize("argnums", [0, (0,)], ids=str)
+def test_what_has_aux_returns(transform: str, argnums: Any, size: int | None) -> None:
+    """``(grads, aux)`` and ``(grads, (value, aux))``."""
+
+    def loss(w: Tensor, x: Tensor) -> Any:
+        rows = (x @ w) ** 2
+        return rows.mean(), {"rows": rows, "more": (x[:, 0], [x[:, :2]])}
+
+    g = generator(0)
+    args = integers(g, 3), integers(g, 8, 3)
+    ours = getattr(pa, transform)(loss, argnums, has_aux=True, microbatch_size=size)(*args)
+    assert same(ours, getattr(torch.func, transform)(loss, argnums, has_aux=True)(*args))
+
+
+@pytest.mark.parametrize("size", [None, 2, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_come_in_the_dtypes_of_params_and_loss(dtype: torch.dtype, size: Any) -> None:
+    params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones((), dtype=torch.float64)}
+    x = torch.ones(8, 3, dtype=dtype)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return ((x @ p["a"] * p["b"]) ** 2).mean()
+
+    ours = pa.grad_and_value(loss, microbatch_size=size)(params, x)
+    assert same(ours, torch.func.grad_and_value(loss)(params, x))
+
+
+@pytest.mark.parametrize("size", [None, 2, 3])
+def test_value_is_the_value_of_grad_and_value(size: int | None) -> None:
+    def loss(w: Tensor, x: Tensor) -> Any:
+        return ((x @ w) ** 2).mean(), x
+
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(3, generator=g), torch.randn(7, 3, generator=g)
+    value = pa.value(loss, has_aux=True, microbatch_size=size)(w, x)
+    assert same(value, pa.grad_and_value(loss, has_aux=True, microbatch_size=size)(w, x)[1])
+    assert optree.tree_structure(value) == optree.tree_structure(loss(w, x))

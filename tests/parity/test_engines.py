@@ -1,0 +1,94 @@
+"""Both engines and a hand-written ``.backward()`` loop give the same bits on ordinary floats.
+
+The three take the same gradients with the same cotangents and add them in the same order; only
+the machinery differs: torch.func, ``torch.autograd.grad``, and ``.grad`` of parameters.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import pureaccum as pa
+from tests.laws.exactly import same
+from tests.parity.models import MODELS, Problem, problem
+from tests.strategies import every, seeds
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def by_hand(given_: Problem, loss: Any, parts: Any, weights: Any) -> Any:
+    """Sum ``weight * gradient`` of each microbatch, pulled with weight / 2**e; divide once."""
+    module = given_.module
+    module.load_state_dict(given_.params)
+    wide = [torch.promote_types(p.dtype, torch.float32) for p in module.parameters()]
+    sums = [torch.zeros_like(p, dtype=d) for p, d in zip(module.parameters(), wide, strict=True)]
+    for part, weight in zip(parts, weights, strict=True):
+        power = 2.0 ** (weight - 1).bit_length()
+        module.zero_grad()
+        out = loss(dict(module.named_parameters()), part)
+        out.backward(torch.full_like(out, weight / power))
+        for total, p in zip(sums, module.parameters(), strict=True):
+            total += p.grad.to(total.dtype) * power
+    names = dict(module.named_parameters())
+    return {
+        name: (total / sum(weights)).to(p.dtype)
+        for (name, p), total in zip(names.items(), sums, strict=True)
+    }
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@every(20)
+@example(seed=1, rows=7, size=3)
+@given(seed=seeds, rows=st.integers(2, 8), size=st.integers(1, 7))
+def test_means(
+    name: str, dtype: torch.dtype, nonfinite: str, seed: int, rows: int, size: int
+) -> None:
+    given_ = problem(name, seed, rows, dtype)
+    size = min(size, rows - 1)  # not the whole batch, which is not scaled at all
+    func, autograd = (
+        pa.grad(given_.mean, microbatch_size=size, nonfinite=nonfinite, engine=engine)(
+            given_.params, given_.batch
+        )
+        for engine in ("func", "autograd")
+    )
+    parts = list(pa.microbatches(given_.batch, size))
+    hand = by_hand(given_, given_.mean, parts, [len(part["x"]) for part in parts])
+    assert same(func, autograd)
+    assert same(func, hand)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("name", MODELS)
+@every(30)
+@example(seed=1, rows=7, size=2)
+@given(seed=seeds, rows=st.integers(1, 8), size=st.integers(1, 8))
+def test_weighted(name: str, nonfinite: str, seed: int, rows: int, size: int) -> None:
+    """As streams; by hand, the totals of the microbatches that are not all masked."""
+    given_ = problem(name, seed, rows)
+    states = []
+    for engine in ("func", "autograd"):
+        acc = pa.accumulator(given_.weighted, nonfinite=nonfinite, engine=engine)
+        state = acc.init(given_.params)
+        for part in pa.microbatches(given_.batch, size):
+            state = acc.update(state, given_.params, part)
+        states.append(state)
+    assert same(*states)
+    live = [part for part in pa.microbatches(given_.batch, size) if part["mask"].sum()]
+    if not live:
+        assert not any(g.any() for g in states[0].grads.values())
+        return
+    module = given_.module
+    sums = {name: torch.zeros_like(p) for name, p in given_.params.items()}
+    module.load_state_dict(given_.params)
+    for part in live:
+        module.zero_grad()
+        given_.weighted(dict(module.named_parameters()), part).total.backward()
+        for name, p in module.named_parameters():
+            sums[name] += p.grad
+    assert same(states[0].grads, sums)

@@ -1,0 +1,74 @@
+"""``pa.grad`` and ``pa.value`` under every outer transform of torch.func, and under two of them.
+
+Second-order terms are easily lost without an error (``create_graph=False`` loses them all), and
+a sum that was started unbatched cannot be added to under vmap.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+
+from tests.strategies import every
+from tests.transforms.problems import TRANSFORMS, Problem, jvp, make, problems, tangent
+
+
+each = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
+
+
+@each
+@every(3)
+@given(problems)
+def test_one_transform(transform: Any, problem: Problem) -> None:
+    problem.check(transform)
+
+
+@each
+@every(6)
+@given(problems)
+def test_one_transform_of_a_stream(transform: Any, problem: Problem) -> None:
+    """Through several updates and a merge; ``donate`` is without effect under a transform."""
+    problem.check(transform, "streamed")
+
+
+@each
+@every(6)
+@given(problems)
+def test_one_transform_of_the_value(transform: Any, problem: Problem) -> None:
+    problem.check(transform, "value")
+
+
+@pytest.mark.parametrize("inner", TRANSFORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("outer", TRANSFORMS, ids=lambda f: f.__name__)
+@every(30)
+@example(make("weighted", "skip", 1, 5, 2))
+@given(problems)
+def test_two_transforms(outer: Any, inner: Any, problem: Problem) -> None:
+    problem.check(lambda f: outer(inner(f)))
+
+
+@every(6)
+@given(problems)
+def test_hessian_of_the_value_is_jacobian_of_the_gradient(problem: Problem) -> None:
+    problem.check(torch.func.hessian, "value")
+    problem.check(torch.func.jacrev)
+    problem.check(torch.func.jacfwd)
+
+
+@every(6)
+@given(problems)
+def test_the_hessian_vector_product_that_the_documentation_names(problem: Problem) -> None:
+    """``jvp(pa.grad(f))`` is the microbatched Hessian times a vector."""
+
+    def product(f: Any) -> Any:
+        hessian = torch.func.hessian(f)(problem.params, problem.batch)
+        vector = tangent(problem.params)
+        return {
+            i: sum(torch.tensordot(row[k], v, dims=v.dim()) for k, v in vector.items())
+            for i, row in hessian.items()
+        }
+
+    terms = [product(f) for f in problem.pieces()]
+    ours = jvp(problem.gradient)(problem.params, problem.batch)
+    problem.compare(ours, product(problem.whole), terms)
