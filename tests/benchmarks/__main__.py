@@ -30,9 +30,10 @@ def main() -> None:
         core = clock.pin()
         races = []
         for cell in cells:
-            result = clock.race(cell.model, cell.contenders, cell.device, cell.seconds)
+            race = clock.race_keeping_memory if cell.keeping else clock.race
+            result = race(cell.model, cell.contenders, cell.device, cell.seconds)
             races.append((cell, result))
-            done(f"time, {cell.device}, {cell.model}")
+            done(f"time, {cell.device}, {cell}")
 
     rows = [*targets.memory_rows(numbers), *targets.time_rows(races)]
     report.show(rows)

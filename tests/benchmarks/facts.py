@@ -6,9 +6,11 @@ Rule: kinds and versions only; no names of machines, users or folders.
 import os
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
+import optree
 import torch
+
+import pureaccum
 
 
 def facts() -> dict:
@@ -22,7 +24,8 @@ def facts() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "vectors": torch.backends.cpu.get_cpu_capability(),
-        **{name: version_of(name) for name in ("pureaccum", "optree")},
+        "optree": optree.__version__,
+        "pureaccum": pureaccum.__version__,
     }
 
 
@@ -35,10 +38,3 @@ def cpu() -> str:
             return next(names, "unknown")
     except OSError:
         return platform.processor() or "unknown"
-
-
-def version_of(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

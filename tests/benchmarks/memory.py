@@ -21,19 +21,16 @@ from .models import Model, build
 
 
 # glibc keeps freed blocks below this size for later, and the kernel would miss an allocation.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def peak(model: Model, name: str, device: str) -> dict:
     """The number from a process of its own: ``{"peak": bytes}``, or ``{"failure": why}``."""
-    package = __name__.rpartition(".")[0]
-    command = [sys.executable, "-m", f"{package}.memory", name, device, json.dumps(model)]
-    done = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", f"{__package__}.memory", name, device, json.dumps(model)]
+    done = subprocess.run(command, env=os.environ | RETURNING, capture_output=True, text=True)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return {"failure": last}
+        why = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return {"failure": why}
     return json.loads(done.stdout.splitlines()[-1])
 
 

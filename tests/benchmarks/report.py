@@ -21,7 +21,18 @@ try:
 except ImportError:
     rich = None
 
-COLUMNS = ("", "where", "ours", "against", "ratio", "quartiles", "target", "reached", "amounts")
+COLUMNS = (
+    "",
+    "where",
+    "ours",
+    "against",
+    "ratio",
+    "quartiles",
+    "target",
+    "reached",
+    "amounts",
+    "page faults",
+)
 UNITS = {"time": (1e3, "ms"), "memory": (1e-6, "MB")}
 
 
@@ -40,6 +51,7 @@ def texts(row: Row) -> tuple[str, ...]:
         row.failure[:40]
         if row.amounts is None
         else " / ".join(f"{amount * scale:.3g}" for amount in row.amounts) + f" {unit}",
+        "" if row.faults is None or max(row.faults) < 1 else "{:.0f} / {:.0f}".format(*row.faults),
     )
 
 

@@ -25,6 +25,7 @@ class Row(NamedTuple):
     ratio: float | None = None
     quartiles: tuple[float, float] | None = None
     amounts: tuple[float, float] | None = None
+    faults: tuple[float, float] | None = None
     failure: str = ""
 
     @property
@@ -66,20 +67,25 @@ def opponents(ours: str) -> tuple[str, ...]:
 
 
 def time_rows(races: Iterable[tuple[Cell, dict]]) -> Iterator[Row]:
-    for (device, model, names, _), result in races:
-        seconds, failures = result["seconds"], result["failures"]
-        for ours, theirs in [(name, other) for name in names for other in opponents(name)]:
-            # Targets of time are for one core: nothing was promised on an accelerator.
-            target = time_target(ours, theirs, model) if device == "cpu" else None
-            row = Row(device, "time", str(model), ours, theirs, target)
+    for cell, result in races:
+        seconds, faults, failures = result["seconds"], result["faults"], result["failures"]
+        # Targets of time are for one core, and for memory as the system manages it.
+        promised = cell.device == "cpu" and not cell.keeping
+        for ours, theirs in [(x, y) for x in cell.contenders for y in opponents(x)]:
+            target = time_target(ours, theirs, cell.model) if promised else None
+            row = Row(cell.device, "time", str(cell), ours, theirs, target)
             if failure := failures.get(ours) or failures.get(theirs):
                 yield row._replace(failure=failure)
                 continue
             a, b = seconds[ours], seconds[theirs]
             ratios = [x / y for x, y in zip(a, b, strict=True)]
             low, _, high = quantiles(ratios, n=4)
-            amounts = (median(a), median(b))
-            yield row._replace(ratio=median(ratios), quartiles=(low, high), amounts=amounts)
+            yield row._replace(
+                ratio=median(ratios),
+                quartiles=(low, high),
+                amounts=(median(a), median(b)),
+                faults=(median(faults[ours]), median(faults[theirs])),
+            )
 
 
 def memory_rows(numbers: Mapping[Peak, dict]) -> Iterator[Row]:
