@@ -50,9 +50,11 @@ def grad_and_value(
 
     The rule: cut the batch into microbatches, sum their gradients (a mean times its rows, a
     ``Weighted`` as it is) in float32 at least, divide once by the summed weight. With
-    ``microbatch_size=None`` this is ``torch.func.grad_and_value``; where the batch fits into one
-    microbatch it is bitwise the same. With a size, results carry no outer graph: differentiate
-    through it with torch.func's transforms.
+    ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry no
+    outer graph: differentiate through it with torch.func's transforms. Where the batch fits into
+    one microbatch they are the same bits, but for the few operations (silu, mish, GroupNorm, LSTM
+    on a CPU) that torch differentiates by another formula when it records the backward pass, which
+    torch.func always does; there they are the bits of ``.backward()``.
 
     Args:
         func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.

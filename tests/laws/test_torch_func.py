@@ -43,6 +43,32 @@ def test_a_batch_that_is_not_cut_is_torch_func_bit_for_bit(
     assert is_torch(with_aux, True)
 
 
+OTHER_FORMULA = {
+    "silu": torch.nn.functional.silu,
+    "mish": torch.nn.functional.mish,
+    "group norm": lambda x: torch.nn.functional.group_norm(x, 2),
+}
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("op", OTHER_FORMULA.values(), ids=OTHER_FORMULA)
+@every(20)
+@given(seed=seeds)
+def test_else_it_is_backward_bit_for_bit(op: Any, engine: Any, seed: int) -> None:
+    """torch.func records the backward pass, for which torch has another formula of these."""
+    w, x = torch.randn(2, 8, 8, generator=generator(seed)).unbind()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (op(x @ w) ** 2).mean()
+
+    leaf = w.clone().requires_grad_()
+    loss(leaf, x).backward()
+    ours = pa.grad(loss, microbatch_size=8, engine=engine)(w, x)
+    assert leaf.grad is not None
+    assert torch.equal(ours, leaf.grad)
+    assert torch.equal(pa.grad(loss)(w, x), torch.func.grad(loss)(w, x))
+
+
 def two_params(a: Any, x: Tensor, b: Tensor, shared: Tensor) -> Tensor:
     out = x @ a["w"] + b
     return ((out * shared) ** 2).sum(-1).mean()

@@ -1,0 +1,78 @@
+"""Every kind of leaf in one tree: large and small, 0-d, empty, turned, strided, of any dtype."""
+
+import pytest
+import torch
+from hypothesis import given
+
+import pureaccum as pa
+from tests.exact.given import (
+    LARGE,
+    ROWS,
+    every_kind_of_leaf,
+    given_batch,
+    given_loss,
+    given_sums,
+    weight_of,
+)
+from tests.strategies import (
+    KINDS,
+    assert_same_bits,
+    every,
+    histories,
+    reduction,
+    seeds,
+)
+
+
+pytestmark = pytest.mark.parametrize("engine", ["func", "autograd"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@every(6)
+@given(seed=seeds, history=histories(ROWS))
+def test_any_history_sums_every_kind_of_leaf(kind, engine, seed, history):
+    batch, params = given_batch(seed), every_kind_of_leaf()
+    acc = pa.accumulator(given_loss(kind), reduction=reduction(kind), engine=engine)
+    want, by = given_sums(kind, batch), weight_of(kind, batch) or 1
+
+    for donate in (False, True):
+        state = history.run(acc, params, batch, donate)
+        assert_same_bits(state.grads, want)
+        grads, _ = acc.finalize(state, donate=donate)
+        assert_same_bits(grads, {name: leaf / by for name, leaf in want.items()})
+
+
+@pytest.mark.parametrize("narrow", [True, False], ids=["all", "no bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+@every(12)
+@given(seed=seeds)
+def test_grad_casts_every_kind_of_leaf_back_once(kind, narrow, engine, seed):
+    batch, params = given_batch(seed), every_kind_of_leaf(narrow)
+    sums, by = given_sums(kind, batch), weight_of(kind, batch) or 1
+    want = {name: (sums[name] / by).to(leaf.dtype) for name, leaf in params.items()}
+    for size in (1, 3, ROWS - 1):
+        knobs = {"microbatch_size": size, "reduction": reduction(kind), "engine": engine}
+        assert_same_bits(pa.grad(given_loss(kind), **knobs)(params, batch), want)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@every(6)
+@given(seed=seeds)
+def test_a_leaf_that_the_loss_does_not_use_has_gradient_zero(engine, donate, seed):
+    """With other leaves in use, and with none: the loss is then a constant."""
+    batch = given_batch(seed)
+    used, unused = every_kind_of_leaf(), {"large": torch.ones(LARGE), "small": torch.ones(3)}
+    losses = {
+        "some": lambda params, batch: given_loss("sum")(params["used"], batch),
+        "none": lambda params, batch: batch["s"].sum(),
+    }
+    for name, loss in losses.items():
+        params = {"used": used, "unused": unused}
+        acc = pa.accumulator(loss, reduction="sum", engine=engine)
+        state = acc.update(acc.init(params), params, batch, donate=donate)
+        sums = given_sums("sum", batch)
+        zeros = {name: torch.zeros_like(leaf) for name, leaf in sums.items()}
+        assert_same_bits(state.grads["used"], sums if name == "some" else zeros)
+        assert_same_bits(
+            state.grads["unused"], {"large": torch.zeros(LARGE), "small": torch.zeros(3)}
+        )

@@ -1,0 +1,141 @@
+"""Parameters of 16 bits, sums of 32.
+
+Each microbatch's own gradient is an integer that 16 bits hold (below 2**8 in bfloat16, 2**11 in
+float16) while the batch's is not; and a sum may leave the range of float16 where its mean does not.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pureaccum as pa
+from tests.strategies import (
+    KINDS,
+    History,
+    assert_same_bits,
+    every,
+    generator,
+    reduction,
+    seeds,
+)
+
+
+MOST = {torch.bfloat16: 15, torch.float16: 127}  # in a row; 16 rows stay below 2**8, 2**11
+narrow = pytest.mark.parametrize("dtype", list(MOST))
+engines = pytest.mark.parametrize("engine", ["func", "autograd"])
+sizes_up_to_16 = st.lists(st.integers(8, 16), min_size=12, max_size=20)
+
+
+def linear(kind):
+    def loss(w, batch):
+        rows = (batch["x"] @ w).float()
+        if kind == "weighted":
+            return pa.Weighted((rows * batch["mask"]).sum(), batch["mask"].sum())
+        return rows.mean() if kind == "mean" else rows.sum()
+
+    return loss
+
+
+def narrow_batch(seed, rows, dtype):
+    random, high = generator(seed), MOST[dtype]
+    x = torch.randint(high // 2, high + 1, (rows, 3), generator=random).to(dtype)
+    return {"x": x, "mask": torch.randint(0, 2, (rows,), generator=random).float()}
+
+
+def sums_of(kind, batch):
+    """The sum in float32, and what it is divided by."""
+    mask = batch["mask"] if kind == "weighted" else torch.ones(len(batch["x"]))
+    return mask @ batch["x"].float(), 1.0 if kind == "sum" else mask.sum()
+
+
+@narrow
+@engines
+@pytest.mark.parametrize("kind", KINDS)
+@every(3)
+@given(seed=seeds, sizes=sizes_up_to_16, donate=st.booleans())
+def test_sums_are_float32_and_right_beyond_the_parameters_range(
+    kind, engine, dtype, seed, sizes, donate
+):
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    batch, w = narrow_batch(seed, sum(sizes), dtype), torch.ones(3, dtype=dtype)
+    acc = pa.accumulator(linear(kind), reduction=reduction(kind), engine=engine)
+
+    state = History([parts[:5], parts[5:]], [(0, 0)]).run(acc, w, batch, donate)
+    grads, value = acc.finalize(state)
+
+    want, by = sums_of(kind, batch)
+    assert_same_bits(state.grads, want)
+    assert_same_bits(grads, want / by)
+    if kind != "mean":  # its rows are not a power of two: it rounds in the loss
+        assert_same_bits(value, want.sum().double() / by)
+
+
+@narrow
+@engines
+@pytest.mark.parametrize("kind", KINDS)
+@every(3)
+@given(seed=seeds, rows=st.integers(100, 200), size=st.integers(1, 16))
+def test_grad_rounds_to_the_parameters_dtype_once(kind, engine, dtype, seed, rows, size):
+    batch, w = narrow_batch(seed, rows, dtype), torch.ones(3, dtype=dtype)
+    knobs = {"microbatch_size": size, "reduction": reduction(kind), "engine": engine}
+    want, by = sums_of(kind, batch)
+    assert_same_bits(pa.grad(linear(kind), **knobs)(w, batch), (want / by).to(dtype))
+
+
+@narrow
+def test_the_same_sum_in_16_bits_is_another_number(dtype):
+    x = narrow_batch(0, 192, dtype)["x"]
+    total = torch.zeros(3, dtype=dtype)
+    for part in x.split(16):
+        total += part.float().sum(0).to(dtype)  # each of which is exact
+    assert (total.float() != x.float().sum(0)).all()
+
+
+# The range of float16 --------------------------------------------------------------------
+
+
+TOKENS = 4096
+
+
+def dense(kind):
+    def loss(w, x):
+        if kind == "weighted":
+            return pa.Weighted((w * x).float().sum(), len(x))
+        return (w * x).mean()
+
+    return loss
+
+
+def around_50(seed):
+    """Rows in pairs 50 + d, 50 - d: all means over pairs are 50."""
+    d = torch.randint(-14, 15, (TOKENS // 2, 1), generator=generator(seed))
+    return torch.cat([50 + d, 50 - d], 1).reshape(-1).half()
+
+
+@engines
+@pytest.mark.parametrize("kind", ["mean", "weighted"])
+@every(6)
+@given(seed=seeds, size=st.sampled_from([16, 64, 2048, 4095, 4096]))
+def test_a_gradient_whose_sum_overflows_float16_is_right(kind, engine, seed, size):
+    """Pulled with 1, the sum of a microbatch of 2048 is inf; the mean of all is 50."""
+    x, w = around_50(seed), torch.zeros((), dtype=torch.float16)
+    acc = pa.accumulator(dense(kind), engine=engine)
+    state = acc.init(w)
+    for part in pa.microbatches(x, size):
+        state = acc.update(state, w, part)
+    grads, value = acc.finalize(state)
+    got = pa.grad(dense(kind), microbatch_size=size, engine=engine)(w, x)
+
+    # Where a microbatch of pairs is a power of two, nothing rounds. Of 4095 rows the gradient
+    # rounds to 11 bits, once.
+    off = 50 * 2.0**-11 if size == 4095 else 0.0
+    assert (grads - 50).abs() <= off
+    assert (got.float() - 50).abs() <= 2 * off
+    assert value == 0
+
+
+def test_the_plain_sum_of_those_gradients_overflows():
+    x, w = around_50(0), torch.zeros((), dtype=torch.float16)
+    assert torch.func.grad(lambda w: (w * x).sum())(w) == torch.inf
