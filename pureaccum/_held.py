@@ -38,7 +38,7 @@ class Ambiguous(Refusing):
 
 
 def call_watched(
-    loss: Callable[[], T], recomputes: set[bool], devices: set[torch.device]
+    loss: Callable[[], T], recomputes: set[bool], devices: frozenset[torch.device]
 ) -> tuple[T, Held]:
     """Call a loss, and find out what its modules held if its backward pass will recompute.
 
@@ -62,7 +62,7 @@ def call_watched(
 _WANTED = "pureaccum: saved-tensor hooks are wanted"
 
 
-def _random_states(devices: set[torch.device]) -> list[tuple[Callable[[Any], None], Any]]:
+def _random_states(devices: frozenset[torch.device]) -> list[tuple[Callable[[Any], None], Any]]:
     states: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
     for device in devices:
         if device.type != "cpu" and (module := getattr(torch, device.type, None)):

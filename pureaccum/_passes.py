@@ -5,8 +5,8 @@ is the same pure function by ``torch.autograd``, for what torch.func refuses: cu
 without ``setup_context``, and checkpointed modules.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ class Wrt(NamedTuple):
     large: list[int]  # the leaves whose gradients are added one by one
     records: bool | None  # the grad mode of the forward pass; None under a transform: the caller's
     recomputes: set[bool]  # what is learned of the loss: see _held.py
+    devices: frozenset[torch.device]
     unit: float | None = None  # a window's sums are divided by this as they stand: see _weights.py
     cotangents: dict[float, Tensor] | None = None
     straight: bool = False  # autograd itself may add to the sums, and begin those that are None
@@ -38,7 +39,7 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
     """Prepare leaves for an engine."""
     if transform_active():
         if engine == "func":
-            return Wrt(leaves, [], None, recomputes)
+            return Wrt(leaves, [], None, recomputes, frozenset())
         raise RuntimeError(
             "engine='autograd' cannot run under a torch.func transform or torch.compile; "
             "engine='func', the default, can."
@@ -46,11 +47,12 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
     large = [i for i, leaf in enumerate(leaves) if leaf.nbytes >= LARGE]
     leaves = [leaf.detach() for leaf in leaves]
     if engine == "autograd":
-        return Wrt([leaf.requires_grad_() for leaf in leaves], large, True, recomputes)
+        devices = frozenset(leaf.device for leaf in leaves)
+        return Wrt([leaf.requires_grad_() for leaf in leaves], large, True, recomputes, devices)
     # Detached leaves record nothing below torch.func's own level, but tensors that the loss
     # captured may. So that nothing does, no_grad; except on a CPU, where the kernel of LSTM asks
     # for the grad mode down there and without it saves nothing for its backward pass.
-    return Wrt(leaves, large, leaves[0].device.type == "cpu", recomputes)
+    return Wrt(leaves, large, leaves[0].device.type == "cpu", recomputes, frozenset())
 
 
 Loss = Callable[[list[Tensor]], Any]
@@ -80,9 +82,13 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
         return seen.total, (seen.weight, seen.aux)
 
     mode = nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records)
-    with mode, advising():
-        # pyright cannot tell the two lengths of vjp's result apart
-        total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
+    try:
+        with mode:
+            # pyright cannot tell the two lengths of vjp's result apart
+            total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
+    except RuntimeError as error:
+        advise(error)
+        raise
     assert shape is not None
     if wrt.records:
         total, aux = total.detach(), [x.detach() for x in aux]
@@ -95,7 +101,7 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
 def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> Forward:
     leaves = wrt.leaves
     with torch.enable_grad():
-        out, held = call_watched(lambda: loss(leaves), wrt.recomputes, {x.device for x in leaves})
+        out, held = call_watched(lambda: loss(leaves), wrt.recomputes, wrt.devices)
         (total, weight, aux), shape = read(out, has_aux)
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
@@ -113,35 +119,25 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
         if not total.requires_grad:
             return sums
         for leaf, sum_ in zip(leaves, sums, strict=True):
-            leaf.grad = sum_
-        try:
-            with holding(held):
-                torch.autograd.backward(total, cotangent, inputs=leaves)
-            return [
-                x if x is None or not x.is_sparse else x.to_dense()
-                for x in [leaf.grad for leaf in leaves]
-            ]
-        finally:
-            for leaf in leaves:
-                leaf.grad = None
+            if leaf.grad is not sum_:  # the leaves are the window's own, and so is their .grad
+                leaf.grad = sum_
+        with holding(held):
+            torch.autograd.backward(total, cotangent, inputs=leaves)
+        grads = [leaf.grad for leaf in leaves]
+        return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
     seen = Read(total.detach(), weight, [x.detach() for x in aux])
     return Forward(seen, shape, pull, push)
 
 
-@contextmanager
-def advising() -> Generator[None]:
+def advise(error: RuntimeError) -> None:
     """Say what to do where torch.func refuses a loss."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "saved tensor hooks" in str(error) or "setup_context" in str(error):
-            error.add_note(
-                "pureaccum: torch.func cannot differentiate this loss (a checkpoint, or a custom "
-                "Function without setup_context). engine='autograd' can; a checkpoint takes "
-                "use_reentrant=False."
-            )
-        raise
+    if "saved tensor hooks" in str(error) or "setup_context" in str(error):
+        error.add_note(
+            "pureaccum: torch.func cannot differentiate this loss (a checkpoint, or a custom "
+            "Function without setup_context). engine='autograd' can; a checkpoint takes "
+            "use_reentrant=False."
+        )
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, Shape, divisor, join_aux, read
-from ._passes import Engine, advising, outside_inference_mode
+from ._passes import Engine, advise, outside_inference_mode
 from ._sums import added_to
 from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
 from ._weights import weigh
@@ -101,8 +101,11 @@ def grad_and_value(
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
         def call(leaves: list[Tensor], part: Tree) -> Any:
-            given = unflatten(spec, leaves) | part
-            return func(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            given = list(args)
+            for replaced in (unflatten(spec, leaves), part):
+                for i, arg in replaced.items():
+                    given[i] = arg
+            return func(*given, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
         if torch_does:
@@ -245,8 +248,11 @@ def _by_torch(
         assert weighing is not None
         return seen.total * weighing.cotangent, (seen.total, seen.weight, weighing, seen.aux)
 
-    with advising():
+    try:
         pulled = torch.func.grad_and_value(total, has_aux=True)(leaves)
+    except RuntimeError as error:
+        advise(error)
+        raise
     grads, (_, (value, weight, weighing, aux)) = pulled
     assert shape is not None
     if isinstance(weight, Tensor):

@@ -153,9 +153,10 @@ def _fold_all(window: Window) -> Folded:
             return f"{what} of microbatch {i} (from row {i * (batch.size or 0)})"
 
         sums, entry = add_microbatch(loss, wrt, sums, counts, rule, label=label)
-        seen.append(entry._replace(aux=()))
         if rule.has_aux:
             aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
+            entry = entry._replace(aux=())
+        seen.append(entry)
     state = empty(begun_sums(sums, leaves) if straight else sums, leaves[0].device)
     if not seen:
         return Folded(state, unit, None, torch.get_default_dtype())
