@@ -46,6 +46,11 @@ class AccumState(NamedTuple):
         skipped: How many of them ``nonfinite="skip"`` left out.
         nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
             anywhere in the gradient for ``"skip"``.
+
+    >>> acc = accumulator(lambda w, x: (w * x).mean())
+    >>> state = acc.update(acc.init(torch.tensor(2.0)), torch.tensor(2.0), torch.tensor([1.0, 3.0]))
+    >>> state.grads, state.weight, state.microbatches
+    (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
     """
 
     grads: Tree
