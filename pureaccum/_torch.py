@@ -1,13 +1,13 @@
 """Every private torch name that pureaccum touches, and nothing else.
 
-=================================  ======================================  ============
+=================================  ======================================  ================
 name                               what for                                checked in
-=================================  ======================================  ============
-``torch._C._functorch``            is a functorch transform active?        2.11, 2.13
-``torch._foreach_add_``            one call for many small leaves          2.11, 2.13
-``Module._parameters, _buffers``   what a module holds during a call       2.11, 2.13
-``Module._modules``                the modules below it                    2.11, 2.13
-=================================  ======================================  ============
+=================================  ======================================  ================
+``torch._C._functorch``            is a functorch transform active?        2.11, 2.13, 2.15
+``torch._foreach_add_``            one call for many small leaves          2.11, 2.13, 2.15
+``Module._parameters, _buffers``   what a module holds during a call       2.11, 2.13, 2.15
+``Module._modules``                the modules below it                    2.11, 2.13, 2.15
+=================================  ======================================  ================
 
 ``tests/parity/test_private_torch.py`` fails when one of them moves.
 """

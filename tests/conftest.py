@@ -28,6 +28,7 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 torch.set_num_threads(1)
+torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless told one or the other
 
 
 @pytest.fixture(autouse=True)
