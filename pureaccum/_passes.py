@@ -122,7 +122,9 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             if leaf.grad is not sum_:  # the leaves are the window's own, and so is their .grad
                 leaf.grad = sum_
         with holding(held):
-            torch.autograd.backward(total, cotangent, inputs=leaves)
+            # A copy: a gradient may be a view of its cotangent, and autograd begins a sum with the
+            # first gradient itself.
+            torch.autograd.backward(total, cotangent.clone(), inputs=leaves)
         grads = [leaf.grad for leaf in leaves]
         return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 

@@ -186,3 +186,15 @@ def test_zero_d_leaves_keep_their_dtype(engine: Any, dtype: torch.dtype) -> None
     acc = pa.accumulator(loss, engine=engine)
     grads, _ = acc.finalize(acc.update(acc.init(w), w, x))
     assert same(grads, torch.tensor(3.0, dtype=torch.promote_types(dtype, torch.float32)))
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
+def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite: Any, engine: Any) -> None:
+    """And the sum that begins with it is added to: 1, 2, 4, ... in place of 1, 2, 3, ..."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return w.squeeze() + x.mean()
+
+    grad = pa.grad(loss, microbatch_size=2, engine=engine, nonfinite=nonfinite)
+    assert torch.equal(grad(torch.ones(1), torch.arange(12.0)), torch.ones(1))
