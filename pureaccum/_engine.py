@@ -16,7 +16,7 @@ from torch import Tensor
 from ._donation import Spoiled, mark
 from ._inputs import check_choice
 from ._loss import Reduction
-from ._passes import PASSES, Engine, Hook, Loss, Sums, Wrt, begun_sums
+from ._passes import PASSES, Engine, Hook, Loss, Wrt
 from ._sums import add_, add_all_, added_to, nothing_like
 from ._tree import finite
 from ._weights import Microbatch, enter, judged, kept, known_true, total_finite, weigh
@@ -45,13 +45,13 @@ def check_rule(rule: Rule) -> Rule:
 def add_microbatch(
     loss: Loss,
     wrt: Wrt,
-    sums: Sums,
+    sums: list[Tensor],
     rows: int | None,
     rule: Rule,
     *,
     before: list[Tensor] | None = None,
     label: Callable[[int | None], str] | None = None,
-) -> tuple[Sums, Microbatch]:
+) -> tuple[list[Tensor], Microbatch]:
     """Add the gradient of one microbatch to ``sums``.
 
     Args:
@@ -79,12 +79,12 @@ def add_microbatch(
 def _streamed(
     loss: Loss,
     wrt: Wrt,
-    sums: Sums,
+    sums: list[Tensor],
     rows: int | None,
     rule: Rule,
     before: list[Tensor] | None,
     label: Callable[[int | None], str] | None,
-) -> tuple[Sums, Microbatch]:
+) -> tuple[list[Tensor], Microbatch]:
     """In place, each gradient as it comes."""
     watched = rule.nonfinite != "propagate"
     flags: dict[int, Tensor] = {}
@@ -109,10 +109,8 @@ def _streamed(
     weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents)
     if weighing is None:
         return sums, entry
-    if wrt.straight:
-        if push is not None and weighing.keep is None:
-            return push(weighing.cotangent, sums), entry
-        sums = begun_sums(sums, wrt.leaves)
+    if wrt.straight and push is not None and weighing.keep is None:
+        return push(weighing.cotangent, sums), entry
     how = weighing
     try:
         grads = pull(how.cotangent)
@@ -146,12 +144,12 @@ def _streamed(
 def _collected(
     loss: Loss,
     wrt: Wrt,
-    sums: Sums,
+    sums: list[Tensor],
     rows: int | None,
     rule: Rule,
     *,
     in_place: bool,
-) -> tuple[Sums, Microbatch]:
+) -> tuple[list[Tensor], Microbatch]:
     """All gradients first, then the sums: where nothing may be added before all is known."""
     if rule.nonfinite == "raise" and not in_place:
         raise RuntimeError(

@@ -32,7 +32,7 @@ class Wrt(NamedTuple):
     devices: frozenset[torch.device]
     unit: float | None = None  # a window's sums are divided by this as they stand: see _weights.py
     cotangents: dict[float, Tensor] | None = None
-    straight: bool = False  # autograd itself may add to the sums, and begin those that are None
+    straight: bool = False  # autograd itself may add to the sums
 
 
 def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
@@ -57,9 +57,8 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
 
 Loss = Callable[[list[Tensor]], Any]
 Hook = Callable[[Tensor], Tensor]
-Sums = list[Any]  # of tensors; in a straight window, None where nothing came yet
 Pull = Callable[[Tensor], Sequence[Tensor | None]]
-Push = Callable[[Tensor, Sums], Sums]
+Push = Callable[[Tensor, list[Tensor]], list[Any]]
 
 
 class Forward(NamedTuple):
@@ -115,18 +114,18 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             for handle in handles:
                 handle.remove()
 
-    def push(cotangent: Tensor, sums: Sums) -> Sums:
+    def push(cotangent: Tensor, sums: list[Tensor]) -> list[Any]:
         if not total.requires_grad:
             return sums
         for leaf, sum_ in zip(leaves, sums, strict=True):
-            if leaf.grad is not sum_:  # the leaves are the window's own, and so is their .grad
+            # The leaves are the window's own, and so is their .grad. It is never None: autograd
+            # would begin it with the first gradient itself, which may be a view of the cotangent
+            # or share its memory with another leaf's, and go on adding to that.
+            if leaf.grad is not sum_:
                 leaf.grad = sum_
         with holding(held):
-            # A copy: a gradient may be a view of its cotangent, and autograd begins a sum with the
-            # first gradient itself.
-            torch.autograd.backward(total, cotangent.clone(), inputs=leaves)
-        grads = [leaf.grad for leaf in leaves]
-        return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+            torch.autograd.backward(total, cotangent, inputs=leaves)
+        return [leaf.grad for leaf in leaves]
 
     seen = Read(total.detach(), weight, [x.detach() for x in aux])
     return Forward(seen, shape, pull, push)
@@ -147,11 +146,6 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
     if transform_active() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)
-
-
-def begun_sums(sums: Sums, leaves: list[Tensor]) -> list[Tensor]:
-    """Sums of a straight window, with zeros where nothing came."""
-    return [torch.zeros_like(x) if s is None else s for s, x in zip(sums, leaves, strict=True)]
 
 
 PASSES = {"func": _by_func, "autograd": _by_autograd}

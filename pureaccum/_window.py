@@ -16,9 +16,9 @@ from ._aux import AuxState, finish_aux, fold_aux
 from ._batches import Batch, cut, need_rows, read_batch
 from ._engine import Rule, add_microbatch
 from ._loss import divisor, mean_value, read
-from ._passes import begun_sums, prepare
+from ._passes import prepare
 from ._torch import transform_active
-from ._tree import Tree, accumulation_dtype, all_finite, as_scalar_of, paths, unflatten
+from ._tree import Tree, all_finite, as_scalar_of, paths, unflatten
 from ._weights import Microbatch, enter, known_true, power_of_two, settle
 
 
@@ -133,14 +133,13 @@ def _fold_all(window: Window) -> Folded:
     call, leaves, spec, batch, rule, at_least, aux_reduction = window
     wrt = prepare(leaves, rule.engine, set())
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
-    wide = [accumulation_dtype(x.dtype, at_least) for x in leaves]
+    sums = zero_sums(leaves, at_least)
     straight = (
         rule.engine == "autograd"
         and rule.nonfinite == "propagate"
-        and all(x.dtype == dtype for x, dtype in zip(leaves, wide, strict=True))
+        and all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
     )
     wrt = wrt._replace(unit=unit, cotangents={}, straight=straight)
-    sums: list[Any] = [None] * len(leaves) if straight else zero_sums(leaves, at_least)
     seen: list[Microbatch] = []
     aux: AuxState | None = None
     for i, (part, rows, counts) in enumerate(batch.parts()):
@@ -157,7 +156,7 @@ def _fold_all(window: Window) -> Folded:
             aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
             entry = entry._replace(aux=())
         seen.append(entry)
-    state = empty(begun_sums(sums, leaves) if straight else sums, leaves[0].device)
+    state = empty(sums, leaves[0].device)
     if not seen:
         return Folded(state, unit, None, torch.get_default_dtype())
     aux_tree = None if aux is None else finish_aux(aux)

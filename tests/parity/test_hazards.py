@@ -167,3 +167,12 @@ def test_functional_call_spoils_a_submodule_that_is_shared() -> None:
     torch.func.functional_call(module, other, (torch.ones(1, 2),))
     assert shared.weight is other["0.weight"]
     assert shared.weight is not own
+
+
+def test_backward_adds_to_a_gradient_that_two_leaves_share() -> None:
+    """autograd begins .grad with the first gradient itself. Hence sums begin with zeros of ours."""
+    a, b = torch.ones(2, 3, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+    for _ in range(2):
+        ((a.view(-1) + b.view(-1)) * torch.arange(6.0)).sum().backward()
+    assert a.grad is not None
+    assert torch.equal(a.grad.view(-1), 3 * torch.arange(6.0))  # 2 would be right

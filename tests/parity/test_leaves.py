@@ -198,3 +198,17 @@ def test_a_gradient_may_be_a_view_of_its_cotangent(nonfinite: Any, engine: Any) 
 
     grad = pa.grad(loss, microbatch_size=2, engine=engine, nonfinite=nonfinite)
     assert torch.equal(grad(torch.ones(1), torch.arange(12.0)), torch.ones(1))
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
+def test_two_gradients_may_be_views_of_one_tensor(nonfinite: Any, engine: Any) -> None:
+    """``.backward()`` itself is wrong here: see test_hazards."""
+
+    def loss(params: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        a, b = (p.view(-1) for p in params)
+        return ((a + b) * torch.arange(6.0)).sum() + x.mean()
+
+    grad = pa.grad(loss, microbatch_size=2, engine=engine, nonfinite=nonfinite)
+    for grads in grad((torch.ones(2, 3), torch.ones(3, 2)), torch.arange(8.0)):
+        assert torch.equal(grads.view(-1), torch.arange(6.0))
