@@ -265,4 +265,7 @@ def _by_torch(
 
 
 def _mean(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
-    return total / weight if isinstance(weight, Tensor) else total
+    """Over no weight NaN, as over no rows, whatever the total."""
+    if not isinstance(weight, Tensor):
+        return total
+    return torch.where(weight != 0, total, 0.0) / weight

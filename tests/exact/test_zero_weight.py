@@ -106,3 +106,17 @@ def test_a_batch_of_weight_zero_has_gradient_zero_and_value_nan(engine, size):
     assert_same_bits(grads, zeros)
     assert value.isnan()
     assert pa.value(nan_where_masked, microbatch_size=size)(params, batch).isnan()
+
+
+@pytest.mark.parametrize("size", [None, 2, 8])
+def test_a_total_of_no_weight_is_no_value(size: int | None) -> None:
+    """NaN also where the loss gives a total all the same; 5 / 0 would be inf."""
+
+    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+        return pa.Weighted((w * x).sum(), 0.0)
+
+    w, x = torch.ones(()), torch.arange(5.0)
+    grad, value = pa.grad_and_value(loss, microbatch_size=size)(w, x)
+    assert torch.equal(grad, torch.zeros(()))
+    assert value.isnan()
+    assert pa.value(loss, microbatch_size=size)(w, x).isnan()
