@@ -30,7 +30,7 @@ from ._inputs import (
 from ._loss import Reduction, divisor, mean_value
 from ._passes import Engine, outside_inference_mode, prepare
 from ._torch import transform_active
-from ._tree import Tree, accumulation_dtype, add, as_scalar_of, flatten, map, paths, unflatten
+from ._tree import Tree, add, as_scalar_of, flatten, map, paths, unflatten, zeros
 from ._weights import Microbatch, settle
 
 
@@ -120,9 +120,9 @@ def accumulator(
     recomputes: set[bool] = set()  # saves looking again whether the loss has checkpoints
 
     def init(params: Tree) -> AccumState:
-        leaves, spec = read_params(params)
+        leaves, _ = read_params(params)
         with outside_inference_mode():
-            return empty(unflatten(spec, zero_sums(leaves, at_least)), leaves[0].device)
+            return empty(zeros(params, at_least), leaves[0].device)
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         leaves, spec = read_params(params)
@@ -194,11 +194,6 @@ def read_state(state: Any) -> AccumState:
 
 
 # Pieces that a window shares with the accumulator ----------------------------------------
-
-
-def zero_sums(leaves: list[Tensor], at_least: torch.dtype) -> list[Tensor]:
-    """A zero for every leaf, in its accumulation dtype."""
-    return [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype, at_least)) for x in leaves]
 
 
 def empty(grads: Tree, device: torch.device) -> AccumState:

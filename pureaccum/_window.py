@@ -11,14 +11,14 @@ import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import AccumState, counted, empty, zero_sums
+from ._accumulator import AccumState, counted, empty
 from ._aux import AuxState, finish_aux, fold_aux
 from ._batches import Batch, cut, need_rows, read_batch
 from ._engine import Rule, add_microbatch
 from ._loss import divisor, mean_value, read
 from ._passes import prepare
 from ._torch import transform_active
-from ._tree import Tree, all_finite, as_scalar_of, paths, unflatten
+from ._tree import Tree, all_finite, as_scalar_of, paths, unflatten, zeros
 from ._weights import Microbatch, enter, known_true, power_of_two, settle
 
 
@@ -133,7 +133,7 @@ def _fold_all(window: Window) -> Folded:
     call, leaves, spec, batch, rule, at_least, aux_reduction = window
     wrt = prepare(leaves, rule.engine, set())
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
-    sums = zero_sums(leaves, at_least)
+    sums = zeros(leaves, at_least)
     straight = (
         rule.engine == "autograd"
         and rule.nonfinite == "propagate"
