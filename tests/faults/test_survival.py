@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 import pureaccum as pa
 from tests.faults.refusals import saying
@@ -14,6 +13,7 @@ from tests.purity.calls import (
     ENGINES,
     NONFINITE,
     BoomError,
+    Explodes,
     Tensors,
     make_batch,
     make_params,
@@ -27,20 +27,6 @@ PARAMS = make_params()
 SPOILED = ("given up with donate=True", "failed", "backward pass", "state that was not donated")
 engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)
-
-
-class Explodes(Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise BoomError
 
 
 def exploding(at: str) -> Callable[[Tensors, Tensors], Tensor]:

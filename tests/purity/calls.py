@@ -7,6 +7,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 import pureaccum as pa
 
@@ -19,6 +20,22 @@ Loss = Callable[[Any, Any], Any]
 
 class BoomError(Exception):
     """What losses of these tests raise."""
+
+
+class Explodes(Function):
+    """Good forward, bad backward."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise BoomError
 
 
 def make_params() -> Tensors:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 import pureaccum as pa
 from tests.purity.calls import (
@@ -15,6 +14,7 @@ from tests.purity.calls import (
     ENGINES,
     GRADIENTS,
     BoomError,
+    Explodes,
     Tensors,
     combinations,
     make_batch,
@@ -67,22 +67,6 @@ def test_an_error_in_the_loss_changes_nothing(name: str, knobs: Any, where: str)
     with unchanged(params, batch), pytest.raises(BoomError):
         CALLS[name].run(loss, params, batch, **knobs)
     assert len(calls) == at + 1
-
-
-class Explodes(Function):
-    """Good forward, bad backward."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise BoomError
 
 
 @pytest.mark.parametrize(("name", "knobs"), combinations(*GRADIENTS))
