@@ -13,6 +13,7 @@ same rule. Sums are float32 at least; totals and weights are float64, since toke
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, divisor, mean_value
-from ._passes import Engine, outside_inference_mode, prepare
+from ._passes import Engine, Loss, outside_inference_mode, prepare
 from ._torch import transform_active
 from ._tree import Tree, add, as_scalar_of, flatten, map, paths, unflatten, zeros
 from ._weights import Microbatch, settle
@@ -126,8 +127,7 @@ def accumulator(
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         leaves, spec = read_params(params)
-        sums, sums_spec = flatten(read_state(state).grads)
-        check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
+        check_belongs(state, leaves, spec)
         called = (params, *args)
         at = positions(batches, len(called), "batch_argnums")
         _check_not_params(at, batch_argnums)
@@ -138,21 +138,7 @@ def accumulator(
         def loss(leaves: list[Tensor]) -> Any:
             return loss_fn(unflatten(spec, leaves), *args)
 
-        def label(leaf: int | None) -> str:
-            what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
-            return f"{what} of microbatch {int(state.microbatches)}"
-
-        before: list[Tensor] | None = None
-        in_place = not transform_active()
-        with outside_inference_mode():
-            if in_place and not donate:
-                before, sums = sums, [x.clone() for x in sums]
-            wrt = prepare(leaves, engine, recomputes)
-            grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
-            new = counted(state, [entry], rule)
-            if in_place and donate:
-                grads = hand_over([*sums, *state[1:]], grads)
-        new = new._replace(grads=unflatten(spec, grads))
+        new, entry = updated(state, loss, leaves, spec, rows, rule, recomputes, donate=donate)
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
@@ -194,6 +180,44 @@ def read_state(state: Any) -> AccumState:
 
 
 # Pieces that a window shares with the accumulator ----------------------------------------
+
+
+def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None:
+    """Check that a state is one, and of these params."""
+    sums, sums_spec = flatten(read_state(state).grads)
+    check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
+
+
+def updated(
+    state: AccumState,
+    loss: Loss,
+    leaves: list[Tensor],
+    spec: optree.PyTreeSpec,
+    rows: int | None,
+    rule: Rule,
+    recomputes: set[bool],
+    *,
+    donate: bool,
+    scale: Tensor | None = None,
+) -> tuple[AccumState, Microbatch]:
+    """The state with one microbatch more, and what that came to."""
+
+    def label(leaf: int | None) -> str:
+        what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
+        return f"{what} of microbatch {int(state.microbatches)}"
+
+    sums = flatten(state.grads)[0]
+    before: list[Tensor] | None = None
+    in_place = not transform_active()
+    with outside_inference_mode():
+        if in_place and not donate:
+            before, sums = sums, [x.clone() for x in sums]
+        wrt = prepare(leaves, rule.engine, recomputes)._replace(scale=scale)
+        grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
+        new = counted(state, [entry], rule)
+        if in_place and donate:
+            grads = hand_over([*sums, *state[1:]], grads)
+    return new._replace(grads=unflatten(spec, grads)), entry
 
 
 def empty(grads: Tree, device: torch.device) -> AccumState:

@@ -6,7 +6,7 @@ scalars are the same for every sample.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import optree
@@ -106,6 +106,24 @@ def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
     flat = read_batch(batch)
     need_rows(flat)
     return cut(flat, size)
+
+
+def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
+    """Lists of ``k`` microbatches; the last may be shorter, and is right.
+
+    Args:
+        loader: Yields microbatches.
+        k: How many make up one step.
+
+    Returns:
+        An iterator over lists.
+
+    >>> [len(window) for window in windows(range(7), 3)]
+    [3, 3, 1]
+    """
+    check_size(k, "k")
+    rest = iter(loader)
+    return iter(lambda: list(itertools.islice(rest, k)), [])
 
 
 def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int) -> str:

@@ -18,8 +18,8 @@ from ._inputs import check_choice
 from ._loss import Reduction
 from ._passes import PASSES, Engine, Hook, Loss, Wrt
 from ._sums import add_, add_all_, added_to, nothing_like
-from ._tree import finite
-from ._weights import Microbatch, enter, judged, kept, known_true, total_finite, weigh
+from ._tree import finite, known
+from ._weights import Microbatch, enter, judged, kept, total_finite, weigh
 
 
 Nonfinite = Literal["propagate", "skip", "raise"]
@@ -106,7 +106,7 @@ def _streamed(
     entry = enter(seen, shape, rows, rule.reduction)
     if rule.nonfinite == "raise" and not total_finite(entry):
         raise FloatingPointError(_not_finite(label, [None]))
-    weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents)
+    weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents, wrt.scale)
     if weighing is None:
         return sums, entry
     if wrt.straight and push is not None and weighing.keep is None:
@@ -135,7 +135,7 @@ def _streamed(
             raise FloatingPointError(_not_finite(label, where))
     elif before is not None:
         entry = kept(entry, ok)
-        if not known_true(ok):
+        if not known(ok):
             for new, old in zip(sums, before, strict=True):
                 torch.where(ok.to(new.device), new, old, out=new)
     return sums, entry
@@ -158,7 +158,7 @@ def _collected(
         )
     seen, shape, pull, _ = PASSES[rule.engine](loss, wrt, {}, rule.has_aux)
     entry = enter(seen, shape, rows, rule.reduction)
-    weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents)
+    weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents, wrt.scale)
     if weighing is None:
         return sums if in_place else [x.clone() for x in sums], entry
     grads = list(pull(weighing.cotangent))

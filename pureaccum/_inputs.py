@@ -93,6 +93,22 @@ def check_choice(value: str, choices: Sequence[str], name: str) -> None:
         raise ValueError(f"{name} is {value!r}; expected {expected}.")
 
 
+def check_at_least(least: float, **numbers: float) -> None:
+    """Check settings by their names."""
+    for name, number in numbers.items():
+        if not isinstance(number, (int, float)) or not least <= number < float("inf"):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{name} is {number!r}; expected a number of at least {least}.")
+
+
+def check_state(state: Any, expected: type, owner: str, root: str = "state") -> None:
+    """Check that a state is of the kind that its owner makes."""
+    if not isinstance(state, expected):
+        raise TypeError(
+            f"{root} is a {type(state).__name__}; {owner} expects the {expected.__name__} that "
+            "its init or its last call returned. A state of another configuration?"
+        )
+
+
 def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The least dtype of a sum."""
     if dtype not in (None, torch.float32, torch.float64):

@@ -32,6 +32,7 @@ class Wrt(NamedTuple):
     devices: frozenset[torch.device]
     unit: float | None = None  # a window's sums are divided by this as they stand: see _weights.py
     cotangents: dict[float, Tensor] | None = None
+    scale: Tensor | None = None  # a loss scale
     straight: bool = False  # autograd itself may add to the sums
 
 

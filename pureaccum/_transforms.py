@@ -100,7 +100,7 @@ def grad_and_value(
         check_disjoint(at, cut_at)
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
-        def call(leaves: list[Tensor], part: Tree) -> Any:
+        def call(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
             given = list(args)
             for replaced in (unflatten(spec, leaves), part):
                 for i, arg in replaced.items():

@@ -114,7 +114,15 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
 
 def as_scalar_of(x: Tensor, scalar: Tensor) -> Tensor:
     """A 0-d tensor ready to multiply or divide ``x``: a 0-d ``x`` would take on its dtype."""
-    return scalar.to(x.device, (x.real if x.is_complex() else x).dtype)
+    dtype = (x.real if x.is_complex() else x).dtype
+    # to a device nobody need wait; from one, one must
+    return scalar.to(x.device, dtype, non_blocking=scalar.device.type == "cpu")
+
+
+def known(scalar: Tensor) -> Any:
+    """The number in a 0-d tensor if it can be read without waiting for a device, else None."""
+    here = type(scalar) is torch.Tensor and scalar.device.type == "cpu"
+    return scalar.item() if here else None
 
 
 # Looking at a whole tree ---------------------------------------------------------------

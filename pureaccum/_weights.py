@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._loss import Read, Reduction, Shape, join_aux
 from ._sums import Weighing
+from ._tree import as_scalar_of
 
 
 class Microbatch(NamedTuple):
@@ -66,6 +67,7 @@ def weigh(
     reduction: Reduction,
     unit: float | None = None,
     cotangents: dict[float, Tensor] | None = None,
+    scale: Tensor | None = None,
 ) -> Weighing | None:
     """How the gradient of a microbatch enters the sums; None where it is known to add nothing.
 
@@ -77,6 +79,8 @@ def weigh(
             window: then nothing but the cotangent of a mean differs between its microbatches.
             None: the sums are what they say.
         cotangents: Those made before for this window.
+        scale: A loss scale: the sums are those of the scaled loss. It rides on the cotangent, so
+            that no loss in float16 is ever multiplied.
     """
     total = seen.total
     if not isinstance(seen.weight, tuple):
@@ -87,6 +91,8 @@ def weigh(
         power = torch.where(mantissa == 0.5, weight, weight / mantissa).clamp(min=2.0**-24)
         power = torch.where(weight > 0, power, 1.0)
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
+        if scale is not None:
+            cotangent = cotangent * as_scalar_of(total, scale)
         return Weighing(cotangent, power / (unit or 1.0), weight != 0)
     if reduction == "mean" and not rows:
         return None
@@ -94,7 +100,8 @@ def weigh(
     pulled = 1.0 if reduction == "sum" else (rows or 0) / power
     known = {} if cotangents is None else cotangents
     if pulled not in known:
-        known[pulled] = torch.full_like(total, pulled)
+        cotangent = torch.full_like(total, pulled)
+        known[pulled] = cotangent if scale is None else cotangent * as_scalar_of(total, scale)
     return Weighing(known[pulled], power / (unit or 1.0), None)
 
 
@@ -140,8 +147,3 @@ def kept(entry: Microbatch, finite: Tensor) -> Microbatch:
     return entry._replace(
         value=value, weight=selected(entry.weight), share=selected(entry.share), finite=finite
     )
-
-
-def known_true(flag: Tensor) -> bool:
-    """Whether a flag is known to be true. Only one that lies on the CPU anyway is read."""
-    return type(flag) is torch.Tensor and flag.device.type == "cpu" and bool(flag)

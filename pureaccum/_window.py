@@ -18,8 +18,8 @@ from ._engine import Rule, add_microbatch
 from ._loss import divisor, mean_value, read
 from ._passes import prepare
 from ._torch import transform_active
-from ._tree import Tree, all_finite, as_scalar_of, paths, unflatten, zeros
-from ._weights import Microbatch, enter, known_true, power_of_two, settle
+from ._tree import Tree, all_finite, as_scalar_of, known, paths, unflatten, zeros
+from ._weights import Microbatch, enter, power_of_two, settle
 
 
 class Cut(NamedTuple):
@@ -49,13 +49,16 @@ class Cut(NamedTuple):
 class Window(NamedTuple):
     """What is accumulated: a loss as a function of leaves and a microbatch, over a cut batch."""
 
-    call: Callable[[list[Tensor], Tree], Any]
+    call: Callable[[list[Tensor], Tree, Any], Any]  # leaves, a microbatch, what is carried
     leaves: list[Tensor]
     spec: optree.PyTreeSpec
     batch: Cut
     rule: Rule
     at_least: torch.dtype
     aux_reduction: Tree
+    scale: Tensor | None = None  # of the loss
+    carried: Any = ()  # what goes from one microbatch to the next
+    advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
 
 
 class Folded(NamedTuple):
@@ -63,6 +66,7 @@ class Folded(NamedTuple):
 
     state: AccumState  # its sums still to be multiplied by the unit
     unit: float
+    carried: Any
     aux: Tree
     dtype: torch.dtype  # of the loss
 
@@ -81,10 +85,7 @@ def read_cut(batch: Tree, size: int | None, has_aux: bool) -> Cut:
 def accumulate(window: Window) -> tuple[list[Tensor], Tensor, Tree]:
     """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
     leaves, rule = window.leaves, window.rule
-    speculate = rule.nonfinite == "skip" and leaves[0].device.type == "cpu"
-    state, unit, aux, dtype = (
-        _speculate(window) if speculate and not transform_active() else _fold_all(window)
-    )
+    state, unit, _, aux, dtype = fold(window)
     value = mean_value(state.total, state.weight, rule.reduction)
     by = divisor(state.weight) / unit
     grads: list[Tensor] = state.grads
@@ -92,6 +93,14 @@ def accumulate(window: Window) -> tuple[list[Tensor], Tensor, Tree]:
         divide = torch.div if transform_active() else Tensor.div_  # the sums are the engine's own
         grads[i] = divide(total, as_scalar_of(total, by)).to(leaf.dtype)
     return grads, value.to(dtype), aux
+
+
+def fold(window: Window) -> Folded:
+    """All microbatches, summed and not yet divided."""
+    on_cpu = window.leaves[0].device.type == "cpu"
+    if window.rule.nonfinite == "skip" and on_cpu and not transform_active():
+        return _speculate(window)
+    return _fold_all(window)
 
 
 def evaluate(
@@ -122,7 +131,7 @@ def _speculate(window: Window) -> Folded:
     random = torch.get_rng_state()
     rule = window.rule._replace(nonfinite="propagate")
     folded = _fold_all(window._replace(rule=rule))
-    if known_true(all_finite((folded.state.grads, folded.state.total))):
+    if known(all_finite((folded.state.grads, folded.state.total))):
         return folded
     del folded
     torch.set_rng_state(random)
@@ -130,7 +139,7 @@ def _speculate(window: Window) -> Folded:
 
 
 def _fold_all(window: Window) -> Folded:
-    call, leaves, spec, batch, rule, at_least, aux_reduction = window
+    call, leaves, spec, batch, rule, at_least, aux_reduction, scale, carried, advance = window
     wrt = prepare(leaves, rule.engine, set())
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
     sums = zeros(leaves, at_least)
@@ -139,25 +148,27 @@ def _fold_all(window: Window) -> Folded:
         and rule.nonfinite == "propagate"
         and all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
     )
-    wrt = wrt._replace(unit=unit, cotangents={}, straight=straight)
+    wrt = wrt._replace(unit=unit, cotangents={}, scale=scale, straight=straight)
     seen: list[Microbatch] = []
     aux: AuxState | None = None
     for i, (part, rows, counts) in enumerate(batch.parts()):
 
-        def loss(leaves: list[Tensor], part: Tree = part) -> Any:
-            return call(leaves, part)
+        def loss(leaves: list[Tensor], part: Tree = part, carried: Any = carried) -> Any:
+            return call(leaves, part, carried)
 
         def label(leaf: int | None, i: int = i) -> str:
             what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'args')[leaf]}"
             return f"{what} of microbatch {i} (from row {i * (batch.size or 0)})"
 
         sums, entry = add_microbatch(loss, wrt, sums, counts, rule, label=label)
+        if advance is not None:
+            carried, entry = advance(carried, entry, rows)
         if rule.has_aux:
             aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
             entry = entry._replace(aux=())
         seen.append(entry)
     state = empty(sums, leaves[0].device)
     if not seen:
-        return Folded(state, unit, None, torch.get_default_dtype())
+        return Folded(state, unit, carried, None, torch.get_default_dtype())
     aux_tree = None if aux is None else finish_aux(aux)
-    return Folded(counted(state, seen, rule), unit, aux_tree, seen[-1].dtype)
+    return Folded(counted(state, seen, rule), unit, carried, aux_tree, seen[-1].dtype)

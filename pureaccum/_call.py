@@ -1,0 +1,86 @@
+"""The loss of one microbatch as a step calls it, and what goes on to the next microbatch.
+
+What is carried is the buffers and the number of samples so far. The loss gets what was configured:
+``buffers=`` and ``keys=``, one key a row, made of the run's key, the number of the step and the
+number of the row. So masks do not depend on how a batch is cut.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ._batches import need_rows, read_batch
+from ._buffers import advance, collect, watching
+from ._loss import Weighted
+from ._random import fold_in
+from ._train_state import Plan, TrainState
+from ._tree import Tree, unflatten
+from ._weights import Microbatch
+
+
+def caller(
+    plan: Plan, state: TrainState, spec: optree.PyTreeSpec, weighted: set[bool]
+) -> Callable[[list[Tensor], Tree, Any], Any]:
+    """The loss of a microbatch, given what is carried: the buffers and the number of samples.
+
+    ``weighted`` learns whether it returns ``Weighted``.
+    """
+    attempt = fold_in(state.key, state.attempts) if plan.keys else None
+
+    def call(leaves: list[Tensor], part: Tree, carried: tuple[Any, Tensor]) -> Any:
+        buffers, samples = carried
+        named: dict[str, Any] = {}
+        if plan.buffers:
+            named["buffers"] = buffers.values
+        if attempt is not None:
+            rows = need_rows(read_batch(part))
+            index = torch.arange(rows, dtype=torch.int64, device=samples.device)
+            named["keys"] = fold_in(attempt, samples + index)
+        params = unflatten(spec, leaves)
+        collected: Any = ()
+        if plan.buffers is None:
+            out = plan.loss_fn(params, part, **named)
+            if not plan.has_aux or not _is_pair(out):  # what is wrong with it is said elsewhere
+                weighted.add(isinstance(out, Weighted))
+                return out
+            loss, aux = out
+        else:
+            with watching(plan.buffers) as seen:
+                loss, new, aux = _three(plan.loss_fn(params, part, **named), plan.has_aux)
+                collected = collect(plan.buffers, seen, new, buffers.values)
+        weighted.add(isinstance(loss, Weighted))
+        if plan.policy is not None:
+            aux = plan.policy.cast_to_output(aux)
+        return loss, aux if plan.buffers is None else (collected, aux)
+
+    return call
+
+
+def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
+    """Loss, new buffers and aux of what a loss with buffers returned."""
+    if not _is_pair(out) or (has_aux and not _is_pair(out[1])):
+        wanted = "(loss, (new_buffers, aux))" if has_aux else "(loss, new_buffers)"
+        raise TypeError(
+            f"the loss returned a {type(out).__name__}; with buffers configured and "
+            f"has_aux={has_aux} it returns {wanted}."
+        )
+    return (out[0], *out[1]) if has_aux else (*out, ())
+
+
+def _is_pair(out: Any) -> bool:
+    return isinstance(out, tuple) and not isinstance(out, Weighted) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]
+
+
+def onwards(
+    plan: Plan, carried: tuple[Any, Tensor], entry: Microbatch, rows: int
+) -> tuple[tuple[Any, Tensor], Microbatch]:
+    """What the next microbatch is given; one that weighs nothing leaves the buffers alone."""
+    buffers, samples = carried
+    if plan.buffers:
+        collected, aux = entry.aux
+        keep = entry.share != 0 if isinstance(entry.share, Tensor) else None
+        buffers, entry = advance(plan.buffers, buffers, collected, keep), entry._replace(aux=aux)
+    return (buffers, samples + rows), entry

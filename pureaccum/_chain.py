@@ -1,0 +1,180 @@
+"""Gradient maps before an optimizer, and what counts as either.
+
+    for map in maps:
+        grads, state = map.update(grads, state)
+    params, state = optimizer.apply(grads, state, params)
+
+A gradient map is anything with ``init(params)`` and ``update(grads, state)``, as in optax; an
+optimizer anything with ``init(params)`` and ``apply(grads, state, params)``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._donation import hand_over
+from ._torch import transform_active
+from ._tree import Tree, as_scalar_of, check_same_structure, flatten, global_norm, unflatten, where
+from ._tree import leaves as leaves_of
+from ._update import Optimizer
+
+
+class GradientMap(NamedTuple):
+    """``init(params) -> state`` and ``update(grads, state) -> (grads, state)``.
+
+    ``update`` also takes ``donate=True``: grads are given up.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+
+
+def clip_by_global_norm(max_norm: float) -> GradientMap:
+    """Scale gradients down to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    The norm is that of all leaves as one vector; gradients below it pass as they are.
+
+    Args:
+        max_norm: The largest norm that passes, above zero.
+
+    Returns:
+        A gradient map, for ``chain``.
+
+    >>> clip = clip_by_global_norm(1.0)
+    >>> grads, _ = clip.update({"w": torch.tensor([3.0, 4.0])}, ())
+    >>> grads["w"]
+    tensor([0.6000, 0.8000])
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"max_norm is {max_norm!r}; expected a number above zero.")
+
+    def init(params: Tree) -> tuple[()]:
+        return ()
+
+    def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
+        leaves, spec = flatten(grads)
+        # torch's formula, small constant included: the same bits
+        factor = (max_norm / (global_norm(leaves) + 1e-6)).clamp(max=1.0)
+        if donate and not transform_active():
+            scaled = [x.mul_(as_scalar_of(x, factor)) for x in leaves]
+            return unflatten(spec, hand_over(leaves, scaled)), ()
+        return unflatten(spec, [x * as_scalar_of(x, factor) for x in leaves]), ()
+
+    return GradientMap(init, update)
+
+
+def chain(*parts: Any) -> Optimizer:
+    """Gradient maps, then an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
+
+    A map's state is taken over only if the step is applied.
+
+    Args:
+        parts: Gradient maps, ``init(params)`` and ``update(grads, state) -> (grads, state)``, and
+            last an optimizer.
+
+    Returns:
+        An optimizer whose state is the tuple of its parts' states.
+
+    >>> from pureaccum import sgd
+    >>> opt = chain(clip_by_global_norm(1.0), sgd(1.0))
+    >>> params = torch.tensor([1.0, 1.0])
+    >>> opt.apply(torch.tensor([30.0, 40.0]), opt.init(params), params)[0]
+    tensor([0.4000, 0.2000])
+    """
+    if not parts:
+        raise ValueError("chain() got nothing; expected gradient maps and, last, an optimizer.")
+    for i, part in enumerate(parts[:-1]):
+        if not (callable(getattr(part, "init", None)) and callable(getattr(part, "update", None))):
+            cause = (
+                " It is an optimizer, which comes last."
+                if callable(getattr(part, "apply", None))
+                else ""
+            )
+            raise TypeError(
+                f"part {i} of chain is {_named(part)}; expected a gradient map, which has "
+                f"init(params) and update(grads, state) -> (grads, state).{cause}"
+            )
+    *maps, last = parts
+    optimizer = as_optimizer(last, "the last part of chain")
+
+    def init(params: Tree) -> tuple[Any, ...]:
+        return (*(map.init(params) for map in maps), optimizer.init(params))
+
+    def apply(
+        grads: Tree,
+        state: tuple[Any, ...],
+        params: Tree,
+        *,
+        applied: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, tuple[Any, ...]]:
+        if not isinstance(state, tuple) or len(state) != len(parts):  # pyright: ignore[reportUnnecessaryIsInstance]
+            came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
+            raise TypeError(
+                f"state is {came}; a chain of {len(parts)} parts expects the tuple of their states "
+                "that its init or its last call returned. A state of another configuration?"
+            )
+        new: list[Any] = []
+        for map, old in zip(maps, state, strict=False):
+            if isinstance(map, GradientMap):
+                grads, later = map.update(grads, old, donate=donate)
+            else:
+                before = flatten(grads)[1]
+                grads, later = map.update(grads, old)
+                cause = f"update of {_named(map)} has to return gradients like those it got."
+                came = flatten(grads)[1]
+                check_same_structure(before, came, "the gradients it got", "its grads", cause)
+            new.append(later if applied is None else where(applied, later, old))
+        params, last = optimizer.apply(grads, state[-1], params, applied=applied, donate=donate)
+        return params, (*new, last)
+
+    return Optimizer(init, apply)
+
+
+def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
+    """An optimizer of ours or anybody's, made to keep everything where a step is not applied."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer) or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    ):
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(
+            f"{what} is torch's {cls.__name__}, which changes parameters in place; expected "
+            f"pureaccum's sgd, adam or adamw, or from_torch({cls.__name__}, lr=...)."
+        )
+    init, plain = getattr(optimizer, "init", None), getattr(optimizer, "apply", None)
+    if not callable(init) or not callable(plain):
+        raise TypeError(
+            f"{what} is {_named(optimizer)}; expected an optimizer, which has init(params) and "
+            "apply(grads, state, params) -> (params, state): sgd, adam, adamw, from_torch(...), "
+            "or chain(*maps, optimizer) for gradient maps."
+        )
+
+    def apply(
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        *,
+        applied: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, Any]:
+        old = (params, state)
+        new: Any = plain(grads, state, params)
+        before, after = flatten(old)[1], flatten(new)[1]
+        names = ("what apply got", "what apply returned")
+        cause = "apply(grads, state, params) has to return (params, state) as they were."
+        check_same_structure(before, after, *names, cause)
+        if applied is not None:
+            new = where(applied, tuple(new), old)
+        if donate and not transform_active():
+            new = unflatten(after, hand_over(leaves_of(old), leaves_of(new)))
+        return new
+
+    return Optimizer(init, apply)
+
+
+def _named(thing: Any) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"

@@ -1,0 +1,98 @@
+"""From the sums of a window to the next training state.
+
+    gradients = sums / weight / scale
+    applied = every one of them is finite, and there was any weight
+
+A step that is not applied leaves parameters, optimizer state, schedule and buffers bit for bit as
+they were; the loss scale learns from it all the same.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._accumulator import AccumState
+from ._buffers import finish
+from ._donation import hand_over
+from ._loss import divisor, mean_value
+from ._torch import transform_active
+from ._train_state import Plan, StepInfo, TrainState
+from ._tree import Tree, all_finite, as_scalar_of, flatten, global_norm, unflatten, where
+from ._tree import leaves as leaves_of
+
+
+def finished(
+    plan: Plan,
+    state: TrainState,
+    accum: AccumState,
+    carried: tuple[Any, Tensor],
+    aux: Tree,
+    *,
+    unit: float = 1.0,
+    rows: float = 1.0,
+    own: bool,
+) -> tuple[TrainState, StepInfo]:
+    """Finish a step.
+
+    Args:
+        plan: What the step is made of.
+        state: The state before.
+        accum: What was accumulated; its sums are a list.
+        carried: Buffers and the number of samples, as the last microbatch left them.
+        aux: Reduced.
+        unit: What the sums are still to be multiplied by.
+        rows: What the weight is still to be multiplied by.
+        own: Whether the sums may be changed in place.
+    """
+    grads, total, weight, microbatches, skipped, nonfinite = accum
+    in_place = not transform_active()
+    divide = Tensor.div_ if own and in_place else torch.div
+    by = divisor(weight) / unit
+    scale = None if plan.loss_scale is None else state.loss_scale.scale
+    for i, grad in enumerate(grads):
+        grads[i] = divide(grad, as_scalar_of(grad, by))
+        if scale is not None:  # apart: the product may overflow
+            grads[i] = divide(grads[i], as_scalar_of(grad, scale))
+    sound = all_finite((grads, total))
+    # a plain sum has no weight
+    any_weight = weight != 0 if plan.rule.reduction == "mean" else microbatches > skipped
+    applied = sound & any_weight
+    norm = global_norm(grads)
+    info = StepInfo(
+        mean_value(total, weight, plan.rule.reduction),
+        norm,
+        weight * rows,
+        microbatches.clone(),
+        skipped.clone(),
+        applied,
+        torch.ones_like(norm) if scale is None else scale.clone(),
+        () if aux is None else aux,
+    )
+    buffers, scaling = state.buffers, state.loss_scale
+    if plan.buffers is not None:
+        buffers = where(applied, finish(carried[0]), buffers)
+    if plan.loss_scale is not None:
+        finite = sound & (nonfinite == 0)
+        learned = plan.loss_scale.update(scaling, finite)
+        # a window in which nothing was seen says nothing about the scale
+        scaling = where(any_weight | ~finite, learned, scaling)
+    donate = plan.donate and in_place
+    tree = unflatten(flatten(state.params)[1], grads)
+    params, opt_state = plan.optimizer.apply(
+        tree, state.opt_state, state.params, applied=applied, donate=donate
+    )
+    new = TrainState(
+        params,
+        buffers,
+        opt_state,
+        scaling,
+        state.key.clone(),
+        state.attempts + 1,
+        state.applied + applied.to(state.applied.device),
+        carried[1].clone(),
+    )
+    if donate:
+        rest = (state.buffers, state.loss_scale, *state[4:])
+        hand_over(leaves_of(rest), ())
+    return new, info

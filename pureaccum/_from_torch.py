@@ -1,0 +1,218 @@
+"""Any ``torch.optim.Optimizer`` class as a pair of pure functions.
+
+    make the optimizer on copies of the parameters; put its state back; step; take its state out
+
+What such an optimizer keeps is found out by one step on a copy when the state is made, and the
+state has that structure from the start; before the first step its numbers mean nothing.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._donation import hand_over
+from ._inputs import check_fits, check_state, read_params
+from ._schedules import rate_at
+from ._torch import transform_active
+from ._tree import Tree, check_same_structure, flatten, known, leaves, map, unflatten
+from ._update import Optimizer
+
+
+class TorchState(NamedTuple):
+    """How many steps were applied, and what the optimizer keeps, numbers as 0-d tensors.
+
+    Args:
+        steps: How many steps were applied.
+        per_leaf: What it keeps for each leaf of params, in their order.
+        group: Its settings that are numbers, which some optimizers change as they go.
+    """
+
+    steps: Tensor
+    per_leaf: list[dict[str, Any]]
+    group: dict[str, Any]
+
+
+def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
+    """Turn an optimizer class of torch, or of anyone who follows torch, into pure functions.
+
+    The class itself does the arithmetic, so the bits are its own. It runs at eager top level only,
+    and it has to know whether a step is applied before it begins: on an accelerator that waits
+    for the device, as ``GradScaler.step`` does. ``sgd``, ``adam`` and ``adamw`` do neither.
+
+    Args:
+        cls: A ``torch.optim.Optimizer`` class whose ``step`` needs no closure.
+        settings: What the class takes after the parameters. ``lr`` may also be a schedule.
+
+    Returns:
+        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
+
+    >>> opt = from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.75)
+    >>> params = torch.tensor([1.0, 2.0])
+    >>> new, state = opt.apply(torch.tensor([3.0, -1.0]), opt.init(params), params)
+    >>> new, state.per_leaf[0]["square_avg"]
+    (tensor([0.8000, 2.2000]), tensor([2.2500, 0.2500]))
+    """
+    _check_class(cls)
+    make: Callable[..., torch.optim.Optimizer] = cls
+    lr = settings.get("lr")
+    kinds: dict[Path, Any] = {}  # which parts of a leaf's state are Python numbers, once known
+
+    def begin(params: list[Tensor], grads: list[Tensor], count: Tensor) -> torch.optim.Optimizer:
+        for param, grad in zip(params, grads, strict=True):
+            param.requires_grad_()
+            param.grad = grad.to(param.dtype)
+            if issubclass(cls, torch.optim.SparseAdam) and not grad.is_sparse:
+                param.grad = grad.to(param.dtype).to_sparse(1)
+        if callable(lr):
+            given = {**settings, "lr": float(rate_at(lr, count))}
+            return make(params, **given)  # pyright: ignore[reportArgumentType]
+        return make(params, **settings)
+
+    def first_step(leaves: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """What it keeps for each leaf after a step on copies, and its settings before it."""
+        copies = [x.detach().clone() for x in leaves]
+        ones = [torch.ones_like(x) for x in copies]
+        optimizer = begin(copies, ones, torch.zeros((), dtype=torch.int64))
+        group = _encoded(_numbers(optimizer, lr), (), {})
+        optimizer.step()
+        return [_encoded(dict(optimizer.state[x]), (), kinds) for x in copies], group
+
+    def init(params: Tree) -> TorchState:
+        _refuse_transforms(cls)
+        per_leaf, group = first_step(read_params(params)[0])
+        count = torch.zeros((), dtype=torch.int64)
+        return TorchState(count, map(torch.zeros_like, per_leaf), group)
+
+    def apply(
+        grads: Tree,
+        state: TorchState,
+        params: Tree,
+        *,
+        applied: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, TorchState]:
+        _refuse_transforms(cls)
+        check_state(state, TorchState, f"from_torch({cls.__name__})")
+        given, spec = read_params(params)
+        terms, terms_spec = flatten(grads)
+        check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
+        if len(state.per_leaf) != len(given):
+            raise ValueError(
+                f"state.per_leaf has {len(state.per_leaf)} entries for {len(given)} leaves of "
+                "params. A state belongs to the params that it was made from by init."
+            )
+        take = torch.Tensor.detach if donate else _copied
+        work = [take(x) for x in given]
+        kept = map(take, state)
+        if applied is None or bool(applied):
+            if not kinds and known(state.steps):
+                first_step(given)
+            optimizer = begin(work, terms, state.steps)
+            numbers: dict[Path, Any] = {}
+            _encoded(_numbers(optimizer, lr), (), numbers)
+            optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
+            if known(state.steps):
+                for x, held in zip(work, kept.per_leaf, strict=True):
+                    optimizer.state[x] = _decoded(held, (), kinds)
+            optimizer.step()
+            per_leaf = [_encoded(dict(optimizer.state[x]), (), {}) for x in work]
+            _check_same(cls, per_leaf, kept.per_leaf)
+            kept = TorchState(state.steps + 1, per_leaf, _encoded(_numbers(optimizer, lr), (), {}))
+        if donate:
+            hand_over([*given, *leaves(state)], ())
+        return unflatten(spec, [x.detach() for x in work]), kept
+
+    return Optimizer(init, apply)
+
+
+def _check_class(cls: Any) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"from_torch got {cls!r}; expected a class that derives from torch.optim.Optimizer, "
+            "and its settings: from_torch(torch.optim.RMSprop, lr=...)."
+        )
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{cls.__name__} cannot be turned into a pure function of the gradient: its step takes "
+            "a closure and evaluates the loss again, as often as its line search asks for."
+        )
+
+
+def _refuse_transforms(cls: type) -> None:
+    if transform_active():
+        raise RuntimeError(
+            f"from_torch({cls.__name__}) cannot run under a torch.func transform or torch.compile: "
+            "the class changes parameters in place and reads numbers on the host. sgd, adam and "
+            "adamw can."
+        )
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
+    cause = (
+        f"{cls.__name__} keeps something else than after its first step, which a state of fixed "
+        "structure cannot hold."
+    )
+    specs = flatten(before)[1], flatten(after)[1]
+    check_same_structure(*specs, "the state before", "the state after", cause)
+
+
+# Python numbers as tensors, and back ------------------------------------------------------
+
+Path = tuple[Any, ...]
+DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def _encoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
+    """A state in tensors alone; what was a number or None is written down in ``kinds``."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _encoded(x, (*path, key), kinds) for key, x in value.items()}
+    if isinstance(value, (list, tuple)) and value:
+        return type(value)(_encoded(x, (*path, i), kinds) for i, x in enumerate(value))
+    if value is None:
+        kinds[path] = None
+        return ()
+    if isinstance(value, (bool, int, float)):
+        kinds[path] = type(value)
+        return torch.full((), value, dtype=DTYPES[type(value)])
+    raise TypeError(
+        f"the optimizer keeps {value!r} under {path!r}; a state can hold tensors and numbers, in "
+        "dicts, lists and tuples."
+    )
+
+
+def _decoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
+    if path in kinds and isinstance(value, Tensor):
+        return value.item()
+    if path in kinds:
+        return None
+    if isinstance(value, dict):
+        return {key: _decoded(x, (*path, key), kinds) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_decoded(x, (*path, i), kinds) for i, x in enumerate(value))
+    return value
+
+
+def _numbers(optimizer: torch.optim.Optimizer, lr: Any) -> dict[str, Any]:
+    """Its settings that are numbers; a learning rate that is not one is the caller's."""
+    group = optimizer.param_groups[0]
+    ours = {"params"} if isinstance(lr, float | int | None) else {"params", "lr"}
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in ours
+        and all(type(x) in (int, float) or isinstance(x, Tensor) for x in _each(value))
+    }
+
+
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple) else [value]

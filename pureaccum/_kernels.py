@@ -1,0 +1,179 @@
+"""The arithmetic of the optimizers, twice: torch's own kernels, and the same formulas as they are.
+
+A kernel works in place and reads numbers on the host. A formula is plain tensor operations on one
+leaf, for vmap, outer transforms and compilers, and where a kernel would have to wait for a device.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from ._tree import known
+
+
+Columns = list[list[Tensor]]  # parameters, then each tree of the state, leaf by leaf
+
+
+class Kernel(Protocol):
+    """torch's kernel, in place. ``step`` counts this step; ``rate`` is a number if it is known."""
+
+    def __call__(
+        self,
+        columns: Columns,
+        grads: list[Tensor],
+        step: Tensor,
+        rate: float | Tensor,
+        found_inf: Tensor | None,
+    ) -> None: ...
+
+
+def _rate(rate: float | Tensor) -> Any:
+    return rate.float() if isinstance(rate, Tensor) else rate  # the fused kernels ask for float32
+
+
+class Method(NamedTuple):
+    """One way to compute an update."""
+
+    kernel: Callable[[Tensor, float | Tensor], Kernel | None]  # None: it would have to wait
+    formula: Callable[..., tuple[Tensor, ...]]  # of one leaf: (grad, step, rate, param, *state)
+    fused: bool  # the kernel itself leaves everything as it was where found_inf is 1
+
+
+def sgd_method(
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    fused: bool,
+) -> Method:
+    """SGD; its state is one tree where there is momentum."""
+    settings: dict[str, Any] = {
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+        "dampening": dampening,
+        "nesterov": nesterov,
+        "maximize": maximize,
+    }
+
+    def kernel(step: Tensor, rate: float | Tensor) -> Kernel | None:
+        count = known(step)
+        if isinstance(rate, Tensor) and not fused:
+            return None  # the kernel would read it on the host
+        if count is None and momentum and dampening:
+            return None  # the first gradient is not dampened, and nobody knows whether it is it
+
+        def run(
+            columns: Columns, grads: list[Tensor], step: Tensor, rate: Any, found_inf: Any
+        ) -> None:
+            params, *rest = columns
+            momenta: list[Any] = [None] * len(params)
+            if rest and count != 1:
+                momenta = rest[0]
+            elsewhere = params[0].device.type != "cpu"
+            sgd(
+                params,
+                grads,
+                momenta,
+                foreach=elsewhere and not fused,
+                fused=fused,
+                found_inf=found_inf,
+                lr=_rate(rate),
+                **settings,
+            )
+            if rest and momenta is not rest[0]:
+                for mine, first in zip(rest[0], momenta, strict=True):
+                    mine.copy_(first)
+
+        return run
+
+    def formula(
+        grad: Tensor, step: Tensor, rate: Tensor, param: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
+        if maximize:
+            grad = -grad
+        if weight_decay:
+            grad = grad + weight_decay * param
+        if not momentum:
+            return (param - rate * grad,)
+        later = momentum * rest[0] + (1 - dampening) * grad
+        buffer = torch.where(step.to(param.device) == 1, grad, later)
+        return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
+
+    return Method(kernel, formula, fused)
+
+
+def adam_method(
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    maximize: bool,
+    fused: bool,
+    decoupled: bool,
+) -> Method:
+    """Adam, or AdamW where the weight decay is decoupled; two trees, with amsgrad three."""
+    beta1, beta2 = betas
+
+    def run(columns: Columns, grads: list[Tensor], step: Tensor, rate: Any, found_inf: Any) -> None:
+        params, exp_avg, exp_avg_sq, *most = columns
+        elsewhere = params[0].device.type != "cpu"
+        # The kernel counts for itself, once for every leaf.
+        steps = (step - 1).float().expand(len(params)).clone().unbind()
+        adam(
+            params,
+            grads,
+            exp_avg,
+            exp_avg_sq,
+            most[0] if most else [],
+            list(steps),
+            foreach=elsewhere and not fused,
+            fused=fused,
+            capturable=elsewhere,
+            found_inf=found_inf,
+            has_complex=any(x.is_complex() for x in params),
+            decoupled_weight_decay=decoupled,
+            amsgrad=amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=_rate(rate),
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=maximize,
+        )
+
+    def formula(
+        grad: Tensor, step: Tensor, rate: Tensor, param: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
+        if param.is_complex():  # its parts are parameters of their own
+            pairs = [torch.view_as_real(x) for x in (grad, param, *rest)]
+            new = formula(pairs[0], step, rate, *pairs[1:])
+            return tuple(torch.view_as_complex(x) for x in new)
+        mean, square, *most = rest
+        if maximize:
+            grad = -grad
+        if weight_decay and decoupled:
+            param = param * (1 - rate * weight_decay)
+        elif weight_decay:
+            grad = grad + weight_decay * param
+        mean = mean + (1 - beta1) * (grad - mean)
+        square = beta2 * square + (1 - beta2) * grad * grad
+        if amsgrad:
+            most = [torch.maximum(most[0], square)]
+        wide = step.to(param.device, torch.float64)
+        first, second = (1 - beta**wide for beta in betas)
+        top = most[0] if amsgrad else square
+        # The root has no derivative at zero, where a meta-gradient would turn into NaN.
+        positive = top > 0
+        root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
+        denominator = root / second.sqrt().to(param.dtype) + eps
+        return param - (rate / first.to(param.dtype)) * mean / denominator, mean, square, *most
+
+    def kernel(step: Tensor, rate: float | Tensor) -> Kernel | None:
+        return run
+
+    return Method(kernel, formula, fused)

@@ -1,0 +1,206 @@
+"""SGD, Adam and AdamW as pure functions of (grads, state, params).
+
+At eager top level the arithmetic is that of torch's own kernels, so the numbers are bit for bit
+those of ``torch.optim`` with the same variant: ``fused=True`` is torch's fused kernel; otherwise
+the single-tensor and the foreach kernel, which agree, serve on a CPU and elsewhere (there as
+``capturable=True``). Under vmap, outer transforms and torch.compile the same formula runs in
+plain tensor operations, and agrees to a few units in the last place.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ._inputs import check_at_least, check_state
+from ._kernels import adam_method, sgd_method
+from ._schedules import check_rate
+from ._tree import Tree
+from ._update import Optimizer, Rate, apply_method, begin, zeros
+
+
+class SGDState(NamedTuple):
+    """How many steps were applied, the learning rate if it was a number, and the momentum."""
+
+    steps: Tensor
+    lr: Any
+    momentum: Tree
+
+
+class AdamState(NamedTuple):
+    """How many steps were applied, the learning rate if it was a number, and the moments."""
+
+    steps: Tensor
+    lr: Any
+    exp_avg: Tree
+    exp_avg_sq: Tree
+    max_exp_avg_sq: Tree  # () without amsgrad
+
+
+def sgd(
+    lr: Rate = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    *,
+    maximize: bool = False,
+    fused: bool = False,
+) -> Optimizer:
+    """``torch.optim.SGD`` as a pair of pure functions.
+
+    Args:
+        lr: A float, which the state then holds (``state.lr``: replace it there, or stack states
+            of several); a tensor, which is used as it is and may be differentiated; or a
+            schedule, a function of the number of applied steps.
+        momentum: As in torch, as all that follows.
+        dampening: See there.
+        weight_decay: See there.
+        nesterov: See there.
+        maximize: See there.
+        fused: torch's fused kernel: the fastest, and the one that can leave donated memory as it
+            was when a step turns out not to be applied. It differs from the others in the last
+            place.
+
+    Returns:
+        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
+
+    >>> import torch
+    >>> opt = sgd(0.5)
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> new, state = opt.apply({"w": torch.tensor([2.0, 2.0])}, opt.init(params), params)
+    >>> new["w"], state.steps
+    (tensor([0., 1.]), tensor(1))
+    """
+    check_rate(lr)
+    check_at_least(0, momentum=momentum, weight_decay=weight_decay)
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
+            "a momentum above zero and no dampening."
+        )
+    method = sgd_method(momentum, dampening, weight_decay, nesterov, maximize, fused)
+
+    def init(params: Tree) -> SGDState:
+        return SGDState(*begin(lr, params), zeros(params) if momentum else ())
+
+    def apply(
+        grads: Tree,
+        state: SGDState,
+        params: Tree,
+        *,
+        applied: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, SGDState]:
+        check_state(state, SGDState, "sgd")
+        trees = {"momentum": state.momentum} if momentum else {}
+        return apply_method(method, lr, grads, state, params, trees, applied, donate)
+
+    return Optimizer(init, apply)
+
+
+def adam(
+    lr: Rate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    *,
+    maximize: bool = False,
+    fused: bool = False,
+) -> Optimizer:
+    """``torch.optim.Adam`` as a pair of pure functions.
+
+    Args:
+        lr: A float, a tensor or a schedule: see ``sgd``.
+        betas: As in torch, as all that follows.
+        eps: See there.
+        weight_decay: See there; added to the gradient.
+        amsgrad: See there.
+        maximize: See there.
+        fused: torch's fused kernel: see ``sgd``.
+
+    Returns:
+        ``init`` and ``apply``: see ``sgd``.
+
+    >>> import torch
+    >>> opt = adam(0.5)
+    >>> params = torch.tensor([1.0, 2.0])
+    >>> new, state = opt.apply(torch.tensor([3.0, -0.1]), opt.init(params), params)
+    >>> new
+    tensor([0.5000, 2.5000])
+    """
+    return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=False)
+
+
+def adamw(
+    lr: Rate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    amsgrad: bool = False,
+    *,
+    maximize: bool = False,
+    fused: bool = False,
+) -> Optimizer:
+    """``torch.optim.AdamW`` as a pair of pure functions.
+
+    Args:
+        lr: A float, a tensor or a schedule: see ``sgd``.
+        betas: As in torch, as all that follows.
+        eps: See there.
+        weight_decay: See there; the parameters themselves decay. For none on biases and norms
+            see ``partition``.
+        amsgrad: See there.
+        maximize: See there.
+        fused: torch's fused kernel: see ``sgd``.
+
+    Returns:
+        ``init`` and ``apply``: see ``sgd``.
+
+    >>> import torch
+    >>> opt = adamw(0.5, weight_decay=0.1)
+    >>> params = torch.tensor([1.0, 2.0])
+    >>> new, state = opt.apply(torch.tensor([3.0, -0.1]), opt.init(params), params)
+    >>> new
+    tensor([0.4500, 2.4000])
+    """
+    return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=True)
+
+
+def _adam(
+    lr: Rate,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    maximize: bool,
+    fused: bool,
+    decoupled: bool,
+) -> Optimizer:
+    check_rate(lr)
+    check_at_least(0, eps=eps, weight_decay=weight_decay)
+    for i, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{i}] is {beta!r}; expected at least 0 and less than 1.")
+
+    method = adam_method(betas, eps, weight_decay, amsgrad, maximize, fused, decoupled)
+
+    def init(params: Tree) -> AdamState:
+        most = zeros(params) if amsgrad else ()
+        return AdamState(*begin(lr, params), zeros(params), zeros(params), most)
+
+    def apply(
+        grads: Tree,
+        state: AdamState,
+        params: Tree,
+        *,
+        applied: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, AdamState]:
+        check_state(state, AdamState, "adam")
+        trees = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        if amsgrad:
+            trees["max_exp_avg_sq"] = state.max_exp_avg_sq
+        return apply_method(method, lr, grads, state, params, trees, applied, donate)
+
+    return Optimizer(init, apply)

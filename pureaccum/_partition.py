@@ -1,0 +1,100 @@
+"""Different optimizers for different leaves, told apart by their paths.
+
+    partition({"decay": adamw(3e-4), "none": adamw(3e-4, weight_decay=0.0)}, label_of_path)
+
+The state holds one state a label, each over a flat dict from path to leaf.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from ._chain import as_optimizer
+from ._inputs import check_fits, read_params
+from ._tree import Tree, flatten, unflatten
+from ._update import Optimizer
+
+
+def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
+    """Give each leaf the optimizer of its label: no weight decay on biases and norms, say.
+
+    Args:
+        optimizers: The optimizer of each label.
+        label_of_path: Gives the label of a leaf from its path: the keys on the way to it, joined
+            by dots. In a dict of a module's ``named_parameters()`` that is the parameter's name.
+
+    Returns:
+        An optimizer whose state is a dict from label to state.
+
+    >>> import torch
+    >>> from pureaccum import sgd
+    >>> opt = partition(
+    ...     {"slow": sgd(0.1), "fast": sgd(1.0)},
+    ...     lambda path: "slow" if path.endswith("bias") else "fast",
+    ... )
+    >>> params = {"out.weight": torch.tensor(1.0), "out.bias": torch.tensor(1.0)}
+    >>> opt.apply(params, opt.init(params), params)[0]
+    {'out.weight': tensor(0.), 'out.bias': tensor(0.9000)}
+    """
+    if not optimizers:
+        raise ValueError("partition got no optimizers; expected one for each label.")
+    known = {
+        label: as_optimizer(optimizer, f"the optimizer labelled {label!r}")
+        for label, optimizer in optimizers.items()
+    }
+
+    def labels(spec: optree.PyTreeSpec) -> dict[str, dict[str, int]]:
+        """The leaves of each label: path to position."""
+        found: dict[str, dict[str, int]] = {}
+        for i, keys in enumerate(spec.paths()):
+            path = ".".join(str(key) for key in keys)
+            label = label_of_path(path)
+            if label not in known:
+                raise ValueError(
+                    f"label_of_path({path!r}) is {label!r}; expected one of {sorted(known)}."
+                )
+            found.setdefault(label, {})[path] = i
+        return found
+
+    def init(params: Tree) -> dict[str, Any]:
+        leaves, spec = read_params(params)
+        return {
+            label: known[label].init({path: leaves[i] for path, i in at.items()})
+            for label, at in labels(spec).items()
+        }
+
+    def apply(
+        grads: Tree,
+        state: dict[str, Any],
+        params: Tree,
+        *,
+        applied: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, dict[str, Any]]:
+        leaves, spec = read_params(params)
+        terms, terms_spec = flatten(grads)
+        check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")
+        at = labels(spec)
+        if not isinstance(state, dict) or set(state) != set(at):  # pyright: ignore[reportUnnecessaryIsInstance]
+            came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
+            raise TypeError(
+                f"the state of partition holds {came}; expected a dict with a state for each label "
+                f"in use, {sorted(at)}. A state of another configuration?"
+            )
+        new = list(leaves)
+        states: dict[str, Any] = {}
+        for label, positions in at.items():
+            updated, states[label] = known[label].apply(
+                {path: terms[i] for path, i in positions.items()},
+                state[label],
+                {path: leaves[i] for path, i in positions.items()},
+                applied=applied,
+                donate=donate,
+            )
+            for path, i in positions.items():
+                new[i] = updated[path]
+        return unflatten(spec, new), states
+
+    return Optimizer(init, apply)

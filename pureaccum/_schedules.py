@@ -1,0 +1,238 @@
+"""Learning rates that change with the number of applied steps.
+
+A schedule is any function from that number, a 0-d integer tensor, to a 0-d tensor. Those made
+here give float64 and never wait for the device; they go through vmap, torch.compile and
+torch.func, also for gradients with respect to the rates that they are made of.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+
+Schedule = Callable[[Tensor], Any]
+
+
+def constant(value: float | Tensor) -> Schedule:
+    """The same rate for ever.
+
+    Args:
+        value: A number, or a 0-d tensor.
+
+    Returns:
+        A schedule.
+
+    >>> constant(0.1)(torch.tensor(7))
+    tensor(0.1000, dtype=torch.float64)
+    """
+    _check_part("value", value)
+    return lambda count: _float64(value, count)
+
+
+def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0) -> Schedule:
+    """From ``start`` at count 0 in a straight line to ``peak`` at ``steps``, and on at ``peak``.
+
+    Args:
+        peak: The last rate, a number or a 0-d tensor.
+        steps: After how many applied steps it is reached.
+        start: The first rate, a number or a 0-d tensor.
+
+    Returns:
+        A schedule.
+
+    >>> rate = linear_warmup(0.1, steps=4)
+    >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
+    [0.0, 0.025, 0.05, 0.075, 0.1, 0.1]
+    """
+    _check_part("peak", peak)
+    _check_count("steps", steps)
+    _check_part("start", start)
+
+    def rate(count: Tensor) -> Tensor:
+        done = _within(count, steps) / steps
+        return torch.lerp(_float64(start, count), _float64(peak, count), done)
+
+    return rate
+
+
+def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) -> Schedule:
+    """From ``peak`` at count 0 along half a cosine to ``end`` at ``steps``, and on at ``end``.
+
+    Args:
+        peak: The first rate, a number or a 0-d tensor.
+        steps: After how many applied steps ``end`` is reached.
+        end: The last rate, a number or a 0-d tensor.
+
+    Returns:
+        A schedule.
+
+    >>> rate = cosine_decay(0.1, steps=4)
+    >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
+    [0.1, 0.085, 0.05, 0.015, 0.0, 0.0]
+
+    References:
+        Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_, 2017.
+    """
+    _check_part("peak", peak)
+    _check_count("steps", steps)
+    _check_part("end", end)
+
+    def rate(count: Tensor) -> Tensor:
+        left = (steps - _within(count, steps)) / steps
+        # (1 + cos(pi * done)) / 2, which would cancel near the end, and this is exact at both ends
+        height = torch.sin(math.pi / 2 * left) ** 2
+        return torch.lerp(_float64(end, count), _float64(peak, count), height)
+
+    return rate
+
+
+def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after the other: at each boundary the next begins, at its own count 0.
+
+    A schedule is only ever asked for counts of its own share, also where another one is chosen:
+    an inf or NaN outside of it reaches neither the rate nor its derivatives.
+
+    Args:
+        schedules: What is joined, at least one.
+        boundaries: The counts at which the second, third … schedule begins, increasing.
+
+    Returns:
+        A schedule.
+
+    >>> rate = join_schedules([linear_warmup(1.0, 2), cosine_decay(1.0, 2)], [2])
+    >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    _check_joined(schedules, boundaries)
+    begins = (0, *boundaries)
+    lasts = (*(end - begin - 1 for begin, end in itertools.pairwise(begins)), None)
+    shares = tuple(zip(schedules, begins, lasts, strict=True))
+
+    def rate(count: Tensor) -> Tensor:
+        _check_steps_taken(count)
+        rates = [_float64(rate_at(f, (count - a).clamp(0, z)), count) for f, a, z in shares]
+        chosen = rates[0]
+        for begin, later in zip(begins[1:], rates[1:], strict=True):
+            chosen = torch.where(count < begin, chosen, later)
+        return chosen
+
+    return rate
+
+
+# For those who take a rate --------------------------------------------------------------
+
+
+def check_rate(lr: Any) -> None:
+    """Raise where lr is no learning rate; the numbers in a tensor are not looked at."""
+    if not callable(lr):
+        _check_part("lr", lr, "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)")
+
+
+def rate_at(lr: Any, count: Tensor) -> Tensor:
+    """The learning rate after so many applied steps, as a 0-d tensor.
+
+    >>> rate_at(0.5, torch.tensor(3)), rate_at(lambda count: 1 / (1 + count), torch.tensor(3))
+    (tensor(0.5000, dtype=torch.float64), tensor(0.2500))
+    """
+    if not callable(lr):
+        check_rate(lr)
+        return lr if isinstance(lr, Tensor) else _float64(lr, count)
+    rate = lr(count)
+    if isinstance(rate, Tensor):
+        if rate.ndim or not _is_real(rate):
+            raise ValueError(
+                f"the schedule returned a tensor of shape {tuple(rate.shape)} and {rate.dtype}; "
+                "expected a real 0-d tensor, one rate for the step."
+            )
+        return rate
+    if not _is_number(rate):
+        raise TypeError(
+            f"the schedule returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
+            "computed from the number of applied steps. A schedule without a return?"
+        )
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            f"the schedule returned a Python {type(rate).__name__}, which torch.compile would "
+            "bake into the graph as a constant: the rate would never change again. Compute it "
+            "from the step tensor with torch operations; for one fixed rate pass the number itself."
+        )
+    return _float64(rate, count)
+
+
+# Pieces ---------------------------------------------------------------------------------
+
+
+def _float64(value: float | Tensor, count: Tensor) -> Tensor:
+    """A rate where the count lies; a number is filled in there and not copied from the host."""
+    _check_steps_taken(count)
+    if isinstance(value, Tensor):
+        return value.to(count.device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=count.device)
+
+
+def _within(count: Tensor, steps: int) -> Tensor:
+    """The count, from 0 to steps, as float64: integers are exact up to 2**53."""
+    _check_steps_taken(count)
+    return count.clamp(0, steps).double()
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_real(x: Tensor) -> bool:
+    return not x.is_complex() and x.dtype != torch.bool
+
+
+def _check_steps_taken(count: Any) -> None:
+    if not isinstance(count, Tensor):
+        raise TypeError(
+            f"the count is {count!r}, a {type(count).__name__}; expected the number of applied "
+            "steps as a 0-d integer tensor: torch.tensor(count)."
+        )
+
+
+def _check_part(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> None:
+    if isinstance(value, Tensor):
+        if value.ndim or not _is_real(value):
+            raise ValueError(
+                f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected "
+                f"{expected}, of a real dtype."
+            )
+    elif not _is_number(value):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
+    elif not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; expected {expected}, finite and not negative.")
+
+
+def _check_count(name: str, value: Any) -> None:
+    expected = "a positive int, a number of applied steps"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
+    if value < 1:
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> None:
+    if len(schedules) != len(boundaries) + 1:
+        raise ValueError(
+            f"there are {len(schedules)} schedules and {len(boundaries)} boundaries; expected one "
+            "schedule more than boundaries, each of which lies between two schedules."
+        )
+    for i, schedule in enumerate(schedules):
+        if not callable(schedule):
+            raise TypeError(
+                f"schedules[{i}] is {schedule!r}, a {type(schedule).__name__}; expected a "
+                "schedule. One fixed rate is constant(rate)."
+            )
+    for i, boundary in enumerate(boundaries):
+        _check_count(f"boundaries[{i}]", boundary)
+        if i and boundary <= boundaries[i - 1]:
+            raise ValueError(
+                f"boundaries[{i}] is {boundary}, after {boundaries[i - 1]}; expected boundaries "
+                "to increase: they are counts of all applied steps, not lengths."
+            )

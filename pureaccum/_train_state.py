@@ -1,0 +1,122 @@
+"""What a training step takes and gives, and what it is made of."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ._accumulator import AccumState
+from ._buffers import Threading
+from ._engine import Rule
+from ._inputs import check_state
+from ._loss_scale import LossScale, LossScaleState
+from ._precision import Policy
+from ._tree import Tree
+from ._update import Optimizer
+
+
+class TrainState(NamedTuple):
+    """All that a run is, as tensors: save it, stack it, look at it.
+
+    Args:
+        params: The parameters.
+        buffers: Running statistics and the like; ``()`` where none are configured.
+        opt_state: What the optimizer keeps.
+        loss_scale: A ``LossScaleState``; ``()`` without one.
+        key: What all keyed randomness of the run comes from.
+        attempts: How many steps there were, applied or not.
+        applied: How many were applied.
+        samples: How many rows there were.
+    """
+
+    params: Tree
+    buffers: Tree
+    opt_state: Any
+    loss_scale: Any
+    key: Tensor
+    attempts: Tensor
+    applied: Tensor
+    samples: Tensor
+
+
+class StepInfo(NamedTuple):
+    """What happened in a step; 0-d tensors, which nothing has waited for.
+
+    Args:
+        loss: The loss over the whole batch, float64.
+        grad_norm: Of the gradient as the full batch has it: unscaled, before clipping.
+        weight: What the loss was divided by: rows, or what ``Weighted`` says; 0 for sums.
+        microbatches: How many there were.
+        skipped: How many of them ``nonfinite="skip"`` left out.
+        applied: Whether the step was.
+        scale: The loss scale it was computed with.
+        aux: What the loss returned beside it, reduced; ``()`` without.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    weight: Tensor
+    microbatches: Tensor
+    skipped: Tensor
+    applied: Tensor
+    scale: Tensor
+    aux: Tree
+
+
+class StepWindow(NamedTuple):
+    """A step begun: what its microbatches have come to so far.
+
+    Args:
+        accum: The gradients of the *scaled* loss, the weight and the counts.
+        buffers: What the next microbatch is given; ``()`` where none are configured.
+        samples: How many rows there were in the run.
+    """
+
+    accum: AccumState
+    buffers: Any
+    samples: Tensor
+
+
+class Plan(NamedTuple):
+    """What a step is made of."""
+
+    loss_fn: Any
+    optimizer: Optimizer
+    has_aux: bool
+    size: int | None
+    rule: Rule
+    aux_reduction: Tree
+    loss_scale: LossScale | None
+    policy: Policy | None
+    buffers: Threading | None
+    keys: bool
+    donate: bool
+    recomputes: set[bool]  # what is learned of the loss: see _held.py
+
+
+def check_train_state(plan: Plan, state: Any) -> None:
+    """Check that a state is one, and of this plan."""
+    check_state(state, TrainState, "this step")
+    check_buffers(plan, state.buffers)
+    scaled = isinstance(state.loss_scale, LossScaleState)
+    if scaled != (plan.loss_scale is not None):
+        raise ValueError(
+            f"state.loss_scale is {state.loss_scale!r}, but this step was made "
+            f"{'without' if scaled else 'with'} a loss scale. A state of another configuration?"
+        )
+    if not isinstance(state.key, Tensor) or state.key.shape[-1:] != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"state.key is {state.key!r}; expected a key, as key(seed) makes it.")
+
+
+def check_buffers(plan: Plan, given: Tree) -> None:
+    """Check that buffers are there if and only if the step knows what becomes of them."""
+    absent = given is None or (isinstance(given, tuple) and not given)
+    if absent and plan.buffers is not None:
+        raise ValueError(
+            f"this step was made with buffers={plan.buffers!r}, but the buffers are missing. Pass "
+            "them to init: step.init(fn.params, buffers=fn.buffers)."
+        )
+    if not absent and plan.buffers is None:
+        raise ValueError(
+            "buffers came, but make_step was not told what becomes of them: make_step(..., "
+            "buffers='freeze'), 'sequential' or 'pooled'."
+        )

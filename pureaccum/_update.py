@@ -1,0 +1,197 @@
+"""Run an optimizer's kernel so that a step which is not applied leaves every bit as it was.
+
+At eager top level the arithmetic is torch's own kernel, in place on copies, or on the state
+itself where that was donated. Kernels read numbers on the host and have no derivative with
+respect to the learning rate, so under a transform or a compiler the same formula runs in plain
+tensor operations.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._donation import hand_over
+from ._inputs import check_fits, read_params
+from ._kernels import Columns, Method
+from ._schedules import Schedule, rate_at
+from ._torch import transform_active
+from ._tree import Tree, as_scalar_of, flatten, known, map, unflatten
+from ._tree import leaves as leaves_of
+
+
+Rate = float | Tensor | Schedule
+
+
+class Optimizer(NamedTuple):
+    """``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
+
+    ``apply`` also takes ``applied``, a 0-d bool tensor: where it is false, params and state come
+    back bit for bit as they were; and ``donate=True``: params and state are given up, and grads
+    too if a gradient map changes them.
+    """
+
+    init: Callable[[Tree], Any]
+    apply: Callable[..., tuple[Tree, Any]]
+
+
+class Begun(NamedTuple):
+    """What the states of all methods begin with."""
+
+    steps: Tensor
+    lr: Any
+
+
+def begin(lr: Rate, params: Tree) -> Begun:
+    """No step applied yet. A learning rate that is a number becomes a part of the state."""
+    leaves, _ = read_params(params)
+    steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+    # On a CPU, where a kernel can read it without waiting.
+    rate = torch.full((), lr, dtype=torch.float64) if isinstance(lr, (int, float)) else ()
+    return Begun(steps, rate)
+
+
+def zeros(params: Tree) -> Tree:
+    """A moment, in the dtypes of the parameters, as in torch."""
+    return map(lambda x: torch.zeros_like(x, requires_grad=False), params)
+
+
+def apply_method(
+    method: Method,
+    lr: Rate,
+    grads: Tree,
+    state: Any,
+    params: Tree,
+    trees: dict[str, Tree],
+    applied: Tensor | None,
+    donate: bool,
+) -> tuple[Tree, Any]:
+    """One step of a method whose state begins as ``Begun`` does and goes on with ``trees``."""
+    is_number = isinstance(lr, (int, float))
+    if is_number != isinstance(state.lr, Tensor):
+        raise ValueError(
+            f"state.lr is {state.lr!r}, but this optimizer was made with lr={lr!r}. A number is "
+            "kept in the state; with a tensor or a schedule the state holds () there. A state of "
+            "another configuration?"
+        )
+    rate = state.lr if is_number else rate_at(lr, state.steps)
+    in_place = donate and not transform_active()
+    new_params, new_trees = update(
+        method, grads, params, trees, state.steps, rate, applied, in_place
+    )
+    steps = state.steps + (1 if applied is None else applied.to(state.steps.device))
+    kept = () if isinstance(state.lr, tuple) else state.lr.clone()
+    if in_place:
+        hand_over([state.steps, *leaves_of(state.lr)], ())
+    changed = dict(zip(trees, new_trees, strict=True))
+    return new_params, state._replace(steps=steps, lr=kept, **changed)
+
+
+def update(
+    method: Method,
+    grads: Tree,
+    params: Tree,
+    trees: dict[str, Tree],
+    count: Tensor,
+    rate: Tensor,
+    applied: Tensor | None,
+    donate: bool,
+) -> tuple[Tree, list[Tree]]:
+    """New parameters and new state trees.
+
+    Args:
+        method: The kernel and the formula.
+        grads: Gradients, a tree like params.
+        params: Parameters.
+        trees: The trees of the optimizer's state, by name.
+        count: How many steps were applied before this one.
+        rate: The learning rate.
+        applied: Whether this step is; None: it is.
+        donate: Whether params and trees are given up.
+    """
+    leaves, spec = read_params(params)
+    terms, terms_spec = flatten(grads)
+    check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), _FOREIGN)
+    columns = [leaves]
+    for name, tree in trees.items():
+        column, column_spec = flatten(tree)
+        check_fits(column, column_spec, leaves, spec, (f"state.{name}", "params"), _FOREIGN)
+        columns.append(column)
+    terms = [
+        (g.to_dense() if g.is_sparse else g).to(x.dtype) for g, x in zip(terms, leaves, strict=True)
+    ]
+    step = count + 1
+    if transform_active():
+        new = _by_formula(method, terms, columns, step, rate, applied)
+    else:
+        with torch.no_grad():
+            new = _by_kernel(method, terms, columns, step, rate, applied, donate)
+    rest = [unflatten(spec, column) for column in new]
+    return rest[0], rest[1:]
+
+
+_FOREIGN = "An optimizer's state belongs to the params that it was made from by init."
+
+
+def _by_formula(
+    method: Method,
+    grads: list[Tensor],
+    columns: Columns,
+    step: Tensor,
+    rate: Tensor,
+    applied: Tensor | None,
+) -> Columns:
+    rows: list[tuple[Tensor, ...]] = []
+    for grad, *row in zip(grads, *columns, strict=True):
+        new = method.formula(grad, step, as_scalar_of(row[0], rate), *row)
+        if applied is not None:
+            keep = applied.to(row[0].device)
+            new = tuple(torch.where(keep, x, y) for x, y in zip(new, row, strict=True))
+        rows.append(new)
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _by_kernel(
+    method: Method,
+    grads: list[Tensor],
+    columns: Columns,
+    step: Tensor,
+    rate: Tensor,
+    applied: Tensor | None,
+    donate: bool,
+) -> Columns:
+    certain = True if applied is None else known(applied)
+    if certain is False:
+        work = columns if donate else [[x.clone() for x in column] for column in columns]
+        return _given_up(columns, work) if donate else work
+    number = known(rate)
+    rate_ = rate if number is None else number
+    kernel = method.kernel(step, rate_)
+    if kernel is None:
+        work = _by_formula(method, grads, columns, step, rate, applied)
+        return _given_up(columns, work) if donate else work
+    # Donated memory is written under new names, which take over if all goes well.
+    take = torch.Tensor.detach if donate else torch.Tensor.clone
+    work = [[take(x) for x in column] for column in columns]
+    if certain or method.fused:
+        kernel(work, grads, step, rate_, None if certain else (~applied).float())  # pyright: ignore
+    elif donate:
+        for grad, *row in zip(grads, *work, strict=True):
+            new = [[x.clone()] for x in row]
+            kernel(new, [grad], step, rate_, None)
+            _select(applied, new, [[x] for x in row], into=1)
+    else:
+        kernel(work, grads, step, rate_, None)
+        _select(applied, work, columns, into=0)
+    return _given_up(columns, work) if donate else work
+
+
+def _given_up(old: Columns, new: Columns) -> Columns:
+    renewed = iter(hand_over((x for c in old for x in c), (x for c in new for x in c)))
+    return [[next(renewed) for _ in column] for column in new]
+
+
+def _select(applied: Any, new: Columns, old: Columns, into: int) -> None:
+    for pair in zip((x for c in new for x in c), (x for c in old for x in c), strict=True):
+        torch.where(applied.to(pair[0].device), *pair, out=pair[into])
