@@ -110,8 +110,7 @@ def collect(policy: Threading, seen: list["Seen"], new_buffers: Tree, buffers: T
         calls.append(here[0] if here else None)
         if here and at.tracked is not None:
             values[at.tracked] = given[at.tracked]  # the one update is counted at the end
-    strangers = len(seen) - len(calls) + calls.count(None)
-    if strangers:
+    if strangers := len(seen) - len(calls) + calls.count(None):
         raise ValueError(
             f"batch norm was to update {strangers} running mean(s) that are not in new_buffers. "
             "Call each module once in a microbatch, through functional(module).apply, and return "
@@ -129,8 +128,9 @@ def advance(
     """
     if policy == "freeze":
         return carried
-    both = carried.moments and collected.moments
-    new = collected._replace(moments=_merge(carried.moments, collected.moments) if both else ())
+    a, b, new = carried.moments, collected.moments, collected
+    if a and b:
+        new = new._replace(moments=_merge(a, b))
     if keep is None:
         return new
     (leaves, spec), (old, _) = flatten(new), flatten(carried)

@@ -45,6 +45,9 @@ class Spoiled(Refusing):
     )
 
 
+NOTHING = torch.empty(0, device="cpu")
+
+
 def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
     """The new tensors, those among them that are old ones renewed; the old ones are marked."""
     given = {id(tensor): tensor for tensor in old}
@@ -57,6 +60,5 @@ def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
     """Leave tensors behind as donated. Subclasses (DTensor, ...) cannot be marked."""
     for tensor in tensors:
         if type(tensor) is torch.Tensor:
-            with torch.no_grad():
-                tensor.set_()  # pyright: ignore[reportCallIssue]
+            tensor.data = NOTHING  # a third of the time of set_()
             tensor.__class__ = state

@@ -51,9 +51,11 @@ def finished(
     by = divisor(weight) / unit
     scale = None if plan.loss_scale is None else state.loss_scale.scale
     for i, grad in enumerate(grads):
-        grads[i] = divide(grad, as_scalar_of(grad, by))
+        parts = torch.view_as_real(grad) if grad.is_complex() else grad  # complex division rounds
+        parts = divide(parts, as_scalar_of(parts, by))
         if scale is not None:  # apart: the product may overflow
-            grads[i] = divide(grads[i], as_scalar_of(grad, scale))
+            parts = divide(parts, as_scalar_of(parts, scale))
+        grads[i] = torch.view_as_complex(parts) if grad.is_complex() else parts
     sound = all_finite((grads, total))
     # a plain sum has no weight
     any_weight = weight != 0 if plan.rule.reduction == "mean" else microbatches > skipped

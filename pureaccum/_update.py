@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._donation import hand_over
+from ._donation import hand_over, mark
 from ._inputs import check_fits, read_params
 from ._kernels import Columns, Method
 from ._schedules import Schedule, rate_at
@@ -131,6 +131,11 @@ def update(
     return rest[0], rest[1:]
 
 
+def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    dense = grad.to_dense() if grad.is_sparse else grad
+    return dense if dense.dtype == dtype else dense.to(dtype)
+
+
 _FOREIGN = "An optimizer's state belongs to the params that it was made from by init."
 
 
@@ -161,20 +166,17 @@ def _by_kernel(
     applied: Tensor | None,
     donate: bool,
 ) -> Columns:
-    certain = True if applied is None else known(applied)
-    if certain is False:
-        work = columns if donate else [[x.clone() for x in column] for column in columns]
-        return _given_up(columns, work) if donate else work
-    number = known(rate)
-    rate_ = rate if number is None else number
-    kernel = method.kernel(step, rate_)
-    if kernel is None:
-        work = _by_formula(method, grads, columns, step, rate, applied)
-        return _given_up(columns, work) if donate else work
     # Donated memory is written under new names, which take over if all goes well.
     take = torch.Tensor.detach if donate else torch.Tensor.clone
     work = [[take(x) for x in column] for column in columns]
-    if certain or method.fused:
+    certain = True if applied is None else known(applied)
+    number = known(rate)
+    rate_ = rate if number is None else number
+    if certain is False:
+        pass
+    elif (kernel := method.kernel(step, rate_)) is None:
+        work = _by_formula(method, grads, columns, step, rate, applied)
+    elif certain or method.fused:
         kernel(work, grads, step, rate_, None if certain else (~applied).float())  # pyright: ignore
     elif donate:
         for grad, *row in zip(grads, *work, strict=True):
@@ -184,12 +186,9 @@ def _by_kernel(
     else:
         kernel(work, grads, step, rate_, None)
         _select(applied, work, columns, into=0)
-    return _given_up(columns, work) if donate else work
-
-
-def _given_up(old: Columns, new: Columns) -> Columns:
-    renewed = iter(hand_over((x for c in old for x in c), (x for c in new for x in c)))
-    return [[next(renewed) for _ in column] for column in new]
+    if donate:
+        mark(x for column in columns for x in column)
+    return work
 
 
 def _select(applied: Any, new: Columns, old: Columns, into: int) -> None:

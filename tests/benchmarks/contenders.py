@@ -14,6 +14,7 @@ from torch import Tensor
 import pureaccum as pa
 
 from .models import Batch, Problem
+from .steps import STEPS
 
 
 Window = Callable[[Batch], dict[str, Tensor]]
@@ -113,5 +114,7 @@ for _engine in ENGINES:
     CONTENDERS[f"{_engine}, streamed, skip"] = stream(_engine, nonfinite="skip")
     CONTENDERS[f"{_engine}, Weighted"] = whole(_engine, weighted=True)
 
-MAIN = (HAND, TORCH_FUNC, *ENGINES)
 ALL = tuple(CONTENDERS)
+MAIN = (HAND, TORCH_FUNC, *ENGINES)
+
+CONTENDERS |= STEPS

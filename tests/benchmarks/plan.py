@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 from .contenders import ALL, ENGINES, HAND, MAIN
 from .models import Model
+from .steps import HAND_STEP, OUR_APPLY, OUR_STEPS, SAFE, TORCH_APPLY
 
 
 WIDTHS, ROWS, WINDOWS = (16, 64, 256, 512, 1024, 2048), (16, 64, 256), (1, 4, 16, 64)
 
 WEIGHTS, ACTIVATIONS, FLAT = "weight-heavy", "activation-heavy", "flat"
+STEP = "whole step"
+
+STEPPING = (HAND_STEP, *OUR_STEPS, *SAFE.values())
 
 
 class Cell(NamedTuple):
@@ -44,7 +48,13 @@ def cells(full: bool, device: str) -> list[Cell]:
     if device == "cpu":  # smaller tensors never leave the heap; CUDA keeps its memory anyway
         large = (m for m in models if m.width >= 512 and m.microbatches == 4 and m.depth == 8)
         plan += [Cell(device, m, MAIN, seconds, keeping=True) for m in large]
-    return plan
+    plan += [Cell(device, m, STEPPING, 2 * seconds) for m in stepping_models()]
+    sixty = Model(256, 1, 1, depth=60, bias=False)
+    return [*plan, Cell(device, sixty, (TORCH_APPLY, OUR_APPLY), seconds)]
+
+
+def stepping_models() -> list[Model]:
+    return [Model(512, 256, 8), Model(1024, 256, 8, depth=4), Model(2048, 256, 8, depth=2)]
 
 
 def quick_models() -> list[Model]:
@@ -72,6 +82,8 @@ def peaks(full: bool, device: str) -> list[Peak]:
     activations = Model(1024, 2048, 3, depth=12, activation="gelu", bias=False)
     plan = [Peak(device, WEIGHTS, weights, name) for name in ALL]
     plan += [Peak(device, ACTIVATIONS, activations, name) for name in (ALL if full else MAIN)]
+    for model in (Model(512, 256, 8), Model(2048, 256, 8, depth=4)):
+        plan += [Peak(device, STEP, model, name) for name in STEPPING]
     flat = Model(2048, 16, 2, depth=4)
     for name in (HAND, *ENGINES, *(f"{engine}, streamed" for engine in ENGINES)):
         plan += [Peak(device, FLAT, flat._replace(microbatches=k), name) for k in (2, 64)]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from .contenders import ENGINES, HAND, TORCH_FUNC
 from .models import Model
-from .plan import FLAT, Cell, Peak
+from .plan import FLAT, STEP, Cell, Peak
+from .steps import HAND_STEP, OUR_APPLY, OUR_STEPS, SAFE, TORCH_APPLY
 
 
 class Row(NamedTuple):
@@ -46,10 +47,18 @@ def time_target(ours: str, theirs: str, model: Model) -> float | None:
         return 1.45
     if (ours, theirs) == ("autograd", HAND) and width >= 512:
         return 1.05
+    if (ours, theirs) == ("func step", HAND_STEP):
+        return 1.10
+    if ours in SAFE.values():
+        return 1.05
+    if ours == OUR_APPLY:
+        return 1.15
     return None
 
 
 def memory_target(ours: str, regime: str) -> float | None:
+    if regime == STEP:
+        return 1.05 if ours == "func step" else None
     if ours not in ENGINES:
         return None
     return 1.02 if regime == FLAT else 1.03
@@ -62,6 +71,12 @@ def opponents(ours: str) -> tuple[str, ...]:
             return HAND, TORCH_FUNC
         case "autograd" | "torch.func":
             return (HAND,)
+        case "func step" | "autograd step":
+            return (HAND_STEP,)
+        case name if name == OUR_APPLY:
+            return (TORCH_APPLY,)
+        case name if name in SAFE.values():
+            return tuple(step for step in OUR_STEPS if SAFE[step] == name)
         case _:
             return tuple(engine for engine in ENGINES if ours.startswith(f"{engine},"))
 
@@ -96,8 +111,9 @@ def memory_rows(numbers: Mapping[Peak, dict]) -> Iterator[Row]:
             where = f"{peak.model.microbatches} microbatches"
             theirs = f"{peak.contender} at 2"
         else:
-            other = peak._replace(contender=HAND)
-            where, theirs = peak.regime, HAND
+            theirs = HAND_STEP if peak.regime == STEP else HAND
+            other = peak._replace(contender=theirs)
+            where = f"{peak.regime}, {peak.model}" if peak.regime == STEP else peak.regime
         if peak == other:
             continue
         target = memory_target(peak.contender, peak.regime)

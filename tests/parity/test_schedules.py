@@ -1,0 +1,224 @@
+"""Schedules beside torch's learning-rate schedulers, and as pure functions of a tensor."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as torchs
+
+import pureaccum as pa
+from pureaccum._schedules import Schedule, rate_at
+from tests.strategies import every
+
+
+rates = st.floats(1e-8, 1e3)
+lengths = st.integers(1, 40)
+COUNTS = torch.arange(12)
+
+
+def ours(schedule: Schedule, counts: int) -> list[float]:
+    found = [schedule(torch.tensor(count)) for count in range(counts)]
+    assert all(x.dtype == torch.float64 and x.shape == () for x in found)
+    return [x.item() for x in found]
+
+
+def theirs(lr: float, counts: int, scheduler: Any) -> list[float]:
+    """The rates of an optimizer's first steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)
+    found: list[float] = []
+    with warnings.catch_warnings(action="ignore"):  # SequentialLR calls what torch deprecates
+        schedule = scheduler(optimizer)
+        for _ in range(counts):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+    return found
+
+
+def assert_close(got: list[float], want: list[float]) -> None:
+    """torch's schedulers multiply the last rate, so that roundings of the largest add up."""
+    largest = max(map(abs, want))
+    assert all(abs(a - b) <= 1e-12 * largest for a, b in zip(got, want, strict=True)), (got, want)
+
+
+# Beside torch ---------------------------------------------------------------------------
+
+
+@given(rates, lengths, st.floats(0.001, 1.0))
+def test_linear_warmup(peak: float, steps: int, factor: float) -> None:
+    counts = steps + 3
+    want = theirs(peak, counts, lambda o: torchs.LinearLR(o, factor, total_iters=steps))
+    assert_close(ours(pa.linear_warmup(peak, steps, start=peak * factor), counts), want)
+
+
+@given(rates, lengths, st.floats(0.0, 0.9))
+def test_cosine_decay(peak: float, steps: int, factor: float) -> None:
+    """CosineAnnealingLR goes up again where ours stays."""
+    end = peak * factor
+    want = theirs(peak, steps + 1, lambda o: torchs.CosineAnnealingLR(o, steps, eta_min=end))
+    got = ours(pa.cosine_decay(peak, steps, end=end), steps + 3)
+    assert_close(got[: steps + 1], want)
+    assert got[steps:] == [end] * 3
+
+
+@given(rates, st.tuples(lengths, lengths), st.integers(1, 3))
+def test_joined(peak: float, steps: tuple[int, int], more: int) -> None:
+    """SequentialLR starts each scheduler at the boundary, at its own count 0."""
+    up, down = steps
+
+    def sequence(optimizer: Any) -> Any:
+        parts = [
+            torchs.LinearLR(optimizer, 0.1, total_iters=up),
+            torchs.CosineAnnealingLR(optimizer, down, eta_min=peak / 100),
+            torchs.ConstantLR(optimizer, 0.25, total_iters=1000),
+        ]
+        return torchs.SequentialLR(optimizer, parts, milestones=[up, up + down])
+
+    schedule = pa.join_schedules(
+        [
+            pa.linear_warmup(peak, up, start=peak / 10),
+            pa.cosine_decay(peak, down, end=peak / 100),
+            pa.constant(peak / 4),
+        ],
+        [up, up + down],
+    )
+    counts = up + down + more
+    assert_close(ours(schedule, counts), theirs(peak, counts, sequence))
+
+
+# The rule -------------------------------------------------------------------------------
+
+
+@given(rates, rates, lengths)
+def test_both_ends_are_exact_and_nothing_leaves_them(a: float, b: float, steps: int) -> None:
+    for schedule in (pa.linear_warmup(b, steps, start=a), pa.cosine_decay(a, steps, end=b)):
+        first, *_, last = got = ours(schedule, steps + 1)
+        assert (first, last) == (a, b)
+        assert ours(schedule, steps + 4)[steps:] == [b] * 4
+        assert got == sorted(got, reverse=a > b)
+
+
+@given(st.integers(1, 2**40), st.floats(0.0, 1.0))
+def test_a_cosine_does_not_cancel_near_its_end(steps: int, share: float) -> None:
+    """sin is right to the last place, so that the relative error is some roundings, everywhere."""
+    count = round(steps * share)
+    got = pa.cosine_decay(1.0, steps)(torch.tensor(count)).item()
+    want = math.sin(math.pi / 2 * ((steps - count) / steps)) ** 2
+    assert abs(got - want) <= 8 * 2.0**-53 * want
+    if count < steps:
+        assert got > 0
+
+
+def test_a_schedule_is_asked_for_its_own_counts_only() -> None:
+    asked: list[list[int]] = [[], [], []]
+
+    def asking(i: int) -> Schedule:
+        return lambda count: (asked[i].append(count.item()), torch.tensor(float(i)))[1]
+
+    schedule = pa.join_schedules([asking(0), asking(1), asking(2)], [3, 5])
+    assert ours(schedule, 8) == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert [sorted(set(counts)) for counts in asked] == [[0, 1, 2], [0, 1], [0, 1, 2]]
+
+
+def test_boundaries_are_read_once() -> None:
+    schedules, boundaries = [pa.constant(1.0), pa.constant(2.0)], [2]
+    schedule = pa.join_schedules(schedules, boundaries)
+    boundaries[0], schedules[1] = 4, pa.constant(3.0)
+    assert ours(schedule, 4) == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_one_schedule_alone() -> None:
+    assert ours(pa.join_schedules([pa.linear_warmup(1.0, 2)], []), 4) == [0.0, 0.5, 1.0, 1.0]
+
+
+# As pure functions of a tensor ----------------------------------------------------------
+
+
+def made_of(peak: Any) -> dict[str, Schedule]:
+    return {
+        "constant": pa.constant(peak),
+        "linear_warmup": pa.linear_warmup(peak, 4, start=0.25),
+        "cosine_decay": pa.cosine_decay(peak, 4, end=0.25),
+        "join_schedules": pa.join_schedules(
+            [pa.linear_warmup(peak, 3), pa.cosine_decay(peak, 4)], [3]
+        ),
+        "their own": lambda count: peak / torch.sqrt(1.0 + count),
+    }
+
+
+KINDS = pytest.mark.parametrize("name", made_of(1.0))
+
+
+@KINDS
+def test_under_vmap(name: str) -> None:
+    schedule = made_of(0.5)[name]
+    got = torch.func.vmap(lambda count: rate_at(schedule, count))(COUNTS)
+    assert torch.equal(got, torch.stack([schedule(count) for count in COUNTS]))
+
+
+@KINDS
+def test_in_one_graph(name: str) -> None:
+    """The rate changes without a recompilation."""
+    schedule = made_of(0.5)[name]
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda count: rate_at(schedule, count), fullgraph=True, backend="aot_eager"
+    )
+    got = [compiled(COUNTS[0])]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got += [compiled(count) for count in COUNTS[1:]]
+    assert torch.equal(torch.stack(got), torch.stack([schedule(count) for count in COUNTS]))
+
+
+@KINDS
+@every(5)
+@given(st.floats(0.1, 10.0))
+def test_the_derivative_with_respect_to_the_peak(name: str, peak: float) -> None:
+    """A rate is linear in its parts: the slope is the difference."""
+    for count in COUNTS:
+
+        def rate(peak: Tensor, count: Tensor = count) -> Tensor:
+            return rate_at(made_of(peak)[name], count)
+
+        at = torch.tensor(peak, dtype=torch.float64)
+        slope = rate(at + 1) - rate(at)
+        one = torch.ones_like(at)
+        for got in (torch.func.grad(rate)(at), torch.func.jvp(rate, (at,), (one,))[1]):
+            assert abs(got - slope) <= 64 * 2.0**-53 * (peak + 1)
+
+
+def test_what_is_not_chosen_has_no_derivative_either() -> None:
+    """sqrt(-1) is NaN, and NaN * 0 would be too."""
+
+    def rate(peak: Tensor, count: Tensor) -> Tensor:
+        def falling(count: Tensor) -> Tensor:
+            return peak * torch.sqrt(4.0 - count)
+
+        def rising(count: Tensor) -> Tensor:
+            return peak * torch.sqrt(count.double())
+
+        return pa.join_schedules([falling, rising], [4])(count)
+
+    for count, slope in ((0, 2.0), (3, 1.0), (5, 1.0), (8, 2.0)):
+        assert torch.func.grad(rate)(torch.tensor(1.0), torch.tensor(count)) == slope
+
+
+def test_a_rate_may_be_a_number_a_tensor_or_a_schedule() -> None:
+    count, tensor = torch.tensor(3), torch.tensor(0.25, requires_grad=True)
+    for lr in (0.25, pa.constant(0.25), lambda count: 0.25):
+        rate = rate_at(lr, count)
+        assert (rate.item(), rate.dtype, rate.shape) == (0.25, torch.float64, ())
+    assert rate_at(1, count).dtype == torch.float64
+    assert rate_at(tensor, count) is tensor
+    assert rate_at(lambda count: tensor, count) is tensor
+
+
+def test_a_rate_lies_where_the_count_lies() -> None:
+    count = torch.zeros((), dtype=torch.int64, device="meta")
+    for lr in (0.25, *[made_of(0.25)[name] for name in made_of(0.25)]):
+        assert rate_at(lr, count).device.type == "meta"
