@@ -157,6 +157,84 @@ MUTANTS = {
         "    for device in ():",
         "faults/test_contexts.py",
     ),
+    "a scale that is not undone": Mutant(
+        "_finish.py",
+        "parts = divide(parts, as_scalar_of(parts, scale))",
+        "pass",
+        "exact/test_step.py",
+    ),
+    "a step applied whatever its gradient": Mutant(
+        "_finish.py",
+        "applied = sound & any_weight",
+        "applied = any_weight",
+        "exact/test_step.py",
+    ),
+    "a step of no weight applied": Mutant(
+        "_finish.py",
+        "applied = sound & any_weight",
+        "applied = sound",
+        "exact/test_step.py",
+    ),
+    "a loss scale that skipped microbatches do not tell": Mutant(
+        "_finish.py",
+        "finite = sound & (nonfinite == 0)",
+        "finite = sound",
+        "exact/test_step.py",
+    ),
+    "a loss scale that learns from nothing": Mutant(
+        "_finish.py",
+        "scaling = where(any_weight | ~finite, learned, scaling)",
+        "scaling = learned",
+        "exact/test_step.py",
+    ),
+    "buffers of a step not applied": Mutant(
+        "_finish.py",
+        "buffers = where(applied, finish(carried[0]), buffers)",
+        "buffers = finish(carried[0])",
+        "exact/test_step.py",
+    ),
+    "keys that start anew in every microbatch": Mutant(
+        "_call.py",
+        "fold_in(attempt, samples + index)",
+        "fold_in(attempt, index)",
+        "exact/test_step_keys.py",
+    ),
+    "keys that are the same in every step": Mutant(
+        "_call.py",
+        "fold_in(state.key, state.attempts)",
+        "fold_in(state.key, 0)",
+        "exact/test_step_keys.py",
+    ),
+    "an optimizer that counts steps not applied": Mutant(
+        "_update.py",
+        "steps = state.steps + (1 if applied is None else applied.to(state.steps.device))",
+        "steps = state.steps + 1",
+        "purity/test_optimizers.py",
+    ),
+    "momentum that is dampened from the start": Mutant(
+        "_kernels.py",
+        "if rest and count != 1:",
+        "if rest:",
+        "parity/test_optimizers.py",
+    ),
+    "moments pooled without what lies between means": Mutant(
+        "_buffers.py",
+        "a.squares + b.squares + apart * apart * (a.elements * share)",
+        "a.squares + b.squares",
+        "bounds/test_pooled.py",
+    ),
+    "one round of the cipher less": Mutant(
+        "_random.py",
+        "for group in range(5):",
+        "for group in range(4):",
+        "exact/test_random.py",
+    ),
+    "a loss scale without a floor": Mutant(
+        "_loss_scale.py",
+        "new.clamp(min_scale, max_scale)",
+        "new",
+        "exact/test_loss_scale.py",
+    ),
 }
 
 

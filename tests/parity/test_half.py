@@ -2,9 +2,9 @@
 
 The text is the source of a module of the standard library, predicted letter by letter. The band:
 fp16 keeps 11 bits, so a loss near 2 is known to 2**-10 or so; the two runs take different roundings
-at every step, and at every one of 60 steps they agree within 2 % of what was learned. Where a scale is
-forced on the run half-way that no fp16 gradient survives, a fifth of its steps are lost: it comes
-within 10 % of what fp32 learned.
+at every step, and at every one of 60 steps they agree within 2 % of what was learned. Where a
+scale is forced on the run half-way that no fp16 gradient survives, a fifth of its steps are lost:
+it comes within 10 % of what fp32 learned.
 """
 
 import argparse

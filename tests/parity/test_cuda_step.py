@@ -1,0 +1,129 @@
+"""A whole step on CUDA: nothing waits for the device, and torch's optimizers agree in bits."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import pureaccum as pa
+
+
+pytestmark = pytest.mark.cuda
+
+RATES = {
+    "a number": 1e-2,
+    "a schedule": pa.join_schedules([pa.linear_warmup(1e-2, 2), pa.cosine_decay(1e-2, 9)], [2]),
+}
+MAKE = {
+    "sgd": lambda lr, fused: pa.sgd(lr, momentum=0.9, nesterov=True, fused=fused),
+    "dampened": lambda lr, fused: pa.sgd(lr, momentum=0.9, dampening=0.5, fused=fused),
+    "adam": lambda lr, fused: pa.adam(lr, amsgrad=True, fused=fused),
+    "adamw": lambda lr, fused: pa.adamw(lr, fused=fused),
+    "chain": lambda lr, fused: pa.chain(pa.clip_by_global_norm(0.1), pa.adamw(lr, fused=fused)),
+}
+
+
+def given() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device="cuda")
+
+    batch = {"x": draw(24, 32), "y": draw(24, 4), "mask": (draw(24) > 0).float()}
+    return {"in": draw(32, 16), "b": draw(16), "out": draw(16, 4)}, batch
+
+
+def loss(params: Any, batch: Any, keys: Any) -> pa.Weighted:
+    h = pa.dropout(torch.relu(batch["x"] @ params["in"] + params["b"]), 0.1, keys)
+    error = ((h @ params["out"] - batch["y"]).float() ** 2).sum(-1)
+    return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", MAKE)
+def test_nothing_waits_for_the_device(
+    name: str, rate: str, fused: bool, nonfinite: Any, donate: bool
+) -> None:
+    params, batch = given()
+    step = pa.make_step(
+        loss,
+        MAKE[name](RATES[rate], fused),
+        microbatch_size=7,
+        keys=True,
+        policy=pa.Policy(compute=torch.float16),
+        loss_scale=pa.dynamic_loss_scale(),
+        nonfinite=nonfinite,
+        donate=donate,
+    )
+    poisoned = {**batch, "x": torch.full_like(batch["x"], torch.inf)}
+    state, _ = step(step.init(params), batch)  # kernels load and wait
+    seen = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for part in (batch, poisoned, batch):
+            state, info = step(state, part)
+            seen.append(info.applied)
+        window = step.begin(state)
+        for part in pa.microbatches(batch, 5):
+            window = step.update(state, window, part)
+        state, info = step.apply(state, window)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [x.item() for x in seen] == [True, False, True]
+    assert state.applied.item() == 4
+    assert state.attempts.item() == 5
+    assert pa.all_finite(state.params)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("applied", [False, True])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_step_not_applied_changes_no_bit(
+    name: str, applied: bool, fused: bool, donate: bool
+) -> None:
+    params, _ = given()
+    grads = optree.tree_map(torch.ones_like, params)
+    optimizer = MAKE[name](1e-2, fused)
+    params, state = optimizer.apply(grads, optimizer.init(params), params)
+    before = optree.tree_map(torch.clone, (params, state))
+    flag = torch.full((), applied, device="cuda")
+    after = optimizer.apply(grads, state, params, applied=flag, donate=donate)
+    same = optree.tree_map(torch.equal, before, after)
+    assert all(optree.tree_leaves(same)) is not applied
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        (pa.sgd, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (pa.sgd, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1}),
+        (pa.adam, torch.optim.Adam, {"weight_decay": 0.1, "amsgrad": True}),
+        (pa.adamw, torch.optim.AdamW, {"maximize": True}),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_bits_of_torch(ours: Any, theirs: Any, settings: Any, fused: bool) -> None:
+    params, _ = given()
+    optimizer = ours(1e-2, fused=fused, **settings)
+    variant = {"fused": True} if fused else {"foreach": True}
+    if theirs is not torch.optim.SGD and not fused:
+        variant["capturable"] = True
+    mine, state = params, optimizer.init(params)
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    reference = theirs(leaves.values(), lr=1e-2, **settings, **variant)
+    for i in range(10):
+        random = torch.Generator("cuda").manual_seed(i)
+        grads = {
+            name: torch.randn(x.shape, generator=random, device="cuda") for name, x in mine.items()
+        }
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name]
+        reference.step()
+        mine, state = optimizer.apply(grads, state, mine)
+        assert all(torch.equal(mine[name], leaf) for name, leaf in leaves.items())
