@@ -254,7 +254,7 @@ def _moments(calls: Sequence[Seen | None], means: list[Tensor]) -> Moments | tup
     rows: list[tuple[Tensor, ...]] = []
     for call, mean in zip(calls, means, strict=True):
         zeros = torch.zeros_like(mean, dtype=torch.float64)
-        if call is None or call.elements == 0:
+        if call is None:
             rows.append((zeros,) * 4)
         else:
             squares = call.var.double() * (call.elements - 1)

@@ -49,8 +49,9 @@ def caller(
             loss, aux = out
         else:
             with watching(plan.buffers) as seen:
-                loss, new, aux = _three(plan.loss_fn(params, part, **named), plan.has_aux)
-                collected = collect(plan.buffers, seen, new, buffers.values)
+                out = plan.loss_fn(params, part, **named)
+            loss, new, aux = _three(out, plan.has_aux)
+            collected = collect(plan.buffers, seen, new, buffers.values)
         weighted.add(isinstance(loss, Weighted))
         if plan.policy is not None:
             aux = plan.policy.cast_to_output(aux)

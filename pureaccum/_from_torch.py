@@ -17,7 +17,7 @@ from ._donation import hand_over
 from ._inputs import check_fits, check_state, read_params
 from ._schedules import rate_at
 from ._torch import transform_active
-from ._tree import Tree, check_same_structure, flatten, known, leaves, map, unflatten
+from ._tree import Tree, check_same_structure, flatten, leaves, map, unflatten
 from ._update import Optimizer
 
 
@@ -58,14 +58,15 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     _check_class(cls)
     make: Callable[..., torch.optim.Optimizer] = cls
     lr = settings.get("lr")
-    kinds: dict[Path, Any] = {}  # which parts of a leaf's state are Python numbers, once known
+    # Which parts of the state of leaves of such shapes are Python numbers, once known.
+    seen: dict[Any, dict[Path, Any]] = {}
 
     def begin(params: list[Tensor], grads: list[Tensor], count: Tensor) -> torch.optim.Optimizer:
         for param, grad in zip(params, grads, strict=True):
             param.requires_grad_()
-            param.grad = grad.to(param.dtype)
+            param.grad = grad.to(param.dtype, copy=True)  # some classes write to it, or keep it
             if issubclass(cls, torch.optim.SparseAdam) and not grad.is_sparse:
-                param.grad = grad.to(param.dtype).to_sparse(1)
+                param.grad = param.grad.to_sparse(1)
         if callable(lr):
             given = {**settings, "lr": float(rate_at(lr, count))}
             return make(params, **given)  # pyright: ignore[reportArgumentType]
@@ -78,7 +79,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         optimizer = begin(copies, ones, torch.zeros((), dtype=torch.int64))
         group = _encoded(_numbers(optimizer, lr), (), {})
         optimizer.step()
-        return [_encoded(dict(optimizer.state[x]), (), kinds) for x in copies], group
+        kinds = seen.setdefault(_likeness(leaves), {})
+        kept = [_encoded(dict(optimizer.state[x]), (i,), kinds) for i, x in enumerate(copies)]
+        return kept, group
 
     def init(params: Tree) -> TorchState:
         _refuse_transforms(cls)
@@ -108,15 +111,17 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         work = [take(x) for x in given]
         kept = map(take, state)
         if applied is None or bool(applied):
-            if not kinds and known(state.steps):
+            started = state.steps.item() > 0
+            if started and _likeness(given) not in seen:
                 first_step(given)
             optimizer = begin(work, terms, state.steps)
             numbers: dict[Path, Any] = {}
             _encoded(_numbers(optimizer, lr), (), numbers)
             optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
-            if known(state.steps):
-                for x, held in zip(work, kept.per_leaf, strict=True):
-                    optimizer.state[x] = _decoded(held, (), kinds)
+            if started:
+                kinds = seen[_likeness(given)]
+                for i, (x, held) in enumerate(zip(work, kept.per_leaf, strict=True)):
+                    optimizer.state[x] = _decoded(held, (i,), kinds)
             optimizer.step()
             per_leaf = [_encoded(dict(optimizer.state[x]), (), {}) for x in work]
             _check_same(cls, per_leaf, kept.per_leaf)
@@ -151,6 +156,10 @@ def _refuse_transforms(cls: type) -> None:
         )
 
 
+def _likeness(leaves: list[Tensor]) -> Any:
+    return tuple((x.shape, x.dtype, x.device) for x in leaves)
+
+
 def _copied(x: Tensor) -> Tensor:
     return x.detach().clone()
 
@@ -167,7 +176,7 @@ def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
 # Python numbers as tensors, and back ------------------------------------------------------
 
 Path = tuple[Any, ...]
-DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def _encoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
@@ -176,14 +185,15 @@ def _encoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
         return value.detach()
     if isinstance(value, dict):
         return {key: _encoded(x, (*path, key), kinds) for key, x in value.items()}
-    if isinstance(value, (list, tuple)) and value:
+    if isinstance(value, (list, tuple)):
         return type(value)(_encoded(x, (*path, i), kinds) for i, x in enumerate(value))
     if value is None:
         kinds[path] = None
         return ()
     if isinstance(value, (bool, int, float)):
-        kinds[path] = type(value)
-        return torch.full((), value, dtype=DTYPES[type(value)])
+        kind = next(kind for kind in DTYPES if isinstance(value, kind))  # NumPy's are floats too
+        kinds[path] = kind
+        return torch.full((), value, dtype=DTYPES[kind])
     raise TypeError(
         f"the optimizer keeps {value!r} under {path!r}; a state can hold tensors and numbers, in "
         "dicts, lists and tuples."

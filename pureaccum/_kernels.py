@@ -71,6 +71,8 @@ def sgd_method(
             columns: Columns, grads: list[Tensor], step: Tensor, rate: Any, found_inf: Any
         ) -> None:
             params, *rest = columns
+            if fused:
+                _refuse_halves(params)
             momenta: list[Any] = [None] * len(params)
             if rest and count != 1:
                 momenta = rest[0]
@@ -87,7 +89,9 @@ def sgd_method(
             )
             if rest and momenta is not rest[0]:
                 for mine, first in zip(rest[0], momenta, strict=True):
-                    mine.copy_(first)
+                    # where the first step is not applied, the kernel leaves memory as it found it
+                    keep = None if found_inf is None else found_inf.bool()
+                    mine.copy_(first if keep is None else torch.where(keep, mine, first))
 
         return run
 
@@ -105,6 +109,16 @@ def sgd_method(
         return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
 
     return Method(kernel, formula, fused)
+
+
+def _refuse_halves(params: list[Tensor]) -> None:
+    for x in params:
+        if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"sgd(fused=True) came with parameters in {x.dtype} on a CPU; torch's kernel "
+                "leaves most of them as they are, without an error, up to torch 2.13 "
+                "(github.com/pytorch/pytorch/issues/191763). Use fused=False."
+            )
 
 
 def adam_method(

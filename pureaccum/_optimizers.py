@@ -2,9 +2,10 @@
 
 At eager top level the arithmetic is that of torch's own kernels, so the numbers are bit for bit
 those of ``torch.optim`` with the same variant: ``fused=True`` is torch's fused kernel; otherwise
-the single-tensor and the foreach kernel, which agree, serve on a CPU and elsewhere (there as
-``capturable=True``). Under vmap, outer transforms and torch.compile the same formula runs in
-plain tensor operations, and agrees to a few units in the last place.
+the single-tensor kernel serves on a CPU and the foreach kernel elsewhere (as ``capturable=True``);
+the two agree for real numbers in float32 and float64. Under vmap, outer transforms and
+torch.compile the same formula runs in plain tensor operations, and agrees to a few units in the
+last place.
 """
 
 from typing import Any, NamedTuple
