@@ -217,7 +217,7 @@ def updated(
         new = counted(state, [entry], rule)
         if in_place and donate:
             grads = hand_over([*sums, *state[1:]], grads)
-    return new._replace(grads=unflatten(spec, grads)), entry
+    return AccumState(unflatten(spec, grads), *new[1:]), entry
 
 
 def empty(grads: Tree, device: torch.device) -> AccumState:

@@ -86,12 +86,8 @@ def chain(*parts: Any) -> Optimizer:
     if not parts:
         raise ValueError("chain() got nothing; expected gradient maps and, last, an optimizer.")
     for i, part in enumerate(parts[:-1]):
-        if not (callable(getattr(part, "init", None)) and callable(getattr(part, "update", None))):
-            cause = (
-                " It is an optimizer, which comes last."
-                if callable(getattr(part, "apply", None))
-                else ""
-            )
+        if not _has(part, "init", "update"):
+            cause = " It is an optimizer, which comes last." if _has(part, "init", "apply") else ""
             raise TypeError(
                 f"part {i} of chain is {_named(part)}; expected a gradient map, which has "
                 f"init(params) and update(grads, state) -> (grads, state).{cause}"
@@ -145,13 +141,14 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
             f"{what} is torch's {cls.__name__}, which changes parameters in place; expected "
             f"pureaccum's sgd, adam or adamw, or from_torch({cls.__name__}, lr=...)."
         )
-    init, plain = getattr(optimizer, "init", None), getattr(optimizer, "apply", None)
-    if not callable(init) or not callable(plain):
+    if not _has(optimizer, "init", "apply"):
         raise TypeError(
             f"{what} is {_named(optimizer)}; expected an optimizer, which has init(params) and "
             "apply(grads, state, params) -> (params, state): sgd, adam, adamw, from_torch(...), "
             "or chain(*maps, optimizer) for gradient maps."
         )
+
+    plain: Callable[..., Any] = optimizer.apply
 
     def apply(
         grads: Tree,
@@ -173,7 +170,12 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
             new = unflatten(after, hand_over(leaves_of(old), leaves_of(new)))
         return new
 
-    return Optimizer(init, apply)
+    return Optimizer(optimizer.init, apply)
+
+
+def _has(thing: Any, *methods: str) -> bool:
+    """Whether an object, not the class of one, has these methods."""
+    return not isinstance(thing, type) and all(callable(getattr(thing, m, None)) for m in methods)
 
 
 def _named(thing: Any) -> str:

@@ -48,6 +48,31 @@ class Spoiled(Refusing):
 NOTHING = torch.empty(0, device="cpu")
 
 
+class Interrupted(Refusing):
+    """What is left of donated parameters after an error in the middle of an optimizer's step."""
+
+    reason: ClassVar[str] = (
+        "this tensor belongs to parameters and a state that were given up with donate=True to a "
+        "step which failed in the middle, when some of their numbers had been changed already. "
+        "Begin again from a state that was not donated, or from init."
+    )
+
+
+def taking(donate: bool) -> Callable[[Tensor], Tensor]:
+    """How to get a tensor to write to: the memory of a donated one, else a copy.
+
+    A tensor that comes a second time (tied leaves) is copied too: it is not written to twice.
+    """
+    seen: set[int] = set()
+
+    def take(tensor: Tensor) -> Tensor:
+        own = donate and id(tensor) not in seen
+        seen.add(id(tensor))
+        return tensor.detach() if own else tensor.detach().clone()
+
+    return take
+
+
 def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
     """The new tensors, those among them that are old ones renewed; the old ones are marked."""
     given = {id(tensor): tensor for tensor in old}

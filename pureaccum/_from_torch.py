@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._donation import hand_over
+from ._donation import Interrupted, hand_over, mark, taking
 from ._inputs import check_fits, check_state, read_params
 from ._schedules import rate_at
 from ._torch import transform_active
@@ -107,7 +107,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 f"state.per_leaf has {len(state.per_leaf)} entries for {len(given)} leaves of "
                 "params. A state belongs to the params that it was made from by init."
             )
-        take = torch.Tensor.detach if donate else _copied
+        take = taking(donate)
         work = [take(x) for x in given]
         kept = map(take, state)
         if applied is None or bool(applied):
@@ -122,9 +122,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 kinds = seen[_likeness(given)]
                 for i, (x, held) in enumerate(zip(work, kept.per_leaf, strict=True)):
                     optimizer.state[x] = _decoded(held, (i,), kinds)
-            optimizer.step()
-            per_leaf = [_encoded(dict(optimizer.state[x]), (), {}) for x in work]
-            _check_same(cls, per_leaf, kept.per_leaf)
+            try:
+                optimizer.step()
+                per_leaf = [_encoded(dict(optimizer.state[x]), (), {}) for x in work]
+                _check_same(cls, per_leaf, kept.per_leaf)
+            except Exception:
+                if donate:
+                    mark([*given, *leaves(state)], Interrupted)
+                raise
             kept = TorchState(state.steps + 1, per_leaf, _encoded(_numbers(optimizer, lr), (), {}))
         if donate:
             hand_over([*given, *leaves(state)], ())
@@ -158,10 +163,6 @@ def _refuse_transforms(cls: type) -> None:
 
 def _likeness(leaves: list[Tensor]) -> Any:
     return tuple((x.shape, x.dtype, x.device) for x in leaves)
-
-
-def _copied(x: Tensor) -> Tensor:
-    return x.detach().clone()
 
 
 def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:

@@ -73,7 +73,7 @@ def sgd(
     (tensor([0., 1.]), tensor(1))
     """
     check_rate(lr)
-    check_at_least(0, momentum=momentum, weight_decay=weight_decay)
+    check_at_least(0, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
@@ -180,15 +180,16 @@ def _adam(
 ) -> Optimizer:
     check_rate(lr)
     check_at_least(0, eps=eps, weight_decay=weight_decay)
-    for i, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{i}] is {beta!r}; expected at least 0 and less than 1.")
+    numbers = isinstance(betas, (tuple, list)) and all(isinstance(b, (int, float)) for b in betas)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not numbers or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas is {betas!r}; expected two numbers from 0 to less than 1.")
 
     method = adam_method(betas, eps, weight_decay, amsgrad, maximize, fused, decoupled)
 
     def init(params: Tree) -> AdamState:
+        begun = begin(lr, params)
         most = zeros(params) if amsgrad else ()
-        return AdamState(*begin(lr, params), zeros(params), zeros(params), most)
+        return AdamState(*begun, zeros(params), zeros(params), most)
 
     def apply(
         grads: Tree,
@@ -198,7 +199,7 @@ def _adam(
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, AdamState]:
-        check_state(state, AdamState, "adam")
+        check_state(state, AdamState, "adamw" if decoupled else "adam")
         trees = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         if amsgrad:
             trees["max_exp_avg_sq"] = state.max_exp_avg_sq

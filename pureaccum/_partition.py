@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._chain import as_optimizer
 from ._inputs import check_fits, read_params
-from ._tree import Tree, flatten, unflatten
+from ._tree import Tree, flatten, paths, unflatten
 from ._update import Optimizer
 
 
@@ -55,7 +55,14 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
                 raise ValueError(
                     f"label_of_path({path!r}) is {label!r}; expected one of {sorted(known)}."
                 )
-            found.setdefault(label, {})[path] = i
+            positions = found.setdefault(label, {})
+            if path in positions:
+                one, other = (paths(spec, "params")[j] for j in (positions[path], i))
+                raise ValueError(
+                    f"{one} and {other} have the same path, {path!r}; expected keys whose names, "
+                    "joined by dots, tell leaves apart."
+                )
+            positions[path] = i
         return found
 
     def init(params: Tree) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._donation import hand_over, mark
+from ._donation import hand_over, mark, taking
 from ._inputs import check_fits, read_params
 from ._kernels import Columns, Method
 from ._schedules import Schedule, rate_at
@@ -75,6 +75,12 @@ def apply_method(
             "kept in the state; with a tensor or a schedule the state holds () there. A state of "
             "another configuration?"
         )
+    for name in state._fields[len(Begun._fields) :]:
+        if name not in trees and leaves_of(getattr(state, name)):
+            raise ValueError(
+                f"state.{name} holds tensors, but this optimizer keeps none there. A state of "
+                "another configuration?"
+            )
     rate = state.lr if is_number else rate_at(lr, state.steps)
     in_place = donate and not transform_active()
     new_params, new_trees = update(
@@ -85,7 +91,9 @@ def apply_method(
     if in_place:
         hand_over([state.steps, *leaves_of(state.lr)], ())
     changed = dict(zip(trees, new_trees, strict=True))
-    return new_params, state._replace(steps=steps, lr=kept, **changed)
+    # not _replace, from which torch 2.11's compiler returns broken tuples
+    rest = (changed.get(name, ()) for name in state._fields[2:])
+    return new_params, type(state)(steps, kept, *rest)
 
 
 def update(
@@ -131,11 +139,6 @@ def update(
     return rest[0], rest[1:]
 
 
-def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    dense = grad.to_dense() if grad.is_sparse else grad
-    return dense if dense.dtype == dtype else dense.to(dtype)
-
-
 _FOREIGN = "An optimizer's state belongs to the params that it was made from by init."
 
 
@@ -167,7 +170,7 @@ def _by_kernel(
     donate: bool,
 ) -> Columns:
     # Donated memory is written under new names, which take over if all goes well.
-    take = torch.Tensor.detach if donate else torch.Tensor.clone
+    take = taking(donate)
     work = [[take(x) for x in column] for column in columns]
     certain = True if applied is None else known(applied)
     number = known(rate)

@@ -1,0 +1,143 @@
+"""Random steps for optimizers, torch's classes beside them, and one optimizer of every kind."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from tests.purity.unchanged import bits
+
+
+def normal(shape: Sequence[int], random: torch.Generator, dtype: Any = torch.float32) -> Tensor:
+    """Numbers of very different sizes, and zeros among them."""
+    x = torch.randn(tuple(shape), generator=random, dtype=dtype)
+    sizes = torch.randint(-6, 7, x.shape, generator=random)
+    some = torch.randint(0, 8, x.shape, generator=random) > 0
+    return x * (2.0**sizes).to(x.real.dtype) * some
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    return optree.tree_leaves(tree, namespace="pureaccum")
+
+
+def clones(tree: Any) -> Any:
+    return optree.tree_map(torch.clone, tree, namespace="pureaccum")
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """The same tensors, leaf by leaf, signed zeros and NaN included."""
+    (xs, spec), (ys, other) = (
+        optree.tree_flatten(tree, namespace="pureaccum") for tree in (got, want)
+    )
+    assert spec == other
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), i
+        assert bits(x) == bits(y), (i, x, y)
+
+
+class Unread(Tensor):
+    """Stands for a scalar on an accelerator: nobody may read it on the host."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = (Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist)
+        assert func not in reads, f"{func} waits for the device"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def unread(scalar: Tensor) -> Tensor:
+    return scalar.clone().as_subclass(Unread)
+
+
+class Torchs:
+    """A class of ``torch.optim``, on copies of parameters, stepped with given gradients."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], params: Any, **settings: Any) -> None:
+        self.params = [x.detach().clone().requires_grad_() for x in leaves(params)]
+        self.optimizer = cls(self.params, **settings)
+
+    def step(self, grads: Any, lr: float | None = None) -> None:
+        for group in self.optimizer.param_groups if lr is not None else ():
+            group["lr"] = lr
+        for x, grad in zip(self.params, leaves(grads), strict=True):
+            x.grad = grad.to(x.dtype).clone()
+        self.optimizer.step()
+
+    def kept(self, name: str) -> list[Tensor]:
+        return [self.optimizer.state[x][name] for x in self.params]
+
+    def assert_same_params(self, params: Any) -> None:
+        assert_same_bits(leaves(params), [x.detach() for x in self.params])
+
+
+# One of every kind ------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """The state of ``Count``."""
+
+    count: Tensor
+    last: Any
+
+
+class Count:
+    """A user's gradient map with a state: the n-th gradient is multiplied by n."""
+
+    def init(self, params: Any) -> Counted:
+        return Counted(torch.zeros((), dtype=torch.int64), clones(params))
+
+    def update(self, grads: Any, state: Counted) -> tuple[Any, Counted]:
+        count = state.count + 1
+        return optree.tree_map(lambda g: g * count.to(g.dtype), grads), Counted(count, grads)
+
+
+class Polyak:
+    """A user's optimizer, which knows of no flag and no donation."""
+
+    def init(self, params: Any) -> Any:
+        return {"average": clones(params), "count": torch.zeros((), dtype=torch.int64)}
+
+    def apply(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        params = optree.tree_map(lambda x, g: x - 0.1 * g, params, grads)
+        count = state["count"] + 1
+        average = optree.tree_map(lambda a, x: a + (x - a) / count, state["average"], params)
+        return params, {"average": average, "count": count}
+
+
+def by_name(path: str) -> str:
+    return "bias" if path.endswith("b") else "rest"
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: pa.sgd(0.1),
+    "momentum": lambda: pa.sgd(0.1, 0.9, 0.5, 0.1),
+    "fused momentum": lambda: pa.sgd(0.1, 0.9, 0.5, 0.1, fused=True),
+    "nesterov, tensor": lambda: pa.sgd(torch.tensor(0.1), 0.9, nesterov=True),
+    "adam": lambda: pa.adam(0.1, maximize=True),
+    "adamw, amsgrad, schedule": lambda: pa.adamw(pa.cosine_decay(0.1, 9), amsgrad=True),
+    "fused adamw": lambda: pa.adamw(0.1, amsgrad=True, fused=True),
+    "from_torch": lambda: pa.from_torch(torch.optim.RMSprop, lr=0.1, momentum=0.9),
+    "from_torch, no state": lambda: pa.from_torch(torch.optim.SGD, lr=0.1),
+    "from_torch, schedule": lambda: pa.from_torch(torch.optim.NAdam, lr=pa.linear_warmup(0.1, 3)),
+    "chain": lambda: pa.chain(pa.clip_by_global_norm(1.0), Count(), pa.adamw(0.1)),
+    "partition": lambda: pa.partition(
+        {"bias": pa.sgd(0.1, 0.9), "rest": pa.chain(pa.clip_by_global_norm(1.0), pa.adam(0.1))},
+        by_name,
+    ),
+    "user": Polyak,
+    "user in a chain": lambda: pa.chain(Count(), Polyak()),
+}
+
+
+def make_optimizer(kind: str) -> Any:
+    """As ``make_step`` takes it: a user's own is made to know the flag and donation."""
+    made = KINDS[kind]()
+    return made if hasattr(made, "_fields") else pa.chain(made)
+
+
+def make_params(seed: int = 0) -> Any:
+    random = torch.Generator().manual_seed(seed)
+    return {"w": normal((3, 2), random), "b": normal((), random), "in": [normal((4,), random)]}
