@@ -73,7 +73,7 @@ def sgd(
     (tensor([0., 1.]), tensor(1))
     """
     check_rate(lr)
-    check_at_least(0, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+    check_at_least(0, momentum=momentum, weight_decay=weight_decay)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "

@@ -38,10 +38,10 @@ def test_learning_rates(make: Any) -> None:
 
 
 @MAKERS
-@pytest.mark.parametrize("name", ["weight_decay", "eps", "momentum", "dampening"])
+@pytest.mark.parametrize("name", ["weight_decay", "eps", "momentum"])
 @pytest.mark.parametrize("value", [-1e-3, math.inf, math.nan, None, "1"])
 def test_settings_below_zero_or_no_numbers(make: Any, name: str, value: Any) -> None:
-    if name not in {pa.sgd: ("weight_decay", "momentum", "dampening")}.get(
+    if name not in {pa.sgd: ("weight_decay", "momentum")}.get(
         make, ("weight_decay", "eps")
     ):
         return
