@@ -55,8 +55,8 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
         came = ", ".join(type(leaf).__name__ for leaf in batch.leaves) or "no leaf at all"
         raise ValueError(
             f"{root} holds no tensor ({came}), so it has no rows to cut or to count. Every tensor "
-            "of a batch argument has one row per sample along dim 0; batch_argnums says which "
-            "arguments are batches."
+            "of a batch has one row per sample along dim 0"
+            + ("; batch_argnums says which arguments are batches." if root == "args" else ".")
         )
     return batch.rows
 

@@ -98,6 +98,15 @@ def chain(*parts: Any) -> Optimizer:
     def init(params: Tree) -> tuple[Any, ...]:
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
+    def check(state: Any, params: Tree, root: str = "state") -> None:
+        if not isinstance(state, tuple) or len(state) != len(parts):
+            came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
+            raise TypeError(
+                f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of their "
+                "states that its init or its last call returned. A state of another configuration?"
+            )
+        optimizer.check(state[-1], params, f"{root}[{len(maps)}]")
+
     def apply(
         grads: Tree,
         state: tuple[Any, ...],
@@ -106,12 +115,7 @@ def chain(*parts: Any) -> Optimizer:
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, tuple[Any, ...]]:
-        if not isinstance(state, tuple) or len(state) != len(parts):  # pyright: ignore[reportUnnecessaryIsInstance]
-            came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
-            raise TypeError(
-                f"state is {came}; a chain of {len(parts)} parts expects the tuple of their states "
-                "that its init or its last call returned. A state of another configuration?"
-            )
+        check(state, params)
         new: list[Any] = []
         for map, old in zip(maps, state, strict=False):
             if isinstance(map, GradientMap):
@@ -126,7 +130,7 @@ def chain(*parts: Any) -> Optimizer:
         params, last = optimizer.apply(grads, state[-1], params, applied=applied, donate=donate)
         return params, (*new, last)
 
-    return Optimizer(init, apply)
+    return Optimizer(init, apply, check)
 
 
 def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._donation import Interrupted, hand_over, mark, taking
+from ._donation import Spoiled, hand_over, mark, taking
 from ._inputs import check_fits, check_state, read_params
 from ._schedules import rate_at
 from ._torch import transform_active
@@ -89,6 +89,15 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         count = torch.zeros((), dtype=torch.int64)
         return TorchState(count, map(torch.zeros_like, per_leaf), group)
 
+    def check(state: Any, params: Tree, root: str = "state") -> None:
+        check_state(state, TorchState, f"from_torch({cls.__name__})", root)
+        count = len(read_params(params)[0])
+        if len(state.per_leaf) != count:
+            raise ValueError(
+                f"{root}.per_leaf has {len(state.per_leaf)} entries for {count} leaves of params. "
+                "A state belongs to the params that it was made from by init."
+            )
+
     def apply(
         grads: Tree,
         state: TorchState,
@@ -98,15 +107,10 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         donate: bool = False,
     ) -> tuple[Tree, TorchState]:
         _refuse_transforms(cls)
-        check_state(state, TorchState, f"from_torch({cls.__name__})")
+        check(state, params)
         given, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
-        if len(state.per_leaf) != len(given):
-            raise ValueError(
-                f"state.per_leaf has {len(state.per_leaf)} entries for {len(given)} leaves of "
-                "params. A state belongs to the params that it was made from by init."
-            )
         take = taking(donate)
         work = [take(x) for x in given]
         kept = map(take, state)
@@ -128,14 +132,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 _check_same(cls, per_leaf, kept.per_leaf)
             except Exception:
                 if donate:
-                    mark([*given, *leaves(state)], Interrupted)
+                    mark([*given, *leaves(state)], Spoiled)
                 raise
             kept = TorchState(state.steps + 1, per_leaf, _encoded(_numbers(optimizer, lr), (), {}))
         if donate:
             hand_over([*given, *leaves(state)], ())
         return unflatten(spec, [x.detach() for x in work]), kept
 
-    return Optimizer(init, apply)
+    return Optimizer(init, apply, check)
 
 
 def _check_class(cls: Any) -> None:

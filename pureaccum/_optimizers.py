@@ -8,15 +8,16 @@ torch.compile the same formula runs in plain tensor operations, and agrees to a 
 last place.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._inputs import check_at_least, check_state
+from ._inputs import check_at_least
 from ._kernels import adam_method, sgd_method
 from ._schedules import check_rate
 from ._tree import Tree
-from ._update import Optimizer, Rate, apply_method, begin, zeros
+from ._update import Keeping, Optimizer, Rate, apply_method, begin, check_kept, zeros
 
 
 class SGDState(NamedTuple):
@@ -84,19 +85,8 @@ def sgd(
     def init(params: Tree) -> SGDState:
         return SGDState(*begin(lr, params), zeros(params) if momentum else ())
 
-    def apply(
-        grads: Tree,
-        state: SGDState,
-        params: Tree,
-        *,
-        applied: Tensor | None = None,
-        donate: bool = False,
-    ) -> tuple[Tree, SGDState]:
-        check_state(state, SGDState, "sgd")
-        trees = {"momentum": state.momentum} if momentum else {}
-        return apply_method(method, lr, grads, state, params, trees, applied, donate)
-
-    return Optimizer(init, apply)
+    keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
+    return Optimizer(init, partial(apply_method, method, keeping), partial(check_kept, keeping))
 
 
 def adam(
@@ -191,18 +181,6 @@ def _adam(
         most = zeros(params) if amsgrad else ()
         return AdamState(*begun, zeros(params), zeros(params), most)
 
-    def apply(
-        grads: Tree,
-        state: AdamState,
-        params: Tree,
-        *,
-        applied: Tensor | None = None,
-        donate: bool = False,
-    ) -> tuple[Tree, AdamState]:
-        check_state(state, AdamState, "adamw" if decoupled else "adam")
-        trees = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        if amsgrad:
-            trees["max_exp_avg_sq"] = state.max_exp_avg_sq
-        return apply_method(method, lr, grads, state, params, trees, applied, donate)
-
-    return Optimizer(init, apply)
+    trees = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
+    keeping = Keeping("adamw" if decoupled else "adam", AdamState, lr, trees)
+    return Optimizer(init, partial(apply_method, method, keeping), partial(check_kept, keeping))

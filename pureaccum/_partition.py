@@ -12,8 +12,10 @@ import optree
 from torch import Tensor
 
 from ._chain import as_optimizer
+from ._donation import Spoiled, mark
 from ._inputs import check_fits, read_params
 from ._tree import Tree, flatten, paths, unflatten
+from ._tree import leaves as leaves_of
 from ._update import Optimizer
 
 
@@ -72,6 +74,19 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
             for label, at in labels(spec).items()
         }
 
+    def check(state: Any, params: Tree, root: str = "state") -> None:
+        leaves, spec = read_params(params)
+        at = labels(spec)
+        if not isinstance(state, dict) or set(state) != set(at):
+            came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
+            raise TypeError(
+                f"{root} of partition holds {came}; expected a dict with a state for each label "
+                f"in use, {sorted(at)}. A state of another configuration?"
+            )
+        for label, positions in at.items():
+            part = {path: leaves[i] for path, i in positions.items()}
+            known[label].check(state[label], part, f"{root}[{label!r}]")
+
     def apply(
         grads: Tree,
         state: dict[str, Any],
@@ -83,25 +98,26 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         leaves, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")
+        check(state, params)
         at = labels(spec)
-        if not isinstance(state, dict) or set(state) != set(at):  # pyright: ignore[reportUnnecessaryIsInstance]
-            came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
-            raise TypeError(
-                f"the state of partition holds {came}; expected a dict with a state for each label "
-                f"in use, {sorted(at)}. A state of another configuration?"
-            )
         new = list(leaves)
         states: dict[str, Any] = {}
-        for label, positions in at.items():
-            updated, states[label] = known[label].apply(
-                {path: terms[i] for path, i in positions.items()},
-                state[label],
-                {path: leaves[i] for path, i in positions.items()},
-                applied=applied,
-                donate=donate,
-            )
-            for path, i in positions.items():
-                new[i] = updated[path]
+        given = [*leaves, *leaves_of(state)]
+        try:
+            for label, positions in at.items():
+                updated, states[label] = known[label].apply(
+                    {path: terms[i] for path, i in positions.items()},
+                    state[label],
+                    {path: leaves[i] for path, i in positions.items()},
+                    applied=applied,
+                    donate=donate,
+                )
+                for path, i in positions.items():
+                    new[i] = updated[path]
+        except BaseException:
+            if states and donate:  # what the first ones gave up is lost
+                mark(given, Spoiled)
+            raise
         return unflatten(spec, new), states
 
-    return Optimizer(init, apply)
+    return Optimizer(init, apply, check)

@@ -22,7 +22,7 @@ from ._batches import check_size, read_batch
 from ._buffers import Threading, begin, check_policy
 from ._call import caller, onwards
 from ._chain import as_optimizer
-from ._donation import hand_over
+from ._donation import Spoiled, hand_over, mark
 from ._engine import Nonfinite, Rule, check_rule
 from ._finish import finished
 from ._inputs import check_state, read_params, refuse_autocast_cache
@@ -33,7 +33,7 @@ from ._precision import Policy, check_precision, under
 from ._random import key
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
-from ._tree import Tree, flatten, map, unflatten, zeros
+from ._tree import Tree, check_same_structure, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._window import Window, fold, read_cut
 
@@ -110,6 +110,8 @@ def make_step(
     check_policy(buffers)
     if microbatch_size is not None:
         check_size(microbatch_size)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of (params, batch).")
     if loss_scale is not None and not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"loss_scale is {loss_scale!r}; expected dynamic_loss_scale(), static_loss_scale(...) "
@@ -138,6 +140,8 @@ def make_step(
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
     """The first state; it shares no memory with what it is made of."""
     check_buffers(plan, buffers)
+    if plan.buffers:
+        begin(plan.buffers, buffers)  # names what is no tensor
     leaves, _ = read_params(params)
     device = leaves[0].device
     if plan.policy is not None:
@@ -158,7 +162,7 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
 
 def _whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
     leaves, spec = _read(plan, state)
-    cut = read_cut(batch, plan.size, plan.has_aux)
+    cut = read_cut(batch, plan.size, plan.has_aux, "batch")
     weighted: set[bool] = set()
     window = Window(
         caller(plan, state, spec, weighted),
@@ -175,7 +179,7 @@ def _whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, Step
     with outside_inference_mode():
         accum, unit, carried, aux, _ = fold(window)
         # A batch in one microbatch passes through untouched, and its mean weighs 1.
-        rows = float(cut.batch.rows or 1) if cut.most == 1 and weighted == {False} else 1.0
+        rows = float(cut.batch.rows or 1) if cut.untouched and weighted == {False} else 1.0
         return finished(plan, state, accum, carried, aux, unit=unit, rows=rows, own=True)
 
 
@@ -189,7 +193,7 @@ def _begin(plan: Plan, state: TrainState) -> StepWindow:
 
 def _update(plan: Plan, state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
     leaves, spec = _read(plan, state)
-    carried = _carried_by(window, leaves, spec)
+    carried = _carried_by(plan, state, window, leaves, spec)
     rows = read_batch(microbatch, "microbatch").rows
     call = caller(plan, state, spec, set())
 
@@ -219,12 +223,17 @@ def _update(plan: Plan, state: TrainState, window: StepWindow, microbatch: Tree)
 
 def _apply(plan: Plan, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
     leaves, spec = _read(plan, state)
-    carried = _carried_by(window, leaves, spec)
+    carried = _carried_by(plan, state, window, leaves, spec)
     own = plan.donate and not transform_active()
     sums = flatten(window.accum.grads)[0]
     accum = window.accum._replace(grads=[x.detach() for x in sums] if own else sums)
-    with outside_inference_mode():
-        result = finished(plan, state, accum, carried, (), own=own)
+    try:
+        with outside_inference_mode():
+            result = finished(plan, state, accum, carried, (), own=own)
+    except BaseException:
+        if own:
+            mark(sums, Spoiled)
+        raise
     if own:
         hand_over(leaves_of(window), ())
     return result
@@ -244,9 +253,15 @@ def _read(plan: Plan, state: TrainState) -> tuple[list[Tensor], optree.PyTreeSpe
     return leaves, spec
 
 
-def _carried_by(window: Any, leaves: list[Tensor], spec: optree.PyTreeSpec) -> tuple[Any, Tensor]:
+def _carried_by(
+    plan: Plan, state: TrainState, window: Any, leaves: list[Tensor], spec: optree.PyTreeSpec
+) -> tuple[Any, Tensor]:
     check_state(window, StepWindow, "this step", "the window")
     check_belongs(window.accum, leaves, spec)
+    expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
+    specs = flatten(expected)[1], flatten(window.buffers)[1]
+    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
+    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
     return window.buffers, window.samples
 
 

@@ -103,8 +103,13 @@ def check_train_state(plan: Plan, state: Any) -> None:
             f"state.loss_scale is {state.loss_scale!r}, but this step was made "
             f"{'without' if scaled else 'with'} a loss scale. A state of another configuration?"
         )
-    if not isinstance(state.key, Tensor) or state.key.shape[-1:] != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"state.key is {state.key!r}; expected a key, as key(seed) makes it.")
+    if not isinstance(state.key, Tensor) or state.key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
+        came = tuple(state.key.shape) if isinstance(state.key, Tensor) else state.key  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. States "
+            "that are stacked go through torch.func.vmap."
+        )
+    plan.optimizer.check(state.opt_state, state.params, "state.opt_state")
 
 
 def check_buffers(plan: Plan, given: Tree) -> None:

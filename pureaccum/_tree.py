@@ -143,11 +143,15 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
-    norms = [torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype)) for x in leaves(tree)]
+    norms = [_norm(x.coalesce().values() if x.is_sparse else x) for x in leaves(tree)]
     if not norms:
         return torch.zeros(())
     widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, widest) for n in norms]))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype))
 
 
 def all_finite(tree: Tree) -> Tensor:

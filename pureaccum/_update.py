@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._donation import hand_over, mark, taking
-from ._inputs import check_fits, read_params
+from ._inputs import check_fits, check_state, read_params
 from ._kernels import Columns, Method
 from ._schedules import Schedule, rate_at
 from ._torch import transform_active
@@ -29,11 +29,13 @@ class Optimizer(NamedTuple):
 
     ``apply`` also takes ``applied``, a 0-d bool tensor: where it is false, params and state come
     back bit for bit as they were; and ``donate=True``: params and state are given up, and grads
-    too if a gradient map changes them.
+    too if a gradient map changes them. ``check(state, params, root)`` raises where a state does not
+    fit, and calls it ``root``.
     """
 
     init: Callable[[Tree], Any]
     apply: Callable[..., tuple[Tree, Any]]
+    check: Callable[[Any, Tree, str], None] = lambda state, params, root: None
 
 
 class Begun(NamedTuple):
@@ -57,50 +59,74 @@ def zeros(params: Tree) -> Tree:
     return map(lambda x: torch.zeros_like(x, requires_grad=False), params)
 
 
+class Keeping(NamedTuple):
+    """What the state of a method looks like: it begins as ``Begun`` does, and trees follow."""
+
+    owner: str
+    kind: type
+    lr: Rate
+    trees: tuple[str, ...]  # the names of those that are kept; the others hold ()
+
+    @property
+    def rate_is_kept(self) -> bool:
+        """Whether the learning rate is a number, which stands in the state."""
+        return isinstance(self.lr, (int, float))
+
+
+def check_kept(keeping: Keeping, state: Any, params: Tree, root: str = "state") -> None:
+    """Check that a state is of that look and of these params."""
+    check_state(state, keeping.kind, keeping.owner, root)
+    if keeping.rate_is_kept != isinstance(state.lr, Tensor):
+        raise ValueError(
+            f"{root}.lr is {state.lr!r}, but this optimizer was made with lr={keeping.lr!r}. A "
+            "number is kept in the state; with a tensor or a schedule the state holds () there. A "
+            "state of another configuration?"
+        )
+    leaves, spec = read_params(params)
+    for name in state._fields[len(Begun._fields) :]:
+        column, column_spec = flatten(getattr(state, name))
+        if name in keeping.trees:
+            check_fits(column, column_spec, leaves, spec, (f"{root}.{name}", "params"), _FOREIGN)
+        elif column:
+            raise ValueError(
+                f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
+                "another configuration?"
+            )
+
+
 def apply_method(
     method: Method,
-    lr: Rate,
+    keeping: Keeping,
     grads: Tree,
     state: Any,
     params: Tree,
-    trees: dict[str, Tree],
-    applied: Tensor | None,
-    donate: bool,
+    *,
+    applied: Tensor | None = None,
+    donate: bool = False,
 ) -> tuple[Tree, Any]:
-    """One step of a method whose state begins as ``Begun`` does and goes on with ``trees``."""
-    is_number = isinstance(lr, (int, float))
-    if is_number != isinstance(state.lr, Tensor):
-        raise ValueError(
-            f"state.lr is {state.lr!r}, but this optimizer was made with lr={lr!r}. A number is "
-            "kept in the state; with a tensor or a schedule the state holds () there. A state of "
-            "another configuration?"
-        )
-    for name in state._fields[len(Begun._fields) :]:
-        if name not in trees and leaves_of(getattr(state, name)):
-            raise ValueError(
-                f"state.{name} holds tensors, but this optimizer keeps none there. A state of "
-                "another configuration?"
-            )
-    rate = state.lr if is_number else rate_at(lr, state.steps)
+    """One step of a method."""
+    check_kept(keeping, state, params)
+    rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
     in_place = donate and not transform_active()
+    trees = [getattr(state, name) for name in keeping.trees]
     new_params, new_trees = update(
         method, grads, params, trees, state.steps, rate, applied, in_place
     )
     steps = state.steps + (1 if applied is None else applied.to(state.steps.device))
-    kept = () if isinstance(state.lr, tuple) else state.lr.clone()
+    lr = state.lr.clone() if keeping.rate_is_kept else ()
     if in_place:
         hand_over([state.steps, *leaves_of(state.lr)], ())
-    changed = dict(zip(trees, new_trees, strict=True))
+    changed = dict(zip(keeping.trees, new_trees, strict=True))
     # not _replace, from which torch 2.11's compiler returns broken tuples
-    rest = (changed.get(name, ()) for name in state._fields[2:])
-    return new_params, type(state)(steps, kept, *rest)
+    rest = (changed.get(name, ()) for name in state._fields[len(Begun._fields) :])
+    return new_params, state.__class__(steps, lr, *rest)
 
 
 def update(
     method: Method,
     grads: Tree,
     params: Tree,
-    trees: dict[str, Tree],
+    trees: list[Tree],
     count: Tensor,
     rate: Tensor,
     applied: Tensor | None,
@@ -112,7 +138,7 @@ def update(
         method: The kernel and the formula.
         grads: Gradients, a tree like params.
         params: Parameters.
-        trees: The trees of the optimizer's state, by name.
+        trees: The trees of the optimizer's state, which fit.
         count: How many steps were applied before this one.
         rate: The learning rate.
         applied: Whether this step is; None: it is.
@@ -121,11 +147,7 @@ def update(
     leaves, spec = read_params(params)
     terms, terms_spec = flatten(grads)
     check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), _FOREIGN)
-    columns = [leaves]
-    for name, tree in trees.items():
-        column, column_spec = flatten(tree)
-        check_fits(column, column_spec, leaves, spec, (f"state.{name}", "params"), _FOREIGN)
-        columns.append(column)
+    columns = [leaves, *(leaves_of(tree) for tree in trees)]
     terms = [
         (g.to_dense() if g.is_sparse else g).to(x.dtype) for g, x in zip(terms, leaves, strict=True)
     ]

@@ -29,10 +29,14 @@ class Cut(NamedTuple):
     size: int | None
 
     @property
+    def untouched(self) -> bool:
+        """Whether it fits into one microbatch."""
+        return self.size is None or self.size >= (self.batch.rows or 0)
+
+    @property
     def most(self) -> int:
         """The most rows that a microbatch counts for."""
-        size, rows = self.size, self.batch.rows or 0
-        return 1 if size is None or size >= rows else size
+        return 1 if self.size is None or self.untouched else self.size
 
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
@@ -43,7 +47,7 @@ class Cut(NamedTuple):
         rows = batch.rows or 0
         for start, part in zip(range(0, rows, size), cut(batch, size), strict=True):
             held = min(size, rows - start)
-            yield part, held, held if rows > size else 1
+            yield part, held, 1 if self.untouched else held
 
 
 class Window(NamedTuple):
@@ -71,10 +75,10 @@ class Folded(NamedTuple):
     dtype: torch.dtype  # of the loss
 
 
-def read_cut(batch: Tree, size: int | None, has_aux: bool) -> Cut:
+def read_cut(batch: Tree, size: int | None, has_aux: bool, root: str = "args") -> Cut:
     """Check a batch that is to be cut into microbatches of ``size`` rows."""
-    flat = read_batch(batch, "args")
-    if size is not None and need_rows(flat, "args") == 0 and has_aux:
+    flat = read_batch(batch, root)
+    if size is not None and need_rows(flat, root) == 0 and has_aux:
         raise ValueError(
             "the batch has no rows, so the loss is never called and there is no aux to return; "
             "has_aux=True needs one row at least."

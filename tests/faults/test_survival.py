@@ -24,7 +24,7 @@ from tests.purity.unchanged import unchanged
 
 
 PARAMS = make_params()
-SPOILED = ("given up with donate=True", "failed", "backward pass", "state that was not donated")
+SPOILED = ("given up with donate=True", "failed in the middle", "state that was not donated")
 engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)
 
