@@ -48,19 +48,15 @@ class Spoiled(Refusing):
 NOTHING = torch.empty(0, device="cpu")
 
 
-def taking(donate: bool) -> Callable[[Tensor], Tensor]:
-    """How to get a tensor to write to: the memory of a donated one, else a copy.
+def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
+    """Tensors to write to: the memory of donated ones under new names, else copies.
 
-    A tensor that comes a second time (tied leaves) is copied too: it is not written to twice.
+    Where a tensor comes twice (tied leaves), all are copied: none is written to twice.
     """
-    seen: set[int] = set()
-
-    def take(tensor: Tensor) -> Tensor:
-        own = donate and id(tensor) not in seen
-        seen.add(id(tensor))
-        return tensor.detach() if own else tensor.detach().clone()
-
-    return take
+    every = [id(x) for column in columns for x in column]
+    if donate and len(set(every)) == len(every):
+        return [[x.detach() for x in column] for column in columns]
+    return [[x.detach().clone() for x in column] for column in columns]
 
 
 def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._donation import Spoiled, hand_over, mark, taking
+from ._donation import Spoiled, hand_over, mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._schedules import rate_at
 from ._torch import transform_active
@@ -111,9 +111,9 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         given, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
-        take = taking(donate)
-        work = [take(x) for x in given]
-        kept = map(take, state)
+        before, state_spec = flatten(state)
+        work, before = taken([given, before], donate)
+        kept = unflatten(state_spec, before)
         if applied is None or bool(applied):
             started = state.steps.item() > 0
             if started and _likeness(given) not in seen:

@@ -9,10 +9,11 @@ tensor operations.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
-from ._donation import hand_over, mark, taking
+from ._donation import mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._kernels import Columns, Method
 from ._schedules import Schedule, rate_at
@@ -35,7 +36,7 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Tree], Any]
     apply: Callable[..., tuple[Tree, Any]]
-    check: Callable[[Any, Tree, str], None] = lambda state, params, root: None
+    check: Callable[[Any, Tree, str], object] = lambda state, params, root: None
 
 
 class Begun(NamedTuple):
@@ -73,7 +74,14 @@ class Keeping(NamedTuple):
         return isinstance(self.lr, (int, float))
 
 
-def check_kept(keeping: Keeping, state: Any, params: Tree, root: str = "state") -> None:
+class Fitted(NamedTuple):
+    """Parameters and the trees of a state that fits them, flattened."""
+
+    columns: Columns
+    spec: optree.PyTreeSpec
+
+
+def check_kept(keeping: Keeping, state: Any, params: Tree, root: str = "state") -> Fitted:
     """Check that a state is of that look and of these params."""
     check_state(state, keeping.kind, keeping.owner, root)
     if keeping.rate_is_kept != isinstance(state.lr, Tensor):
@@ -83,15 +91,18 @@ def check_kept(keeping: Keeping, state: Any, params: Tree, root: str = "state") 
             "state of another configuration?"
         )
     leaves, spec = read_params(params)
+    columns = [leaves]
     for name in state._fields[len(Begun._fields) :]:
         column, column_spec = flatten(getattr(state, name))
         if name in keeping.trees:
             check_fits(column, column_spec, leaves, spec, (f"{root}.{name}", "params"), _FOREIGN)
+            columns.append(column)
         elif column:
             raise ValueError(
                 f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
                 "another configuration?"
             )
+    return Fitted(columns, spec)
 
 
 def apply_method(
@@ -105,60 +116,32 @@ def apply_method(
     donate: bool = False,
 ) -> tuple[Tree, Any]:
     """One step of a method."""
-    check_kept(keeping, state, params)
+    columns, spec = check_kept(keeping, state, params)
+    terms, terms_spec = flatten(grads)
+    check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), _FOREIGN)
+    terms = [_dense(g, x.dtype) for g, x in zip(terms, columns[0], strict=True)]
     rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
+    given = terms, columns, state.steps + 1, rate, applied
     in_place = donate and not transform_active()
-    trees = [getattr(state, name) for name in keeping.trees]
-    new_params, new_trees = update(
-        method, grads, params, trees, state.steps, rate, applied, in_place
-    )
+    if transform_active():
+        new = _by_formula(method, *given)
+    else:
+        with torch.no_grad():
+            new = _by_kernel(method, *given, donate)
     steps = state.steps + (1 if applied is None else applied.to(state.steps.device))
     lr = state.lr.clone() if keeping.rate_is_kept else ()
     if in_place:
-        hand_over([state.steps, *leaves_of(state.lr)], ())
-    changed = dict(zip(keeping.trees, new_trees, strict=True))
+        mark([state.steps, *leaves_of(state.lr)])
+    new_params, *trees = (unflatten(spec, column) for column in new)
+    changed = dict(zip(keeping.trees, trees, strict=True))
     # not _replace, from which torch 2.11's compiler returns broken tuples
     rest = (changed.get(name, ()) for name in state._fields[len(Begun._fields) :])
     return new_params, state.__class__(steps, lr, *rest)
 
 
-def update(
-    method: Method,
-    grads: Tree,
-    params: Tree,
-    trees: list[Tree],
-    count: Tensor,
-    rate: Tensor,
-    applied: Tensor | None,
-    donate: bool,
-) -> tuple[Tree, list[Tree]]:
-    """New parameters and new state trees.
-
-    Args:
-        method: The kernel and the formula.
-        grads: Gradients, a tree like params.
-        params: Parameters.
-        trees: The trees of the optimizer's state, which fit.
-        count: How many steps were applied before this one.
-        rate: The learning rate.
-        applied: Whether this step is; None: it is.
-        donate: Whether params and trees are given up.
-    """
-    leaves, spec = read_params(params)
-    terms, terms_spec = flatten(grads)
-    check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), _FOREIGN)
-    columns = [leaves, *(leaves_of(tree) for tree in trees)]
-    terms = [
-        (g.to_dense() if g.is_sparse else g).to(x.dtype) for g, x in zip(terms, leaves, strict=True)
-    ]
-    step = count + 1
-    if transform_active():
-        new = _by_formula(method, terms, columns, step, rate, applied)
-    else:
-        with torch.no_grad():
-            new = _by_kernel(method, terms, columns, step, rate, applied, donate)
-    rest = [unflatten(spec, column) for column in new]
-    return rest[0], rest[1:]
+def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    dense = grad.to_dense() if grad.is_sparse else grad
+    return dense if dense.dtype == dtype else dense.to(dtype)
 
 
 _FOREIGN = "An optimizer's state belongs to the params that it was made from by init."
@@ -192,8 +175,7 @@ def _by_kernel(
     donate: bool,
 ) -> Columns:
     # Donated memory is written under new names, which take over if all goes well.
-    take = taking(donate)
-    work = [[take(x) for x in column] for column in columns]
+    work = taken(columns, donate)
     certain = True if applied is None else known(applied)
     number = known(rate)
     rate_ = rate if number is None else number
