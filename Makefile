@@ -19,7 +19,7 @@ demo: $(VENV)/installed  ## see the exactness claim, in a few seconds
 	$(RUN) pureaccum demo
 
 test: $(VENV)/installed  ## run the tests and the doctests
-	$(RUN) pytest
+	$(RUN) pytest -n auto --dist worksteal
 
 bench: $(VENV)/installed  ## measure against hand-written loops; arguments in BENCH="..."
 	$(RUN) tests.benchmarks $(BENCH)
