@@ -69,7 +69,7 @@ def named(item: plan.Cell | plan.Peak) -> dict:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="about three minutes (the default)")
+    size.add_argument("--quick", action="store_true", help="about five minutes (the default)")
     size.add_argument("--full", action="store_true", help="every width, row count and window")
     parser.add_argument("--only", choices=("time", "memory"), help="leave the other half out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every raw number")
