@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -327,11 +327,13 @@ def after_two_steps(rule: Any, size: int | None, knobs: dict[str, Any]) -> Calla
         [{}, {"keys": True}, {"nonfinite": "skip"}, {"loss_scale": pa.static_loss_scale(2.0**10)}]
     ),
 )
+@example(seed=17020, size=None, knobs={})
 def test_derivatives_through_two_steps(rule: Any, size: Any, knobs: Any, seed: int) -> None:
     """Backwards and forwards, beside central differences of the eager run.
 
-    A central difference is off by ``c * h**2``, which that of ``2 * h`` tells, and by the rounding
-    of its two values, some units in the last place over ``h``.
+    A central difference is off by ``c * h**2``, which those of ``2 * h`` and ``4 * h`` tell (one of
+    them alone may be close by chance: clipping sets in between), and by the rounding of its two
+    values, some units in the last place over ``h``.
     """
     run = after_two_steps(rule, size, knobs)
     at = torch.tensor(0.1, dtype=torch.float64), make_params(seed)
@@ -347,10 +349,10 @@ def test_derivatives_through_two_steps(rule: Any, size: Any, knobs: Any, seed: i
     def difference(h: float) -> Tensor:
         return (moved(h) - moved(-h)) / (2 * h)
 
-    h = 1e-4
-    near, far = difference(h), difference(2 * h)
+    h = 5e-5
+    near, *far = (difference(k * h) for k in (1, 2, 4))
     value = run(*at)
-    slack = (near - far).abs() + 2**10 * U64 * (1 + value) / h
+    slack = max((near - x).abs() for x in far) + 2**10 * U64 * (1 + value) / h
 
     grads = torch.func.grad(run, (0, 1))(*at)
     pairs = zip(leaves(grads), leaves(along), strict=True)
