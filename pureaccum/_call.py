@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._batches import need_rows, read_batch
 from ._buffers import advance, collect, watching
-from ._loss import Weighted
+from ._loss import Weighted, is_pair
 from ._random import fold_in
 from ._train_state import Plan, TrainState
 from ._tree import Tree, unflatten
@@ -43,7 +43,7 @@ def caller(
         collected: Any = ()
         if plan.buffers is None:
             out = plan.loss_fn(params, part, **named)
-            if not plan.has_aux or not _is_pair(out):  # what is wrong with it is said elsewhere
+            if not plan.has_aux or not is_pair(out):  # what is wrong with it is said elsewhere
                 weighted.add(isinstance(out, Weighted))
                 return out
             loss, aux = out
@@ -62,17 +62,13 @@ def caller(
 
 def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
     """Loss, new buffers and aux of what a loss with buffers returned."""
-    if not _is_pair(out) or (has_aux and not _is_pair(out[1])):
+    if not is_pair(out) or (has_aux and not is_pair(out[1])):
         wanted = "(loss, (new_buffers, aux))" if has_aux else "(loss, new_buffers)"
         raise TypeError(
             f"the loss returned a {type(out).__name__}; with buffers configured and "
             f"has_aux={has_aux} it returns {wanted}."
         )
     return (out[0], *out[1]) if has_aux else (*out, ())
-
-
-def _is_pair(out: Any) -> bool:
-    return isinstance(out, tuple) and not isinstance(out, Weighted) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]
 
 
 def onwards(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._accumulator import AccumState
 from ._buffers import finish
-from ._donation import hand_over
+from ._donation import mark
 from ._loss import divisor, mean_value
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, TrainState
@@ -96,5 +96,5 @@ def finished(
     )
     if donate:
         rest = (state.buffers, state.loss_scale, *state[4:])
-        hand_over(leaves_of(rest), ())
+        mark(leaves_of(rest))
     return new, info

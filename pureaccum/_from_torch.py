@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._donation import Spoiled, hand_over, mark, taken
+from ._donation import Spoiled, mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._schedules import rate_at
 from ._torch import transform_active
@@ -136,7 +136,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 raise
             kept = TorchState(state.steps + 1, per_leaf, _encoded(_numbers(optimizer, lr), (), {}))
         if donate:
-            hand_over([*given, *leaves(state)], ())
+            mark([*given, *leaves(state)])
         return unflatten(spec, [x.detach() for x in work]), kept
 
     return Optimizer(init, apply, check)

@@ -57,12 +57,12 @@ class Shape(NamedTuple):
 def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
     """Check what a loss returned and take it apart."""
     if has_aux:
-        if not isinstance(out, tuple) or isinstance(out, Weighted) or len(out) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        if not is_pair(out):
             raise TypeError(
                 f"the loss returned {_describe(out)}; with has_aux=True it returns a pair "
                 "(loss, aux), the loss a 0-d tensor or Weighted."
             )
-        loss, aux = out  # pyright: ignore[reportUnknownVariableType]
+        loss, aux = out
     else:
         loss, aux = out, ()
     if isinstance(loss, Weighted):
@@ -77,6 +77,11 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
     if total.dtype in (torch.float16, torch.bfloat16):
         total = total.float()  # 65536, a common loss scale, is inf in fp16
     return Read(total, weight, tensors), shape
+
+
+def is_pair(out: Any) -> bool:
+    """Whether a loss returned two things; ``Weighted`` is one."""
+    return isinstance(out, tuple) and not isinstance(out, Weighted) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]
 
 
 def join_aux(tensors: list[Tensor], shape: Shape) -> Any:

@@ -235,7 +235,7 @@ def _apply(plan: Plan, state: TrainState, window: StepWindow) -> tuple[TrainStat
             mark(sums, Spoiled)
         raise
     if own:
-        hand_over(leaves_of(window), ())
+        mark(leaves_of(window))
     return result
 
 

@@ -174,15 +174,19 @@ def _by_kernel(
     applied: Tensor | None,
     donate: bool,
 ) -> Columns:
-    # Donated memory is written under new names, which take over if all goes well.
-    work = taken(columns, donate)
     certain = True if applied is None else known(applied)
     number = known(rate)
     rate_ = rate if number is None else number
-    if certain is False:
+    kernel = method.kernel(step, rate_)
+    by_formula = kernel is None and certain is not False
+    # Donated memory is written under new names, which take over if all goes well.
+    work = (
+        _by_formula(method, grads, columns, step, rate, applied)
+        if by_formula
+        else taken(columns, donate)
+    )
+    if certain is False or kernel is None:
         pass
-    elif (kernel := method.kernel(step, rate_)) is None:
-        work = _by_formula(method, grads, columns, step, rate, applied)
     elif certain or method.fused:
         kernel(work, grads, step, rate_, None if certain else (~applied).float())  # pyright: ignore
     elif donate:
