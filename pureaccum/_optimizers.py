@@ -17,7 +17,7 @@ from ._inputs import check_at_least
 from ._kernels import adam_method, sgd_method
 from ._schedules import check_rate
 from ._tree import Tree
-from ._update import Keeping, Optimizer, Rate, apply_method, begin, check_kept, zeros
+from ._update import Keeping, Optimizer, Rate, apply_method, begin, check_kept, moment
 
 
 class SGDState(NamedTuple):
@@ -83,7 +83,7 @@ def sgd(
     method = sgd_method(momentum, dampening, weight_decay, nesterov, maximize, fused)
 
     def init(params: Tree) -> SGDState:
-        return SGDState(*begin(lr, params), zeros(params) if momentum else ())
+        return SGDState(*begin(lr, params), moment(params) if momentum else ())
 
     keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
     return Optimizer(init, partial(apply_method, method, keeping), partial(check_kept, keeping))
@@ -178,8 +178,8 @@ def _adam(
 
     def init(params: Tree) -> AdamState:
         begun = begin(lr, params)
-        most = zeros(params) if amsgrad else ()
-        return AdamState(*begun, zeros(params), zeros(params), most)
+        most = moment(params) if amsgrad else ()
+        return AdamState(*begun, moment(params), moment(params), most)
 
     trees = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
     keeping = Keeping("adamw" if decoupled else "adam", AdamState, lr, trees)

@@ -74,7 +74,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
             for label, at in labels(spec).items()
         }
 
-    def check(state: Any, params: Tree, root: str = "state") -> None:
+    def check(state: Any, params: Tree, root: str = "state") -> dict[str, dict[str, int]]:
         leaves, spec = read_params(params)
         at = labels(spec)
         if not isinstance(state, dict) or set(state) != set(at):
@@ -86,6 +86,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         for label, positions in at.items():
             part = {path: leaves[i] for path, i in positions.items()}
             known[label].check(state[label], part, f"{root}[{label!r}]")
+        return at
 
     def apply(
         grads: Tree,
@@ -98,8 +99,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         leaves, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")
-        check(state, params)
-        at = labels(spec)
+        at = check(state, params)
         new = list(leaves)
         states: dict[str, Any] = {}
         given = [*leaves, *leaves_of(state)]

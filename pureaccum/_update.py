@@ -55,8 +55,8 @@ def begin(lr: Rate, params: Tree) -> Begun:
     return Begun(steps, rate)
 
 
-def zeros(params: Tree) -> Tree:
-    """A moment, in the dtypes of the parameters, as in torch."""
+def moment(params: Tree) -> Tree:
+    """Zeros in the dtypes of the parameters, as in torch."""
     return map(lambda x: torch.zeros_like(x, requires_grad=False), params)
 
 
