@@ -1,5 +1,6 @@
 """The exact full-batch gradient, as a pure function, in the memory of one microbatch."""
 
+from . import testing as testing
 from ._accumulator import AccumState as AccumState
 from ._accumulator import accumulator as accumulator
 from ._batches import microbatches as microbatches

@@ -30,24 +30,52 @@ FLOORS = (
     {"_window", "_train_state"},
     {"_transforms", "_call", "_finish"},
     {"_step"},
+    {
+        "testing._compare",
+        "testing._exact_data",
+        "testing._faults",
+        "testing._histories",
+        "testing._reach",
+        "testing._report",
+        "testing._wide",
+        "testing.mutants",
+    },
+    {"testing._assertions", "testing._exact_losses", "testing._pure", "testing._subject"},
+    {"testing._trials", "testing._watch", "testing._weights", "testing.strategies"},
+    {"testing._loop", "testing._natively", "testing._of_rows"},
+    {"testing._diagnose"},
+    {"testing._check"},
+    {"testing._command", "testing"},
     {"__init__"},
     {"__main__"},
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-FILES = sorted(Path(pureaccum.__file__).parent.rglob("*.py"))
+PACKAGE = Path(pureaccum.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
 NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}  # public, in spite of their underscore
 
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+def name_of(file: Path) -> str:
+    """``_tree``, ``testing._report``; a folder's ``__init__`` goes by the folder's name."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """The files of the package that a file imports."""
+every_file = pytest.mark.parametrize("file", FILES, ids=name_of)
+
+
+def imports(tree: ast.AST, folder: tuple[str, ...] = ()) -> Iterator[str]:
+    """The files of the package that a file in one of its folders imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             if node.level == 0 and (node.module or "").split(".")[0] != "pureaccum":
                 continue
-            module = (node.module or "").removeprefix("pureaccum").lstrip(".")
-            yield from [module] if module else [a.name for a in node.names if a.name in FLOOR]
+            inside = folder[: len(folder) + 1 - node.level] if node.level else ()
+            module = (node.module or "").removeprefix("pureaccum" * (not node.level)).lstrip(".")
+            base = ".".join(filter(None, [*inside, module]))
+            names = [".".join(filter(None, [base, a.name])) for a in node.names]
+            found = [name for name in names if name in FLOOR]
+            yield from found or ([base] if base else [])
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "pureaccum":
@@ -72,13 +100,14 @@ def private(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_file_has_a_floor() -> None:
-    assert {file.stem for file in FILES} <= set(FLOOR)
+    assert set(map(name_of, FILES)) == set(FLOOR)
 
 
 @every_file
 def test_imports_point_to_lower_floors(file: Path) -> None:
-    up = {name for name in imports(ast.parse(file.read_text())) if FLOOR[name] >= FLOOR[file.stem]}
-    assert not up
+    folder = file.relative_to(PACKAGE).parent.parts
+    found = set(imports(ast.parse(file.read_text()), folder))
+    assert not {name for name in found if FLOOR[name] >= FLOOR[name_of(file)]}
 
 
 @every_file
@@ -98,4 +127,6 @@ def test_the_parser_sees_what_it_looks_for() -> None:
         "from torch._C import y\nmodule._parameters\ngetattr(module, '_buffers')\nstate._replace\n"
     )
     assert set(imports(tree)) == {"_engine", "_loss", "_sums"}
+    tree = ast.parse("from .._tree import map\nfrom . import _wide\nfrom ._report import Leaf\n")
+    assert set(imports(tree, ("testing",))) == {"_tree", "testing._wide", "testing._report"}
     assert set(private(tree)) == {"_C", "_parameters", "_buffers"}

@@ -1,0 +1,265 @@
+"""What a loss is of its rows, found out by calling it on some of them.
+
+With ``f(A)`` the loss of the rows ``A`` and its gradient, ``f(AB)`` that of ``A`` and ``B``:
+
+    a sum            f(A) + f(B) = f(AB)
+    a mean           a f(A) + b f(B) = (a + b) f(AB), for a rows in A and b in B
+    a constant term  f(A) + f(B) − f(AB) is the same for all A and B
+    a weighted mean  the mean again, each row with a weight that single rows and pairs tell
+    coupled          none of these: what a row adds depends on the other rows
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._tree import all_finite
+from ._report import Diagnosis
+from ._subject import Rows
+from ._trials import Bound, Outcome, Parts, Result, Trial, errors, norm, terms
+
+
+class Value(NamedTuple):
+    """A loss and its gradient as they came, and the weight of ``Weighted``."""
+
+    terms: list[Tensor]
+    weight: float
+
+
+class Of(NamedTuple):
+    """A loss as a function of rows; None where it raises, or is not finite."""
+
+    trial: Trial
+    seeds: Iterator[int]
+    known: dict[Rows, Value | None]
+
+    def __call__(self, *rows: int) -> Value | None:
+        if rows not in self.known:
+            try:
+                state = self.trial.subject._replace(reduction="sum").sums(rows, next(self.seeds))
+                value = Value(terms(state), float(state.weight))
+            except Exception:
+                value = None
+            self.known[rows] = value if value and all_finite(value.terms) else None
+        return self.known[rows]
+
+    def agree(self, sum_: Sequence[tuple[float, Value]], want: Value) -> bool:
+        """Whether a sum of such terms is another one, but for rounding."""
+        got = [
+            torch.stack([by * x for (by, _), x in zip(sum_, column, strict=True)]).sum(0)
+            for column in zip(*(value.terms for _, value in sum_), strict=True)
+        ]
+        sizes = [
+            sum(abs(by) * norm(x) for (by, _), x in zip(sum_, column, strict=True))
+            for column in zip(*(value.terms for _, value in sum_), strict=True)
+        ]
+        share, floor = self.trial.bound
+        bound = Bound(share, [self.trial.subject.rows * x for x in floor])  # of a mean; these: sums
+        return max(errors(Result(got, sizes), want.terms, bound)) <= 1
+
+
+class Pair(NamedTuple):
+    """Two sets of rows, and the loss of each and of both."""
+
+    a: int
+    b: int
+    one: Value
+    two: Value
+    both: Value
+
+
+def of_rows(
+    trial: Trial, weighted: bool, seeds: Iterator[int], outcomes: Mapping[Parts, Outcome]
+) -> list[Diagnosis]:
+    """What the loss is of its rows, in place of what it is said to be."""
+    of = Of(trial, seeds, {})
+    pairs = list(_pairs(of))
+    if not pairs:
+        return _raises(outcomes)
+    found = _of_weighted(of, pairs) if weighted else _of_plain(of, pairs)
+    return [*found, *_raises(outcomes)] if found else [_coupled(of, pairs)]
+
+
+def _pairs(of: Of) -> Iterator[Pair]:
+    """Disjoint sets of rows, of many sizes, where the loss of all three can be told."""
+    rows = of.trial.subject.rows
+    random = torch.Generator().manual_seed(rows)
+    for size in (rows // 2, 1, rows // 3, rows // 4, 2, rows // 2):
+        order = torch.randperm(rows, generator=random).tolist()
+        most = min(rows, 3 * max(size, 1))
+        a, b = sorted(order[: max(size, 1)]), sorted(order[max(size, 1) : max(most, 2)])
+        one, two, both = of(*a), of(*b), of(*sorted(a + b))
+        if a and b and one and two and both:
+            yield Pair(len(a), len(b), one, two, both)
+
+
+def _of_plain(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
+    declared = of.trial.subject.reduction
+    if all(of.agree([(1, p.one), (1, p.two)], p.both) for p in pairs):
+        return [
+            Diagnosis(
+                "sum as mean",
+                "the losses of two microbatches add up to the loss of both: it is a sum over its "
+                "rows and was declared a mean. With k equal microbatches the gradient is 1/k of "
+                "the full batch's.",
+                'pa.grad(loss, microbatch_size=..., reduction="sum")  # or .mean() in the loss',
+            )
+        ]
+    if all(of.agree([(p.a, p.one), (p.b, p.two)], _times(p.both, p.a + p.b)) for p in pairs):
+        if declared == "mean":
+            return []
+        return [
+            Diagnosis(
+                "mean as sum",
+                "the loss of two microbatches is the mean of theirs, by rows: it is a mean and "
+                "was declared a sum. With k equal microbatches the gradient is k times the full "
+                "batch's.",
+                'pa.grad(loss, microbatch_size=..., reduction="mean")  # or .sum() in the loss',
+            )
+        ]
+    if _is_constant(of, pairs):
+        return [_constant("the loss", "pa.Weighted(total + weight * penalty, weight)")]
+    weights = _weights(of)
+    if weights is None:
+        return []
+    text = ", ".join(f"row {row}: {weight:.3g}" for row, weight in weights.items())
+    return [
+        Diagnosis(
+            "mean of means",
+            f"it is a mean in which rows have different weights ({text}), such as a mean over "
+            "tokens; the mean of its microbatches by rows is another one.",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
+        )
+    ]
+
+
+def _of_weighted(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
+    for p in pairs:
+        gap = p.one.weight + p.two.weight - p.both.weight
+        if abs(gap) > of.trial.bound.share * (abs(p.one.weight) + abs(p.two.weight)):
+            return [
+                Diagnosis(
+                    "weight",
+                    f"the weights of two microbatches are {p.one.weight:.6g} and "
+                    f"{p.two.weight:.6g}, that of both together is {p.both.weight:.6g}: weights "
+                    "have to add up.",
+                    "return pa.Weighted(per_token.sum(), mask.sum())  # a sum over a sum",
+                )
+            ]
+    if all(of.agree([(1, p.one), (1, p.two)], p.both) for p in pairs):
+        return []
+    by = [(p.one.weight, p.two.weight, p.both.weight) for p in pairs]
+    if all(
+        of.agree([(a, p.one), (b, p.two)], _times(p.both, c))
+        for p, (a, b, c) in zip(pairs, by, strict=True)
+    ):
+        return [
+            Diagnosis(
+                "weight",
+                "the total of Weighted is a mean already: it is divided by the weight once more.",
+                "return pa.Weighted(per_token.sum(), mask.sum())  # a sum, not a mean",
+            )
+        ]
+    if _is_constant(of, pairs):
+        return [
+            _constant(
+                "the total of Weighted", "return pa.Weighted(total + weight * penalty, weight)"
+            )
+        ]
+    return []
+
+
+def _constant(what: str, mend: str) -> Diagnosis:
+    return Diagnosis(
+        "constant term",
+        f"{what} holds a term that does not depend on the rows (a penalty on the parameters?): it "
+        "is counted once for every microbatch.",
+        f"{mend}  # once a row; or a penalty outside: grads + its own gradient",
+    )
+
+
+def _is_constant(of: Of, pairs: list[Pair]) -> bool:
+    """Whether what two losses have more than the loss of both is always the same."""
+    first, *others = pairs
+    excess = [(-1.0, first.one), (-1.0, first.two), (1.0, first.both)]
+    return len(others) > 1 and all(
+        of.agree([(1, p.one), (1, p.two), *excess], p.both) for p in others
+    )
+
+
+def _weights(of: Of) -> dict[int, float] | None:
+    """Weights of a few rows, relative to the smallest, if the loss is a mean with weights."""
+    rows = range(min(of.trial.subject.rows, 6))
+    base = next((row for row in rows if of(row)), None)
+    if base is None:
+        return None
+    one, shares = of(base), {base: 1.0}
+    assert one is not None
+    for row in rows:
+        other, both = of(row), of(*sorted((base, row)))
+        if row == base or both is None:
+            continue
+        if other is None or of.agree([(1, one)], both):
+            if not of.agree([(1, one)], both):
+                return None
+            shares[row] = 0.0  # a row of weight nothing: masked
+            continue
+        apart = [x - y for x, y in zip(other.terms, one.terms, strict=True)]
+        along = [x - y for x, y in zip(both.terms, one.terms, strict=True)]
+        share = float(_inner(along, apart) / _inner(apart, apart))
+        if not 0 < share < 1 or not of.agree([(1 - share, one), (share, other)], both):
+            return None
+        shares[row] = share / (1 - share)
+    kept = {row: share for row, share in shares.items() if share}
+    values = [(share, of(row)) for row, share in kept.items()]
+    whole = of(*sorted(shares))
+    if len(kept) < 2 or whole is None:
+        return None
+    sum_ = [(share / sum(kept.values()), value) for share, value in values if value]
+    if not of.agree(sum_, whole):
+        return None
+    least = min(kept.values())
+    return {row: share / least for row, share in sorted(shares.items())}
+
+
+def _inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    return torch.stack([(x * y.conj()).sum().real for x, y in zip(a, b, strict=True)]).sum()
+
+
+def _times(value: Value, by: float) -> Value:
+    return value._replace(terms=[by * x for x in value.terms])
+
+
+def _coupled(of: Of, pairs: list[Pair]) -> Diagnosis:
+    rows = of.trial.subject.everything()
+    forward, backward = of(*rows), of(*reversed(rows))
+    moved = forward and backward and not of.agree([(1, backward)], forward)
+    p = pairs[0]
+    values = (float(v.terms[0]) for v in (p.one, p.two, p.both))
+    losses = "{:.6g} and {:.6g}, of both together {:.6g}".format(*values)
+    return Diagnosis(
+        "batch coupling",
+        f"what a row adds depends on the other rows: the losses of two microbatches are {losses}, "
+        "neither their sum nor a mean"
+        + (". It depends on the order of the rows, too" if moved else "")
+        + ".",
+        "pa.grad(loss, microbatch_size=None)  # the batch at once; or a loss of one row at a time",
+    )
+
+
+def _raises(outcomes: Mapping[Parts, Outcome]) -> list[Diagnosis]:
+    for parts, outcome in outcomes.items():
+        if outcome.raised is not None:
+            sizes = ", ".join(str(len(part)) for part in itertools.islice(parts, 8))
+            return [
+                Diagnosis(
+                    "raises",
+                    f"cut into microbatches of {sizes} rows it raises "
+                    f"{type(outcome.raised).__name__}: {str(outcome.raised).splitlines()[0]}",
+                    "x.view(len(x), -1)  # no size of the full batch written into the loss",
+                )
+            ]
+    return []

@@ -1,0 +1,128 @@
+"""What a check found: for every leaf how far off, for the whole why, and how to mend it.
+
+``print(report)`` is a table; ``report.fits`` is the verdict.
+"""
+
+from typing import NamedTuple
+
+
+Split = tuple[tuple[int, ...], ...]  # the rows of each microbatch
+
+
+class Leaf(NamedTuple):
+    """One leaf of the gradient, or the value.
+
+    Args:
+        path: How a user would write it: ``params['layer'].weight``, or ``value``.
+        error: The largest difference from the full batch, in units of its bound: above 1 it is
+            not rounding. Inf where a microbatch raised, or gave an inf or a NaN.
+        split: The smallest split found that still shows it, as the rows of each microbatch; these
+            are accumulated and compared with the same rows at once. Empty where all is well.
+        native: In the loss's own dtypes, the error of the accumulated gradient relative to the
+            full batch's own error: about 1 is as good as it can be; NaN where nothing can be said.
+    """
+
+    path: str
+    error: float
+    split: Split
+    native: float
+
+
+class Diagnosis(NamedTuple):
+    """A cause, found by an experiment.
+
+    Args:
+        kind: A word or two to tell causes apart.
+        says: What the experiment showed.
+        mend: The line of code that mends it.
+    """
+
+    kind: str
+    says: str
+    mend: str
+
+
+class Report(NamedTuple):
+    """What ``check_accumulation`` found.
+
+    Args:
+        fits: Whether the accumulated gradient is the full batch's, and the loss a pure function.
+        leaves: The value and every leaf of the gradient.
+        diagnoses: The causes, where it does not fit.
+        rows: The rows of the batch.
+        splits: How many ways of cutting it were tried.
+        loss: What the loss is of its rows: ``"mean"``, ``"sum"`` or ``"Weighted"``.
+        dtype: The dtype that the loss has natively.
+        reference: The dtype in which it was compared.
+    """
+
+    fits: bool
+    leaves: tuple[Leaf, ...]
+    diagnoses: tuple[Diagnosis, ...]
+    rows: int
+    splits: int
+    loss: str
+    dtype: str
+    reference: str
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+class AccumulationMismatch(AssertionError):
+    """The accumulated gradient is not the full batch's; ``report`` says where and why."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+# As a table ------------------------------------------------------------------------------
+
+
+_WIDEST = 48
+
+
+def _lines(report: Report) -> list[str]:
+    wrong = [leaf for leaf in report.leaves if not leaf.error <= 1]
+    over = f"{report.rows} rows, {report.splits} splits, compared in {report.reference}"
+    lines = [f"{_verdict(report, wrong)} ({_kind(report.loss)} over {over})", ""]
+    head = ("leaf", "error / bound", f"{report.dtype} / full", "smallest split that shows it")
+    rows = [
+        (leaf.path, _number(leaf.error), _number(leaf.native), split_text(leaf.split))
+        for leaf in report.leaves
+    ]
+    if not wrong:
+        head, rows = head[:3], [row[:3] for row in rows]
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        path, *numbers = (x.rjust(w) for x, w in zip(row[:3], widths, strict=False))
+        lines.append("  ".join([path.strip().ljust(widths[0]), *numbers, *row[3:]]).rstrip())
+    for diagnosis in report.diagnoses:
+        lines += ["", f"{diagnosis.kind}: {diagnosis.says}", f"    {diagnosis.mend}"]
+    return lines
+
+
+def _verdict(report: Report, wrong: list[Leaf]) -> str:
+    if report.fits:
+        return "fits: every leaf is the full batch's"
+    if wrong:
+        return f"does not fit: {len(wrong)} of {len(report.leaves)} leaves are not the full batch's"
+    return "does not fit: every leaf is the full batch's, but see below"
+
+
+def _kind(loss: str) -> str:
+    return "a Weighted mean" if loss == "Weighted" else f"a {loss}"
+
+
+def _number(x: float) -> str:
+    return "–" if x != x else f"{x:.3g}" if 0.01 <= x < 1000 or not x else f"{x:.1e}"
+
+
+def split_text(split: Split) -> str:
+    """``rows 0 3 | 5``, a bar between microbatches."""
+    parts = [" ".join(map(str, part)) for part in split]
+    text = " | ".join(parts)
+    if len(text) > _WIDEST:
+        text = " | ".join(f"{len(part)} rows" for part in split)
+    return f"rows {text}" if split and len(" | ".join(parts)) <= _WIDEST else text

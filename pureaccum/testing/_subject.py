@@ -1,0 +1,109 @@
+"""A loss as a check calls it: on some rows, in some dtype, leaving nothing behind.
+
+    rows of the batch -> the sums that an accumulator holds after this microbatch
+
+Tensors that the loss captured and wrote to get their numbers back, random generators their
+states. Each call begins with random numbers of its own, so that a loss that draws cannot hide it.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._accumulator import AccumState, accumulator
+from .._batches import Batch
+from .._loss import Reduction
+from .._tree import map, unflatten
+from ._wide import cast, wide
+
+
+Rows = tuple[int, ...]
+
+
+class Subject(NamedTuple):
+    """A loss and its arguments."""
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Batch
+    rows: int
+    has_aux: bool = False
+    reduction: Reduction = "mean"
+    dtype: torch.dtype | None = None  # None: as the data is
+    without: frozenset[str] = frozenset()  # functions that are left out
+    written: Sequence[tuple[Tensor, Tensor]] = ()  # captured tensors, and what they held
+    generators: Sequence[torch.Generator] = ()  # the loss's own
+
+    def in_dtype(self, dtype: torch.dtype) -> "Subject":
+        """The same loss, its data cast once."""
+        batch = self.batch._replace(leaves=cast(self.batch.leaves, dtype))
+        return self._replace(params=cast(self.params, dtype), batch=batch, dtype=dtype)
+
+    def everything(self) -> Rows:
+        """The rows of the whole batch."""
+        return tuple(range(self.rows))
+
+    def arguments(self, rows: Rows) -> tuple[Any, Any]:
+        """Copies of the parameters and of some rows: a loss that writes to them writes to these."""
+        at = torch.tensor(rows, dtype=torch.int64)
+        columns = [
+            x.detach().index_select(0, at.to(x.device)) if isinstance(x, Tensor) else x
+            for x in self.batch.leaves
+        ]
+        return map(lambda x: x.detach().clone(), self.params), unflatten(self.batch.spec, columns)
+
+    @contextmanager
+    def running(self, seed: int) -> Generator[None]:
+        """In the dtype, with random numbers from ``seed``; afterwards all is as it was."""
+        mode = nullcontext() if self.dtype is None else wide(self.dtype, self.without)
+        reseed(seed, self.generators)
+        try:
+            with mode:
+                yield
+        finally:
+            for tensor, held in self.written:
+                tensor.data.copy_(held)  # .data: its version counter is not told
+
+    def sums(self, rows: Rows, seed: int) -> AccumState:
+        """What an accumulator holds after these rows."""
+        # autograd runs what torch.func refuses, and batch norms that write to captured buffers
+        acc = accumulator(self.loss_fn, self.has_aux, reduction=self.reduction, engine="autograd")
+        params, part = self.arguments(rows)
+        with self.running(seed):
+            out = acc.update(acc.init(params), params, part, donate=True)
+        return out[0] if self.has_aux else out
+
+
+# Random numbers --------------------------------------------------------------------------
+
+
+@contextmanager
+def preserving_random(generators: Sequence[torch.Generator] = ()) -> Generator[None]:
+    """All generators that can be reached have the same state afterwards as before."""
+    numpy = sys.modules.get("numpy")
+    python, own = random.getstate(), [g.get_state() for g in generators]
+    arrays = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(arrays)
+        for generator, state in zip(generators, own, strict=True):
+            generator.set_state(state)
+
+
+def reseed(seed: int, generators: Sequence[torch.Generator] = ()) -> None:
+    """Begin all generators anew."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    for generator in generators:
+        generator.manual_seed(seed)

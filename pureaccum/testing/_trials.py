@@ -1,0 +1,222 @@
+"""Ways of cutting a batch, and how far what is accumulated lies from the full batch.
+
+With ``c_k`` what microbatch ``k`` adds to a leaf of the result, the difference is rounding if
+
+    ‖Σ c_k − full‖ ≤ √u₆₄ Σ ‖c_k‖ + √(u₆₄ / u₃₂) ‖full₃₂ − full‖
+
+An honest error shrinks with the unit of the dtype, a real one does not, and the bound stands in
+the geometric middle. The first term is about the sum. The second is about the loss itself: what
+it loses in float32 shows how ill-conditioned it is. (A gradient that is zero on paper, such as
+that of a bias below a softmax, is nothing but rounding and has no digit right.)
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._accumulator import AccumState
+from .._loss import Reduction, divisor, mean_value
+from .._tree import add, all_finite, leaves
+from ._subject import Rows, Subject
+
+
+Parts = tuple[Rows, ...]
+UNIT = {
+    torch.float64: 2.0**-53,
+    torch.float32: 2.0**-24,
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+}
+
+
+# Cutting ---------------------------------------------------------------------------------
+
+
+def ways(rows: int, count: int, random: torch.Generator) -> list[Parts]:
+    """Halves, all but one row, quarters, single rows; then random parts in random order."""
+    everything = tuple(range(rows))
+    sizes = [-(-rows // 2), -(-rows // 4), -(-rows // 16)]
+    found = [split(everything, [size] * (rows // size)) for size in sizes]
+    found.insert(1, split(everything, [rows - 1]))
+    for _ in range(count):
+        order = torch.randperm(rows, generator=random).tolist()
+        cuts = int(torch.randint(1, min(rows, 8), (), generator=random))
+        edges = 1 + torch.randperm(rows - 1, generator=random)[:cuts].sort().values
+        found.append(parts_at(tuple(order), edges.tolist()))
+    return list(dict.fromkeys(parts for parts in found if len(parts) > 1))
+
+
+def split(rows: Rows, sizes: Iterable[int]) -> Parts:
+    """Parts of these sizes, and one of what is left."""
+    return parts_at(rows, list(itertools.accumulate(sizes)))
+
+
+def parts_at(rows: Rows, edges: Sequence[int]) -> Parts:
+    """Parts that end at these edges."""
+    ends = [0, *edges, len(rows)]
+    return tuple(rows[a:b] for a, b in itertools.pairwise(ends) if a < b)
+
+
+# Comparing -------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """The value and the leaves of a gradient, and for each the sum of the norms of its terms."""
+
+    leaves: list[Tensor]
+    sizes: list[float]
+
+
+class Bound(NamedTuple):
+    """What rounding may do: a share of the terms' norms, and a number for each leaf."""
+
+    share: float
+    floor: Sequence[float]
+
+
+def joined(states: Sequence[AccumState], reduction: Reduction) -> Result:
+    """Accumulated, and divided once."""
+    whole = reduce(add, states)
+    by = divisor(whole.weight)
+    value = mean_value(whole.total, whole.weight, reduction)
+    sizes = zip(*(terms(state) for state in states), strict=True)
+    return Result(
+        [value, *(x / by.to(x.device) for x in leaves(whole.grads))],
+        [sum(norm(x) for x in column) / float(by) for column in sizes],
+    )
+
+
+def terms(state: AccumState) -> list[Tensor]:
+    """What a microbatch adds, the value's part first."""
+    return [state.total, *leaves(state.grads)]
+
+
+def norm(x: Tensor) -> float:
+    """The Euclidean norm."""
+    return float(torch.linalg.vector_norm(x.to_dense()))
+
+
+def errors(got: Result, want: Sequence[Tensor], bound: Bound) -> list[float]:
+    """The distance of every leaf in units of its bound."""
+    return [
+        _error(x, y, bound.share * size + floor)
+        for x, y, size, floor in zip(got.leaves, want, got.sizes, bound.floor, strict=True)
+    ]
+
+
+def _error(got: Tensor, want: Tensor, allowed: float) -> float:
+    if not all_finite(got):
+        both_nan = got.isnan().equal(want.isnan()) and bool(got.isnan().any())
+        return 0.0 if both_nan else float("inf")  # the value over no weight at all
+    distance = norm(got - want)
+    return distance / allowed if distance and allowed else float("inf") if distance else 0.0
+
+
+class Outcome(NamedTuple):
+    """The errors of one way of cutting, and what a microbatch raised."""
+
+    errors: list[float]
+    raised: Exception | None = None
+
+
+class Trial(NamedTuple):
+    """How to accumulate, how to find the full batch, and what rounding may do."""
+
+    subject: Subject  # in the dtype of the comparison
+    accumulate: Callable[[Parts], Result]
+    whole: Callable[[Rows], list[Tensor]]
+    bound: Bound
+
+    def outcome(self, parts: Parts) -> Outcome:
+        """How far one way of cutting is off; a microbatch that raises is infinitely so."""
+        want = self.whole(tuple(sorted(itertools.chain(*parts))))
+        try:
+            return Outcome(errors(self.accumulate(parts), want, self.bound))
+        except Exception as error:
+            return Outcome([float("inf")] * len(want), error)
+
+    def fails(self, parts: Parts, leaf: int) -> bool:
+        """Whether a way of cutting shows a leaf's fault; not where the rows cannot be computed."""
+        try:
+            return not self.outcome(parts).errors[leaf] <= 1
+        except Exception:
+            return False
+
+
+def trial_of(subject: Subject, reference: torch.dtype | None, seeds: Iterator[int]) -> Trial:
+    """A trial of a loss by our own accumulator, in a dtype or (None) in the loss's own."""
+    exact = subject.in_dtype(reference) if reference else subject
+    known: dict[Rows, list[Tensor]] = {}
+
+    def accumulate(parts: Parts) -> Result:
+        return joined([exact.sums(rows, next(seeds)) for rows in parts], exact.reduction)
+
+    def whole(rows: Rows) -> list[Tensor]:
+        if rows not in known:
+            found = accumulate((rows,)).leaves
+            if len(rows) < subject.rows:
+                return found
+            known[rows] = found
+        return known[rows]
+
+    full = whole(subject.everything())
+    if not reference:
+        unit = max(UNIT.get(x.dtype, 0.0) for x in leaves((subject.params, subject.batch.leaves)))
+        return Trial(exact, accumulate, whole, Bound(unit**0.5, [0.0] * len(full)))
+    narrow = subject.in_dtype(torch.float32)
+    found = joined([narrow.sums(subject.everything(), next(seeds))], subject.reduction).leaves
+    ratio = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
+    lost = [norm(x - y) if all_finite(x) else 0.0 for x, y in zip(found, full, strict=True)]
+    bound = Bound(UNIT[torch.float64] ** 0.5, [ratio * x for x in lost])
+    return Trial(exact, accumulate, whole, bound)
+
+
+def repeats(trial: Trial, seeds: Iterator[int]) -> tuple[bool, bool]:
+    """Whether the loss draws random numbers; whether it keeps anything from call to call."""
+    subject, seed = trial.subject, next(seeds)
+
+    def call(seed: int) -> Result:
+        return joined([subject.sums(subject.everything(), seed)], subject.reduction)
+
+    one, two, again = call(seed), call(next(seeds)), call(seed)
+    kept = max(errors(again, one.leaves, trial.bound)) > 1
+    return not kept and max(errors(two, one.leaves, trial.bound)) > 1, kept
+
+
+# Shrinking -------------------------------------------------------------------------------
+
+
+def shrunk(trial: Trial, parts: Parts, leaf: int, calls: int = 60) -> Parts:
+    """The smallest way of cutting, of the fewest rows, that was found to show the same fault."""
+    left = iter(range(calls))
+
+    def fails(candidate: Parts) -> bool:
+        return next(left, None) is not None and trial.fails(candidate, leaf)
+
+    for alone in parts if len(parts) > 2 else ():
+        rest = tuple(row for part in parts if part is not alone for row in part)
+        if fails((alone, rest)):
+            parts = (alone, rest)
+            break
+    size = max(map(len, parts))
+    while size:
+        at = 0
+        while at < sum(map(len, parts)):
+            fewer = _without(parts, at, size)
+            if len(fewer) > 1 and fails(fewer):
+                parts = fewer
+            else:
+                at += size
+        size //= 2
+    return parts
+
+
+def _without(parts: Parts, at: int, size: int) -> Parts:
+    """Without so many rows from a place on, and without parts that are left empty."""
+    numbered = itertools.count()
+    kept = (tuple(row for row in part if not at <= next(numbered) < at + size) for part in parts)
+    return tuple(part for part in kept if part)
