@@ -19,7 +19,7 @@ from .._accumulator import AccumState, accumulator
 from .._batches import Batch
 from .._loss import Reduction
 from .._tree import map, unflatten
-from ._wide import cast, wide
+from ._in_dtype import cast, computing_in
 
 
 Rows = tuple[int, ...]
@@ -60,7 +60,7 @@ class Subject(NamedTuple):
     @contextmanager
     def running(self, seed: int) -> Generator[None]:
         """In the dtype, with random numbers from ``seed``; afterwards all is as it was."""
-        mode = nullcontext() if self.dtype is None else wide(self.dtype, self.without)
+        mode = nullcontext() if self.dtype is None else computing_in(self.dtype, self.without)
         reseed(seed, self.generators)
         try:
             with mode:

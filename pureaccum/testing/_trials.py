@@ -167,12 +167,19 @@ def trial_of(subject: Subject, reference: torch.dtype | None, seeds: Iterator[in
     if not reference:
         unit = max(UNIT.get(x.dtype, 0.0) for x in leaves((subject.params, subject.batch.leaves)))
         return Trial(exact, accumulate, whole, Bound(unit**0.5, [0.0] * len(full)))
-    narrow = subject.in_dtype(torch.float32)
-    found = joined([narrow.sums(subject.everything(), next(seeds))], subject.reduction).leaves
-    ratio = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
-    lost = [norm(x - y) if all_finite(x) else 0.0 for x, y in zip(found, full, strict=True)]
-    bound = Bound(UNIT[torch.float64] ** 0.5, [ratio * x for x in lost])
+    bound = Bound(UNIT[torch.float64] ** 0.5, _floor(subject, full, next(seeds)))
     return Trial(exact, accumulate, whole, bound)
+
+
+def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:
+    """The bound's second term: nothing where the loss cannot be computed in float32."""
+    ratio = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
+    try:
+        narrow = subject.in_dtype(torch.float32).sums(subject.everything(), seed)
+    except Exception:
+        return [0.0] * len(full)
+    found = joined([narrow], subject.reduction).leaves
+    return [ratio * norm(x - y) if all_finite(x) else 0.0 for x, y in zip(found, full, strict=True)]
 
 
 def repeats(trial: Trial, seeds: Iterator[int]) -> tuple[bool, bool]:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from .._loss import Weighted
+from .._loss import Weighted, is_pair
 from .._tree import flatten, leaves, paths
+from ._in_dtype import BATCH_NORM, is_active
 from ._subject import Subject
-from ._wide import BATCH_NORM, is_active
 
 
 class Call(NamedTuple):
@@ -74,7 +74,7 @@ def watch(subject: Subject, seed: int) -> Seen:
         mode.give(part, "batch")
         with mode, mode.modules():
             out = subject.loss_fn(params, part)
-        loss = out[0] if subject.has_aux else out
+        loss = out[0] if subject.has_aux and is_pair(out) else out
         return out
 
     try:
@@ -123,9 +123,9 @@ class _Watch(TorchFunctionMode):
                 self.noted[id(x)] = Written("", x, x.detach().clone(), False, self._call(name))
         if name == BATCH_NORM and is_active(name, args, kwargs):
             self.batch_norms[self._call(name)] = None
-        before = torch.get_rng_state()
+        before = _random_state()
         out = func(*args, **kwargs)
-        if not before.equal(torch.get_rng_state()):
+        if not before.equal(_random_state()):
             self.draws[self._call(name)] = None
         for x in leaves(out):
             if isinstance(x, Tensor) and not self._knows(x):
@@ -189,6 +189,11 @@ class _Watch(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _random_state() -> Tensor:
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
 
 
 def _changed(x: Tensor, held: Tensor) -> bool:

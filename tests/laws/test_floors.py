@@ -35,9 +35,9 @@ FLOORS = (
         "testing._exact_data",
         "testing._faults",
         "testing._histories",
+        "testing._in_dtype",
         "testing._reach",
         "testing._report",
-        "testing._wide",
         "testing.mutants",
     },
     {"testing._assertions", "testing._exact_losses", "testing._pure", "testing._subject"},
@@ -127,6 +127,6 @@ def test_the_parser_sees_what_it_looks_for() -> None:
         "from torch._C import y\nmodule._parameters\ngetattr(module, '_buffers')\nstate._replace\n"
     )
     assert set(imports(tree)) == {"_engine", "_loss", "_sums"}
-    tree = ast.parse("from .._tree import map\nfrom . import _wide\nfrom ._report import Leaf\n")
-    assert set(imports(tree, ("testing",))) == {"_tree", "testing._wide", "testing._report"}
+    tree = ast.parse("from .._tree import map\nfrom . import _reach\nfrom ._report import Leaf\n")
+    assert set(imports(tree, ("testing",))) == {"_tree", "testing._in_dtype", "testing._report"}
     assert set(private(tree)) == {"_C", "_parameters", "_buffers"}

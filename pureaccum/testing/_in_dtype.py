@@ -1,7 +1,7 @@
-"""A function run in a wider dtype than it was written for.
+"""A function run in another dtype than it was written for.
 
-Whatever it touches that is narrower (an argument, a captured constant, the weights of a frozen
-module, a cast such as ``x.float()``, a ``dtype=`` or the default one) takes part in the wider
+Whatever floating-point number it touches (an argument, a captured constant, the weights of a
+frozen module, a cast such as ``x.float()``, a ``dtype=`` or the default one) takes part in that
 dtype. What is written to a captured tensor so is written to a copy, and forgotten.
 """
 
@@ -16,46 +16,45 @@ from torch.overrides import TorchFunctionMode
 from .._tree import map
 
 
-NARROWER = {
-    torch.float64: {
-        torch.float32: torch.float64,
-        torch.float16: torch.float64,
-        torch.bfloat16: torch.float64,
-        torch.complex64: torch.complex128,
-    },
-    torch.float32: {torch.float16: torch.float32, torch.bfloat16: torch.float32},
-}
-_CASTS = {"float", "half", "bfloat16"}
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_CASTS = {"float", "double", "half", "bfloat16"}
+
+
+def _dtypes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What becomes of every other dtype."""
+    becomes = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])
+    return {old: new for old, new in becomes.items() if old != new}
 
 
 @contextmanager
-def wide(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[None]:
-    """Run what is inside in ``dtype``; calls of ``without`` hand their first argument on."""
+def computing_in(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[None]:
+    """Run what is inside in ``dtype``; functions ``without`` hand their first argument on."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _Wide(dtype, frozenset(without)):
+        with _InDtype(dtype, frozenset(without)):
             yield
     finally:
         torch.set_default_dtype(default)
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Copies of a tree's tensors, those that are narrower in ``dtype``."""
-    wider = NARROWER[dtype]
+    """Copies of a tree's tensors, those of floating-point numbers in ``dtype``."""
+    becomes = _dtypes(dtype)
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        return x.detach().to(wider.get(x.dtype, x.dtype), copy=True)
+        return x.detach().to(becomes.get(x.dtype, x.dtype), copy=True)
 
     return map(copy, tree)
 
 
-class _Wide(TorchFunctionMode):
+class _InDtype(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype, without: frozenset[str]) -> None:
         super().__init__()
-        self.dtype, self.wider, self.without = dtype, NARROWER[dtype], without
+        self.dtype, self.becomes, self.without = dtype, _dtypes(dtype), without
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
@@ -68,22 +67,22 @@ class _Wide(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), {} if kwargs is None else kwargs
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
-            return self.wider.get(out, out) if isinstance(out, torch.dtype) else out
-        args = map(self._widened, args)
-        kwargs = {key: map(self._widened, arg) for key, arg in kwargs.items()}
+            return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
+        args = map(self._cast, args)
+        kwargs = {key: map(self._cast, arg) for key, arg in kwargs.items()}
         if name in self.without and is_active(name, args, kwargs):
             return args[0] if args else kwargs["input"]
         if name in _CASTS:
             return args[0].to(self.dtype)
         return func(*args, **kwargs)
 
-    def _widened(self, x: Any) -> Any:
+    def _cast(self, x: Any) -> Any:
         if isinstance(x, torch.dtype):
-            return self.wider.get(x, x)
-        if not isinstance(x, Tensor) or x.dtype not in self.wider:
+            return self.becomes.get(x, x)
+        if not isinstance(x, Tensor) or x.dtype not in self.becomes:
             return x
         if id(x) not in self.held:  # one copy for the whole call, so that it can be written to
-            self.held[id(x)] = x, x.to(self.wider[x.dtype])
+            self.held[id(x)] = x, x.to(self.becomes[x.dtype])
         return self.held[id(x)][1]
 
 
