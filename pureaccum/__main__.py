@@ -1,7 +1,8 @@
-"""``python -m pureaccum demo``: the claim, checked before your eyes in a few seconds."""
+"""``python -m pureaccum``: the claim checked before your eyes, and a loss of your own."""
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -90,13 +91,47 @@ def demo() -> None:
     )
 
 
-def main() -> None:
-    """Read the command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line, do what it says, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pureaccum", description=__doc__)
-    parser.add_subparsers(required=True, dest="command").add_parser("demo", help=demo.__doc__)
-    parser.parse_args()
-    demo()
+    commands = parser.add_subparsers(required=True, dest="command")
+    commands.add_parser("demo", help=demo.__doc__)
+    about = "Check whether a loss may be microbatched: 0 if so, 1 if not, 2 where nobody can tell."
+    command = commands.add_parser("check", help=about, description=about)
+    command.add_argument(
+        "target",
+        metavar="file.py:name",
+        help="or package.module:name; a function that returns (loss_fn, params, batch), and "
+        "perhaps a dict of what the options below say; or such a tuple itself",
+    )
+    command.add_argument("--json", action="store_true", dest="as_json", help="one JSON object")
+    command.add_argument(
+        "--traceback", action="store_true", dest="whole_traceback", help="of what went wrong"
+    )
+    # An option that is not given must not override what the target says.
+    options = command.add_argument_group("the loss", argument_default=argparse.SUPPRESS)
+    options.add_argument(
+        "--reduction", choices=("mean", "sum"), help="what a scalar loss is of its rows"
+    )
+    options.add_argument(
+        "--has-aux", action=argparse.BooleanOptionalAction, help="whether it returns (loss, aux)"
+    )
+    options.add_argument(
+        "--weights", metavar="LEAF", help="a mask in the batch, to set to zero at random, too"
+    )
+    options.add_argument(
+        "--reference", choices=("float64", "native"), help="the dtype in which to compare"
+    )
+    options.add_argument("--splits", type=int, metavar="N", help="how many random splits to try")
+    options.add_argument("--seed", type=int, metavar="N", help="of those splits")
+    settings = vars(parser.parse_args(argv))
+    if settings.pop("command") == "demo":
+        demo()
+        return 0
+    from .testing._command import check  # what the demo can do without
+
+    return check(**settings)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,12 +18,13 @@ from .._batches import check_size, need_rows, read_batch
 from .._inputs import check_choice, read_params
 from .._loss import Reduction
 from .._tree import all_finite, flatten, paths
-from ._diagnose import Case, diagnose
+from ._diagnose import UNKNOWN, Case, diagnose
+from ._kept import names_of
 from ._loop import Loop, of_loop, trial_of_loop
 from ._natively import natively
 from ._report import AccumulationMismatch, Leaf, Report, Split
 from ._subject import Subject, preserving_random
-from ._trials import Outcome, Parts, Trial, parts_at, repeats, shrunk, trial_of, ways
+from ._trials import Outcome, Parts, Trial, parts_at, repeats, shrunk, trial_of, ways, whole_batch
 from ._watch import Seen, watch
 from ._weights import find_leaf, redrawn
 
@@ -94,9 +95,8 @@ def check_accumulation(
     tried = _ways(subject.rows, splits, random)
     seeds = itertools.count(seed)
     with torch.inference_mode(False), preserving_random():
-        seen = watch(subject, next(seeds))
-        own = [(w.tensor, w.held) for w in seen.written if not w.given]
-        subject = subject._replace(written=own, generators=[g for g, _ in seen.generators])
+        seen = watch(subject, [*names_of(loss_fn), *names_of(loop)], seeds)
+        subject = subject._replace(kept=seen.kept, generators=[g for g, _ in seen.generators])
         subjects = [subject]
         if masked is not None:
             subjects += [redrawn(subject, masked, random) for _ in range(3)]
@@ -185,8 +185,15 @@ def _examine(
     done = [_tried(trial, tried) for trial in trials]
     bad = next((one for one in done if one.wrong), done[0])
     native, overflow = natively(subject, full, ["value", *names], tried[:3], seeds)
-    case = Case(subject, bad.trial, seen, seeds, bad.outcomes, *repeats(trials[0], seeds), overflow)
-    causes = diagnose(case)
+    times = 12 if seen.draws or seen.assigned else 1
+    try:
+        again = repeats(whole_batch(trials[0]), trials[0].bound, seeds, times)
+    finally:
+        seen.kept.put_back()
+    found: list[tuple[Trial, Split]] = []
+    rows = [_leaf(i, done, found) for i in range(len(full))]
+    shown = [split for trial, split in found if trial is bad.trial]
+    causes = diagnose(Case(subject, bad.trial, seen, seeds, bad.outcomes, *again, overflow, shown))
     if reference == "native":
         native = [math.nan] * len(full)  # it is the full batch's own error that is not known
     if loop is None:
@@ -194,14 +201,14 @@ def _examine(
     else:
         done = [_tried(trial_of_loop(loop, trial, seeds), tried) for trial in trials]
         native = [math.nan] * len(names)  # a loop is run in the reference alone
+        rows = [_leaf(i, done, []) for i in range(len(names))]
         if not causes and any(one.wrong for one in done):
-            causes = of_loop(done[0].trial, seen.weighted, seeds)
-    found: list[tuple[Trial, Split]] = []
-    rows = [_leaf(i, name, done, found, native[i]) for i, name in enumerate(names)]
+            causes = of_loop(loop, done[0].trial, seen.weighted, seeds) or [UNKNOWN]
+    leaves = zip(names, rows, native, strict=True)
     dtype = str(seen.dtype).removeprefix("torch.")
     return Report(
         fits=not causes and not any(one.wrong for one in done),
-        leaves=tuple(rows),
+        leaves=tuple(Leaf(name, *row, ratio) for name, row, ratio in leaves),
         diagnoses=tuple(causes),
         rows=subject.rows,
         splits=len(tried) * len(done),
@@ -236,9 +243,7 @@ def _tried(trial: Trial, tried: list[Parts]) -> _Tried:
     return _Tried(trial, {parts: trial.outcome(parts) for parts in tried})
 
 
-def _leaf(
-    i: int, name: str, done: list[_Tried], found: list[tuple[Trial, Split]], native: float
-) -> Leaf:
+def _leaf(i: int, done: list[_Tried], found: list[tuple[Trial, Split]]) -> tuple[float, Split]:
     """A leaf's worst error, and a small split that shows it, another leaf's where that does."""
     runs = [
         (outcome.errors[i], one.trial, parts)
@@ -247,9 +252,9 @@ def _leaf(
     ]
     error, trial, parts = max(runs, key=lambda run: run[0])
     if error <= 1:
-        return Leaf(name, error, (), native)
+        return error, ()
     for other, split in found:
         if other is trial and trial.fails(split, i):
-            return Leaf(name, error, split, native)
+            return error, split
     found.append((trial, shrunk(trial, parts, i)))
-    return Leaf(name, error, found[-1][1], native)
+    return error, found[-1][1]

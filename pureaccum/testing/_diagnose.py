@@ -11,7 +11,7 @@ from ._in_dtype import BATCH_NORM, DROPOUTS
 from ._of_rows import of_rows
 from ._report import Diagnosis
 from ._subject import Subject
-from ._trials import Outcome, Parts, Trial, repeats, trial_of
+from ._trials import Outcome, Parts, Trial, repeats, trial_of, whole_batch
 from ._watch import Call, Seen
 
 
@@ -26,6 +26,14 @@ class Case(NamedTuple):
     draws: bool  # other random numbers give another result
     keeps: bool  # a second call gives another result
     overflow: str  # what is not finite in the loss's own dtypes
+    shown: list[Parts]  # small splits that show what is wrong
+
+
+UNKNOWN = Diagnosis(
+    "unknown",
+    "no experiment tells why.",
+    "pa.grad(loss, microbatch_size=None)  # the full batch at once",
+)
 
 
 def diagnose(case: Case) -> tuple[Diagnosis, ...]:
@@ -36,15 +44,12 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     rest, fits = _rest(case)
     causes += _batch_statistics(case, fits)
     if rest is not None and not fits:
-        causes += of_rows(rest, case.seen.weighted, case.seeds, case.outcomes)
+        found = of_rows(rest, case.seen.weighted, case.seeds, case.outcomes, case.shown)
+        if any(cause.kind == "batch coupling" for cause in found):
+            found = [*_suspects(case)] or found
+        causes += found
     if not causes:
-        causes.append(
-            Diagnosis(
-                "unknown",
-                "no experiment tells why.",
-                "pa.grad(loss, microbatch_size=None)  # the full batch at once",
-            )
-        )
+        causes.append(UNKNOWN)
     return tuple(causes)
 
 
@@ -58,7 +63,7 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
     subject = case.subject._replace(without=frozenset(without))
     try:
         trial = trial_of(subject, trial.subject.dtype, case.seeds)
-        if any(repeats(trial, case.seeds)):
+        if any(repeats(whole_batch(trial), trial.bound, case.seeds, 1)):
             return None, False
         outcomes = [trial.outcome(parts) for parts in case.outcomes]
     except Exception:
@@ -66,45 +71,68 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
     return trial, all(max(outcome.errors) <= 1 for outcome in outcomes)
 
 
+_ARGUMENT = "def loss(params, batch): ...  # what changes comes in as an argument, or in the batch"
+_KEYS = "x = pa.dropout(x, 0.5, keys)  # a key a row: make_step(..., keys=True); or module.eval()"
+
+
 def _state(case: Case) -> Iterator[Diagnosis]:
     norms = {call.module for call in case.seen.batch_norms}
-    for written in case.seen.written:
-        if written.by.function == BATCH_NORM or written.by.module in norms - {""}:
-            continue  # running statistics, which have a diagnosis of their own
-        if written.given:
+    # running statistics of batch norms have a diagnosis of their own
+    written = [w for w in case.seen.written if w.by.module not in norms - {""}]
+    written = [w for w in written if w.by.function != BATCH_NORM]
+    for given in (True, False):
+        names = _listed([w.name for w in written if w.given == given])
+        if given and names:
             yield Diagnosis(
                 "state",
-                f"the loss changes {written.name}, which it was given, in place: microbatches are "
-                "views, so the caller's batch changes with it.",
+                f"the loss changes {names}, which it was given, in place: microbatches are views, "
+                "so the caller's batch changes with them.",
                 "x = x.clone()  # or the operation without its underscore: x.mul(2) for x.mul_(2)",
             )
-        else:
+        elif names:
             yield Diagnosis(
                 "state",
-                f"the loss writes to {written.name}, which it captured: once for every "
-                "microbatch, in place of once for the batch.",
+                f"the loss writes to {names}, which it holds: once for every microbatch, "
+                "in place of once for the batch.",
                 "out, new_buffers = pa.functional(module).apply(params, buffers, x)  # state goes "
                 "in and comes out: make_step(..., buffers=...)",
             )
     if case.keeps:
         yield Diagnosis(
             "state",
-            "two calls with the same arguments and the same random numbers differ: the loss keeps "
-            "something from call to call (a counter, a list, a generator of its own).",
-            "def loss(params, batch): ...  # what changes goes in as an argument",
+            "calls with the same arguments and the same random numbers differ: the loss keeps "
+            f"something from call to call ({_listed(case.seen.assigned) or 'a generator of its own?'}).",
+            _ARGUMENT,
         )
 
 
 def _random(case: Case) -> Iterator[Diagnosis]:
-    calls = _listed(case.seen.draws)
+    calls = _listed(_where(case.seen.draws))
     if case.draws:
         yield Diagnosis(
             "randomness",
             "two calls with the same arguments differ, and agree with the same random seed: "
             f"{calls or 'a generator that is not torch’s'} draws other numbers for other "
             "microbatches.",
-            "x = pa.dropout(x, 0.5, keys)  # a key a row: make_step(..., keys=True); or "
-            "module.eval()",
+            _KEYS,
+        )
+
+
+def _suspects(case: Case) -> Iterator[Diagnosis]:
+    """What may make rows depend on each other besides the loss's own formula."""
+    if case.seen.draws:
+        yield Diagnosis(
+            "randomness",
+            f"{_listed(_where(case.seen.draws))} draws the same numbers in every call: every "
+            "microbatch gets those of the first rows.",
+            _KEYS,
+        )
+    if case.seen.assigned:
+        yield Diagnosis(
+            "state",
+            f"the first call assigns {_listed(case.seen.assigned)}, made of the rows that it sees: "
+            "made of another microbatch it would be another.",
+            _ARGUMENT,
         )
 
 
@@ -116,7 +144,7 @@ def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:
     eval_ = f"{first.root}.get_submodule({first.path!r})" if first.path else first.root or "module"
     yield Diagnosis(
         "batch statistics",
-        f"{_listed(case.seen.batch_norms)} normalises with the mean and variance of its "
+        f"{_listed(_where(case.seen.batch_norms))} normalises with the mean and variance of its "
         f"microbatch, which are not the batch's{other}.",
         f"{eval_}.eval()  # its running statistics; or torch.nn.GroupNorm in its place",
     )
@@ -133,7 +161,11 @@ def _overflow(case: Case) -> Iterator[Diagnosis]:
         )
 
 
-def _listed(calls: list[Call]) -> str:
-    places = list(dict.fromkeys(call.where for call in calls))
-    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-    return ", ".join(places[:3]) + more
+def _where(calls: list[Call]) -> list[str]:
+    return [call.where for call in calls]
+
+
+def _listed(names: list[str]) -> str:
+    different = list(dict.fromkeys(names))
+    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+    return ", ".join(different[:3]) + more

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .._loss import divisor
 from .._tree import check_same_structure, flatten, leaves
+from ._kept import Kept
 from ._report import Diagnosis
-from ._subject import Rows
-from ._trials import Bound, Parts, Result, Trial, split
+from ._subject import Rows, Subject
+from ._trials import Bound, Parts, Result, Trial, repeats, split
 
 
 Loop = Callable[[Callable[..., Any], Any, list[Any]], Any]
@@ -25,19 +26,23 @@ Loop = Callable[[Callable[..., Any], Any, list[Any]], Any]
 
 def trial_of_loop(loop: Loop, own: Trial, seeds: Iterator[int]) -> Trial:
     """A trial of a loop, against what our own trial knows; without the value, which it hides."""
-    subject = own.subject
 
     def accumulate(parts: Parts) -> Result:
-        params = subject.arguments(())[0]
-        cut = [subject.arguments(rows)[1] for rows in parts]
-        with subject.running(next(seeds)):
-            grads = loop(subject.loss_fn, params, cut)
-        return Result(_read(grads, params), own.accumulate(parts).sizes[1:])
+        grads = _run(loop, own.subject, parts, next(seeds))
+        return Result(grads, own.accumulate(parts).sizes[1:])
 
     def whole(rows: Rows) -> list[Tensor]:
         return own.whole(rows)[1:]
 
-    return Trial(subject, accumulate, whole, Bound(own.bound.share, own.bound.floor[1:]))
+    return Trial(own.subject, accumulate, whole, Bound(own.bound.share, own.bound.floor[1:]))
+
+
+def _run(loop: Loop, subject: Subject, parts: Parts, seed: int) -> list[Tensor]:
+    params = subject.arguments(())[0]
+    cut = [subject.arguments(rows)[1] for rows in parts]
+    with subject.running(seed):
+        grads = loop(subject.loss_fn, params, cut)
+    return _read(grads, params)
 
 
 def _read(grads: Any, params: Any) -> list[Tensor]:
@@ -51,10 +56,12 @@ def _read(grads: Any, params: Any) -> list[Tensor]:
     return [x.detach() for x in came]
 
 
-def of_loop(trial: Trial, weighted: bool, seeds: Iterator[int]) -> list[Diagnosis]:
+def of_loop(loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]) -> list[Diagnosis]:
     """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
     rows = trial.subject.everything()
     parts = split(rows, [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1])
+    if impure := _impure(loop, trial, parts, seeds):
+        return impure
     raw = trial.subject._replace(reduction="sum")  # the gradient of a loss as it came
     try:
         states = [raw.sums(part, next(seeds)) for part in parts]
@@ -71,6 +78,37 @@ def of_loop(trial: Trial, weighted: bool, seeds: Iterator[int]) -> list[Diagnosi
     )
     found = _fitted(grads, result)
     return [] if found is None else [_told(found, shares, weighted or plain != 1)]
+
+
+def _impure(loop: Loop, trial: Trial, parts: Parts, seeds: Iterator[int]) -> list[Diagnosis]:
+    subject = trial.subject._replace(kept=Kept())
+    try:
+        sizes = trial.accumulate(parts).sizes
+        draws, keeps = repeats(
+            lambda seed: Result(_run(loop, subject, parts, seed), sizes), trial.bound, seeds, 2
+        )
+    except Exception:
+        return []  # which the report tells
+    finally:
+        trial.subject.kept.put_back()
+    if keeps:
+        return [
+            Diagnosis(
+                "state",
+                "two calls of the loop with the same arguments differ: gradients of an earlier "
+                "call are still there, or parameters were changed.",
+                "optimizer.zero_grad()  # before the first microbatch of every step",
+            )
+        ]
+    if draws:
+        return [
+            Diagnosis(
+                "randomness",
+                "two calls of the loop with other random numbers differ.",
+                "generator = torch.Generator().manual_seed(seed)  # or no random numbers",
+            )
+        ]
+    return []
 
 
 def _fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | None:

@@ -35,4 +35,4 @@ def natively(
 def _ratio(error: float, own: float) -> float:
     if not own < math.inf:
         return math.nan if not error < math.inf else 0.0
-    return error / own if own else math.inf if error else 1.0
+    return error / own if own else math.nan if error else 1.0

@@ -34,6 +34,7 @@ class Of(NamedTuple):
 
     trial: Trial
     seeds: Iterator[int]
+    weighted: bool
     known: dict[Rows, Value | None]
 
     def __call__(self, *rows: int) -> Value | None:
@@ -45,6 +46,13 @@ class Of(NamedTuple):
                 value = None
             self.known[rows] = value if value and all_finite(value.terms) else None
         return self.known[rows]
+
+    def own(self, *rows: int) -> Value | None:
+        """The loss by itself: the total of ``Weighted`` over its weight."""
+        value = self(*rows)
+        if value is None or not self.weighted:
+            return value
+        return _times(value, 1 / value.weight) if value.weight else None
 
     def agree(self, sum_: Sequence[tuple[float, Value]], want: Value) -> bool:
         """Whether a sum of such terms is another one, but for rounding."""
@@ -72,26 +80,33 @@ class Pair(NamedTuple):
 
 
 def of_rows(
-    trial: Trial, weighted: bool, seeds: Iterator[int], outcomes: Mapping[Parts, Outcome]
+    trial: Trial,
+    weighted: bool,
+    seeds: Iterator[int],
+    outcomes: Mapping[Parts, Outcome],
+    shown: Sequence[Parts],
 ) -> list[Diagnosis]:
     """What the loss is of its rows, in place of what it is said to be."""
-    of = Of(trial, seeds, {})
-    pairs = list(_pairs(of))
+    of = Of(trial, seeds, weighted, {})
+    pairs = list(_pairs(of, shown))
     if not pairs:
         return _raises(outcomes)
     found = _of_weighted(of, pairs) if weighted else _of_plain(of, pairs)
-    return [*found, *_raises(outcomes)] if found else [_coupled(of, pairs)]
+    # as declared, and off all the same: by a row's place
+    return [*found, *_raises(outcomes)] or [_coupled(of, pairs)]
 
 
-def _pairs(of: Of) -> Iterator[Pair]:
-    """Disjoint sets of rows, of many sizes, where the loss of all three can be told."""
+def _pairs(of: Of, shown: Sequence[Parts]) -> Iterator[Pair]:
+    """Disjoint sets of rows of many sizes, and those that showed what is wrong."""
     rows = of.trial.subject.rows
     random = torch.Generator().manual_seed(rows)
+    drawn: list[tuple[list[int], list[int]]] = []
     for size in (rows // 2, 1, rows // 3, rows // 4, 2, rows // 2):
-        order = torch.randperm(rows, generator=random).tolist()
-        most = min(rows, 3 * max(size, 1))
-        a, b = sorted(order[: max(size, 1)]), sorted(order[max(size, 1) : max(most, 2)])
-        one, two, both = of(*a), of(*b), of(*sorted(a + b))
+        order, size = torch.randperm(rows, generator=random).tolist(), max(size, 1)
+        drawn.append((order[:size], order[size : 3 * size]))
+    drawn += [(list(parts[0]), list(parts[1])) for parts in shown if len(parts) == 2]
+    for a, b in drawn:
+        one, two, both = of(*sorted(a)), of(*sorted(b)), of(*sorted(a + b))
         if a and b and one and two and both:
             yield Pair(len(a), len(b), one, two, both)
 
@@ -124,12 +139,11 @@ def _of_plain(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
         return [_constant("the loss", "pa.Weighted(total + weight * penalty, weight)")]
     weights = _weights(of)
     if weights is None:
-        return []
-    text = ", ".join(f"row {row}: {weight:.3g}" for row, weight in weights.items())
+        return [_coupled(of, pairs)]
     return [
         Diagnosis(
             "mean of means",
-            f"it is a mean in which rows have different weights ({text}), such as a mean over "
+            f"it is a mean in which rows weigh {_listed(weights)}, such as a mean over "
             "tokens; the mean of its microbatches by rows is another one.",
             "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
         )
@@ -169,7 +183,22 @@ def _of_weighted(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
                 "the total of Weighted", "return pa.Weighted(total + weight * penalty, weight)"
             )
         ]
-    return []
+    weights = _weights(of)
+    if weights is None:
+        return [_coupled(of, pairs)]
+    return [
+        Diagnosis(
+            "weight",
+            f"the loss is a mean in which rows weigh {_listed(weights)}; what it gives as their "
+            "weight is something else.",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # the sum of the mask, not the rows",
+        )
+    ]
+
+
+def _listed(weights: dict[int, float]) -> str:
+    shown = [f"{weight:.3g} (row {row})" for row, weight in list(weights.items())[:6]]
+    return ", ".join(shown) + (", …" if len(weights) > 6 else "")
 
 
 def _constant(what: str, mend: str) -> Diagnosis:
@@ -191,15 +220,20 @@ def _is_constant(of: Of, pairs: list[Pair]) -> bool:
 
 
 def _weights(of: Of) -> dict[int, float] | None:
-    """Weights of a few rows, relative to the smallest, if the loss is a mean with weights."""
-    rows = range(min(of.trial.subject.rows, 6))
-    base = next((row for row in rows if of(row)), None)
-    if base is None:
+    """Weights of a few rows, relative to the smallest, if the loss is a mean with weights.
+
+    Of a row that has one, all the others can be told; of one that has none, nothing.
+    """
+    rows = range(min(of.trial.subject.rows, 12))
+    return next(filter(None, (_weights_against(of, base, rows) for base in rows)), None)
+
+
+def _weights_against(of: Of, base: int, rows: range) -> dict[int, float] | None:
+    one, shares = of.own(base), {base: 1.0}
+    if one is None:
         return None
-    one, shares = of(base), {base: 1.0}
-    assert one is not None
     for row in rows:
-        other, both = of(row), of(*sorted((base, row)))
+        other, both = of.own(row), of.own(*sorted((base, row)))
         if row == base or both is None:
             continue
         if other is None or of.agree([(1, one)], both):
@@ -214,8 +248,8 @@ def _weights(of: Of) -> dict[int, float] | None:
             return None
         shares[row] = share / (1 - share)
     kept = {row: share for row, share in shares.items() if share}
-    values = [(share, of(row)) for row, share in kept.items()]
-    whole = of(*sorted(shares))
+    values = [(share, of.own(row)) for row, share in kept.items()]
+    whole = of.own(*sorted(shares))
     if len(kept) < 2 or whole is None:
         return None
     sum_ = [(share / sum(kept.values()), value) for share, value in values if value]
@@ -258,7 +292,7 @@ def _raises(outcomes: Mapping[Parts, Outcome]) -> list[Diagnosis]:
                 Diagnosis(
                     "raises",
                     f"cut into microbatches of {sizes} rows it raises "
-                    f"{type(outcome.raised).__name__}: {str(outcome.raised).splitlines()[0]}",
+                    f"{type(outcome.raised).__name__}: {str(outcome.raised).partition(chr(10))[0]}",
                     "x.view(len(x), -1)  # no size of the full batch written into the loss",
                 )
             ]

@@ -2,8 +2,8 @@
 
     rows of the batch -> the sums that an accumulator holds after this microbatch
 
-Tensors that the loss captured and wrote to get their numbers back, random generators their
-states. Each call begins with random numbers of its own, so that a loss that draws cannot hide it.
+Afterwards what the loss wrote to, or assigned to a module, is as it was. Each call begins with
+random numbers of its own, so that a loss that draws cannot hide it.
 """
 
 import random
@@ -20,6 +20,7 @@ from .._batches import Batch
 from .._loss import Reduction
 from .._tree import map, unflatten
 from ._in_dtype import cast, computing_in
+from ._kept import Kept
 
 
 Rows = tuple[int, ...]
@@ -36,7 +37,7 @@ class Subject(NamedTuple):
     reduction: Reduction = "mean"
     dtype: torch.dtype | None = None  # None: as the data is
     without: frozenset[str] = frozenset()  # functions that are left out
-    written: Sequence[tuple[Tensor, Tensor]] = ()  # captured tensors, and what they held
+    kept: Kept = Kept()  # what the loss changes of what it holds, and what was there
     generators: Sequence[torch.Generator] = ()  # the loss's own
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
@@ -66,8 +67,7 @@ class Subject(NamedTuple):
             with mode:
                 yield
         finally:
-            for tensor, held in self.written:
-                tensor.data.copy_(held)  # .data: its version counter is not told
+            self.kept.put_back()
 
     def sums(self, rows: Rows, seed: int) -> AccumState:
         """What an accumulator holds after these rows."""
@@ -101,7 +101,9 @@ def preserving_random(generators: Sequence[torch.Generator] = ()) -> Generator[N
 
 def reseed(seed: int, generators: Sequence[torch.Generator] = ()) -> None:
     """Begin all generators anew."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

@@ -21,6 +21,7 @@ from torch import Tensor
 from .._accumulator import AccumState
 from .._loss import Reduction, divisor, mean_value
 from .._tree import add, all_finite, leaves
+from ._kept import Kept
 from ._subject import Rows, Subject
 
 
@@ -182,16 +183,25 @@ def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:
     return [ratio * norm(x - y) if all_finite(x) else 0.0 for x, y in zip(found, full, strict=True)]
 
 
-def repeats(trial: Trial, seeds: Iterator[int]) -> tuple[bool, bool]:
-    """Whether the loss draws random numbers; whether it keeps anything from call to call."""
-    subject, seed = trial.subject, next(seeds)
+def repeats(
+    call: Callable[[int], Result], bound: Bound, seeds: Iterator[int], times: int
+) -> tuple[bool, bool]:
+    """Whether other random numbers give another result; whether so many calls alike do."""
+    seed = next(seeds)
+    first = call(seed)
 
-    def call(seed: int) -> Result:
-        return joined([subject.sums(subject.everything(), seed)], subject.reduction)
+    def other(seed: int) -> bool:
+        return max(errors(call(seed), first.leaves, bound)) > 1
 
-    one, two, again = call(seed), call(next(seeds)), call(seed)
-    kept = max(errors(again, one.leaves, trial.bound)) > 1
-    return not kept and max(errors(two, one.leaves, trial.bound)) > 1, kept
+    if any(other(seed) for _ in range(times)):
+        return False, True
+    return any(other(next(seeds)) for _ in range(times)), False
+
+
+def whole_batch(trial: Trial) -> Callable[[int], Result]:
+    """The loss of the whole batch once, from a seed; what it keeps, it keeps."""
+    subject = trial.subject._replace(kept=Kept())
+    return lambda seed: joined([subject.sums(subject.everything(), seed)], subject.reduction)
 
 
 # Shrinking -------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ module begin and end.
 
 import inspect
 import linecache
+import random
+import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from .._loss import Weighted, is_pair
+from .._torch import transform_active
 from .._tree import flatten, leaves, paths
 from ._in_dtype import BATCH_NORM, is_active
+from ._kept import Held, Kept, Names, differs
+from ._reach import reachable
 from ._subject import Subject
 
 
@@ -39,15 +43,13 @@ class Call(NamedTuple):
         return self.module or f"torch's {self.function} at {self.line}"
 
 
-_NOBODY = Call("", "", "", "", "")
+NOBODY = Call("", "", "", "", "")
 
 
 class Written(NamedTuple):
-    """A tensor that the loss wrote to."""
+    """A tensor that the loss writes to, whenever it is called."""
 
     name: str
-    tensor: Tensor
-    held: Tensor  # what it held before
     given: bool  # handed to the loss, not captured by it
     by: Call  # the first function that saw it
 
@@ -56,6 +58,8 @@ class Seen(NamedTuple):
     """All that was seen."""
 
     written: list[Written]
+    assigned: list[str]  # what is another object, or holds other numbers, after a first call
+    kept: Kept  # what has to be put back
     draws: list[Call]
     batch_norms: list[Call]  # in training mode
     generators: list[tuple[torch.Generator, Tensor]]  # the loss's own, and their states
@@ -63,37 +67,63 @@ class Seen(NamedTuple):
     dtype: torch.dtype
 
 
-def watch(subject: Subject, seed: int) -> Seen:
-    """Call a loss on its whole batch; what it wrote to is as it was afterwards."""
-    mode = _Watch(_names(subject.loss_fn))
-    loss: Any = None
+def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
+    """Call a loss on its batch, and on its batch in reverse; afterwards all is as it was.
+
+    A tensor that only the first call writes to is a cache and no state.
+    """
+    held = reachable({"loss_fn": subject.loss_fn})
+    mode = _Watch({id(x): path.rpartition("'s ")[2] for path, x in held})
+    totals: list[Tensor] = []
+    kinds: list[bool] = []
 
     def loss_fn(params: Any, part: Any) -> Any:
-        nonlocal loss
         mode.give(params, "params")
         mode.give(part, "batch")
-        with mode, mode.modules():
+        with mode, mode.modules(), mode.others():
             out = subject.loss_fn(params, part)
         loss = out[0] if subject.has_aux and is_pair(out) else out
+        kinds.append(isinstance(loss, Weighted))
+        totals.append((loss.total if kinds[-1] else loss).detach())
         return out
 
+    watched, later = subject._replace(loss_fn=loss_fn), names
     try:
-        subject._replace(loss_fn=loss_fn).sums(subject.everything(), seed)
-        written = [w for w in mode.noted.values() if _changed(w.tensor, w.held)]
-        written = [w._replace(name=w.name or mode.name(w)) for w in written]
+        watched.sums(subject.everything(), next(seeds))
+        first = mode.written()
+        written = [w for w in first if w.given]
+        later = [n.again() for n in names]
+        mode.begin_again()
+        watched.sums(subject.everything()[::-1], next(seeds))
+        written += [w for w in mode.written() if not w.given]
+        anew = [name for n in later if n.of_tensors for name in n.assigned()]
+        written += [Written(name, False, NOBODY) for name in anew]
+        assigned = [w.name for w in first if not w.given]
+        assigned += [name for n in names if not n.of_tensors for name in n.assigned()]
     finally:
-        for noted in mode.noted.values():
-            if _changed(noted.tensor, noted.held):
-                noted.tensor.data.copy_(noted.held)
-    weighted = isinstance(loss, Weighted)
+        kept = Kept(mode.changed(), tuple(names))
+        kept.put_back()
     return Seen(
         written,
+        [name for name in assigned if not name.endswith(".training")],
+        kept,
         list(mode.draws),
         list(mode.batch_norms),
         list(mode.generators.values()),
-        weighted,
-        (loss.total if weighted else loss).dtype,
+        kinds[0],
+        totals[0].dtype,
     )
+
+
+class _Noted(NamedTuple):
+    """A tensor that a function was called with, and that no function had returned."""
+
+    name: str
+    tensor: weakref.ref[Tensor]  # dead after the call if it was the loss's own
+    first: Tensor  # what it held when it was seen first
+    held: Tensor  # … in this call
+    given: bool
+    by: Call
 
 
 class _Watch(TorchFunctionMode):
@@ -101,12 +131,13 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.names = names  # of the objects that the loss captures
         self.made: dict[int, weakref.ref[Tensor]] = {}
-        self.noted: dict[int, Written] = {}
+        self.noted: dict[int, _Noted] = {}
         self.draws: dict[Call, None] = {}
         self.batch_norms: dict[Call, None] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        self.roots: dict[int, nn.Module] = {}
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.stack: list[nn.Module] = []
+        self.handed: list[Tensor] = []
 
     def __torch_function__(
         self,
@@ -119,8 +150,8 @@ class _Watch(TorchFunctionMode):
         for x in leaves((args, kwargs)):
             if isinstance(x, torch.Generator):
                 self.generators.setdefault(id(x), (x, x.get_state()))
-            elif isinstance(x, Tensor) and not self._knows(x):
-                self.noted[id(x)] = Written("", x, x.detach().clone(), False, self._call(name))
+            elif isinstance(x, Tensor) and not self._knows(x) and not transform_active():
+                self._note("", x, False, self._call(name))
         if name == BATCH_NORM and is_active(name, args, kwargs):
             self.batch_norms[self._call(name)] = None
         before = _random_state()
@@ -133,28 +164,56 @@ class _Watch(TorchFunctionMode):
         return out
 
     def _knows(self, x: Tensor) -> bool:
-        made = self.made.get(id(x))
-        return id(x) in self.noted or (made is not None and made() is x)
+        made, noted = self.made.get(id(x)), self.noted.get(id(x))
+        return (made is not None and made() is x) or (noted is not None and noted.tensor() is x)
+
+    def _note(self, name: str, x: Tensor, given: bool, by: Call) -> None:
+        numbers = x.detach().clone()
+        self.noted[id(x)] = _Noted(name, weakref.ref(x), numbers, numbers, given, by)
 
     def give(self, tree: Any, root: str) -> None:
         """Note what is handed to the loss."""
         given, spec = flatten(tree)
         for path, x in zip(paths(spec, root), given, strict=True):
             if isinstance(x, Tensor):
-                held = x.detach().clone()
-                self.noted[id(x)] = Written(path, x, held, True, _NOBODY)
+                self.handed.append(x)  # alive until it has been looked at
+                self._note(path, x, True, NOBODY)
 
-    def name(self, written: Written) -> str:
+    def written(self) -> list[Written]:
+        """What holds other numbers than at the beginning of this call."""
+        return [
+            Written(noted.name or self._name(x, noted.by), noted.given, noted.by)
+            for noted in self.noted.values()
+            if (x := noted.tensor()) is not None and differs(x, noted.held)
+        ]
+
+    def begin_again(self) -> None:
+        """Look at another call."""
+        self.handed.clear()
+        self.noted = {
+            key: noted._replace(held=x.detach().clone())
+            for key, noted in self.noted.items()
+            if not noted.given and (x := noted.tensor()) is not None
+        }
+
+    def changed(self) -> tuple[Held, ...]:
+        """The captured tensors that hold other numbers than at first."""
+        return tuple(
+            Held(x, noted.first)
+            for noted in self.noted.values()
+            if not noted.given and (x := noted.tensor()) is not None and differs(x, noted.first)
+        )
+
+    def _name(self, x: Tensor, by: Call) -> str:
         """What the user calls a captured tensor."""
-        x = written.tensor
         if id(x) in self.names:
             return self.names[id(x)]
-        for root in self.roots.values():
+        for root in self.roots:
             for named in (root.named_parameters(), root.named_buffers()):
                 for name, tensor in named:
                     if tensor is x:
                         return f"{self._root(root)}.{name}"
-        return f"a tensor of shape {tuple(x.shape)}, first used at {written.by.line}"
+        return f"a tensor of shape {tuple(x.shape)}, first used at {by.line}"
 
     def _root(self, root: nn.Module) -> str:
         return self.names.get(id(root), type(root).__name__)
@@ -169,12 +228,27 @@ class _Watch(TorchFunctionMode):
         return Call(function, module, of, path, _line())
 
     @contextmanager
+    def others(self) -> Generator[None]:
+        """See generators that are not torch's."""
+        numpy = sys.modules.get("numpy")
+        states: dict[str, Callable[[], Any]] = {"Python's random": random.getstate}
+        if numpy:
+            states["numpy.random"] = lambda: str(numpy.random.get_state())
+        before = {name: state() for name, state in states.items()}
+        try:
+            yield
+        finally:
+            for name, state in states.items():
+                if state() != before[name]:
+                    self.draws[NOBODY._replace(module=name)] = None
+
+    @contextmanager
     def modules(self) -> Generator[None]:
         """See modules begin and end."""
 
         def begin(module: nn.Module, args: Any) -> None:
             if not self.stack:
-                self.roots[id(module)] = module
+                self.roots.add(module)
             self.stack.append(module)
 
         def end(module: nn.Module, args: Any, out: Any) -> None:
@@ -196,11 +270,6 @@ def _random_state() -> Tensor:
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
 
 
-def _changed(x: Tensor, held: Tensor) -> bool:
-    x = x.detach()
-    return x.shape != held.shape or not ((x == held) | ((x != x) & (held != held))).all()
-
-
 def _line() -> str:
     """The innermost line that is neither torch's nor ours."""
     frame = inspect.currentframe()
@@ -208,40 +277,10 @@ def _line() -> str:
         file = Path(frame.f_code.co_filename)
         if not any(ours in file.parents for ours in _NOT_THE_USERS):
             text = linecache.getline(str(file), frame.f_lineno).strip()
-            return f"{file.name}:{frame.f_lineno}" + (f": {text}" if text else "")
+            text = text if len(text) <= 60 else f"{text[:59]}…"
+            return f"{file.name}:{frame.f_lineno}" + (f" ({text})" if text else "")
         frame = frame.f_back
     return "an unknown line"
 
 
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])
-
-
-def _names(loss_fn: Any) -> dict[int, str]:
-    """The names under which a function holds modules and tensors."""
-    found: dict[int, str] = {}
-
-    def add(name: str, value: Any, deep: bool = True) -> None:
-        if isinstance(value, (Tensor, nn.Module)):
-            found.setdefault(id(value), name)
-        elif isinstance(value, (dict, list, tuple)) and deep:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, inside in items:
-                add(f"{name}[{key!r}]", inside, deep=False)
-        elif isinstance(value, partial):
-            for key, inside in [*enumerate(value.args), *value.keywords.items()]:
-                add(str(key), inside)
-            add(name, value.func)
-        elif inspect.isfunction(value) and deep:
-            for key, inside in _variables(value):
-                add(key, inside, deep=False)
-        elif inspect.ismethod(value):
-            for key, inside in vars(value.__self__).items():
-                add(f"self.{key}", inside)
-
-    add("loss_fn", loss_fn)
-    return found
-
-
-def _variables(function: Any) -> Iterator[tuple[str, Any]]:
-    seen = inspect.getclosurevars(function)
-    yield from {**seen.nonlocals, **seen.globals}.items()
