@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._batches import check_size, need_rows, read_batch
+from .._batches import need_rows, read_batch
 from .._inputs import check_choice, read_params
 from .._loss import Reduction
 from .._tree import all_finite, flatten, paths
@@ -146,10 +146,14 @@ def _subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
 
 def _ways(rows: int, splits: Any, random: torch.Generator) -> list[Parts]:
     if isinstance(splits, int):
-        return ways(rows, check_size(splits, "splits"), random)
+        if splits < 1:
+            raise ValueError(
+                f"splits is {splits}; expected how many random splits to try, or them."
+            )
+        return ways(rows, splits, random)
     everything = tuple(range(rows))
     for sizes in splits:
-        if sum(sizes) != rows or min(sizes) < 1:
+        if sum(sizes) != rows or min(sizes, default=0) < 1:
             raise ValueError(
                 f"splits holds {list(sizes)}; expected sizes of at least 1 that sum to the "
                 f"{rows} rows of the batch."
@@ -186,10 +190,7 @@ def _examine(
     bad = next((one for one in done if one.wrong), done[0])
     native, overflow = natively(subject, full, ["value", *names], tried[:3], seeds)
     times = 12 if seen.draws or seen.assigned else 1
-    try:
-        again = repeats(whole_batch(trials[0]), trials[0].bound, seeds, times)
-    finally:
-        seen.kept.put_back()
+    again = repeats(trials[0].subject, whole_batch, trials[0].bound, seeds, times)
     found: list[tuple[Trial, Split]] = []
     rows = [_leaf(i, done, found) for i in range(len(full))]
     shown = [split for trial, split in found if trial is bad.trial]

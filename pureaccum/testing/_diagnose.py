@@ -63,7 +63,7 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
     subject = case.subject._replace(without=frozenset(without))
     try:
         trial = trial_of(subject, trial.subject.dtype, case.seeds)
-        if any(repeats(whole_batch(trial), trial.bound, case.seeds, 1)):
+        if any(repeats(trial.subject, whole_batch, trial.bound, case.seeds, 1)):
             return None, False
         outcomes = [trial.outcome(parts) for parts in case.outcomes]
     except Exception:
@@ -98,10 +98,11 @@ def _state(case: Case) -> Iterator[Diagnosis]:
                 "in and comes out: make_step(..., buffers=...)",
             )
     if case.keeps:
+        what = _listed(case.seen.assigned) or "a generator of its own?"
         yield Diagnosis(
             "state",
             "calls with the same arguments and the same random numbers differ: the loss keeps "
-            f"something from call to call ({_listed(case.seen.assigned) or 'a generator of its own?'}).",
+            f"something from call to call ({what}).",
             _ARGUMENT,
         )
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .._loss import divisor
 from .._tree import check_same_structure, flatten, leaves
-from ._kept import Kept
 from ._report import Diagnosis
 from ._subject import Rows, Subject
 from ._trials import Bound, Parts, Result, Trial, repeats, split
@@ -60,10 +59,10 @@ def of_loop(loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]) -> l
     """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
     rows = trial.subject.everything()
     parts = split(rows, [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1])
-    if impure := _impure(loop, trial, parts, seeds):
-        return impure
     raw = trial.subject._replace(reduction="sum")  # the gradient of a loss as it came
     try:
+        if impure := _impure(loop, trial, parts, seeds):
+            return impure
         states = [raw.sums(part, next(seeds)) for part in parts]
         result = trial.accumulate(parts).leaves
     except Exception:
@@ -81,16 +80,12 @@ def of_loop(loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]) -> l
 
 
 def _impure(loop: Loop, trial: Trial, parts: Parts, seeds: Iterator[int]) -> list[Diagnosis]:
-    subject = trial.subject._replace(kept=Kept())
-    try:
-        sizes = trial.accumulate(parts).sizes
-        draws, keeps = repeats(
-            lambda seed: Result(_run(loop, subject, parts, seed), sizes), trial.bound, seeds, 2
-        )
-    except Exception:
-        return []  # which the report tells
-    finally:
-        trial.subject.kept.put_back()
+    sizes = trial.accumulate(parts).sizes
+
+    def call(subject: Subject, seed: int) -> Result:
+        return Result(_run(loop, subject, parts, seed), sizes)
+
+    draws, keeps = repeats(trial.subject, call, trial.bound, seeds, 2)
     if keeps:
         return [
             Diagnosis(

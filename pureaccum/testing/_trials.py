@@ -184,24 +184,30 @@ def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:
 
 
 def repeats(
-    call: Callable[[int], Result], bound: Bound, seeds: Iterator[int], times: int
+    subject: Subject,
+    call: Callable[[Subject, int], Result],
+    bound: Bound,
+    seeds: Iterator[int],
+    times: int,
 ) -> tuple[bool, bool]:
     """Whether other random numbers give another result; whether so many calls alike do."""
-    seed = next(seeds)
-    first = call(seed)
+    keeping, seed = subject._replace(kept=Kept()), next(seeds)
 
     def other(seed: int) -> bool:
-        return max(errors(call(seed), first.leaves, bound)) > 1
+        return max(errors(call(keeping, seed), first.leaves, bound)) > 1
 
-    if any(other(seed) for _ in range(times)):
-        return False, True
-    return any(other(next(seeds)) for _ in range(times)), False
+    try:
+        first = call(keeping, seed)
+        if any(other(seed) for _ in range(times)):
+            return False, True
+        return any(other(next(seeds)) for _ in range(times)), False
+    finally:
+        subject.kept.put_back()
 
 
-def whole_batch(trial: Trial) -> Callable[[int], Result]:
-    """The loss of the whole batch once, from a seed; what it keeps, it keeps."""
-    subject = trial.subject._replace(kept=Kept())
-    return lambda seed: joined([subject.sums(subject.everything(), seed)], subject.reduction)
+def whole_batch(subject: Subject, seed: int) -> Result:
+    """The loss of the whole batch at once."""
+    return joined([subject.sums(subject.everything(), seed)], subject.reduction)
 
 
 # Shrinking -------------------------------------------------------------------------------

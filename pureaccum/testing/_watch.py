@@ -74,8 +74,8 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
     """
     held = reachable({"loss_fn": subject.loss_fn})
     mode = _Watch({id(x): path.rpartition("'s ")[2] for path, x in held})
-    totals: list[Tensor] = []
     kinds: list[bool] = []
+    dtypes: list[torch.dtype] = []
 
     def loss_fn(params: Any, part: Any) -> Any:
         mode.give(params, "params")
@@ -84,7 +84,13 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
             out = subject.loss_fn(params, part)
         loss = out[0] if subject.has_aux and is_pair(out) else out
         kinds.append(isinstance(loss, Weighted))
-        totals.append((loss.total if kinds[-1] else loss).detach())
+        total = loss.total if kinds[-1] else loss
+        if isinstance(total, Tensor) and not total.requires_grad:
+            raise ValueError(
+                "the loss does not depend on params: no gradient leads to them. Was it detached "
+                "(detach, item, float, torch.tensor, no_grad), or are other parameters used?"
+            )
+        dtypes.append(getattr(total, "dtype", torch.float32))
         return out
 
     watched, later = subject._replace(loss_fn=loss_fn), names
@@ -111,7 +117,7 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
         list(mode.batch_norms),
         list(mode.generators.values()),
         kinds[0],
-        totals[0].dtype,
+        dtypes[0],
     )
 
 
