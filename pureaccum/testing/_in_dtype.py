@@ -68,15 +68,16 @@ class _InDtype(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
             return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
-        args = map(self._cast, args)
-        kwargs = {key: map(self._cast, arg) for key, arg in kwargs.items()}
+        args = map(self.recast, args)
+        kwargs = {key: map(self.recast, arg) for key, arg in kwargs.items()}
         if name in self.without and is_active(name, args, kwargs):
             return args[0] if args else kwargs["input"]
         if name in _CASTS:
             return args[0].to(self.dtype)
         return func(*args, **kwargs)
 
-    def _cast(self, x: Any) -> Any:
+    def recast(self, x: Any) -> Any:
+        """A tensor or a dtype, in the dtype; everything else as it is."""
         if isinstance(x, torch.dtype):
             return self.becomes.get(x, x)
         if not isinstance(x, Tensor) or x.dtype not in self.becomes:

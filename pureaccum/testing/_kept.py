@@ -40,9 +40,10 @@ class Names(NamedTuple):
             for k in {**self.before, **now}
             if now.get(k, missing) is not self.before.get(k, missing)
         ]
-        return [self._called(key) for key in keys]
+        return [self.called(key) for key in keys]
 
-    def _called(self, key: Any) -> str:
+    def called(self, key: Any) -> str:
+        """How a user would write it."""
         if not self.owner:
             return str(key)
         return f"{self.owner}.{key}" if isinstance(key, str) else f"{self.owner}[{key!r}]"

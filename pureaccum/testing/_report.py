@@ -3,6 +3,7 @@
 ``print(report)`` is a table; ``report.fits`` is the verdict.
 """
 
+from textwrap import wrap
 from typing import NamedTuple
 
 
@@ -99,7 +100,7 @@ def _lines(report: Report) -> list[str]:
         path, *numbers = (x.rjust(w) for x, w in zip(row[:3], widths, strict=False))
         lines.append("  ".join([path.strip().ljust(widths[0]), *numbers, *row[3:]]).rstrip())
     for diagnosis in report.diagnoses:
-        lines += ["", f"{diagnosis.kind}: {diagnosis.says}", f"    {diagnosis.mend}"]
+        lines += ["", *wrap(f"{diagnosis.kind}: {diagnosis.says}", 100), f"    {diagnosis.mend}"]
     return lines
 
 

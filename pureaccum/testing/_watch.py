@@ -156,24 +156,26 @@ class _Watch(TorchFunctionMode):
         for x in leaves((args, kwargs)):
             if isinstance(x, torch.Generator):
                 self.generators.setdefault(id(x), (x, x.get_state()))
-            elif isinstance(x, Tensor) and not self._knows(x) and not transform_active():
-                self._note("", x, False, self._call(name))
+            elif isinstance(x, Tensor) and not self.knows(x) and not transform_active():
+                self.note("", x, False, self.caller(name))
         if name == BATCH_NORM and is_active(name, args, kwargs):
-            self.batch_norms[self._call(name)] = None
+            self.batch_norms[self.caller(name)] = None
         before = _random_state()
         out = func(*args, **kwargs)
         if not before.equal(_random_state()):
-            self.draws[self._call(name)] = None
+            self.draws[self.caller(name)] = None
         for x in leaves(out):
-            if isinstance(x, Tensor) and not self._knows(x):
+            if isinstance(x, Tensor) and not self.knows(x):
                 self.made[id(x)] = weakref.ref(x)
         return out
 
-    def _knows(self, x: Tensor) -> bool:
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor was made by the loss, or has been noted."""
         made, noted = self.made.get(id(x)), self.noted.get(id(x))
         return (made is not None and made() is x) or (noted is not None and noted.tensor() is x)
 
-    def _note(self, name: str, x: Tensor, given: bool, by: Call) -> None:
+    def note(self, name: str, x: Tensor, given: bool, by: Call) -> None:
+        """Remember a tensor, and what it holds."""
         numbers = x.detach().clone()
         self.noted[id(x)] = _Noted(name, weakref.ref(x), numbers, numbers, given, by)
 
@@ -183,12 +185,12 @@ class _Watch(TorchFunctionMode):
         for path, x in zip(paths(spec, root), given, strict=True):
             if isinstance(x, Tensor):
                 self.handed.append(x)  # alive until it has been looked at
-                self._note(path, x, True, NOBODY)
+                self.note(path, x, True, NOBODY)
 
     def written(self) -> list[Written]:
         """What holds other numbers than at the beginning of this call."""
         return [
-            Written(noted.name or self._name(x, noted.by), noted.given, noted.by)
+            Written(noted.name or self.name_of(x, noted.by), noted.given, noted.by)
             for noted in self.noted.values()
             if (x := noted.tensor()) is not None and differs(x, noted.held)
         ]
@@ -210,7 +212,7 @@ class _Watch(TorchFunctionMode):
             if not noted.given and (x := noted.tensor()) is not None and differs(x, noted.first)
         )
 
-    def _name(self, x: Tensor, by: Call) -> str:
+    def name_of(self, x: Tensor, by: Call) -> str:
         """What the user calls a captured tensor."""
         if id(x) in self.names:
             return self.names[id(x)]
@@ -218,18 +220,20 @@ class _Watch(TorchFunctionMode):
             for named in (root.named_parameters(), root.named_buffers()):
                 for name, tensor in named:
                     if tensor is x:
-                        return f"{self._root(root)}.{name}"
+                        return f"{self.root_name(root)}.{name}"
         return f"a tensor of shape {tuple(x.shape)}, first used at {by.line}"
 
-    def _root(self, root: nn.Module) -> str:
+    def root_name(self, root: nn.Module) -> str:
+        """What the user calls a module."""
         return self.names.get(id(root), type(root).__name__)
 
-    def _call(self, function: str) -> Call:
+    def caller(self, function: str) -> Call:
+        """Who calls a function now."""
         if not self.stack:
             return Call(function, "", "", "", _line())
         root, inner = self.stack[0], self.stack[-1]
         path = next((name for name, part in root.named_modules() if part is inner), "")
-        of, kind = self._root(root), type(inner).__name__
+        of, kind = self.root_name(root), type(inner).__name__
         module = f"{of}.{path} ({kind})" if path else of if of == kind else f"{of} ({kind})"
         return Call(function, module, of, path, _line())
 
