@@ -134,6 +134,6 @@ def test_the_parser_sees_what_it_looks_for() -> None:
         "from torch._C import y\nmodule._parameters\ngetattr(module, '_buffers')\nstate._replace\n"
     )
     assert set(imports(tree)) == {"_engine", "_loss", "_sums"}
+    assert set(private(tree)) == {"_C", "_parameters", "_buffers"}
     tree = ast.parse("from .._tree import map\nfrom . import _reach\nfrom ._report import Leaf\n")
     assert set(imports(tree, ("testing",))) == {"_tree", "testing._reach", "testing._report"}
-    assert set(private(tree)) == {"_C", "_parameters", "_buffers"}
