@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from tests.purity.unchanged import bits
+from pureaccum.testing import assert_trees_bitwise_equal
 
 
 def normal(shape: Sequence[int], random: torch.Generator, dtype: Any = torch.float32) -> Tensor:
@@ -25,17 +25,6 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def clones(tree: Any) -> Any:
     return optree.tree_map(torch.clone, tree, namespace="pureaccum")
-
-
-def assert_same_bits(got: Any, want: Any) -> None:
-    """The same tensors, leaf by leaf, signed zeros and NaN included."""
-    (xs, spec), (ys, other) = (
-        optree.tree_flatten(tree, namespace="pureaccum") for tree in (got, want)
-    )
-    assert spec == other
-    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        assert (x.dtype, x.shape) == (y.dtype, y.shape), i
-        assert bits(x) == bits(y), (i, x, y)
 
 
 class Unread(Tensor):
@@ -70,7 +59,7 @@ class Torchs:
         return [self.optimizer.state[x][name] for x in self.params]
 
     def assert_same_params(self, params: Any) -> None:
-        assert_same_bits(leaves(params), [x.detach() for x in self.params])
+        assert_trees_bitwise_equal(leaves(params), [x.detach() for x in self.params])
 
 
 # One of every kind ------------------------------------------------------------------------

@@ -8,7 +8,9 @@ And is it a pure function: no random numbers but those it is given, and nothing 
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -20,11 +22,23 @@ from .._loss import Reduction
 from .._tree import all_finite, flatten, paths
 from ._diagnose import UNKNOWN, Case, diagnose
 from ._kept import names_of
-from ._loop import Loop, of_loop, trial_of_loop
+from ._loop import Loop, of_loop, run_loop, trial_of_loop
 from ._natively import natively
 from ._report import AccumulationMismatch, Leaf, Report, Split
 from ._subject import Subject, preserving_random
-from ._trials import Outcome, Parts, Trial, parts_at, repeats, shrunk, trial_of, ways, whole_batch
+from ._trials import (
+    Outcome,
+    Parts,
+    Trial,
+    joined,
+    native_trial,
+    parts_at,
+    repeats,
+    shrunk,
+    trial_of,
+    ways,
+    whole_batch,
+)
 from ._watch import Seen, watch
 from ._weights import find_leaf, redrawn
 
@@ -94,7 +108,7 @@ def check_accumulation(
     random = torch.Generator().manual_seed(seed)
     tried = _ways(subject.rows, splits, random)
     seeds = itertools.count(seed)
-    with torch.inference_mode(False), preserving_random():
+    with torch.inference_mode(False), preserving_random(), _uncompiled():
         seen = watch(subject, [*names_of(loss_fn), *names_of(loop)], seeds)
         subject = subject._replace(kept=seen.kept, generators=[g for g, _ in seen.generators])
         subjects = [subject]
@@ -144,6 +158,13 @@ def _subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
     return Subject(loss_fn, params, flat, rows)
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled parts of a loss run as they are written: a compiler would trace our modes, too."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def _ways(rows: int, splits: Any, random: torch.Generator) -> list[Parts]:
     if isinstance(splits, int):
         if splits < 1:
@@ -184,27 +205,41 @@ def _examine(
     seeds: Iterator[int],
 ) -> Report:
     subject, names = subjects[0], paths(flatten(subjects[0].params)[1], "params")
-    trials = [_trial(subject, reference, seeds) for subject in subjects]
+    trials = [_trial(subject, seen.narrowest, reference, seeds) for subject in subjects]
     full = trials[0].whole(subject.everything())
     done = [_tried(trial, tried) for trial in trials]
     bad = next((one for one in done if one.wrong), done[0])
-    native, overflow = natively(subject, full, ["value", *names], tried[:3], seeds)
     times = 12 if seen.draws or seen.assigned else 1
     again = repeats(trials[0].subject, whole_batch, trials[0].bound, seeds, times)
     found: list[tuple[Trial, Split]] = []
     rows = [_leaf(i, done, found) for i in range(len(full))]
     shown = [split for trial, split in found if trial is bad.trial]
-    causes = diagnose(Case(subject, bad.trial, seen, seeds, bad.outcomes, *again, overflow, shown))
-    if reference == "native":
-        native = [math.nan] * len(full)  # it is the full batch's own error that is not known
+    sound = [parts for parts in tried[:3] if max(done[0].outcomes[parts].errors) < math.inf]
+
+    def own(parts: Parts) -> list[Tensor]:
+        sums = [subject.sums(rows, next(seeds)) for rows in parts]
+        return joined(sums, subject.reduction).leaves
+
+    native, overflow = natively(own, lambda: own((subject.everything(),)), full, sound)
+    over = "" if overflow is None else ["value", *names][overflow]
+    causes = diagnose(Case(subject, bad.trial, seen, seeds, bad.outcomes, *again, over, shown))
     if loop is None:
         names = ["value", *names]
     else:
         done = [_tried(trial_of_loop(loop, trial, seeds), tried) for trial in trials]
-        native = [math.nan] * len(names)  # a loop is run in the reference alone
         rows = [_leaf(i, done, []) for i in range(len(names))]
+        causes = causes or of_loop(loop, done[0].trial, seen.weighted, seeds)
         if not causes and any(one.wrong for one in done):
-            causes = of_loop(loop, done[0].trial, seen.weighted, seeds) or [UNKNOWN]
+            causes = (UNKNOWN,)
+        sound = [parts for parts in sound if max(done[0].outcomes[parts].errors) < math.inf]
+        native, _ = natively(
+            lambda parts: run_loop(loop, subject, parts, next(seeds)),
+            lambda: own((subject.everything(),))[1:],
+            full[1:],
+            sound,
+        )
+    if reference == "native":
+        native = [math.nan] * len(names)  # the full batch's own error is not known
     leaves = zip(names, rows, native, strict=True)
     dtype = str(seen.dtype).removeprefix("torch.")
     return Report(
@@ -219,16 +254,19 @@ def _examine(
     )
 
 
-def _trial(subject: Subject, reference: Reference, seeds: Iterator[int]) -> Trial:
+def _trial(
+    subject: Subject, narrowest: torch.dtype, reference: Reference, seeds: Iterator[int]
+) -> Trial:
     if reference == "native":
-        trial = trial_of(subject, None, seeds)
+        trial = native_trial(subject, narrowest, seeds)
     else:
         try:
             trial = trial_of(subject, torch.float64, seeds)
         except Exception as error:
             error.add_note(
                 "pureaccum: the loss runs in its own dtypes, but not in float64, in which it is "
-                "compared. Switch checkpointing off for the check; or pass reference='native'."
+                "compared. Does it checkpoint, or insist on a dtype? Switch that off for the "
+                "check, or pass reference='native'."
             )
             raise
     full: list[Tensor] = trial.whole(subject.everything())

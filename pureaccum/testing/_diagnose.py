@@ -7,12 +7,13 @@ normalisation are left out to see whether they alone are to blame.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ._caller import Call
 from ._in_dtype import BATCH_NORM, DROPOUTS
 from ._of_rows import of_rows
 from ._report import Diagnosis
 from ._subject import Subject
 from ._trials import Outcome, Parts, Trial, repeats, trial_of, whole_batch
-from ._watch import Call, Seen
+from ._watch import Seen
 
 
 class Case(NamedTuple):

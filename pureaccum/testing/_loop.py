@@ -27,7 +27,7 @@ def trial_of_loop(loop: Loop, own: Trial, seeds: Iterator[int]) -> Trial:
     """A trial of a loop, against what our own trial knows; without the value, which it hides."""
 
     def accumulate(parts: Parts) -> Result:
-        grads = _run(loop, own.subject, parts, next(seeds))
+        grads = run_loop(loop, own.subject, parts, next(seeds))
         return Result(grads, own.accumulate(parts).sizes[1:])
 
     def whole(rows: Rows) -> list[Tensor]:
@@ -36,7 +36,8 @@ def trial_of_loop(loop: Loop, own: Trial, seeds: Iterator[int]) -> Trial:
     return Trial(own.subject, accumulate, whole, Bound(own.bound.share, own.bound.floor[1:]))
 
 
-def _run(loop: Loop, subject: Subject, parts: Parts, seed: int) -> list[Tensor]:
+def run_loop(loop: Loop, subject: Subject, parts: Parts, seed: int) -> list[Tensor]:
+    """The leaves of the gradient that a loop gives."""
     params = subject.arguments(())[0]
     cut = [subject.arguments(rows)[1] for rows in parts]
     with subject.running(seed):
@@ -55,7 +56,9 @@ def _read(grads: Any, params: Any) -> list[Tensor]:
     return [x.detach() for x in came]
 
 
-def of_loop(loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]) -> list[Diagnosis]:
+def of_loop(
+    loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]
+) -> tuple[Diagnosis, ...]:
     """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
     rows = trial.subject.everything()
     parts = split(rows, [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1])
@@ -66,7 +69,7 @@ def of_loop(loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]) -> l
         states = [raw.sums(part, next(seeds)) for part in parts]
         result = trial.accumulate(parts).leaves
     except Exception:
-        return []  # which the report tells
+        return ()  # which the report tells
     own = [float(divisor(state.weight)) for state in states]
     grads = [[x / by for x in leaves(state.grads)] for state, by in zip(states, own, strict=True)]
     plain = 1.0 if trial.subject.reduction == "sum" else 1 / len(rows)
@@ -76,34 +79,35 @@ def of_loop(loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]) -> l
         else [plain if plain == 1 else plain * len(part) for part in parts]
     )
     found = _fitted(grads, result)
-    return [] if found is None else [_told(found, shares, weighted or plain != 1)]
+    told = None if found is None else _told(found, shares, weighted or plain != 1)
+    return () if told is None else (told,)
 
 
-def _impure(loop: Loop, trial: Trial, parts: Parts, seeds: Iterator[int]) -> list[Diagnosis]:
+def _impure(loop: Loop, trial: Trial, parts: Parts, seeds: Iterator[int]) -> tuple[Diagnosis, ...]:
     sizes = trial.accumulate(parts).sizes
 
     def call(subject: Subject, seed: int) -> Result:
-        return Result(_run(loop, subject, parts, seed), sizes)
+        return Result(run_loop(loop, subject, parts, seed), sizes)
 
     draws, keeps = repeats(trial.subject, call, trial.bound, seeds, 2)
     if keeps:
-        return [
+        return (
             Diagnosis(
                 "state",
                 "two calls of the loop with the same arguments differ: gradients of an earlier "
                 "call are still there, or parameters were changed.",
                 "optimizer.zero_grad()  # before the first microbatch of every step",
-            )
-        ]
+            ),
+        )
     if draws:
-        return [
+        return (
             Diagnosis(
                 "randomness",
                 "two calls of the loop with other random numbers differ.",
                 "generator = torch.Generator().manual_seed(seed)  # or no random numbers",
-            )
-        ]
-    return []
+            ),
+        )
+    return ()
 
 
 def _fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | None:
@@ -122,7 +126,7 @@ def _fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | No
 _NEAR = 1e-6  # tells one mistake from another, and not right from wrong
 
 
-def _told(found: list[float], shares: list[float], mean: bool) -> Diagnosis:
+def _told(found: list[float], shares: list[float], mean: bool) -> Diagnosis | None:
     def are(*wanted: float) -> bool:
         return all(
             abs(a - b) <= _NEAR * max(1.0, abs(b)) for a, b in zip(found, wanted, strict=True)
@@ -131,6 +135,8 @@ def _told(found: list[float], shares: list[float], mean: bool) -> Diagnosis:
     k, last = len(found), found[-1]
     ratios = [a / b if b else 1.0 for a, b in zip(found, shares, strict=True)]
     counted = ", ".join(f"{a:.4g} (right: {b:.4g})" for a, b in zip(found, shares, strict=True))
+    if are(*shares):
+        return None
     if are(*[0.0] * (k - 1), last):
         return Diagnosis(
             "gradients zeroed",

@@ -1,35 +1,37 @@
 """The loss in its own dtypes: not judged, but reported, and looked at for overflow."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ._subject import Subject
-from ._trials import Parts, joined, norm
+from ._trials import Parts, norm
 
 
 def natively(
-    subject: Subject,
+    run: Callable[[Parts], list[Tensor]],
+    alone: Callable[[], list[Tensor]],
     full: list[Tensor],
-    names: list[str],
-    tried: list[Parts],
-    seeds: Iterator[int],
-) -> tuple[list[float], str]:
-    """The accumulated errors relative to the full batch's own, and a leaf that is not finite."""
+    tried: Sequence[Parts],
+) -> tuple[list[float], int | None]:
+    """Errors of what is accumulated, relative to the full batch's own; a leaf that is not finite.
 
-    def error(parts: Parts) -> list[float]:
-        found = joined([subject.sums(rows, next(seeds)) for rows in parts], subject.reduction)
-        return [norm(x - y) for x, y in zip(found.leaves, full, strict=True)]
+    Args:
+        run: Accumulates in the loss's own dtypes.
+        alone: The full batch at once, in these.
+        full: The full batch in the dtype of the comparison.
+        tried: Some splits that are finite there.
+    """
 
-    try:
-        own = error((subject.everything(),))
-        cut = [error(parts) for parts in tried]
-    except Exception:  # a microbatch that raises: told by the comparison itself
-        return [float("nan")] * len(full), ""
-    worst = [max(column) for column in zip(*cut, strict=True)]
-    overflow = (name for name, x in zip(names, worst, strict=True) if not math.isfinite(x))
-    return [_ratio(x, y) for x, y in zip(worst, own, strict=True)], next(overflow, "")
+    def error(got: list[Tensor]) -> list[float]:
+        return [norm(x - y) for x, y in zip(got, full, strict=True)]
+
+    if not tried:
+        return [math.nan] * len(full), None
+    own = error(alone())
+    worst = [max(column) for column in zip(*(error(run(parts)) for parts in tried), strict=True)]
+    overflow = (i for i, x in enumerate(worst) if not math.isfinite(x))
+    return [_ratio(x, y) for x, y in zip(worst, own, strict=True)], next(overflow, None)
 
 
 def _ratio(error: float, own: float) -> float:

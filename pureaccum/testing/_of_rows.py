@@ -236,10 +236,10 @@ def _weights_against(of: Of, base: int, rows: range) -> dict[int, float] | None:
         other, both = of.own(row), of.own(*sorted((base, row)))
         if row == base or both is None:
             continue
-        if other is None or of.agree([(1, one)], both):
+        if other is None or not any(x.any() for x in other.terms):
             if not of.agree([(1, one)], both):
                 return None
-            shares[row] = 0.0  # a row of weight nothing: masked
+            shares[row] = 0.0  # nothing by itself, and nothing beside another: masked
             continue
         apart = [x - y for x, y in zip(other.terms, one.terms, strict=True)]
         along = [x - y for x, y in zip(both.terms, one.terms, strict=True)]
@@ -250,7 +250,7 @@ def _weights_against(of: Of, base: int, rows: range) -> dict[int, float] | None:
     kept = {row: share for row, share in shares.items() if share}
     values = [(share, of.own(row)) for row, share in kept.items()]
     whole = of.own(*sorted(shares))
-    if len(kept) < 2 or whole is None:
+    if len(shares) < 2 or whole is None:
         return None
     sum_ = [(share / sum(kept.values()), value) for share, value in values if value]
     if not of.agree(sum_, whole):

@@ -1,5 +1,6 @@
 """What functions hold: what they close over, are bound to, name, or have as a default."""
 
+import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -77,7 +78,8 @@ def _captured(fn: FunctionType) -> Iterator[tuple[str, Any]]:
 def global_names(code: CodeType) -> list[str]:
     """The globals that code may look up, that of functions inside it too."""
     inside = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(n for each in inside for n in global_names(each))]))
+    names = itertools.chain(code.co_names, *map(global_names, inside))
+    return list(dict.fromkeys(names))
 
 
 _ELSEWHERE = {"torch", "optree", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}

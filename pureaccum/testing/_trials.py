@@ -11,6 +11,7 @@ that of a bias below a softmax, is nothing but rounding and has no digit right.)
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
@@ -148,13 +149,30 @@ class Trial(NamedTuple):
             return False
 
 
-def trial_of(subject: Subject, reference: torch.dtype | None, seeds: Iterator[int]) -> Trial:
-    """A trial of a loss by our own accumulator, in a dtype or (None) in the loss's own."""
-    exact = subject.in_dtype(reference) if reference else subject
+def trial_of(subject: Subject, reference: torch.dtype, seeds: Iterator[int]) -> Trial:
+    """A trial of a loss by our own accumulator, in another dtype than its own."""
+    trial = _trial(subject.in_dtype(reference), seeds)
+    floor = _floor(subject, trial.whole(subject.everything()), next(seeds))
+    return trial._replace(bound=Bound(UNIT[reference] ** 0.5, floor))
+
+
+def native_trial(subject: Subject, narrowest: torch.dtype, seeds: Iterator[int]) -> Trial:
+    """The same in the loss's own dtypes, of which one is the narrowest.
+
+    What it loses cannot be measured. A leaf that is small beside the whole gradient is allowed
+    u^(3/4) of that, the geometric middle between rounding and the bound of a leaf as large.
+    """
+    trial, unit = _trial(subject, seeds), UNIT.get(narrowest, UNIT[torch.float32])
+    grads = trial.whole(subject.everything())[1:]
+    floor = unit**0.75 * math.hypot(*(norm(g) for g in grads))
+    return trial._replace(bound=Bound(unit**0.5, [0.0, *(floor for _ in grads)]))
+
+
+def _trial(subject: Subject, seeds: Iterator[int]) -> Trial:
     known: dict[Rows, list[Tensor]] = {}
 
     def accumulate(parts: Parts) -> Result:
-        return joined([exact.sums(rows, next(seeds)) for rows in parts], exact.reduction)
+        return joined([subject.sums(rows, next(seeds)) for rows in parts], subject.reduction)
 
     def whole(rows: Rows) -> list[Tensor]:
         if rows not in known:
@@ -164,12 +182,7 @@ def trial_of(subject: Subject, reference: torch.dtype | None, seeds: Iterator[in
             known[rows] = found
         return known[rows]
 
-    full = whole(subject.everything())
-    if not reference:
-        unit = max(UNIT.get(x.dtype, 0.0) for x in leaves((subject.params, subject.batch.leaves)))
-        return Trial(exact, accumulate, whole, Bound(unit**0.5, [0.0] * len(full)))
-    bound = Bound(UNIT[torch.float64] ** 0.5, _floor(subject, full, next(seeds)))
-    return Trial(exact, accumulate, whole, bound)
+    return Trial(subject, accumulate, whole, Bound(0.0, ()))
 
 
 def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:

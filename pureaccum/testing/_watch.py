@@ -4,14 +4,11 @@ It is called once, under a mode that sees every call of a torch function, with h
 module begin and end.
 """
 
-import inspect
-import linecache
 import random
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,28 +19,11 @@ from torch.overrides import TorchFunctionMode
 from .._loss import Weighted, is_pair
 from .._torch import transform_active
 from .._tree import flatten, leaves, paths
+from ._caller import NOBODY, Call, users_line
 from ._in_dtype import BATCH_NORM, is_active
 from ._kept import Held, Kept, Names, differs
 from ._reach import reachable
 from ._subject import Subject
-
-
-class Call(NamedTuple):
-    """A call of a torch function: its name, and the module or the line that made it."""
-
-    function: str
-    module: str  # "net.1 (BatchNorm1d)", or ""
-    root: str  # "net"
-    path: str  # "1"
-    line: str  # "loss.py:12: x = net(x)"
-
-    @property
-    def where(self) -> str:
-        """For a sentence."""
-        return self.module or f"torch's {self.function} at {self.line}"
-
-
-NOBODY = Call("", "", "", "", "")
 
 
 class Written(NamedTuple):
@@ -64,7 +44,8 @@ class Seen(NamedTuple):
     batch_norms: list[Call]  # in training mode
     generators: list[tuple[torch.Generator, Tensor]]  # the loss's own, and their states
     weighted: bool
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the loss
+    narrowest: torch.dtype  # … and of all that it computes with
 
 
 def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
@@ -118,6 +99,7 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
         list(mode.generators.values()),
         kinds[0],
         dtypes[0],
+        min(mode.dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=dtypes[0]),
     )
 
 
@@ -143,6 +125,7 @@ class _Watch(TorchFunctionMode):
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.stack: list[nn.Module] = []
+        self.dtypes: set[torch.dtype] = set()
         self.handed: list[Tensor] = []
 
     def __torch_function__(
@@ -165,8 +148,11 @@ class _Watch(TorchFunctionMode):
         if not before.equal(_random_state()):
             self.draws[self.caller(name)] = None
         for x in leaves(out):
-            if isinstance(x, Tensor) and not self.knows(x):
-                self.made[id(x)] = weakref.ref(x)
+            if isinstance(x, Tensor):
+                if x.is_floating_point():
+                    self.dtypes.add(x.dtype)
+                if not self.knows(x):
+                    self.made[id(x)] = weakref.ref(x)
         return out
 
     def knows(self, x: Tensor) -> bool:
@@ -230,12 +216,12 @@ class _Watch(TorchFunctionMode):
     def caller(self, function: str) -> Call:
         """Who calls a function now."""
         if not self.stack:
-            return Call(function, "", "", "", _line())
+            return Call(function, "", "", "", users_line())
         root, inner = self.stack[0], self.stack[-1]
         path = next((name for name, part in root.named_modules() if part is inner), "")
         of, kind = self.root_name(root), type(inner).__name__
         module = f"{of}.{path} ({kind})" if path else of if of == kind else f"{of} ({kind})"
-        return Call(function, module, of, path, _line())
+        return Call(function, module, of, path, users_line())
 
     @contextmanager
     def others(self) -> Generator[None]:
@@ -278,19 +264,3 @@ class _Watch(TorchFunctionMode):
 def _random_state() -> Tensor:
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
-
-
-def _line() -> str:
-    """The innermost line that is neither torch's nor ours."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if not any(ours in file.parents for ours in _NOT_THE_USERS):
-            text = linecache.getline(str(file), frame.f_lineno).strip()
-            text = text if len(text) <= 60 else f"{text[:59]}…"
-            return f"{file.name}:{frame.f_lineno}" + (f" ({text})" if text else "")
-        frame = frame.f_back
-    return "an unknown line"
-
-
-_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[1])

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pureaccum as pa
+from pureaccum.testing.strategies import histories
 from tests.bounds.rounding import UNIT, exact_sum, gamma
-from tests.strategies import histories
 
 
 PARAMS = torch.zeros(())

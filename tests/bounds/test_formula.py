@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum.testing.strategies import seeds
 from tests.optimizers import clones, normal, unread
-from tests.strategies import every, generator, seeds
+from tests.strategies import every, generator
 
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -183,7 +184,11 @@ KINDS = pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @every(2)
 @given(
-    st.data(), st.floats(1e-6, 1.0), st.integers(0, 3) | st.integers(0, 10**6), seeds, st.booleans()
+    st.data(),
+    st.floats(1e-6, 1.0),
+    st.integers(0, 3) | st.integers(0, 10**6),
+    seeds(),
+    st.booleans(),
 )
 def test_vmap_is_the_kernel_up_to_rounding(
     kind: str, dtype: Any, fused: bool, data: Any, lr: float, steps: int, seed: int, whole: bool

@@ -12,8 +12,9 @@ from hypothesis import given, target
 from hypothesis import strategies as st
 
 import pureaccum as pa
+from pureaccum.testing.strategies import histories, seeds
 from tests.bounds.rounding import UNIT, exact_sum, gamma, ulps
-from tests.strategies import every, generator, histories, seeds
+from tests.strategies import every, generator
 
 
 REAL = {
@@ -37,7 +38,7 @@ def addends(draw: st.DrawFn, dtype: torch.dtype) -> torch.Tensor:
         rows = draw(st.lists(row, min_size=1, max_size=12))
         x = torch.tensor(rows, dtype=real)
     else:
-        random, n = generator(draw(seeds)), draw(st.integers(1, 40))
+        random, n = generator(draw(seeds())), draw(st.integers(1, 40))
         spread = draw(st.integers(0, 40))
         size = 2.0 ** torch.randint(-spread, spread + 1, (n, width), generator=random).to(real)
         x = torch.randn(n, width, generator=random, dtype=real) * size
@@ -85,7 +86,9 @@ def test_a_sum_of_n_gradients_rounds_n_minus_1_times(dtype, engine, data, donate
 def test_a_weighted_mean_rounds_twice_more(dtype, data):
     """The weight to the gradient's dtype, and the division; the n - 1 sums of float64 weights."""
     x = data.draw(addends(dtype))
-    weights = torch.rand(len(x), dtype=torch.float64, generator=generator(data.draw(seeds))) + 2**-9
+    weights = (
+        torch.rand(len(x), dtype=torch.float64, generator=generator(data.draw(seeds()))) + 2**-9
+    )
     w = torch.zeros((), dtype=dtype)
 
     def loss(w, batch):

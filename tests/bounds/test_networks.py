@@ -10,9 +10,10 @@ from hypothesis import given, note, target
 from hypothesis import strategies as st
 
 import pureaccum as pa
+from pureaccum.testing.strategies import KINDS, histories, pieces, reduction, seeds
 from tests.bounds.networks import NETWORKS, ROWS, batch_of, loss_of, params_of
 from tests.bounds.rounding import UNIT, gamma
-from tests.strategies import KINDS, every, histories, reduction, seeds, take
+from tests.strategies import every
 
 
 ROOT_OF_UNIT = float(UNIT[torch.float64]) ** 0.5
@@ -35,15 +36,14 @@ def one_graph(network, kind, params, batch):
     def grad_and_value(of):
         return torch.func.grad_and_value(share)(params, of)
 
-    rows = [take(batch, slice(i, i + 1)) for i in range(ROWS)]
-    return grad_and_value(batch), [grad_and_value(row) for row in rows]
+    return grad_and_value(batch), [grad_and_value(row) for row in pieces(batch, [1] * ROWS)]
 
 
 @networks
 @engines
 @pytest.mark.parametrize("kind", KINDS)
 @every(4)
-@given(seed=seeds, history=histories(ROWS), size=st.integers(1, ROWS + 1), donate=st.booleans())
+@given(seed=seeds(), history=histories(ROWS), size=st.integers(1, ROWS + 1), donate=st.booleans())
 def test_any_history_is_the_full_batch_in_float64(
     network, engine, kind, seed, history, size, donate
 ):
@@ -67,7 +67,7 @@ def test_any_history_is_the_full_batch_in_float64(
 @networks
 @engines
 @every(4)
-@given(seed=seeds, history=histories(ROWS))
+@given(seed=seeds(), history=histories(ROWS))
 def test_in_float32_nothing_is_lost_but_the_roundings_of_the_sum(network, engine, seed, history):
     """Of k microbatch gradients as torch itself gives them, k - 1 additions, number by number.
 
@@ -75,8 +75,7 @@ def test_in_float32_nothing_is_lost_but_the_roundings_of_the_sum(network, engine
     """
     params, batch = params_of(seed, torch.float32), batch_of(seed, torch.float32)
     loss = loss_of(network, "sum")
-    parts = [take(batch, rows) for rows in history.parts()]
-    given = [backward(loss, params, part) for part in parts]
+    given = [backward(loss, params, part) for part in pieces(batch, history.sizes)]
 
     acc = pa.accumulator(loss, reduction="sum", engine=engine)
     got = history.run(acc, params, batch).grads

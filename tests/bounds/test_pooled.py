@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pureaccum._module import functional
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
 from tests.bounds.rounding import UNIT, gamma
 from tests.parity.test_functional import through
-from tests.strategies import assert_same_bits, generator, seeds
+from tests.strategies import generator
 
 
 DTYPES = (torch.float32, torch.float64)
@@ -120,7 +122,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 @dtypes
 @kinds
-@given(cuts, st.sampled_from(MOMENTA), st.sampled_from([0.0, 1000.0]), seeds)
+@given(cuts, st.sampled_from(MOMENTA), st.sampled_from([0.0, 1000.0]), seeds())
 @example([2, 2], None, 1000.0, 0)
 @example([5, 2, 6], 1.0, 1000.0, 0)
 def test_any_cut_gives_the_full_batch_s(
@@ -140,7 +142,7 @@ def test_any_cut_gives_the_full_batch_s(
 
 @dtypes
 @kinds
-@given(cuts, st.data(), seeds)
+@given(cuts, st.data(), seeds())
 def test_microbatches_that_do_not_count(
     dtype: torch.dtype, kind: Kind, sizes: list[int], data: st.DataObject, seed: int
 ) -> None:
@@ -155,10 +157,10 @@ def test_microbatches_that_do_not_count(
         rest = torch.cat([p for p, keep in zip(parts, keeps, strict=True) if keep])
         check(kind, net, rest, got)
     else:
-        assert_same_bits(got, before)
+        assert_trees_bitwise_equal(got, before)
 
 
-@given(cuts, seeds)
+@given(cuts, seeds())
 def test_counting_all_is_not_asking(sizes: list[int], seed: int) -> None:
     kind = KINDS["2d"]
     fn = functional(make(kind, 0.1, torch.float32, seed))
@@ -167,7 +169,7 @@ def test_counting_all_is_not_asking(sizes: list[int], seed: int) -> None:
         through(fn, "pooled", fn.params, fn.buffers, parts, keeps)
         for keeps in ([True] * len(sizes), None)
     )
-    assert_same_bits(asked, not_asked)
+    assert_trees_bitwise_equal(asked, not_asked)
 
 
 @dtypes

@@ -7,17 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from tests.strategies import (
-    LIMIT,
-    Model,
-    every,
-    exact_models,
-    generator,
-    histories,
-    integers,
-    majorant,
-    take,
-)
+from pureaccum.testing._exact_losses import LIMIT, majorant
+from pureaccum.testing.strategies import ExactModel, compositions, losses, pieces
+from tests.laws.exactly import integers
+from tests.strategies import every, few, generator
 
 
 def squared(w, batch):
@@ -44,8 +37,8 @@ def test_gaussian_data_does_not_agree_between_splits():
 
 def test_integer_data_of_the_same_shape_agrees_between_all_splits():
     random = generator(0)
-    batch = {"x": integers((16, 8), 15, random), "y": integers((16, 2), 15, random)}
-    assert splits_that_agree(integers((8, 2), 15, random), batch) == 16
+    batch = {"x": integers(random, 16, 8), "y": integers(random, 16, 2)}
+    assert splits_that_agree(integers(random, 8, 2), batch) == 16
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
@@ -53,14 +46,14 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
     """A quarter of the models that we draw, at least, have sums that 16 bits cannot hold."""
     caught = []
 
-    @given(exact_models(st.just(8)))
-    def draw(model: Model) -> None:
+    @given(losses(8))
+    def draw(model: ExactModel) -> None:
         grad = torch.func.grad(model.loss("sum"))
         full = optree.tree_leaves(grad(model.params, model.batch))
         sums = [torch.zeros(leaf.shape, dtype=narrow) for leaf in full]
-        for i in range(model.rows):
-            row = optree.tree_leaves(grad(model.params, take(model.batch, slice(i, i + 1))))
-            sums = [total + g.to_dense().to(narrow) for total, g in zip(sums, row, strict=True)]
+        for row in pieces(model.batch, [1] * model.rows):
+            grads = optree.tree_leaves(grad(model.params, row))
+            sums = [total + g.to_dense().to(narrow) for total, g in zip(sums, grads, strict=True)]
         caught.append(
             any((s.float() != g.to_dense()).any() for s, g in zip(sums, full, strict=True))
         )
@@ -70,7 +63,7 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
 
 
 @every(2)
-@given(exact_models(), st.data())
+@given(few.flatmap(losses), st.data())
 def test_the_majorant_bounds_value_and_gradient_of_every_part(model, data):
     """In float64, on any part of the batch: so every partial sum is below the limit."""
     bound = majorant(model)
@@ -78,8 +71,8 @@ def test_the_majorant_bounds_value_and_gradient_of_every_part(model, data):
     params, batch = optree.tree_map(
         lambda x: x.double() if x.is_floating_point() else x, (model.params, model.batch)
     )
-    for rows in data.draw(histories(model.rows)).parts():
-        grads, value = torch.func.grad_and_value(model.loss("sum"))(params, take(batch, rows))
+    for part in pieces(batch, data.draw(compositions(model.rows, empty=True))):
+        grads, value = torch.func.grad_and_value(model.loss("sum"))(params, part)
         for number in (value, *optree.tree_leaves(grads)):
             dense = number.to_dense()
             assert (dense.abs() <= bound).all()

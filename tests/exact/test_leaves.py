@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import KINDS, histories, reduction, seeds
 from tests.exact.given import (
     LARGE,
     ROWS,
@@ -14,14 +16,7 @@ from tests.exact.given import (
     given_sums,
     weight_of,
 )
-from tests.strategies import (
-    KINDS,
-    assert_same_bits,
-    every,
-    histories,
-    reduction,
-    seeds,
-)
+from tests.strategies import every
 
 
 pytestmark = pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -29,7 +24,7 @@ pytestmark = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 @pytest.mark.parametrize("kind", KINDS)
 @every(6)
-@given(seed=seeds, history=histories(ROWS))
+@given(seed=seeds(), history=histories(ROWS))
 def test_any_history_sums_every_kind_of_leaf(kind, engine, seed, history):
     batch, params = given_batch(seed), every_kind_of_leaf()
     acc = pa.accumulator(given_loss(kind), reduction=reduction(kind), engine=engine)
@@ -37,27 +32,27 @@ def test_any_history_sums_every_kind_of_leaf(kind, engine, seed, history):
 
     for donate in (False, True):
         state = history.run(acc, params, batch, donate)
-        assert_same_bits(state.grads, want)
+        assert_trees_bitwise_equal(state.grads, want)
         grads, _ = acc.finalize(state, donate=donate)
-        assert_same_bits(grads, {name: leaf / by for name, leaf in want.items()})
+        assert_trees_bitwise_equal(grads, {name: leaf / by for name, leaf in want.items()})
 
 
 @pytest.mark.parametrize("narrow", [True, False], ids=["all", "no bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @every(12)
-@given(seed=seeds)
+@given(seed=seeds())
 def test_grad_casts_every_kind_of_leaf_back_once(kind, narrow, engine, seed):
     batch, params = given_batch(seed), every_kind_of_leaf(narrow)
     sums, by = given_sums(kind, batch), weight_of(kind, batch) or 1
     want = {name: (sums[name] / by).to(leaf.dtype) for name, leaf in params.items()}
     for size in (1, 3, ROWS - 1):
         knobs = {"microbatch_size": size, "reduction": reduction(kind), "engine": engine}
-        assert_same_bits(pa.grad(given_loss(kind), **knobs)(params, batch), want)
+        assert_trees_bitwise_equal(pa.grad(given_loss(kind), **knobs)(params, batch), want)
 
 
 @pytest.mark.parametrize("donate", [False, True])
 @every(6)
-@given(seed=seeds)
+@given(seed=seeds())
 def test_a_leaf_that_the_loss_does_not_use_has_gradient_zero(engine, donate, seed):
     """With other leaves in use, and with none: the loss is then a constant."""
     batch = given_batch(seed)
@@ -72,7 +67,7 @@ def test_a_leaf_that_the_loss_does_not_use_has_gradient_zero(engine, donate, see
         state = acc.update(acc.init(params), params, batch, donate=donate)
         sums = given_sums("sum", batch)
         zeros = {name: torch.zeros_like(leaf) for name, leaf in sums.items()}
-        assert_same_bits(state.grads["used"], sums if name == "some" else zeros)
-        assert_same_bits(
+        assert_trees_bitwise_equal(state.grads["used"], sums if name == "some" else zeros)
+        assert_trees_bitwise_equal(
             state.grads["unused"], {"large": torch.zeros(LARGE), "small": torch.zeros(3)}
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum._loss_scale import LossScale
-from tests.laws.exactly import same
+from pureaccum.testing import assert_trees_bitwise_equal
 
 
 FINITE = torch.tensor(True)
@@ -45,7 +45,7 @@ def test_a_power_of_two_changes_no_bit(case: tuple[float, list[float]], dtype: t
     if dtype.is_complex:
         x, scaled = torch.complex(x.real, x.real.flip(0)), scaled + 1j * scaled.flip(0)
     back = loss_scale.unscale(state, {"x": scaled, "one": scaled[0]})
-    assert same(back, {"x": x, "one": x[0]})
+    assert_trees_bitwise_equal(back, {"x": x, "one": x[0]})
 
 
 @given(
@@ -85,7 +85,9 @@ def test_a_scale_below_the_normal_numbers(e: int) -> None:
     x = torch.tensor([1.0, -2.0, 3.0])
     tree = {"x": loss_scale.scale(state, x), "c": torch.tensor([3.0 + 4.0j]) * 2.0**e}
     assert state.scale.item() == 2.0**e
-    assert same(loss_scale.unscale(state, tree), {"x": x, "c": torch.tensor([3.0 + 4.0j])})
+    assert_trees_bitwise_equal(
+        loss_scale.unscale(state, tree), {"x": x, "c": torch.tensor([3.0 + 4.0j])}
+    )
 
 
 @pytest.mark.cuda
@@ -95,7 +97,7 @@ def test_a_small_scale_on_cuda(where: str) -> None:
     loss_scale = pa.dynamic_loss_scale(2.0**-130, min_scale=2.0**-149)
     state = loss_scale.init(where)
     x = torch.tensor([1.0, -2.0, 3.0], device="cuda")
-    assert same(loss_scale.unscale(state, loss_scale.scale(state, x)), x)
+    assert_trees_bitwise_equal(loss_scale.unscale(state, loss_scale.scale(state, x)), x)
 
 
 @pytest.mark.cuda
@@ -122,9 +124,11 @@ def test_half_precision_is_widened(dtype: torch.dtype, shape: tuple[int, ...]) -
     state = loss_scale.init()
     x = torch.full(shape, 1.5, dtype=dtype)
     scaled = loss_scale.scale(state, x)
-    assert same(scaled, torch.full(shape, 1.5 * 2**16))  # inf in fp16
+    assert_trees_bitwise_equal(scaled, torch.full(shape, 1.5 * 2**16))  # inf in fp16
     small = torch.full(shape, 2.0**-14, dtype=dtype)
-    assert same(loss_scale.unscale(state, small), torch.full(shape, 2.0**-30))  # 0 in fp16
+    assert_trees_bitwise_equal(
+        loss_scale.unscale(state, small), torch.full(shape, 2.0**-30)
+    )  # 0 in fp16
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
@@ -139,8 +143,8 @@ def test_every_leaf_keeps_its_own_width(shape: tuple[int, ...]) -> None:
         "complex": torch.complex(third / 2**10, -third / 2**10),
         "integer": torch.zeros(shape),
     }
-    assert same(got, want)
-    assert same(loss_scale.scale(state, third), third * 2**10)
+    assert_trees_bitwise_equal(got, want)
+    assert_trees_bitwise_equal(loss_scale.scale(state, third), third * 2**10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64])
@@ -152,14 +156,14 @@ def test_a_sparse_leaf_stays_sparse(dtype: torch.dtype) -> None:
     got = loss_scale.unscale(loss_scale.init(), x)
     assert got.is_sparse
     wide = torch.promote_types(dtype, torch.float32)
-    assert same(got.to_dense(), torch.tensor([1.0, 0.0, 5.0, 0.0], dtype=wide))
+    assert_trees_bitwise_equal(got.to_dense(), torch.tensor([1.0, 0.0, 5.0, 0.0], dtype=wide))
 
 
 def test_unscaled_is_a_new_tree_also_at_scale_one() -> None:
     loss_scale = pa.static_loss_scale(1.0)
     tree = {"x": torch.ones(2), "none": None, "empty": torch.ones(0)}
     got = loss_scale.unscale(loss_scale.init(), tree)
-    assert same(got, tree)
+    assert_trees_bitwise_equal(got, tree)
     assert got["x"].data_ptr() != tree["x"].data_ptr()
 
 

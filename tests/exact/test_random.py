@@ -13,7 +13,9 @@ from torch import Tensor
 
 from pureaccum import _random
 from pureaccum._random import dropout, fold_in, key, normal, split_key, uniform
-from tests.strategies import compositions, every
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import compositions
+from tests.strategies import every, slices
 
 
 WORD = 2**32 - 1
@@ -63,10 +65,6 @@ def reference(words: tuple[int, int], count: int) -> list[int]:
     return [word for pair in blocks for word in pair][:count]
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)
-
-
 # The cipher and its layout ---------------------------------------------------------------
 
 
@@ -103,8 +101,8 @@ def test_a_key_is_the_two_words_of_its_seed(seed: int) -> None:
 def test_new_keys_are_blocks_of_their_own_domain(words: tuple[int, int], n: int, ways: int) -> None:
     k = torch.tensor(words)
     assert tuple(fold_in(k, n).tolist()) == threefry(words, (n >> 32, n & WORD))
-    assert same(fold_in(k, torch.tensor(n)), fold_in(k, n))
-    assert same(fold_in(k, torch.tensor(n) - 2**62), fold_in(k, n))  # modulo 2**62
+    assert_trees_bitwise_equal(fold_in(k, torch.tensor(n)), fold_in(k, n))
+    assert_trees_bitwise_equal(fold_in(k, torch.tensor(n) - 2**62), fold_in(k, n))  # modulo 2**62
     made = [threefry(words, (2**30, i)) for i in range(ways)]
     assert [tuple(new) for new in split_key(k, ways).tolist()] == made
 
@@ -150,7 +148,7 @@ def test_normal_is_symmetric_in_its_bits(words: tuple[int, int]) -> None:
     drawn = normal(torch.tensor(words), (), torch.float64)
     tail = torch.special.ndtri(torch.tensor((2**53 - abs(odd)) / 2**54, dtype=torch.float64))
     assert drawn.item() == pytest.approx(math.copysign(tail.item(), odd), rel=1e-12, abs=1e-15)
-    assert same(normal(torch.tensor(words)), drawn.float())
+    assert_trees_bitwise_equal(normal(torch.tensor(words)), drawn.float())
 
 
 # Nothing but the key and the position ----------------------------------------------------
@@ -162,15 +160,15 @@ def test_a_longer_draw_begins_with_the_shorter(
 ) -> None:
     k, n, m = key(seed), max(n, m), min(n, m)
     for draw in uniform, normal:
-        assert same(draw(k, (n,), dtype)[:m], draw(k, (m,), dtype))
-    assert same(split_key(k, n + 1)[: m + 1], split_key(k, m + 1))
+        assert_trees_bitwise_equal(draw(k, (n,), dtype)[:m], draw(k, (m,), dtype))
+    assert_trees_bitwise_equal(split_key(k, n + 1)[: m + 1], split_key(k, m + 1))
 
 
 @given(seed=seeds, shape=small, dtype=st.sampled_from([*DTYPES]))
 def test_the_shape_only_arranges(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for draw in uniform, normal:
         flat = draw(key(seed), (math.prod(shape),), dtype)
-        assert same(draw(key(seed), shape, dtype), flat.reshape(shape))
+        assert_trees_bitwise_equal(draw(key(seed), shape, dtype), flat.reshape(shape))
 
 
 @every(2)
@@ -181,17 +179,19 @@ def test_pieces_do_not_show(seed: int, rows: int, count: int, piece: int) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_random, "PIECE", piece)
         cut = [draw(keys, (count,), dtype) for draw in (uniform, normal) for dtype in DTYPES]
-    assert all(map(same, cut, whole))
+    assert_trees_bitwise_equal(cut, whole)
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_vmap_is_the_loop_is_the_batch(name: str) -> None:
     draw, keys = DRAWS[name], split_key(key(3), 6).reshape(2, 3, 2)
     loop = torch.stack([torch.stack([draw(k) for k in row]) for row in keys])
-    assert same(torch.func.vmap(torch.func.vmap(draw))(keys), loop)
-    assert same(torch.func.vmap(torch.func.vmap(draw), in_dims=1, out_dims=1)(keys), loop)
+    assert_trees_bitwise_equal(torch.func.vmap(torch.func.vmap(draw))(keys), loop)
+    assert_trees_bitwise_equal(
+        torch.func.vmap(torch.func.vmap(draw), in_dims=1, out_dims=1)(keys), loop
+    )
     if name != "dropout":  # of which rows of x are asked below
-        assert same(draw(keys), loop)
+        assert_trees_bitwise_equal(draw(keys), loop)
 
 
 def test_fold_in_broadcasts_and_maps() -> None:
@@ -199,11 +199,11 @@ def test_fold_in_broadcasts_and_maps() -> None:
     loop = torch.stack(
         [torch.stack([fold_in(keys[j], 4 * i + j) for j in range(4)]) for i in range(3)]
     )
-    assert same(fold_in(keys, n), loop)
-    assert same(fold_in(keys, n.to(torch.uint8)), loop)
-    assert same(torch.func.vmap(fold_in, (None, 0))(keys, n), loop)
-    assert same(torch.func.vmap(torch.func.vmap(fold_in), (None, 0))(keys, n), loop)
-    assert same(fold_in(keys, 3), torch.stack([fold_in(k, 3) for k in keys]))
+    assert_trees_bitwise_equal(fold_in(keys, n), loop)
+    assert_trees_bitwise_equal(fold_in(keys, n.to(torch.uint8)), loop)
+    assert_trees_bitwise_equal(torch.func.vmap(fold_in, (None, 0))(keys, n), loop)
+    assert_trees_bitwise_equal(torch.func.vmap(torch.func.vmap(fold_in), (None, 0))(keys, n), loop)
+    assert_trees_bitwise_equal(fold_in(keys, 3), torch.stack([fold_in(k, 3) for k in keys]))
 
 
 def everything(k: Tensor, x: Tensor) -> list[Tensor]:
@@ -215,7 +215,7 @@ def test_one_graph() -> None:
     torch.compiler.reset()
     k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
-    assert all(map(same, compiled(k, x), everything(k, x)))
+    assert_trees_bitwise_equal(compiled(k, x), everything(k, x))
 
 
 def test_one_graph_of_a_map() -> None:
@@ -229,7 +229,7 @@ def test_one_graph_of_a_map() -> None:
 
     k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
     compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
-    assert all(map(same, compiled(k, x), mapped(k, x)))
+    assert_trees_bitwise_equal(compiled(k, x), mapped(k, x))
 
 
 def test_one_graph_for_sizes_and_steps_that_change() -> None:
@@ -240,7 +240,7 @@ def test_one_graph_for_sizes_and_steps_that_change() -> None:
 
     compiled = torch.compile(draw, fullgraph=True, backend="aot_eager", dynamic=True)
     for step, rows in ((3, 2), (4, 5), (2**40, 7)):
-        assert same(compiled(key(0), step, rows), draw(key(0), step, rows))
+        assert_trees_bitwise_equal(compiled(key(0), step, rows), draw(key(0), step, rows))
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_inductor() -> None:
 
     k, x = key(2**40 + 9), torch.arange(1.0, 1001.0)
     compiled = torch.compile(lambda k, x: dropout(x, 0.3, k), fullgraph=True)
-    assert same(compiled(k, x), dropout(x, 0.3, k))
+    assert_trees_bitwise_equal(compiled(k, x), dropout(x, 0.3, k))
 
 
 @pytest.mark.cuda
@@ -257,15 +257,15 @@ def test_inductor() -> None:
 def test_cuda_has_the_bits_of_the_cpu(name: str) -> None:
     keys = fold_in(key(5), torch.arange(3))
     rows = fold_in(key(5, "cuda"), torch.arange(3, device="cuda"))
-    assert same(rows.cpu(), keys)
+    assert_trees_bitwise_equal(rows.cpu(), keys)
     draw: Callable[[Tensor], Tensor] = DRAWS[name]
     if name == "dropout":
         x = torch.randn(3, 9)
-        assert same(dropout(x.cuda(), 0.4, rows).cpu(), dropout(x, 0.4, keys))
+        assert_trees_bitwise_equal(dropout(x.cuda(), 0.4, rows).cpu(), dropout(x, 0.4, keys))
     elif name == "normal torch.float64":  # erfinv is the device's own
         torch.testing.assert_close(draw(rows).cpu(), draw(keys), rtol=2.0**-48, atol=0)
     else:
-        assert same(draw(rows).cpu(), draw(keys))
+        assert_trees_bitwise_equal(draw(rows).cpu(), draw(keys))
 
 
 @pytest.mark.cuda
@@ -288,11 +288,12 @@ def test_nothing_else_is_touched(name: str) -> None:
     before, version, state = k.clone(), k._version, torch.get_rng_state()
     first = DRAWS[name](k)
     torch.manual_seed(123)
-    assert same(DRAWS[name](k), first)  # and no generator has a say
+    assert_trees_bitwise_equal(DRAWS[name](k), first)  # and no generator has a say
     torch.set_rng_state(state)
-    assert same(DRAWS[name](k), first)
+    assert_trees_bitwise_equal(DRAWS[name](k), first)
     assert torch.equal(torch.get_rng_state(), state)
-    assert (k._version, same(k, before)) == (version, True)
+    assert k._version == version
+    assert_trees_bitwise_equal(k, before)
 
 
 # Dropout ---------------------------------------------------------------------------------
@@ -306,12 +307,12 @@ def test_dropout_of_rows_does_not_depend_on_the_cut(
     keys = fold_in(key(seed), torch.arange(rows))
     p = data.draw(st.sampled_from([0.1, 0.5, 0.9]))
     whole = dropout(x, p, keys)
-    cut = data.draw(compositions(rows))
-    assert same(torch.cat([dropout(x[part], p, keys[part]) for part in cut]), whole)
-    assert same(
+    cut = slices(data.draw(compositions(rows)))
+    assert_trees_bitwise_equal(torch.cat([dropout(x[part], p, keys[part]) for part in cut]), whole)
+    assert_trees_bitwise_equal(
         torch.stack([dropout(*row) for row in zip(x, [p] * rows, keys, strict=True)]), whole
     )
-    assert same(torch.func.vmap(dropout, (0, None, 0))(x, p, keys), whole)
+    assert_trees_bitwise_equal(torch.func.vmap(dropout, (0, None, 0))(x, p, keys), whole)
 
 
 @given(words=pairs, p=st.floats(0, 1), dtype=st.sampled_from([*DTYPES, torch.complex64]))
@@ -320,7 +321,7 @@ def test_dropout_selects_and_scales(words: tuple[int, int], p: float, dtype: tor
     out = dropout(x, p, k)
     kept = torch.tensor([word / 2**32 >= p for word in reference(words, 8)])
     scale = 1 / (1 - p) if p < 1 else 0.0
-    assert same(out, torch.where(kept, x * scale, 0.0))
+    assert_trees_bitwise_equal(out, torch.where(kept, x * scale, 0.0))
     assert p < 1 or not out.any()
 
 
@@ -346,8 +347,10 @@ def test_derivatives_are_the_mask() -> None:
     x, k = torch.full((32,), 3.0), key(8)
     mask = dropout(torch.ones(32), 0.25, k)
     assert set(mask.tolist()) == {0.0, torch.tensor(4 / 3).item()}
-    assert same(torch.func.grad(lambda x: dropout(x, 0.25, k).sum())(x), mask)
-    assert same(torch.func.jvp(lambda x: dropout(x, 0.25, k), (x,), (torch.ones(32),))[1], mask)
+    assert_trees_bitwise_equal(torch.func.grad(lambda x: dropout(x, 0.25, k).sum())(x), mask)
+    assert_trees_bitwise_equal(
+        torch.func.jvp(lambda x: dropout(x, 0.25, k), (x,), (torch.ones(32),))[1], mask
+    )
     second = torch.func.hessian(lambda x: (dropout(x, 0.25, k) ** 2).sum() / 2)(x)
     torch.testing.assert_close(second.diag(), mask**2)
 

@@ -13,20 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import KINDS, ExactModel, compositions, losses, pieces, reduction
 from tests.laws.exactly import copied, same
-from tests.strategies import (
-    KINDS,
-    Model,
-    assert_same_bits,
-    compositions,
-    every,
-    exact_models,
-    reduction,
-    take,
-)
+from tests.strategies import every, few, powers_of_two, slices, take
 
 
-powers_of_two = st.sampled_from([1, 2, 4, 8])
 scales = st.integers(-10, 60).map(lambda e: 2.0**e)
 rates = st.integers(-8, 3).map(lambda e: 2.0**e)
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -41,9 +33,9 @@ def streamed(step: Any, state: Any, parts: list[Any]) -> tuple[Any, Any]:
     return step.apply(state, window)
 
 
-def models(kind: str) -> st.SearchStrategy[Model]:
+def models(kind: str) -> st.SearchStrategy[ExactModel]:
     """Means over a power of two are exact also where torch itself takes them."""
-    return exact_models(powers_of_two) if kind == "mean" else exact_models()
+    return (powers_of_two if kind == "mean" else few).flatmap(losses)
 
 
 def weight_of(kind: str, batch: dict[str, Tensor]) -> float:
@@ -75,8 +67,8 @@ def fields(info: pa.StepInfo) -> Fields:
 
 def stays(old: pa.TrainState, new: pa.TrainState, rows: int) -> None:
     """What a step that is not applied may change: two counts, and the loss scale."""
-    assert same(new[:3], old[:3])
-    assert same(new.key, old.key)
+    assert_trees_bitwise_equal(new[:3], old[:3])
+    assert_trees_bitwise_equal(new.key, old.key)
     assert new.attempts == old.attempts + 1
     assert new.applied == old.applied
     assert new.samples == old.samples + rows
@@ -103,10 +95,10 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
     want = updated(model.params, grads, lr) if weight or kind == "sum" else model.params
 
     def check(new: pa.TrainState, info: pa.StepInfo, microbatches: int, exact: bool) -> None:
-        assert_same_bits(new.params, want)
-        assert_same_bits(info.grad_norm, pa.global_norm(grads))
+        assert_trees_bitwise_equal(new.params, want)
+        assert_trees_bitwise_equal(info.grad_norm, pa.global_norm(grads))
         if exact:
-            assert_same_bits(info.loss, value)
+            assert_trees_bitwise_equal(info.loss, value)
         applied = bool(weight) or kind == "sum"
         assert fields(info) == Fields(weight, microbatches, 0, applied, scale or 1.0)
         assert info.aux == ()
@@ -116,11 +108,10 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
             assert new.loss_scale.scale == scale
             assert new.loss_scale.growth_tracker == applied
 
-    parts = data.draw(compositions(model.rows, empty=True))
+    sizes = data.draw(compositions(model.rows, empty=True))
     step = pa.make_step(model.loss(kind), pa.sgd(lr), **knobs)
-    new, info = streamed(step, step.init(model.params), [take(model.batch, r) for r in parts])
-    lengths = [part.stop - part.start for part in parts]
-    check(new, info, len(parts), kind != "mean" or all(n & (n - 1) == 0 for n in lengths))
+    new, info = streamed(step, step.init(model.params), pieces(model.batch, sizes))
+    check(new, info, len(sizes), kind != "mean" or all(n & (n - 1) == 0 for n in sizes))
 
     for size in (None, *range(1, model.rows + 2)):
         step = pa.make_step(model.loss(kind), pa.sgd(lr), microbatch_size=size, **knobs)
@@ -130,29 +121,29 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
 
 
 @every(2)
-@given(exact_models(st.just(13)), st.data())
+@given(losses(13), st.data())
 def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     sums, _ = model.full_batch("sum")
     want = updated(model.params, optree.tree_map(lambda g: g / 13, dense(sums)), 0.25)
     knobs = {"loss_scale": pa.static_loss_scale(data.draw(scales))}
     step = pa.make_step(model.loss("mean"), pa.sgd(0.25), **knobs)
-    parts = [take(model.batch, rows) for rows in data.draw(compositions(13))]
-    assert_same_bits(streamed(step, step.init(model.params), parts)[0].params, want)
+    parts = pieces(model.batch, data.draw(compositions(13)))
+    assert_trees_bitwise_equal(streamed(step, step.init(model.params), parts)[0].params, want)
     size = data.draw(st.integers(1, 12))
     step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size, **knobs)
     new, info = step(step.init(model.params), model.batch)
-    assert_same_bits(new.params, want)
+    assert_trees_bitwise_equal(new.params, want)
     assert info.weight == 13
 
 
 @every(2)
-@given(exact_models(st.just(13)), st.integers(13, 15))
+@given(losses(13), st.integers(13, 15))
 def test_a_single_microbatch_is_torch_func_untouched(model, size):
     step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size)
     grads, value = model.full_batch("mean")
     new, info = step(step.init(model.params), model.batch)
-    assert_same_bits(new.params, updated(model.params, dense(grads), 0.25))
-    assert_same_bits(info.loss, value)
+    assert_trees_bitwise_equal(new.params, updated(model.params, dense(grads), 0.25))
+    assert_trees_bitwise_equal(info.loss, value)
     assert fields(info) == Fields(13, 1, 0, True, 1.0)
 
 
@@ -183,12 +174,12 @@ def test_no_optimizer_sees_the_cut_or_the_scale(kind, optimizer, data, scale):
         loss_scale=pa.dynamic_loss_scale(scale, min_scale=2.0**-20),
         **knobs,
     )
-    parts = [take(model.batch, rows) for rows in data.draw(compositions(model.rows))]
+    parts = pieces(model.batch, data.draw(compositions(model.rows)))
     for new, _ in (
         scaled(scaled.init(model.params), model.batch),
         streamed(scaled, scaled.init(model.params), parts),
     ):
-        assert_same_bits((new.params, new.opt_state), (want.params, want.opt_state))
+        assert_trees_bitwise_equal((new.params, new.opt_state), (want.params, want.opt_state))
 
 
 def test_the_norm_is_unscaled_and_from_before_clipping():
@@ -235,7 +226,7 @@ def test_aux_is_reduced(kind, data):
     )
     state = step.init(model.params)
     _, info = step(state, batch)
-    assert_same_bits(info.aux["all"], model.per_row(model.params, batch))
+    assert_trees_bitwise_equal(info.aux["all"], model.per_row(model.params, batch))
     starts = range(0, model.rows, size)
     assert info.aux["count"].item() == model.rows
     assert info.aux["last"].item() == model.rows
@@ -247,14 +238,14 @@ def test_aux_is_reduced(kind, data):
     ]
     top = sum(share * end for share, end in zip(shares, ends, strict=True))
     want = torch.tensor(top).div(sum(shares))
-    assert_same_bits(info.aux["mean"], want)
+    assert_trees_bitwise_equal(info.aux["mean"], want)
 
     window, seen = step.begin(state), []
     for start, end in zip(starts, ends, strict=True):
         window, aux = step.update(state, window, take(batch, slice(start, end)))
         assert aux["count"] == end - start
         seen.append(aux["all"])
-    assert_same_bits(torch.cat(seen), info.aux["all"])
+    assert_trees_bitwise_equal(torch.cat(seen), info.aux["all"])
     assert step.apply(state, window)[1].aux == ()
 
 
@@ -272,7 +263,7 @@ def test_aux_is_reduced(kind, data):
 )
 def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale, engine, donate):
     """As if it had never come, but that it is counted and the loss scale backs off."""
-    model = data.draw(exact_models(st.sampled_from([4, 8]) if kind == "mean" else st.just(7)))
+    model = data.draw((st.sampled_from([4, 8]) if kind == "mean" else st.just(7)).flatmap(losses))
     bad = data.draw(st.lists(st.integers(0, model.rows - 1), max_size=2))
     batch = model.batch | {"y": model.batch["y"].clone()}
     batch["y"][bad] = number
@@ -303,13 +294,13 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
         clean = make("propagate")
         start = clean.init(model.params)
         want, what = streamed(clean, start, [take(batch, rows) for rows in left])
-        assert_same_bits(new[:3], want[:3])
+        assert_trees_bitwise_equal(new[:3], want[:3])
         applied = bool(what.applied)
         assert fields(info) == Fields(
             what.weight.item(), len(parts), skipped, applied, scale or 1.0
         )
-        assert_same_bits(info.grad_norm, what.grad_norm)
-        assert_same_bits(info.loss, what.loss)
+        assert_trees_bitwise_equal(info.grad_norm, what.grad_norm)
+        assert_trees_bitwise_equal(info.loss, what.loss)
         if not applied:
             stays(old, new, model.rows)
         assert new.samples == model.rows  # skipped ones included
@@ -318,7 +309,7 @@ def test_skip_leaves_a_microbatch_out_with_its_weight(kind, data, number, scale,
             assert new.loss_scale.growth_tracker == (applied and not skipped)
 
     step = make("skip")
-    parts = data.draw(compositions(model.rows, empty=True))
+    parts = slices(data.draw(compositions(model.rows, empty=True)))
     old = copied(step.init(model.params))
     check(old, *streamed(step, copied(old), [take(batch, rows) for rows in parts]), parts)
     size = data.draw(st.integers(1, model.rows - 1))
@@ -434,7 +425,7 @@ def test_a_step_not_applied_changes_no_bit(optimizer, scaled, donate, buffers):
                 assert state.loss_scale.scale == old.loss_scale.scale / 2
                 tracker = 0
             elif scaled:
-                assert same(state.loss_scale, old.loss_scale)
+                assert_trees_bitwise_equal(state.loss_scale, old.loss_scale)
             if scaled:
                 assert state.loss_scale.growth_tracker == tracker
     old = copied(state)

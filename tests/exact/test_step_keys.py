@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.exactly import integers, same
-from tests.strategies import (
-    assert_same_bits,
-    compositions,
-    every,
-    generator,
-    reduction,
-    seeds,
-    take,
-)
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import compositions, pieces, reduction, seeds
+from tests.laws.exactly import integers
+from tests.strategies import every, generator, take
 
 
 ROWS = 8
@@ -86,7 +80,7 @@ def distinct(keys: Tensor) -> bool:
 
 
 def drawn(data: st.DataObject, kind: str) -> tuple[Any, Any, int]:
-    params, batch = make_params(seed := data.draw(seeds)), make_batch(seed)
+    params, batch = make_params(seed := data.draw(seeds())), make_batch(seed)
     assume(kind != "weighted" or batch["mask"].sum() > 0)
     return params, batch, data.draw(run_seeds)
 
@@ -103,13 +97,13 @@ def test_no_cut_moves_a_mask(kind: str, data: st.DataObject, engine: Any) -> Non
     for size in range(1, ROWS + 2):
         step = make_step(kind, size, engine=engine, loss_scale=scale)
         new, what = step(step.init(params, seed=seed), batch)
-        assert_same_bits(new.params, want.params)
-        assert_same_bits(what.aux, info.aux)
-    parts = [take(batch, rows) for rows in data.draw(compositions(ROWS, empty=True))]
+        assert_trees_bitwise_equal(new.params, want.params)
+        assert_trees_bitwise_equal(what.aux, info.aux)
+    parts = pieces(batch, data.draw(compositions(ROWS, empty=True)))
     step = make_step(kind, engine=engine, donate=data.draw(st.booleans()))
     new, _, keys = streamed(step, step.init(params, seed=seed), parts)
-    assert_same_bits(new.params, want.params)
-    assert_same_bits(keys, info.aux["keys"])
+    assert_trees_bitwise_equal(new.params, want.params)
+    assert_trees_bitwise_equal(keys, info.aux["keys"])
     assert new.samples == ROWS
 
 
@@ -131,7 +125,7 @@ def test_skipped_rows_are_counted(kind: str, data: st.DataObject, bad: int, numb
     assert (info.skipped, new.samples) == (1, ROWS)
     parts = [take(batch, slice(i, i + size)) for i in range(0, ROWS, size)]
     other, _, keys = streamed(step, start, parts)
-    assert_same_bits((new.params, keys), (other.params, clean.aux["keys"]))
+    assert_trees_bitwise_equal((new.params, keys), (other.params, clean.aux["keys"]))
 
     # The gradient of those rows alone, with the masks that they had in the clean batch.
     first = bad - bad % size
@@ -146,7 +140,7 @@ def test_skipped_rows_are_counted(kind: str, data: st.DataObject, bad: int, numb
     weight = {"sum": 1, "mean": len(left), "weighted": rest["mask"].sum()}[kind]
     grads = torch.func.grad(loss)(params)
     want = {k: p - 2.0**-20 * (grads[k] / weight) for k, p in params.items()}
-    assert_same_bits(new.params, want if weight else params)
+    assert_trees_bitwise_equal(new.params, want if weight else params)
 
 
 @every(2)
@@ -174,19 +168,19 @@ def test_no_key_comes_twice_in_a_run_or_in_another(one: int, other: int, steps: 
                 rows += ROWS
             applied += what == "good"
             assert bool(info.applied) is (what == "good")
-            assert same(state.key, pa.key(seed))
+            assert_trees_bitwise_equal(state.key, pa.key(seed))
             assert (state.applied.item(), state.samples.item()) == (applied, rows)
         assert state.attempts == len(steps)
         return state
 
-    assert same(run(one), again := run(one))
+    assert_trees_bitwise_equal(run(one), again := run(one))
     if seen:
         half = len(seen) // 2
-        assert_same_bits(seen[:half], seen[half:])
+        assert_trees_bitwise_equal(seen[:half], seen[half:])
         del seen[half:]
         different = run(other)
         assert distinct(torch.cat(seen))
-        assert same(different[5:], again[5:])
+        assert_trees_bitwise_equal(different[5:], again[5:])
 
 
 def test_the_same_rows_get_other_masks_in_the_next_step() -> None:
@@ -216,7 +210,7 @@ def test_a_run_goes_on_from_its_numbers_alone() -> None:
     fresh = step.init(state.params, seed=7)
     resumed = fresh._replace(attempts=state.attempts.clone(), samples=state.samples.clone())
     (a, one), (b, two) = step(state, make_batch(1)), step(resumed, make_batch(1))
-    assert same((a.params, one.aux), (b.params, two.aux))
+    assert_trees_bitwise_equal((a.params, one.aux), (b.params, two.aux))
 
 
 def test_a_short_and_a_long_batch_share_the_masks_of_their_rows() -> None:
@@ -224,7 +218,7 @@ def test_a_short_and_a_long_batch_share_the_masks_of_their_rows() -> None:
     state = step.init(make_params(0))
     _, long = step(state, batch)
     _, short = step(state, take(batch, slice(0, 5)))
-    assert_same_bits(short.aux["keys"], long.aux["keys"][:5])
+    assert_trees_bitwise_equal(short.aux["keys"], long.aux["keys"][:5])
 
 
 def test_the_loss_may_map_over_its_rows() -> None:
@@ -243,7 +237,7 @@ def test_the_loss_may_map_over_its_rows() -> None:
     params, batch = make_params(0), make_batch(0)
     a, _ = ours(ours.init(params, seed=3), batch)
     b, _ = theirs(theirs.init(params, seed=3), batch)
-    assert_same_bits(a.params, b.params)
+    assert_trees_bitwise_equal(a.params, b.params)
 
 
 def test_policy_and_buffers_do_not_touch_the_keys() -> None:
@@ -268,5 +262,5 @@ def test_policy_and_buffers_do_not_touch_the_keys() -> None:
     params, batch = make_params(0), make_batch(0)
     state, info = step(step.init(params, {"n": torch.tensor(0)}, seed=5), batch)
     want, other = plain(plain.init(params, seed=5), batch)
-    assert_same_bits((state.params, info.aux), (want.params, other.aux))
+    assert_trees_bitwise_equal((state.params, info.aux), (want.params, other.aux))
     assert state.buffers["n"] == 4

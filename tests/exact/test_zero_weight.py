@@ -8,15 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import histories, seeds
 from tests.exact.given import LARGE
-from tests.strategies import (
-    assert_same_bits,
-    every,
-    generator,
-    histories,
-    integers,
-    seeds,
-)
+from tests.laws.exactly import integers
+from tests.strategies import every, generator
 
 
 ROWS = 8
@@ -45,7 +41,7 @@ def params_and_batch(seed):
         "tables": {"large": torch.ones(300_000, 1), "small": torch.ones(7, 1)},
     }
     batch = {
-        "s": integers((ROWS,), 15, random),
+        "s": integers(random, ROWS),
         "tokens": torch.randint(0, 7, (ROWS, 1), generator=random),
         "mask": torch.randint(-1, 2, (ROWS,), generator=random).relu().float(),
     }
@@ -67,7 +63,7 @@ def masked_sums(params, batch):
 @engines
 @policies
 @every(6)
-@given(seed=seeds, history=histories(ROWS), donate=st.booleans())
+@given(seed=seeds(), history=histories(ROWS), donate=st.booleans())
 def test_masked_microbatches_add_nothing_anywhere(engine, nonfinite, seed, history, donate):
     params, batch = params_and_batch(seed)
     acc = pa.accumulator(nan_where_masked, engine=engine, nonfinite=nonfinite)
@@ -75,7 +71,7 @@ def test_masked_microbatches_add_nothing_anywhere(engine, nonfinite, seed, histo
     state = history.run(acc, params, batch, donate)
 
     sums = masked_sums(params, batch)
-    assert_same_bits(state.grads, sums)
+    assert_trees_bitwise_equal(state.grads, sums)
     assert torch.isfinite(state.total)
     assert (state.weight, state.skipped, state.nonfinite) == (batch["mask"].sum(), 0, 0)
 
@@ -83,14 +79,14 @@ def test_masked_microbatches_add_nothing_anywhere(engine, nonfinite, seed, histo
 @engines
 @policies
 @every(12)
-@given(seed=seeds, size=st.integers(1, ROWS + 1))
+@given(seed=seeds(), size=st.integers(1, ROWS + 1))
 def test_masked_microbatches_of_grad_add_nothing(engine, nonfinite, seed, size):
     params, batch = params_and_batch(seed)
     by = batch["mask"].sum() or torch.tensor(1.0)
     sums = masked_sums(params, batch)
     want = {part: {k: x / by for k, x in leaves.items()} for part, leaves in sums.items()}
     knobs = {"microbatch_size": size, "engine": engine, "nonfinite": nonfinite}
-    assert_same_bits(pa.grad(nan_where_masked, **knobs)(params, batch), want)
+    assert_trees_bitwise_equal(pa.grad(nan_where_masked, **knobs)(params, batch), want)
 
 
 @engines
@@ -104,7 +100,7 @@ def test_a_batch_of_weight_zero_has_gradient_zero_and_value_nan(engine, size):
     zeros = {
         part: {k: torch.zeros_like(x) for k, x in leaves.items()} for part, leaves in params.items()
     }
-    assert_same_bits(grads, zeros)
+    assert_trees_bitwise_equal(grads, zeros)
     assert value.isnan()
     assert pa.value(nan_where_masked, microbatch_size=size)(params, batch).isnan()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from tests.purity.unchanged import unchanged
+from pureaccum.testing import unchanged
 
 
 PACKAGE = Path(pa.__file__).parent

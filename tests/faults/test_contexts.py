@@ -9,6 +9,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import (
     PARAMS,
     Loss,
@@ -20,8 +21,7 @@ from tests.faults.refusals import (
     saying,
     squares,
 )
-from tests.purity.calls import same
-from tests.purity.unchanged import unchanged
+from tests.laws.exactly import same
 
 
 KINDS = ("grad", "stream", "donated stream")
@@ -59,7 +59,7 @@ def test_autocast_without_a_cache_or_inside_the_loss_is_welcome(to: Receiver) ->
 
     expected = to.run(inside, PARAMS, make_batch())
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        assert same(to.run(squares, PARAMS, make_batch()), expected)
+        assert_trees_bitwise_equal(to.run(squares, PARAMS, make_batch()), expected)
     assert not same(to.run(squares, PARAMS, {"x": make_batch()["x"] + 2**-9}), expected)
 
 
@@ -150,7 +150,9 @@ def test_also_where_nothing_is_cut(transform: Any, loss: Any, words: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_advice_is_good(kind: str, loss: Any) -> None:
     expected = gradient(doubled, PARAMS, make_batch(), kind)
-    assert same(gradient(loss, PARAMS, make_batch(), kind, engine="autograd"), expected)
+    assert_trees_bitwise_equal(
+        gradient(loss, PARAMS, make_batch(), kind, engine="autograd"), expected
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,8 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils.data import default_collate
 
 import pureaccum as pa
+from pureaccum.testing import unchanged
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squares
-from tests.purity.unchanged import unchanged
 
 
 X = torch.ones(2)

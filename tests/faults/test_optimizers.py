@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import pureaccum as pa
+from pureaccum.testing import unchanged
 from tests.faults.refusals import refused, saying
 from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal
-from tests.purity.unchanged import unchanged
 from tests.strategies import generator
 
 

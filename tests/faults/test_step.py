@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squares
-from tests.laws.exactly import same
-from tests.purity.unchanged import unchanged
 
 
 BATCH = make_batch(4)
@@ -37,8 +36,8 @@ def threading(buffers: Any = "sequential", **knobs: Any) -> Any:
 def usable(step: Any, state: Any, *args: Any) -> None:
     """As if nothing had been: the step that a fresh state takes."""
     fresh = step.init(PARAMS, *args)
-    assert same(state, fresh)
-    assert same(step(state, BATCH), step(fresh, BATCH))
+    assert_trees_bitwise_equal(state, fresh)
+    assert_trees_bitwise_equal(step(state, BATCH), step(fresh, BATCH))
 
 
 # make_step --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import saying
 from tests.purity.calls import (
     ENGINES,
@@ -18,9 +19,7 @@ from tests.purity.calls import (
     make_batch,
     make_params,
     mean_loss,
-    same,
 )
-from tests.purity.unchanged import unchanged
 
 
 PARAMS = make_params()
@@ -61,7 +60,7 @@ def test_an_error_in_the_loss_loses_nothing(engine: Any, nonfinite: Any) -> None
     state, expected = begun(engine, nonfinite)
     with unchanged(state, PARAMS), pytest.raises(BoomError):
         update(loss, state, engine, nonfinite)
-    assert same(pa.accumulator(mean_loss).finalize(state), expected)
+    assert_trees_bitwise_equal(pa.accumulator(mean_loss).finalize(state), expected)
 
 
 @engines
@@ -88,7 +87,7 @@ def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(
             with saying(RuntimeError, *SPOILED):
                 call()
     else:
-        assert same(result, expected)
+        assert_trees_bitwise_equal(result, expected)
 
 
 @engines
@@ -152,7 +151,7 @@ def test_raise_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
     with saying(FloatingPointError, f"params['{leaf}'] of microbatch 1:", *CAUSES):
         acc.update(state, PARAMS, make_batch(6), donate=donate)
     if not donate:
-        assert same(acc.finalize(state), expected)
+        assert_trees_bitwise_equal(acc.finalize(state), expected)
         return
     try:
         after = acc.finalize(state)
@@ -160,7 +159,7 @@ def test_raise_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
         with saying(RuntimeError, *SPOILED):
             acc.finalize(state)
     else:
-        assert same(after, expected)
+        assert_trees_bitwise_equal(after, expected)
 
 
 @engines

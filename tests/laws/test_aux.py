@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.exactly import integers, same
-from tests.strategies import generator, seeds
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.laws.exactly import integers
+from tests.strategies import generator
 
 
 UNIT = Fraction(1, 2**24)  # u of float32
@@ -29,7 +31,7 @@ def data(seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@given(seeds, st.integers(1, 12), st.integers(1, 13))
+@given(seeds(), st.integers(1, 12), st.integers(1, 13))
 def test_each_word(transform: str, seed: int, rows: int, size: int) -> None:
     """As a prefix tree: one word for a whole subtree, and words inside a tuple."""
 
@@ -45,17 +47,17 @@ def test_each_word(transform: str, seed: int, rows: int, size: int) -> None:
     w, x = data(seed, rows)
     parts = x.split(size)
     aux = transformed(transform, loss, microbatch_size=size, aux_reduction=words)(w, x)
-    assert same(aux["rows"], {"x": x, "more": [x[:, 0].long()]})
+    assert_trees_bitwise_equal(aux["rows"], {"x": x, "more": [x[:, 0].long()]})
     assert aux["sums"]["x"] == sum(part.max() for part in parts)
     assert aux["sums"]["count"] == rows
     assert torch.equal(aux["sums"]["low"], torch.stack([part.amin(0) for part in parts]).sum(0))
     assert torch.equal(aux["pair"][0], torch.stack([part.amax(0) for part in parts]))
-    assert same(aux["pair"][1], ("a word", parts[-1].sum(), 3))
+    assert_trees_bitwise_equal(aux["pair"][1], ("a word", parts[-1].sum(), 3))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])
-@given(seeds, st.integers(1, 12), st.integers(1, 12))
+@given(seeds(), st.integers(1, 12), st.integers(1, 12))
 def test_mean_is_weighted_as_the_loss_is(
     transform: str, kind: str, seed: int, rows: int, size: int
 ) -> None:
@@ -82,7 +84,7 @@ def test_mean_is_weighted_as_the_loss_is(
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-@given(seeds, st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
+@given(seeds(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
 def test_a_skipped_microbatch_takes_its_weight_along(
     engine: str, seed: int, count: int, size: int, poisoned: int
 ) -> None:
@@ -107,7 +109,7 @@ def test_a_skipped_microbatch_takes_its_weight_along(
     kept = [part for i, part in enumerate(x.split(size)) if i != bad]
     total = sum(part.sum() for part in kept) if kept else torch.zeros(())
     assert torch.equal(aux["sum"], total)
-    assert same(aux["rows"], x)
+    assert_trees_bitwise_equal(aux["rows"], x)
     if not kept:
         assert aux["mean"].isnan()
         assert torch.equal(grads, torch.zeros(2))
@@ -143,7 +145,7 @@ def test_sums_of_narrow_dtypes_are_wide(dtype: torch.dtype) -> None:
     assert result.dtype == (dtype if dtype.is_floating_point else torch.int64)
 
 
-@given(seeds, st.integers(1, 5))
+@given(seeds(), st.integers(1, 5))
 def test_update_hands_out_the_aux_of_its_microbatch(seed: int, rows: int) -> None:
     """As the loss returned it, whatever its leaves are."""
 
@@ -153,5 +155,7 @@ def test_update_hands_out_the_aux_of_its_microbatch(seed: int, rows: int) -> Non
     acc = pa.accumulator(loss, has_aux=True)
     w, x = data(seed, rows)
     state, aux = acc.update(acc.init(w), w, x)
-    assert same(aux, loss(w, x)[1])
-    assert same(state, pa.accumulator(lambda w, x: loss(w, x)[0]).update(acc.init(w), w, x))
+    assert_trees_bitwise_equal(aux, loss(w, x)[1])
+    assert_trees_bitwise_equal(
+        state, pa.accumulator(lambda w, x: loss(w, x)[0]).update(acc.init(w), w, x)
+    )

@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from tests.optimizers import (
-    Count,
-    Polyak,
-    Torchs,
-    assert_same_bits,
-    by_name,
-    clones,
-    leaves,
-    make_params,
-    normal,
-)
-from tests.strategies import every, generator, seeds, shapes, trees
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds, shapes, trees
+from tests.optimizers import Count, Polyak, Torchs, by_name, clones, leaves, make_params, normal
+from tests.strategies import every, generator
 
 
 def clipped_by_torch(grads: list[Tensor], max_norm: float, foreach: bool) -> list[Tensor]:
@@ -38,10 +30,10 @@ def clipped_by_torch(grads: list[Tensor], max_norm: float, foreach: bool) -> lis
 
 
 @given(
-    trees(shapes),
+    trees(shapes(3, 4).map(torch.empty)),
     st.sampled_from([torch.float32, torch.float64, torch.complex64]),
     st.floats(1e-3, 1e3),
-    seeds,
+    seeds(),
     st.booleans(),
     st.booleans(),
 )
@@ -49,13 +41,12 @@ def test_clipping_has_the_bits_of_torch(
     tree: Any, dtype: Any, max_norm: float, seed: int, foreach: bool, donate: bool
 ) -> None:
     random = generator(seed)
-    is_shape = lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x)  # noqa: E731
-    grads = optree.tree_map(lambda s: normal(s, random, dtype), tree, is_leaf=is_shape)
+    grads = optree.tree_map(lambda x: normal(x.shape, random, dtype), tree)
     want = clipped_by_torch(leaves(grads), max_norm, foreach)
     clip = pa.clip_by_global_norm(max_norm)
     got, state = clip.update(grads, clip.init(grads), donate=donate)
     assert state == ()
-    assert_same_bits(leaves(got), want)
+    assert_trees_bitwise_equal(leaves(got), want)
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
@@ -63,7 +54,7 @@ def test_clipping_has_the_bits_of_torch(
 def test_clipping_of_zero_inf_and_nan_is_torchs(value: float, foreach: bool) -> None:
     grads = [torch.full((3,), value), torch.ones(2) * (value == value)]
     got, _ = pa.clip_by_global_norm(0.5).update(grads, ())
-    assert_same_bits(got, clipped_by_torch(grads, 0.5, foreach))
+    assert_trees_bitwise_equal(got, clipped_by_torch(grads, 0.5, foreach))
 
 
 def test_the_norm_is_that_of_all_leaves() -> None:
@@ -72,7 +63,7 @@ def test_the_norm_is_that_of_all_leaves() -> None:
     assert pa.global_norm(grads) == 5.0
     for max_norm in (5.1, 1e9):
         got, _ = pa.clip_by_global_norm(max_norm).update(grads, ())
-        assert_same_bits(got, grads)
+        assert_trees_bitwise_equal(got, grads)
     got, _ = pa.clip_by_global_norm(1.0).update(grads, ())
     assert pa.global_norm(got) < 1.0
 
@@ -117,11 +108,11 @@ def test_maps_come_one_after_the_other_and_then_the_optimizer() -> None:
     for maps, want in cases:
         opt = pa.chain(*maps, pa.sgd(1.0))
         new, state = opt.apply(grads, opt.init(params), params)
-        assert_same_bits(new, params - want)
+        assert_trees_bitwise_equal(new, params - want)
         assert len(state) == len(maps) + 1
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=6), st.booleans(), seeds)
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.booleans(), seeds())
 def test_a_chain_is_its_parts_by_hand(flags: list[bool], donate: bool, seed: int) -> None:
     """A map's state is taken over only where the step is applied."""
     clip, count, last = pa.clip_by_global_norm(1.0), Count(), pa.adamw(0.1)
@@ -136,7 +127,7 @@ def test_a_chain_is_its_parts_by_hand(flags: list[bool], donate: bool, seed: int
             want, held = last.apply(scaled, held, want)
         applied = torch.tensor(flag)
         params, state = opt.apply(grads, state, params, applied=applied, donate=donate)
-        assert_same_bits((params, state), (want, ((), counted, held)))
+        assert_trees_bitwise_equal((params, state), (want, ((), counted, held)))
     assert state[1].count == sum(flags)
 
 
@@ -151,7 +142,7 @@ def test_chains_in_chains_and_users_optimizers() -> None:
             for n in range(3):
                 new, state = opt.apply(make_params(n + 1), state, new)
             found.append((new, leaves(state)))
-        assert_same_bits(*found)
+        assert_trees_bitwise_equal(*found)
 
 
 @pytest.mark.parametrize("applied", [None, True, False])
@@ -162,7 +153,7 @@ def test_a_users_own_optimizer_is_called_with_three_arguments(applied: Any) -> N
     want = (params, state) if applied is False else plain.apply(grads, state, params)
     flag = None if applied is None else torch.tensor(applied)
     new, kept = opt.apply(grads, (state,), params, applied=flag)
-    assert_same_bits((new, kept), (want[0], (want[1],)))
+    assert_trees_bitwise_equal((new, kept), (want[0], (want[1],)))
 
 
 # Partitions -----------------------------------------------------------------------------
@@ -181,7 +172,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], dict[str, Any]]
 
 @pytest.mark.parametrize("name", GROUPS)
 @every(4)
-@given(seeds, st.booleans())
+@given(seeds(), st.booleans())
 def test_a_partition_is_torch_with_groups(name: str, seed: int, donate: bool) -> None:
     make, cls, rest, bias = GROUPS[name]
     torch.manual_seed(seed)
@@ -202,7 +193,7 @@ def test_a_partition_is_torch_with_groups(name: str, seed: int, donate: bool) ->
             x.grad = grads[n].clone()
         optimizer.step()
         params, state = opt.apply(grads, state, params, donate=donate)
-        assert_same_bits(params, named(module))
+        assert_trees_bitwise_equal(params, named(module))
 
 
 def test_a_partition_of_partitions() -> None:
@@ -233,7 +224,7 @@ def test_a_partition_of_partitions() -> None:
                 make_params(n + 1), state, params, applied=torch.tensor(n != 1)
             )
         found.append(params)
-    assert_same_bits(*found)
+    assert_trees_bitwise_equal(*found)
     assert set(seen) == {"in.0", "w"}
 
 
@@ -243,7 +234,7 @@ def test_one_label_is_the_optimizer_itself() -> None:
         params = make_params()
         new, _ = part.apply(make_params(1), part.init(params), params)
         want, _ = opt.apply(make_params(1), opt.init(params), params)
-        assert_same_bits(new, want)
+        assert_trees_bitwise_equal(new, want)
         assert part.init(params).keys() == {"all"}
 
 
@@ -254,7 +245,7 @@ def test_a_map_inside_a_partition_sees_its_own_leaves() -> None:
     clipped = pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(1.0))
     opt = pa.partition({"a": clipped, "b": clipped}, str)
     new, _ = opt.apply(grads, opt.init(params), params)
-    assert_same_bits(new["b"], -grads["b"])
+    assert_trees_bitwise_equal(new["b"], -grads["b"])
     assert new["a"].item() == pytest.approx(-1.0, abs=1e-6)
 
 

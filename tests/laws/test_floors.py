@@ -31,6 +31,7 @@ FLOORS = (
     {"_transforms", "_call", "_finish"},
     {"_step"},
     {
+        "testing._caller",
         "testing._compare",
         "testing._exact_data",
         "testing._faults",

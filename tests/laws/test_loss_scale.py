@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum._loss_scale import LossScale
-from tests.laws.exactly import copied, same
-from tests.purity.unchanged import unchanged
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.laws.exactly import copied
 
 
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
@@ -62,7 +62,7 @@ class Scaling(RuleBasedStateMachine):
         before = self.state
         bits = copied(before)
         self.state = self.ours.update(before, torch.tensor(finite))
-        assert same(before, bits)
+        assert_trees_bitwise_equal(before, bits)
         assert not {x.data_ptr() for x in before} & {x.data_ptr() for x in self.state}
         found = torch.tensor(float(not finite))
         torch._amp_update_scale_(self.scale, self.tracker, found, *self.knobs)
@@ -226,7 +226,8 @@ def test_a_static_scale_never_changes(scale: float, flags: list[bool]) -> None:
     loss_scale = pa.static_loss_scale(scale)
     first = loss_scale.init()
     states = run(loss_scale, first, flags)
-    assert all(same(state, first) for state in states)
+    for state in states:
+        assert_trees_bitwise_equal(state, first)
     assert first.scale == scale
     assert len({x.data_ptr() for state in states for x in state}) == 3 * len(states)
 
@@ -250,15 +251,17 @@ def test_many_states_at_once(knobs: Knobs, histories: list[list[bool]], data: An
     states = [run(loss_scale, loss_scale.init(), history)[-1] for history in histories]
     finite = torch.tensor([data.draw(st.booleans()) for _ in states])
     got = torch.func.vmap(loss_scale.update)(stacked(states), finite)
-    assert same(got, stacked(list(map(loss_scale.update, states, finite))))
+    assert_trees_bitwise_equal(got, stacked(list(map(loss_scale.update, states, finite))))
 
     shared = torch.func.vmap(loss_scale.update, (None, 0))(states[0], finite)
-    assert same(shared, stacked([loss_scale.update(states[0], flag) for flag in finite]))
+    assert_trees_bitwise_equal(
+        shared, stacked([loss_scale.update(states[0], flag) for flag in finite])
+    )
 
     x = torch.arange(3.0 * len(states)).reshape(-1, 3)
     for there in (loss_scale.scale, loss_scale.unscale):
         got = torch.func.vmap(there)(stacked(states), x)
-        assert same(got, torch.stack(list(map(there, states, x))))
+        assert_trees_bitwise_equal(got, torch.stack(list(map(there, states, x))))
 
 
 @KINDS
@@ -276,9 +279,9 @@ def test_one_graph(loss_scale: LossScale, backend: str) -> None:
     for poison in [1.0, 2.0, float("inf"), float("nan"), 3.0, float("inf"), 4.0, 5.0, 6.0]:
         x = torch.tensor([poison, 2.0])
         want = step(state, x)
-        assert same(compiled(state, x), want)
+        assert_trees_bitwise_equal(compiled(state, x), want)
         with torch.compiler.set_stance("fail_on_recompile"):
-            assert same(compiled(state, x), want)
+            assert_trees_bitwise_equal(compiled(state, x), want)
         state = want[1]
 
 
@@ -298,7 +301,7 @@ def test_a_state_is_a_tree_with_all_its_fields(loss_scale: LossScale) -> None:
         back = unflatten(leaves, spec)
         assert len(leaves) == 3
         assert isinstance(back, pa.LossScaleState)
-        assert same(back, state)
+        assert_trees_bitwise_equal(back, state)
 
 
 @KINDS

@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.exactly import copied, same
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.laws.exactly import copied
 
 
 MOST = 256  # microbatches in a state: 256 * 3 rows * 2 * 3 * 315 * 7 < 2**24
@@ -152,7 +153,7 @@ class Accumulation(RuleBasedStateMachine):
     @invariant()
     def every_state_is_what_it_should_be(self) -> None:
         for state, terms, bits in self.live:
-            assert same(state, bits)
+            assert_trees_bitwise_equal(state, bits)
             sums = [sum(term.grad[i] for term in terms) for i in range(3)]
             assert state.grads["w"].tolist() == sums
             assert state.total.item() == sum(term.total for term in terms)

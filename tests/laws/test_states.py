@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from tests.laws.exactly import same
-from tests.strategies import every, generator, seeds, trees
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds, trees
+from tests.strategies import every, generator
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -93,7 +94,7 @@ def check(state: Any) -> None:
         file.seek(0)
         loaded = unflatten(spec, torch.load(file, weights_only=True))
         assert_alike(loaded, state)
-        assert same(loaded, state)
+        assert_trees_bitwise_equal(loaded, state)
     assert len(leaves(state)) == len(pytree.tree_leaves(state))
     assert len(places(state)) == len([x for x in leaves(state) if x.numel()])
 
@@ -126,20 +127,17 @@ def apart(*things: Any) -> None:
     assert len(set(every)) == len(every)
 
 
-shapes = st.sampled_from([(), (2,), (2, 3)])
-params_trees = st.tuples(seeds, trees(shapes)).map(
-    lambda drawn: optree.tree_map(
-        lambda shape: torch.randn(shape, generator=generator(drawn[0])),
-        drawn[1],
-        is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x),
-    )
+leaf = st.builds(
+    lambda shape, seed: torch.randn(shape, generator=generator(seed)),
+    st.sampled_from([(), (2,), (2, 3)]),
+    seeds(),
 )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @every(8)
 @given(
-    params=params_trees,
+    params=trees(leaf),
     scale=st.sampled_from(SCALES),
     policy=st.sampled_from(POLICIES),
     buffers=st.sampled_from(["freeze", "sequential", "pooled"]),

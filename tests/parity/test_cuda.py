@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.exactly import LOSSES, Loss, full_batch, make_batch, make_params, same
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.laws.exactly import LOSSES, Loss, full_batch, make_batch, make_params
 from tests.parity.models import MODELS, problem
 
 
@@ -48,7 +49,7 @@ def test_the_full_batch_in_bits(loss: Loss, size: int, nonfinite: Any, engine: A
     )
     grads = gradient(on_cuda(params), on_cuda(batch))
     assert all(g.is_cuda for g in grads.values())
-    assert same(optree.tree_map(Tensor.cpu, grads), full_batch(loss, params, batch))
+    assert_trees_bitwise_equal(optree.tree_map(Tensor.cpu, grads), full_batch(loss, params, batch))
 
 
 @engines
@@ -89,7 +90,7 @@ def test_engines_agree_in_bits(name: str) -> None:
         pa.grad(given.mean, microbatch_size=3, engine=engine)(given.params, given.batch)
         for engine in ("func", "autograd")
     ]
-    assert same(*grads)
+    assert_trees_bitwise_equal(*grads)
 
 
 @engines

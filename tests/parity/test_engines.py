@@ -12,9 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from tests.laws.exactly import same
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
 from tests.parity.models import MODELS, Problem, problem
-from tests.strategies import every, seeds
+from tests.strategies import every
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -45,7 +46,7 @@ def by_hand(given_: Problem, loss: Any, parts: Any, weights: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @every(20)
 @example(seed=1, rows=7, size=3)
-@given(seed=seeds, rows=st.integers(2, 8), size=st.integers(1, 7))
+@given(seed=seeds(), rows=st.integers(2, 8), size=st.integers(1, 7))
 def test_means(
     name: str, dtype: torch.dtype, nonfinite: str, seed: int, rows: int, size: int
 ) -> None:
@@ -59,15 +60,15 @@ def test_means(
     )
     parts = list(pa.microbatches(given_.batch, size))
     hand = by_hand(given_, given_.mean, parts, [len(part["x"]) for part in parts])
-    assert same(func, autograd)
-    assert same(func, hand)
+    assert_trees_bitwise_equal(func, autograd)
+    assert_trees_bitwise_equal(func, hand)
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("name", MODELS)
 @every(30)
 @example(seed=1, rows=7, size=2)
-@given(seed=seeds, rows=st.integers(1, 8), size=st.integers(1, 8))
+@given(seed=seeds(), rows=st.integers(1, 8), size=st.integers(1, 8))
 def test_weighted(name: str, nonfinite: str, seed: int, rows: int, size: int) -> None:
     """As streams; by hand, the totals of the microbatches that are not all masked."""
     given_ = problem(name, seed, rows)
@@ -78,7 +79,7 @@ def test_weighted(name: str, nonfinite: str, seed: int, rows: int, size: int) ->
         for part in pa.microbatches(given_.batch, size):
             state = acc.update(state, given_.params, part)
         states.append(state)
-    assert same(*states)
+    assert_trees_bitwise_equal(*states)
     live = [part for part in pa.microbatches(given_.batch, size) if part["mask"].sum()]
     if not live:
         assert not any(g.any() for g in states[0].grads.values())
@@ -91,4 +92,4 @@ def test_weighted(name: str, nonfinite: str, seed: int, rows: int, size: int) ->
         given_.weighted(dict(module.named_parameters()), part).total.backward()
         for name, p in module.named_parameters():
             sums[name] += p.grad
-    assert same(states[0].grads, sums)
+    assert_trees_bitwise_equal(states[0].grads, sums)

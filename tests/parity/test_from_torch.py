@@ -12,9 +12,11 @@ from hypothesis import given
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
 from tests.faults.refusals import refused
-from tests.optimizers import Torchs, assert_same_bits, clones, leaves, normal
-from tests.strategies import every, generator, seeds
+from tests.optimizers import Torchs, clones, leaves, normal
+from tests.strategies import every, generator
 
 
 STEPS = 7
@@ -129,7 +131,7 @@ def assert_held(got: Any, want: Any) -> None:
         for x, y in zip(got, want, strict=True):
             assert_held(x, y)
     elif isinstance(want, Tensor):
-        assert_same_bits(got, want.detach())
+        assert_trees_bitwise_equal(got, want.detach())
     elif want is None:
         assert got == ()
     else:
@@ -143,7 +145,7 @@ def assert_held(got: Any, want: Any) -> None:
 @pytest.mark.parametrize(("cls", "settings"), CASES)
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 @every(20)
-@given(seeds)
+@given(seeds())
 def test_the_bits_of_the_class(cls: Any, settings: Any, donate: bool, seed: int) -> None:
     random = generator(seed)
     params = make_tree(cls, random)
@@ -161,7 +163,7 @@ def test_the_bits_of_the_class(cls: Any, settings: Any, donate: bool, seed: int)
         before = clones(grads)
         params, state = opt.apply(grads, state, params, donate=donate)
         if cls is not torch.optim.SparseAdam:
-            assert_same_bits(grads, before)
+            assert_trees_bitwise_equal(grads, before)
         their.assert_same_params(params)
         assert_same_state(state, their)
         assert state.steps == n + 1
@@ -226,7 +228,7 @@ def test_steps_that_are_not_applied_leave_no_trace(cls: Any, settings: Any, dona
         flag = torch.tensor(applied)
         params, state = opt.apply(grads, state, params, applied=flag, donate=donate)
         if not applied:
-            assert_same_bits((params, state), before)
+            assert_trees_bitwise_equal((params, state), before)
         their.assert_same_params(params)
     assert state.steps == 3
 
@@ -247,13 +249,13 @@ def test_a_saved_state_goes_on_in_a_new_process(cls: Any, settings: Any, steps: 
     fresh = pa.from_torch(cls, **settings)
     structure = optree.tree_structure(opt.init(params), namespace="pureaccum")
     loaded = optree.tree_unflatten(structure, torch.load(file, weights_only=True))
-    assert_same_bits(loaded, state)
+    assert_trees_bitwise_equal(loaded, state)
     other = params
     for _ in range(3):
         grads = make_tree(cls, random)
         params, state = opt.apply(grads, state, params)
         other, loaded = fresh.apply(grads, loaded, other)
-        assert_same_bits((other, loaded), (params, state))
+        assert_trees_bitwise_equal((other, loaded), (params, state))
 
 
 class Elsewhere(Tensor):
@@ -268,7 +270,7 @@ def test_a_state_that_was_loaded_onto_another_device_is_not_forgotten() -> None:
     moved = state._replace(steps=state.steps.as_subclass(Elsewhere))
     want, _ = opt.apply(grads, state, params)
     got, _ = opt.apply(grads, moved, params)
-    assert_same_bits(got, want)
+    assert_trees_bitwise_equal(got, want)
 
 
 class Noting(torch.optim.SGD):

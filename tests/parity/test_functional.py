@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 from pureaccum._buffers import Threading, advance, begin, collect, finish, watching
 from pureaccum._module import Functional, functional
-from tests.strategies import assert_same_bits
+from pureaccum.testing import assert_trees_bitwise_equal
 
 
 class Counting(nn.Module):
@@ -107,7 +107,7 @@ def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def assert_same_gradients(name: str, got: Any, want: Any) -> None:
-    (assert_close if name in INEXACT else assert_same_bits)(got, want)
+    (assert_close if name in INEXACT else assert_trees_bitwise_equal)(got, want)
 
 
 def through(
@@ -143,8 +143,8 @@ def test_a_call_is_the_module_s(name: str, train: bool) -> None:
     fn, other, x = functional(module), deepcopy(module).train(train), rows()
     module.train(train)
     out, new_buffers = fn.apply(fn.params, fn.buffers, x)
-    assert_same_bits(out, other(x))
-    assert_same_bits((fn.params, new_buffers), (own(module)[0], own(other)[1]))
+    assert_trees_bitwise_equal(out, other(x))
+    assert_trees_bitwise_equal((fn.params, new_buffers), (own(module)[0], own(other)[1]))
 
 
 @every_module
@@ -158,7 +158,7 @@ def test_gradients(name: str) -> None:
 
     grads, new_buffers = torch.func.grad(loss, has_aux=True)(fn.params, fn.buffers)
     assert_same_gradients(name, grads, gradients(other, x))
-    assert_same_bits(new_buffers, own(other)[1])
+    assert_trees_bitwise_equal(new_buffers, own(other)[1])
 
 
 @every_module
@@ -169,7 +169,7 @@ def test_sequentially_is_a_loop_of_calls(name: str) -> None:
     grads, buffers = through(fn, "sequential", fn.params, fn.buffers, parts)
     for got, part in zip(grads, parts, strict=True):
         assert_same_gradients(name, got, gradients(other, part))
-    assert_same_bits(buffers, own(other)[1])
+    assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
 @every_module
@@ -182,7 +182,7 @@ def test_sequentially_but_for_one_that_does_not_count(name: str) -> None:
     _, buffers = through(fn, "sequential", fn.params, fn.buffers, parts, [True, False, True])
     other(parts[0])
     other(parts[2])
-    assert_same_bits(buffers, own(other)[1])
+    assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
 @every_module
@@ -190,7 +190,7 @@ def test_frozen_buffers_stay(name: str) -> None:
     fn, _ = make(name)
     before = {k: x.clone() for k, x in fn.buffers.items()}
     _, buffers = through(fn, "freeze", fn.params, fn.buffers, rows(6).split(3), [True, None])
-    assert_same_bits(buffers, before)
+    assert_trees_bitwise_equal(buffers, before)
 
 
 def test_what_is_not_batch_norm_goes_sequentially_when_pooled() -> None:
@@ -199,14 +199,14 @@ def test_what_is_not_batch_norm_goes_sequentially_when_pooled() -> None:
     _, buffers = through(fn, "pooled", fn.params, fn.buffers, parts)
     for part in parts:
         other(part)
-    assert_same_bits(buffers, own(other)[1])
+    assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
 def test_nor_is_a_layer_changed_that_is_not_training() -> None:
     fn = functional(nn.BatchNorm1d(3).eval())
     buffers = {**fn.buffers, "running_var": torch.full((3,), torch.inf)}
     _, left = through(fn, "pooled", fn.params, buffers, rows(9).split(3))
-    assert_same_bits(left, buffers)
+    assert_trees_bitwise_equal(left, buffers)
 
 
 def test_part_of_the_parameters() -> None:
@@ -216,7 +216,7 @@ def test_part_of_the_parameters() -> None:
     with torch.no_grad():
         for k, p in other.named_parameters():
             p.copy_(head.get(k, p))
-    assert_same_bits(fn.apply(head, fn.buffers, x)[0], other(x))
+    assert_trees_bitwise_equal(fn.apply(head, fn.buffers, x)[0], other(x))
 
 
 def test_tied_parameters_are_one_leaf() -> None:
@@ -236,7 +236,7 @@ def test_keywords_and_several_outputs() -> None:
 
     fn = functional(Pair())
     out, new_buffers = fn.apply({}, (), torch.ones(2), buffers=torch.zeros(2))
-    assert_same_bits(out, {"both": (torch.ones(2), torch.zeros(2))})
+    assert_trees_bitwise_equal(out, {"both": (torch.ones(2), torch.zeros(2))})
     assert new_buffers == ()
 
 

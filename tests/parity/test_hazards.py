@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
-from tests.laws.exactly import same
+from pureaccum.testing import assert_trees_bitwise_equal
 from tests.parity.models import MODELS, problem
 
 
@@ -18,7 +18,7 @@ def test_a_lean_vjp_is_grad_bit_for_bit(name: str) -> None:
     given_ = problem(name, 0, 4)
     value, pull = torch.func.vjp(lambda p: given_.mean(p, given_.batch), given_.params)
     (lean,) = pull(torch.ones_like(value), retain_graph=False)
-    assert same(lean, torch.func.grad(given_.mean)(given_.params, given_.batch))
+    assert_trees_bitwise_equal(lean, torch.func.grad(given_.mean)(given_.params, given_.batch))
 
 
 def test_a_hook_on_a_primal_runs_outside_its_level_and_may_fill_a_buffer() -> None:
@@ -120,7 +120,7 @@ def test_ours_recomputes_with_the_right_parameters(
         acc = pa.accumulator(call, nonfinite=nonfinite, engine="autograd")
         return pa.grad(call, **knobs)(params, x), acc.update(acc.init(params), params, x)
 
-    assert same(gradient(True), gradient(False))
+    assert_trees_bitwise_equal(gradient(True), gradient(False))
 
 
 def test_torch_func_refuses_checkpoints_and_we_say_what_to_do() -> None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.exactly import copied, same
-from tests.strategies import every, generator, seeds
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.laws.exactly import copied
+from tests.strategies import every, generator
 
 
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -28,7 +30,7 @@ def whole(g: torch.Generator, *shape: int) -> Tensor:
 @policies
 @every(20)
 @example(seed=1, rows=5, size=2)
-@given(seed=seeds, rows=st.integers(2, 6), size=st.integers(1, 5))
+@given(seed=seeds(), rows=st.integers(2, 6), size=st.integers(1, 5))
 def test_complex_parameters(
     engine: Any, width: int, nonfinite: Any, seed: int, rows: int, size: int
 ) -> None:
@@ -47,7 +49,7 @@ def test_complex_parameters(
     )
     parts = list(pa.microbatches((x, y), size))
     expected = [torch.func.grad(loss)(params, part) for part in parts]
-    assert same(
+    assert_trees_bitwise_equal(
         gradient(params, (x, y)),
         {k: sum(part[k] for part in expected).resolve_conj() for k in params},
     )
@@ -94,9 +96,9 @@ def test_a_gradient_may_be_nan_where_the_loss_is_not(
     expected = copied(first)
     second = acc.update(first, params, torch.zeros(1), donate=donate)
     assert second.skipped == 1
-    assert same(second, expected._replace(**{k: getattr(second, k) for k in COUNTS}))
+    assert_trees_bitwise_equal(second, expected._replace(**{k: getattr(second, k) for k in COUNTS}))
     gradient = pa.grad(loss, microbatch_size=1, reduction="sum", nonfinite="skip", engine=engine)
-    assert same(gradient(params, torch.tensor([0.0, 4.0])), acc.finalize(second)[0])
+    assert_trees_bitwise_equal(gradient(params, torch.tensor([0.0, 4.0])), acc.finalize(second)[0])
 
 
 @engines
@@ -120,7 +122,7 @@ def test_a_batch_with_leaves_that_all_rows_share(engine: Any, value: Any) -> Non
 
     w = torch.ones(3)
     gradient = pa.grad(loss, microbatch_size=2, reduction="sum", engine=engine)
-    assert same(gradient(w, batch), torch.func.grad(loss)(w, batch))
+    assert_trees_bitwise_equal(gradient(w, batch), torch.func.grad(loss)(w, batch))
 
 
 LAYOUTS = {
@@ -169,7 +171,7 @@ def test_leaves_of_no_dimension_and_of_no_elements(
     gradient = pa.grad(
         loss, microbatch_size=2, reduction=reduction, engine=engine, nonfinite=nonfinite
     )
-    assert same(gradient(params, batch), torch.func.grad(loss)(params, batch))
+    assert_trees_bitwise_equal(gradient(params, batch), torch.func.grad(loss)(params, batch))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -182,10 +184,12 @@ def test_zero_d_leaves_keep_their_dtype(engine: Any, dtype: torch.dtype) -> None
         return pa.Weighted((w * x).sum(), len(x))
 
     gradient = pa.grad(loss, microbatch_size=2, engine=engine)
-    assert same(gradient(w, x), torch.tensor(3.0, dtype=dtype))
+    assert_trees_bitwise_equal(gradient(w, x), torch.tensor(3.0, dtype=dtype))
     acc = pa.accumulator(loss, engine=engine)
     grads, _ = acc.finalize(acc.update(acc.init(w), w, x))
-    assert same(grads, torch.tensor(3.0, dtype=torch.promote_types(dtype, torch.float32)))
+    assert_trees_bitwise_equal(
+        grads, torch.tensor(3.0, dtype=torch.promote_types(dtype, torch.float32))
+    )
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 import pureaccum as pa
-from tests.laws.exactly import same
+from pureaccum.testing import assert_trees_bitwise_equal
 
 
 ENGINES = ("func", "autograd")
@@ -76,7 +76,7 @@ def test_one_tensor_under_two_keys_is_two_leaves(engine: Any, width: int) -> Non
         return (p["a"][:3] * x + p["b"][:3] * x * 2 + p["nested"][1][0][:3] * 3).sum()
 
     grads = pa.grad(loss, microbatch_size=4, reduction="sum", engine=engine)(params, x)
-    assert same(grads, torch.func.grad(loss)(params, x))
+    assert_trees_bitwise_equal(grads, torch.func.grad(loss)(params, x))
 
 
 @engines
@@ -109,7 +109,7 @@ def test_params_of_mixed_dtypes(engine: Any, dtype: torch.dtype) -> None:
         return (p["a"] * x + p["b"] * x * x).double().sum() + p["c"] * len(x)
 
     grads = pa.grad(loss, microbatch_size=2, reduction="sum", engine=engine)(params, x)
-    assert same(
+    assert_trees_bitwise_equal(
         grads,
         {
             "a": x.sum(0).to(dtype),
@@ -133,4 +133,4 @@ def test_params_that_require_grad_get_no_grad(engine: Any) -> None:
     assert all(not g.requires_grad for g in result.values())
     assert all(p.grad is None and p.requires_grad for p in params.values())
     (module(batch["x"]) * batch["y"]).sum().backward()
-    assert same(result, {name: p.grad for name, p in params.items()})
+    assert_trees_bitwise_equal(result, {name: p.grad for name, p in params.items()})

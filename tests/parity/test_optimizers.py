@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from tests.optimizers import Torchs, assert_same_bits, clones, leaves, normal
-from tests.strategies import every, generator, seeds
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.optimizers import Torchs, clones, leaves, normal
+from tests.strategies import every, generator
 
 
 STEPS = 10
@@ -150,7 +152,7 @@ def check(
             their.assert_same_params(params)
             for field in set(NAMES) & set(state._fields):
                 column = leaves(getattr(state, field))
-                assert_same_bits(column, their.kept(NAMES[field]) if column else [])
+                assert_trees_bitwise_equal(column, their.kept(NAMES[field]) if column else [])
 
 
 EVERY = pytest.mark.parametrize(
@@ -163,7 +165,7 @@ EVERY = pytest.mark.parametrize(
 @EVERY
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @every(15)
-@given(st.data(), rates, seeds, st.booleans(), st.booleans())
+@given(st.data(), rates, seeds(), st.booleans(), st.booleans())
 def test_every_combination_of_flags_has_the_bits_of_the_class(
     name: str,
     switches: Any,
@@ -219,7 +221,7 @@ def test_sparse_gradients_are_dense_ones(name: str, fused: bool) -> None:
     params = torch.randn(3, 2)
     state = opt.init(params)
     got, want = (opt.apply(g, state, params) for g in (dense.to_sparse(1), dense))
-    assert_same_bits(got, want)
+    assert_trees_bitwise_equal(got, want)
 
 
 def test_gradients_that_are_wider_are_rounded_to_the_parameters() -> None:
@@ -227,5 +229,5 @@ def test_gradients_that_are_wider_are_rounded_to_the_parameters() -> None:
     params, grads = torch.randn(33).bfloat16(), torch.randn(33)
     for opt in (pa.adamw(0.1), pa.sgd(0.1, 0.9)):
         wide, narrow = (opt.apply(g, opt.init(params), params) for g in (grads, grads.bfloat16()))
-        assert_same_bits(wide, narrow)
+        assert_trees_bitwise_equal(wide, narrow)
         assert wide[0].dtype == torch.bfloat16

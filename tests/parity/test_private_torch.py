@@ -104,3 +104,58 @@ def test_setting_nothing_empties_a_tensor_in_place() -> None:
     tensor.__class__ = type("Marked", (torch.Tensor,), {})
     assert tensor.numel() == 0
     assert torch.equal(alias, torch.ones(3))
+
+
+def test_versions_count_writes_but_not_those_in_inference_mode() -> None:
+    x = torch.zeros(2)
+    with torch.inference_mode():
+        unseen = torch.zeros(2)
+    assert (_torch.version(x), _torch.version(x.add_(1)), _torch.version(unseen)) == (0, 1, None)
+
+
+def test_hooks_on_tensors_are_seen_of_both_kinds() -> None:
+    def hook(grad: torch.Tensor) -> None:
+        pass
+
+    x = torch.zeros(2, requires_grad=True)
+    assert _torch.tensor_hooks(x) == [[], []]
+    before, after = x.register_hook(hook), x.register_post_accumulate_grad_hook(hook)
+    assert _torch.tensor_hooks(x) == [[hook], [hook]]
+    before.remove()
+    after.remove()
+    assert _torch.tensor_hooks(x) == [[], []]
+
+
+def test_hooks_of_all_modules_are_seen_of_every_kind() -> None:
+    def hook(*_: object) -> None:
+        pass
+
+    before = _torch.hooks_of_all_modules()
+    known = vars(nn.modules.module).items()
+    registers = {name: f for name, f in known if name.startswith("register_module_")}
+    del registers["register_module_backward_hook"]  # goes with no full one, and has its place
+    assert len(registers) >= 7
+    for register in registers.values():
+        handle = register(hook)
+        seen = _torch.hooks_of_all_modules()
+        assert [hook] in [hooks for name, hooks in seen.items() if hooks != before.get(name)]
+        handle.remove()
+        assert _torch.hooks_of_all_modules() == before
+
+
+def test_functional_call_leaves_no_more_behind_than_flat_weights() -> None:
+    """Which a recurrent module makes anew at its next call."""
+    lstm = nn.LSTM(2, 2)
+    other = {name: torch.ones_like(p) for name, p in lstm.named_parameters()}
+    lstm(torch.zeros(1, 2))
+    whole, ours = dict(vars(lstm)), _torch.module_vars(lstm)
+    torch.func.functional_call(lstm, other, (torch.zeros(1, 2),))
+    assert all(vars(lstm)[name] is held for name, held in ours.items())
+    assert {name for name in whole if name not in ours} >= {"_flat_weights", "_flat_weights_names"}
+
+
+def test_whether_saved_tensors_hooks_are_allowed_is_seen() -> None:
+    assert _torch.saved_tensors_hooks_allowed()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not _torch.saved_tensors_hooks_allowed()
+    assert _torch.saved_tensors_hooks_allowed()

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.exactly import same
-from tests.strategies import every, generator, seeds
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.strategies import every, generator
 
 
 VOCABULARIES = (6, 2**16)  # 4 columns of float32: the latter is 1 MiB, and added by a hook
@@ -47,7 +48,7 @@ def make(seed: int, vocabulary: int, rows: int) -> tuple[Any, Any]:
 @every_case
 @every(20)
 @example(seed=1, rows=6, size=2)
-@given(seed=seeds, rows=st.integers(1, 6), size=st.integers(1, 6))
+@given(seed=seeds(), rows=st.integers(1, 6), size=st.integers(1, 6))
 def test_sparse_gradients_are_summed_as_dense_ones(
     engine: Any,
     vocabulary: int,
@@ -70,7 +71,7 @@ def test_sparse_gradients_are_summed_as_dense_ones(
         if not weighted or part["mask"].sum():
             grads = torch.func.grad(lambda p, part=part: total(p, part, sparse=False))(params)
             expected = {k: expected[k] + grads[k] for k in params}
-    assert same(state.grads, expected)
+    assert_trees_bitwise_equal(state.grads, expected)
     gradient = pa.grad(
         loss, microbatch_size=size, reduction="sum", nonfinite=nonfinite, engine=engine
     )
@@ -78,9 +79,9 @@ def test_sparse_gradients_are_summed_as_dense_ones(
     assert all(g.layout == torch.strided for g in result.values())
     if weighted and rows > size:
         weight = batch["mask"].sum().item() or 1
-        assert same(result, {k: g / weight for k, g in expected.items()})
+        assert_trees_bitwise_equal(result, {k: g / weight for k, g in expected.items()})
     elif not weighted:
-        assert same(result, expected)
+        assert_trees_bitwise_equal(result, expected)
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -106,7 +107,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_skipped(
     again = pa.grad(loss, microbatch_size=2, reduction="sum", nonfinite="skip", engine=engine)
     rest = {k: torch.cat([column[:2], column[4:]]) for k, column in batch.items()}
     expected = torch.func.grad(lambda p: total(p, rest, sparse=False))(params)
-    assert same(again(params, poisoned), expected)
+    assert_trees_bitwise_equal(again(params, poisoned), expected)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -125,4 +126,4 @@ def test_a_sparse_gradient_of_a_batch_that_is_not_cut(weighted: bool) -> None:
         dense = {k: g.to_dense() for k, g in got.items()}
         if size == 2 and not weighted:
             continue  # total / 4 is no mean of two rows
-        assert same(dense, expected)
+        assert_trees_bitwise_equal(dense, expected)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optree
 import pytest
 import torch
 from torch import Tensor
@@ -54,12 +53,6 @@ def mean_loss(params: Tensors, batch: Tensors) -> Tensor:
 
 def with_aux(loss: Loss) -> Loss:
     return lambda params, batch: (loss(params, batch), {"rows": batch["x"].sum(1)})
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bits, leaf by leaf."""
-    (xs, spec), (ys, other) = (optree.tree_flatten(tree, namespace="pureaccum") for tree in (a, b))
-    return spec == other and all(map(torch.equal, xs, ys))
 
 
 class Call(NamedTuple):

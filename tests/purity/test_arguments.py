@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.calls import (
     CALLS,
     ENGINES,
@@ -20,9 +21,7 @@ from tests.purity.calls import (
     make_batch,
     make_params,
     mean_loss,
-    same,
 )
-from tests.purity.unchanged import bits, unchanged
 
 
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
@@ -48,7 +47,7 @@ def test_a_call_changes_nothing(name: str, knobs: Any, make: Any) -> None:
 def test_what_a_batch_gives_is_the_same_the_second_time(name: str, knobs: Any) -> None:
     params, batch = trained_params(), make_batch()
     first, second = (CALLS[name].run(mean_loss, params, batch, **knobs) for _ in range(2))
-    assert same(first, second)
+    assert_trees_bitwise_equal(first, second)
 
 
 @every_call
@@ -120,7 +119,7 @@ def test_a_mode_around_a_call_stays_and_changes_no_result(
             ):
                 raise
             return
-    assert same(result, expected)
+    assert_trees_bitwise_equal(result, expected)
 
 
 def test_looking_at_a_tree_changes_nothing() -> None:
@@ -138,4 +137,4 @@ def test_microbatches_are_views() -> None:
     starts = [part["x"].storage_offset() for part in parts]
     assert starts == [0, 4, 8]
     assert {part["x"].untyped_storage().data_ptr() for part in parts} == {batch["x"].data_ptr()}
-    assert b"".join(bits(part["y"]) for part in parts) == bits(batch["y"])
+    assert_trees_bitwise_equal(torch.cat([part["y"] for part in parts]), batch["y"])

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
-from tests.purity.calls import same
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.networks import (
     NETWORKS,
     Checkpointed,
@@ -29,7 +29,6 @@ from tests.purity.networks import (
     square,
     switch,
 )
-from tests.purity.unchanged import unchanged
 
 
 AMBIGUOUS = "two different sets of parameters"
@@ -49,7 +48,7 @@ def test_the_gradient_is_that_without_checkpoints(name: str, size: int) -> None:
     expected = by_hand(square(net), [net], params, x, size)
     with unchanged(net, params, [x]):
         grads = gradients(square(net), params, x, size)
-    assert same(grads, expected)
+    assert_trees_bitwise_equal(grads, expected)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -64,7 +63,7 @@ def test_so_it_is_in_a_stream(name: str, donate: bool) -> None:
         for part in pa.microbatches(x, 3):
             state = acc.update(state, params, part, donate=donate)
         grads, _ = acc.finalize(state)
-    assert same(grads, expected)
+    assert_trees_bitwise_equal(grads, expected)
 
 
 def test_two_modules_in_one_loss() -> None:
@@ -76,7 +75,7 @@ def test_two_modules_in_one_loss() -> None:
 
     with unchanged(nets):
         grads = gradients(loss, params, x, 2)
-    assert same(grads, by_hand(loss, nets, params, x, 2))
+    assert_trees_bitwise_equal(grads, by_hand(loss, nets, params, x, 2))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -90,7 +89,7 @@ def test_one_module_twice_with_the_same_parameters(name: str) -> None:
 
     with unchanged(net):
         grads = gradients(loss, params, x, 2)
-    assert same(grads, by_hand(loss, [net], params, x, 2))
+    assert_trees_bitwise_equal(grads, by_hand(loss, [net], params, x, 2))
 
 
 # torch 2.11 leaves the generator of an inner checkpoint to the garbage collector, which complains.
@@ -136,7 +135,7 @@ def test_what_the_refusal_advises_works() -> None:
 
     with unchanged(net):
         grads = gradients(loss, params, x, 2)
-    assert same(grads, by_hand(plain, [], params, x, 2))
+    assert_trees_bitwise_equal(grads, by_hand(plain, [], params, x, 2))
 
 
 def test_a_functional_call_inside_a_module_is_right_or_refused() -> None:
@@ -151,7 +150,7 @@ def test_a_functional_call_inside_a_module_is_right_or_refused() -> None:
             if "checkpoint" not in str(error):
                 raise
             return
-    assert same(grads, expected)
+    assert_trees_bitwise_equal(grads, expected)
 
 
 class Fails(nn.Module):
@@ -207,7 +206,7 @@ def test_saved_tensor_hooks_of_the_user_are_asked(where: str) -> None:
     switch([net], on=False)
     with unchanged(net, params), hooks("around the call"):
         grads = gradients(loss, params, x, 2)
-    assert same(grads, expected)
+    assert_trees_bitwise_equal(grads, expected)
     assert 0 < len(unpacked) <= len(packed)
 
 

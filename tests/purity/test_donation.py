@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from tests.purity.calls import ENGINES, NONFINITE, make_batch, make_params, mean_loss, same
-from tests.purity.unchanged import unchanged
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.purity.calls import ENGINES, NONFINITE, make_batch, make_params, mean_loss
 
 
 PARAMS, BATCH = make_params(), make_batch(2)
@@ -72,7 +72,7 @@ def test_donation_changes_no_bit_of_the_result(engine: Any, nonfinite: Any) -> N
             state = acc.update(state, PARAMS, part, donate=donate)
         return state, acc.finalize(state)
 
-    assert same(stream(True), stream(False))
+    assert_trees_bitwise_equal(stream(True), stream(False))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pureaccum._buffers import begin, collect, watching
 from pureaccum._module import functional
+from pureaccum.testing import unchanged
 from tests.parity.test_functional import MODULES, every_module, own, policies, through
 from tests.purity.calls import BoomError
-from tests.purity.unchanged import unchanged
 
 
 NOT_MAPPED = [MODULES[name] for name in ("cumulative", "weight norm", "spectral norm")]

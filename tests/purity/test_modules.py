@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pureaccum as pa
+from pureaccum.testing import unchanged
 from tests.purity.calls import CALLS, ENGINES, BoomError, combinations
 from tests.purity.networks import call, inputs, make, other_params, switch
-from tests.purity.unchanged import unchanged
 
 
 Tensors = dict[str, Tensor]

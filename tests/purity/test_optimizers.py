@@ -10,17 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from tests.optimizers import (
-    KINDS,
-    assert_same_bits,
-    clones,
-    leaves,
-    make_optimizer,
-    make_params,
-    unread,
-)
-from tests.purity.unchanged import unchanged
-from tests.strategies import every, seeds
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from pureaccum.testing.strategies import seeds
+from tests.optimizers import KINDS, clones, leaves, make_optimizer, make_params, unread
+from tests.strategies import every
 
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +38,7 @@ def started(kind: str, steps: int = 2) -> tuple[Any, Any, Any]:
 
 
 FLAGS = st.sampled_from([None, True, False])
-STEPS = st.lists(st.tuples(FLAGS, st.booleans(), seeds), min_size=1, max_size=5)
+STEPS = st.lists(st.tuples(FLAGS, st.booleans(), seeds()), min_size=1, max_size=5)
 
 
 @EVERY
@@ -99,7 +92,9 @@ def test_donation_changes_no_bit(kind: str, donate: bool, steps: int) -> None:
     opt, params, state = started(kind, steps)
     want = opt.apply(make_params(7), state, params)
     applied = torch.tensor(True)
-    assert_same_bits(opt.apply(make_params(7), state, params, applied=applied, donate=donate), want)
+    assert_trees_bitwise_equal(
+        opt.apply(make_params(7), state, params, applied=applied, donate=donate), want
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "partition"])
@@ -114,7 +109,7 @@ def test_tied_leaves_are_stepped_once(kind: str, applied: Any) -> None:
         params, grads = {"a": one, "b": one}, {"a": torch.ones(2), "b": torch.full((2,), 2.0)}
         new = opt.apply(grads, opt.init(params), params, applied=applied, donate=donate)
         found.append(optree.tree_map(lambda x: x.as_subclass(torch.Tensor), new))
-    assert_same_bits(*found)
+    assert_trees_bitwise_equal(*found)
 
 
 @EVERY
@@ -128,8 +123,8 @@ def test_a_step_not_applied_leaves_every_bit(
     before = clones((params, state))
     grads = optree.tree_map(lambda g: g * factor, make_params(7))
     new = opt.apply(grads, state, params, applied=torch.tensor(False), donate=donate)
-    assert_same_bits(new, before)
-    assert_same_bits(
+    assert_trees_bitwise_equal(new, before)
+    assert_trees_bitwise_equal(
         opt.apply(make_params(8), new[1], new[0]), opt.apply(make_params(8), before[1], before[0])
     )
 
@@ -148,7 +143,7 @@ def test_a_flag_that_would_have_to_be_waited_for(
     grads = grads if applied else optree.tree_map(lambda g: g * math.nan, grads)
     got = opt.apply(grads, state, params, applied=unread(torch.tensor(applied)), donate=donate)
     as_tensor = torch.Tensor
-    assert_same_bits(optree.tree_map(lambda x: x.as_subclass(as_tensor), got), want)
+    assert_trees_bitwise_equal(optree.tree_map(lambda x: x.as_subclass(as_tensor), got), want)
 
 
 @EVERY

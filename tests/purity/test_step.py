@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.laws.exactly import copied, same
 from tests.purity.calls import (
     ENGINES,
@@ -20,7 +21,6 @@ from tests.purity.calls import (
     make_params,
     mean_loss,
 )
-from tests.purity.unchanged import unchanged
 
 
 GIVEN_UP = r"given up with donate=True.*Use the returned state"
@@ -131,7 +131,7 @@ def test_no_argument_changes_and_nothing_is_drawn(
     with unchanged(windows, state, new, info):
         again, _ = step.apply(new, windows[-1])
         same_again, _ = step.apply(new, windows[-1])
-    assert same(again, same_again)
+    assert_trees_bitwise_equal(again, same_again)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -143,7 +143,7 @@ def test_the_mode_around_it_does_not_matter(mode: Any) -> None:
     with mode(), unchanged(state, batch):
         got, _ = step(state, batch)
         other, _ = streamed(step, state, list(pa.microbatches(batch, 2)))
-    assert same(got, want)
+    assert_trees_bitwise_equal(got, want)
     torch.testing.assert_close(other.params, want.params)
     assert not any(x.requires_grad for x in leaves((got, other)))
 
@@ -199,7 +199,7 @@ def test_all_of_a_donated_state_is_gone_and_the_new_one_is_right(
             kept, what = keeps(kept, part)
             given, info = gives(old, part)
             assert is_gone(old)
-            assert same((given, info), (kept, what))
+            assert_trees_bitwise_equal((given, info), (kept, what))
 
             parts, windows = list(pa.microbatches(part, 2)), [gives.begin(given)]
             kept_window = keeps.begin(kept)
@@ -207,15 +207,15 @@ def test_all_of_a_donated_state_is_gone_and_the_new_one_is_right(
                 window, aux = gives.update(given, windows[-1], one)
                 kept_window, other = keeps.update(kept, kept_window, one)
                 assert is_gone(windows[-1])
-                assert same(window, kept_window)
-                assert same(aux, other)
+                assert_trees_bitwise_equal(window, kept_window)
+                assert_trees_bitwise_equal(aux, other)
                 windows.append(window)
             old = given
             given, last = gives.apply(given, windows[-1])
             kept, what = keeps.apply(kept, kept_window)
             assert is_gone(old)
             assert is_gone(windows)
-            assert same((given, last), (kept, what))
+            assert_trees_bitwise_equal((given, last), (kept, what))
             assert bool(last.applied) is (part is not bad)
         infos.append((info, last, aux))
         assert is_gone(old)
@@ -241,7 +241,7 @@ def test_without_donation_any_old_state_goes_on() -> None:
     for _ in range(3):
         states.append(step(states[-1], make_batch(5))[0])
     for one, two in itertools.pairwise(states):
-        assert same(step(one, make_batch(5))[0], two)
+        assert_trees_bitwise_equal(step(one, make_batch(5))[0], two)
 
 
 def test_a_donated_state_cannot_step_again() -> None:
@@ -315,10 +315,10 @@ def test_an_exception_loses_nothing(
     with unchanged(state, batch), pytest.raises(BoomError):
         broken.update(state, window, parts[at])
     if where == "loss" or not donate:  # else the sums are whole, or say that they are not
-        assert same(window, kept)
+        assert_trees_bitwise_equal(window, kept)
     with unchanged(kept) if not donate else unchanged():
         got, _ = sound(state, batch)
-    assert same(got, want)
+    assert_trees_bitwise_equal(got, want)
 
 
 def late(schedule: Any) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def test_an_exception_in_the_schedule_loses_nothing(name: str, donate: bool, str
             step(state, batch)
         fails.clear()
         want, _ = plain(copied(state), batch)
-        assert same(step(state, batch)[0], want)
+        assert_trees_bitwise_equal(step(state, batch)[0], want)
         return
     want, _ = streamed(plain, copied(state), parts)
     window = step.begin(state)
@@ -376,4 +376,4 @@ def test_an_exception_in_the_schedule_loses_nothing(name: str, donate: bool, str
         assert donate
         assert "given up with donate=True" in str(error)  # noqa: PT017
     else:
-        assert same(got, want)
+        assert_trees_bitwise_equal(got, want)

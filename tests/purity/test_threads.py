@@ -10,9 +10,8 @@ import pytest
 from torch import Tensor
 
 import pureaccum as pa
-from tests.purity.calls import same
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.networks import by_hand, call, inputs, make, other_params, square, switch
-from tests.purity.unchanged import unchanged
 
 
 REPEATS = 15
@@ -52,7 +51,8 @@ def test_two_threads_on_two_modules(engines: tuple[str, str], nonfinite: str) ->
     with unchanged(nets, draws=True), ThreadPoolExecutor(2) as pool:
         results = list(pool.map(repeat, calls))
     for result, want in zip(results, expected, strict=True):
-        assert all(same(grads, want) for grads in result)
+        for grads in result:
+            assert_trees_bitwise_equal(grads, want)
 
 
 def test_a_module_in_another_thread_is_not_watched() -> None:
@@ -70,4 +70,4 @@ def test_a_module_in_another_thread_is_not_watched() -> None:
     with unchanged([net, other], draws=True), ThreadPoolExecutor(1) as pool:
         grads = pa.grad(loss, microbatch_size=2, engine="autograd")(params, x)
     assert held == [own] * 3
-    assert same((grads,), by_hand(square(net), [net], (params,), x, 2))
+    assert_trees_bitwise_equal((grads,), by_hand(square(net), [net], (params,), x, 2))

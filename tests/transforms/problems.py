@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from tests.strategies import generator, seeds
+from pureaccum.testing.strategies import seeds
+from tests.strategies import generator
 
 
 U64 = 2.0**-53
@@ -127,7 +128,7 @@ def make(kind: str, nonfinite: str, seed: int, rows: int, size: int) -> Problem:
 
 kinds = st.sampled_from(["mean", "sum", "weighted"])
 policies = st.sampled_from(["propagate", "skip"])
-problems = st.builds(make, kinds, policies, seeds, st.integers(1, 7), st.integers(1, 8))
+problems = st.builds(make, kinds, policies, seeds(), st.integers(1, 7), st.integers(1, 8))
 
 
 # The transforms: each turns a function of (params, batch) into another one ------------------

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from tests.strategies import every, seeds
+from pureaccum.testing.strategies import seeds
+from tests.strategies import every
 from tests.transforms.problems import Problem, make, policies, problems, total
 
 
@@ -64,7 +65,7 @@ def test_a_penalty_on_the_gradient_norm(problem: Problem) -> None:
     )
 
 
-rowwise = st.builds(make, st.just("mean"), policies, seeds, st.integers(1, 7), st.integers(1, 8))
+rowwise = st.builds(make, st.just("mean"), policies, seeds(), st.integers(1, 7), st.integers(1, 8))
 
 
 @every(3)

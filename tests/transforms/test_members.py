@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.exactly import (
-    WEIGHTED,
-    Loss,
-    full_batch,
-    losses,
-    make_batch,
-    make_params,
-    same,
-)
-from tests.strategies import every, seeds
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.laws.exactly import WEIGHTED, Loss, full_batch, losses, make_batch, make_params
+from tests.strategies import every
 
 
 MEMBERS = 3
@@ -36,7 +30,7 @@ def without(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor
 
 
 @every(2)
-@given(seeds, losses, st.integers(2, 12), st.data(), st.booleans())
+@given(seeds(), losses, st.integers(2, 12), st.data(), st.booleans())
 def test_a_fault_in_one_member(
     seed: int, loss: Loss, rows: int, data: st.DataObject, masked: bool
 ) -> None:
@@ -58,7 +52,9 @@ def test_a_fault_in_one_member(
         reduction=loss.reduction,
         nonfinite="propagate" if masked else "skip",
     )
-    assert same(torch.func.vmap(gradient, (None, 0))(params, stacked(batches)), stacked(expected))
+    assert_trees_bitwise_equal(
+        torch.func.vmap(gradient, (None, 0))(params, stacked(batches)), stacked(expected)
+    )
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 4.0]), min_size=5, max_size=5), min_size=2))
@@ -69,11 +65,11 @@ def test_a_gradient_in_one_member_may_be_nan_where_its_loss_is_not(members: list
         lambda w, x: (w * x).sqrt().sum(), microbatch_size=1, reduction="sum", nonfinite="skip"
     )
     expected = x.sqrt().sum(1) / 2  # a zero adds nothing because it is skipped
-    assert same(torch.func.vmap(gradient, (None, 0))(torch.tensor(1.0), x), expected)
+    assert_trees_bitwise_equal(torch.func.vmap(gradient, (None, 0))(torch.tensor(1.0), x), expected)
 
 
 @every(4)
-@given(seeds, losses, st.integers(2, 12), st.integers(1, 4), st.integers(0, MEMBERS - 1))
+@given(seeds(), losses, st.integers(2, 12), st.integers(1, 4), st.integers(0, MEMBERS - 1))
 def test_a_fault_propagates_in_its_member_alone(
     seed: int, loss: Loss, rows: int, size: int, bad: int
 ) -> None:
@@ -88,7 +84,7 @@ def test_a_fault_propagates_in_its_member_alone(
     grads, values = torch.func.vmap(gradient, (None, 0))(params, stacked(batches))
     for i, batch in enumerate(batches):
         member = optree.tree_map(lambda g, i=i: g[i], grads)
-        assert same(member, full_batch(loss, params, batch))
+        assert_trees_bitwise_equal(member, full_batch(loss, params, batch))
         assert pa.all_finite(member) or i == bad
         if i != bad:
             assert values[i].isfinite() or loss.weight(batch) == 0
@@ -97,7 +93,7 @@ def test_a_fault_propagates_in_its_member_alone(
 
 
 @every(2)
-@given(seeds, losses, st.integers(1, 3), st.integers(0, 3), st.integers(0, MEMBERS - 1))
+@given(seeds(), losses, st.integers(1, 3), st.integers(0, 3), st.integers(0, MEMBERS - 1))
 def test_a_stream_of_stacked_states(
     seed: int, loss: Loss, size: int, poisoned: int, bad: int
 ) -> None:
@@ -118,15 +114,17 @@ def test_a_stream_of_stacked_states(
     state = torch.func.vmap(acc.init)(params)
     for part in parts:
         state = torch.func.vmap(acc.update)(state, params, stacked(part))
-    assert same(state, stacked(states))
+    assert_trees_bitwise_equal(state, stacked(states))
     state = torch.func.vmap(acc.merge)(state, other)
-    assert same(state, stacked(merged))
-    assert same(torch.func.vmap(acc.finalize)(state), stacked([acc.finalize(s) for s in merged]))
+    assert_trees_bitwise_equal(state, stacked(merged))
+    assert_trees_bitwise_equal(
+        torch.func.vmap(acc.finalize)(state), stacked([acc.finalize(s) for s in merged])
+    )
     assert state.skipped[bad] == (loss.weight(parts[poisoned][bad]) != 0)
 
 
 @every(4)
-@given(seeds, losses, st.integers(2, 12), st.data())
+@given(seeds(), losses, st.integers(2, 12), st.data())
 def test_donation_is_without_effect(seed: int, loss: Loss, rows: int, data: st.DataObject) -> None:
     """Under a transform nothing is taken over: the old state lives, and the result is the same."""
     size = data.draw(st.integers(1, rows))
@@ -147,10 +145,10 @@ def test_donation_is_without_effect(seed: int, loss: Loss, rows: int, data: st.D
     plain, donated = (
         torch.func.vmap(lambda c, d=donate: run(c, d))(factors) for donate in (False, True)
     )
-    assert same(plain, donated)
+    assert_trees_bitwise_equal(plain, donated)
 
 
-@given(seeds, st.integers(1, 40), st.integers(1, 4))
+@given(seeds(), st.integers(1, 40), st.integers(1, 4))
 def test_bf16_params_are_summed_in_float32(seed: int, rows: int, size: int) -> None:
     """Each microbatch's gradient is exact in bfloat16 and their sum is not: rounded once."""
     x = torch.randint(5, 16, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -162,17 +160,19 @@ def test_bf16_params_are_summed_in_float32(seed: int, rows: int, size: int) -> N
     gradient = pa.grad(loss, microbatch_size=size, reduction="sum")
     expected = x.double().sum().to(torch.bfloat16).expand(MEMBERS)
     if rows > size:  # else torch.func's own sum
-        assert same(torch.func.vmap(gradient, (0, None))(w, x), expected)
+        assert_trees_bitwise_equal(torch.func.vmap(gradient, (0, None))(w, x), expected)
     assert torch.func.vmap(gradient, (0, None))(w, x).dtype == torch.bfloat16
 
 
-@given(seeds, st.integers(1, 8), st.integers(1, 8))
+@given(seeds(), st.integers(1, 8), st.integers(1, 8))
 def test_bf16_under_derivatives(seed: int, rows: int, size: int) -> None:
     """Second derivatives of bfloat16 params, all numbers below 2**8 and so exact."""
     x = torch.randint(-7, 8, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
     one = torch.ones((), dtype=torch.bfloat16)
     gradient = pa.grad(lambda w, x: (w * w * x).sum(), microbatch_size=size, reduction="sum")
     expected = 2 * x.double().sum().to(torch.bfloat16)
-    assert same(torch.func.jvp(lambda w: gradient(w, x), (one,), (one,))[1], expected)
-    assert same(torch.func.grad(gradient)(one, x), expected)
-    assert same(torch.func.jacfwd(gradient)(one, x), expected)
+    assert_trees_bitwise_equal(
+        torch.func.jvp(lambda w: gradient(w, x), (one,), (one,))[1], expected
+    )
+    assert_trees_bitwise_equal(torch.func.grad(gradient)(one, x), expected)
+    assert_trees_bitwise_equal(torch.func.jacfwd(gradient)(one, x), expected)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from tests.laws.exactly import same
-from tests.strategies import every, generator, seeds
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.strategies import every, generator
 
 
 ROOT_U64 = 2.0**-26.5
@@ -148,7 +149,7 @@ def test_one_graph_for_a_whole_run(case: Callable[[], Case]) -> None:
         assert_close((ours, info), (eager, what))
         assert bool(info.applied) is (part is not bad or bool(info.skipped))
         if not info.applied:
-            assert same(ours[:3], before[:3])
+            assert_trees_bitwise_equal(ours[:3], before[:3])
         assert ours.attempts == i + 1
     assert len(graphs) == made
 
@@ -208,7 +209,7 @@ def with_rate(opt_state: Any, rate: float) -> Any:
 
 @every(4)
 @given(
-    seeds,
+    seeds(),
     optimizers,
     st.sampled_from(["propagate", "skip"]),
     st.integers(0, 2),
@@ -251,7 +252,7 @@ def test_an_ensemble_is_the_loop_over_its_members(
             assert_close((member(many, i), member(infos, i)), (states[i], info))
             assert bool(info.applied) is (turn == 0 or i != bad)
         if turn:
-            assert same(member(many, bad)[:3], member(before, bad)[:3])
+            assert_trees_bitwise_equal(member(many, bad)[:3], member(before, bad)[:3])
             halved = (before.loss_scale.scale[bad] / 2).clamp(min=1)
             assert many.loss_scale.scale[bad] == halved
 
@@ -287,7 +288,9 @@ def test_a_stream_of_an_ensemble() -> None:
 def test_an_ensemble_is_made_by_vmap() -> None:
     step = pa.make_step(loss, pa.adamw(0.1), loss_scale=pa.dynamic_loss_scale())
     params = [make_params(i) for i in range(3)]
-    assert same(torch.func.vmap(step.init)(stacked(params)), stacked([*map(step.init, params)]))
+    assert_trees_bitwise_equal(
+        torch.func.vmap(step.init)(stacked(params)), stacked([*map(step.init, params)])
+    )
 
 
 # Derivatives ------------------------------------------------------------------------------
@@ -321,7 +324,7 @@ def after_two_steps(rule: Any, size: int | None, knobs: dict[str, Any]) -> Calla
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @every(10)
 @given(
-    seed=seeds,
+    seed=seeds(),
     size=st.sampled_from([None, 1, 2]),
     knobs=st.sampled_from(
         [{}, {"keys": True}, {"nonfinite": "skip"}, {"loss_scale": pa.static_loss_scale(2.0**10)}]

@@ -1,0 +1,236 @@
+"""The deliberate faults themselves: data, in the order of what they break."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A fault in the package: one replacement in one of its files.
+
+    Args:
+        says: What is wrong with it.
+        file: The file, relative to the package.
+        old: Text that occurs there exactly once.
+        new: What stands there instead.
+
+    >>> MUTANTS["the short tail dropped"].says
+    'Rows after the last full microbatch are left out.'
+    """
+
+    says: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS: dict[str, Mutant] = {
+    "a mean of means": Mutant(
+        "The mean of a microbatch is not weighed by its rows.",
+        "_weights.py",
+        'pulled = 1.0 if reduction == "sum" else (rows or 0) / power',
+        "pulled = 1.0",
+    ),
+    "the value a mean of means": Mutant(
+        "The value counts every microbatch as much as any other, whatever its rows.",
+        "_weights.py",
+        "return Microbatch(value, float(rows), float(rows), float(rows),",
+        "return Microbatch(value, 1.0, 1.0, float(rows),",
+    ),
+    "the short tail dropped": Mutant(
+        "Rows after the last full microbatch are left out.",
+        "_batches.py",
+        "count = range(0, rows, size)",
+        "count = range(0, rows - size + 1, size)",
+    ),
+    "the power of two not put back": Mutant(
+        "The power of two by which a cotangent was divided is not multiplied back.",
+        "_weights.py",
+        "return Weighing(known[pulled], power / (unit or 1.0), None)",
+        "return Weighing(known[pulled], 1.0, None)",
+    ),
+    "scaled before the cast": Mutant(
+        "A gradient is scaled in its own narrow dtype, where it may overflow.",
+        "_sums.py",
+        "term = grad.to(total.dtype) * factor",
+        "term = (grad * factor).to(total.dtype)",
+    ),
+    "sums as narrow as the parameters": Mutant(
+        "Gradients are summed in the parameters' dtype, however narrow.",
+        "_tree.py",
+        "return torch.promote_types(torch.promote_types(leaf, torch.float32), at_least)",
+        "return leaf",
+    ),
+    "totals in float32": Mutant(
+        "Totals and weights are float32, which counts to 2**24.",
+        "_weights.py",
+        "torch.stack([entry.value for entry in group]).double() * times",
+        "(torch.stack([entry.value for entry in group]) * times).float()",
+    ),
+    "zero weight by multiplication": Mutant(
+        "What has no weight is multiplied by zero: NaN * 0 is NaN.",
+        "_sums.py",
+        "torch.where(keep.to(total.device), term, 0.0)",
+        "term * keep.to(total.device)",
+    ),
+    "the total of a masked microbatch added": Mutant(
+        "The loss of a microbatch of weight zero is added, NaN or not.",
+        "_weights.py",
+        "value = torch.where(seen.weight != 0, seen.total, 0.0)",
+        "value = seen.total",
+    ),
+    "division by a weight of zero": Mutant(
+        "A batch of weight zero is divided by it.",
+        "_loss.py",
+        "return torch.where(weight == 0, 1.0, weight)",
+        "return weight",
+    ),
+    "the weight kept on skip": Mutant(
+        "A skipped microbatch leaves its weight behind.",
+        "_weights.py",
+        "value=value, weight=selected(entry.weight),",
+        "value=value, weight=entry.weight,",
+    ),
+    "a skipped gradient not taken back": Mutant(
+        "A skipped microbatch leaves its gradient behind.",
+        "_engine.py",
+        "torch.where(ok.to(new.device), new, old, out=new)",
+        "pass",
+    ),
+    "speculation never redone": Mutant(
+        "A window that hoped for finite gradients is not redone when there were none.",
+        "_window.py",
+        "if known(all_finite((folded.state.grads, folded.state.total))):",
+        "if True:",
+    ),
+    "speculation with other random numbers": Mutant(
+        "A window that is redone draws other random numbers.",
+        "_window.py",
+        "    torch.set_rng_state(random)\n",
+        "",
+    ),
+    "large leaves not summed": Mutant(
+        "Gradients of large leaves are never added.",
+        "_engine.py",
+        "            add_(sums[i], grad, how)\n",
+        "",
+    ),
+    "second-order terms dropped": Mutant(
+        "An outer derivative misses what goes through the gradient.",
+        "_passes.py",
+        "vjp(cotangent, retain_graph=False)",
+        "vjp(cotangent, retain_graph=False, create_graph=False)",
+    ),
+    "the caller's sums changed": Mutant(
+        "An update that was not given the state writes to it.",
+        "_accumulator.py",
+        "before, sums = sums, [x.clone() for x in sums]",
+        "before = sums",
+    ),
+    "a donated state not marked": Mutant(
+        "A donated state can still be used, and its numbers are wrong.",
+        "_donation.py",
+        "    mark(given.values())\n",
+        "",
+    ),
+    "states that share a count": Mutant(
+        "Two states share a tensor: donating the one spoils the other.",
+        "_accumulator.py",
+        "else state.skipped.clone()",
+        "else state.skipped",
+    ),
+    "functional_call not kept open": Mutant(
+        "Checkpoints are recomputed with other parameters than the caller's.",
+        "_held.py",
+        "            attributes[name] = tensors\n        yield",
+        "            pass\n        yield",
+    ),
+    "aux means that are not weighted": Mutant(
+        "The mean of aux does not weigh microbatches as the loss does.",
+        "_aux.py",
+        "torch.where(share != 0, term * share.to(term.device), 0.0)",
+        "term",
+    ),
+    "an autocast cache around the microbatches": Mutant(
+        "Autocast around the microbatches is let through, and leaks copies.",
+        "_inputs.py",
+        "    for device in {leaf.device.type for leaf in leaves}:",
+        "    for device in ():",
+    ),
+    "a scale that is not undone": Mutant(
+        "Gradients reach the optimizer multiplied by the loss scale.",
+        "_finish.py",
+        "parts = divide(parts, as_scalar_of(parts, scale))",
+        "pass",
+    ),
+    "a step applied whatever its gradient": Mutant(
+        "A step with an inf or NaN in its gradient is applied.",
+        "_finish.py",
+        "applied = sound & any_weight",
+        "applied = any_weight",
+    ),
+    "a step of no weight applied": Mutant(
+        "A step of weight zero is applied: moments decay, schedules move.",
+        "_finish.py",
+        "applied = sound & any_weight",
+        "applied = sound",
+    ),
+    "a loss scale that skipped microbatches do not tell": Mutant(
+        "Overflows in skipped microbatches do not lower the loss scale.",
+        "_finish.py",
+        "finite = sound & (nonfinite == 0)",
+        "finite = sound",
+    ),
+    "a loss scale that learns from nothing": Mutant(
+        "A step of weight zero counts as one without overflow.",
+        "_finish.py",
+        "scaling = where(any_weight | ~finite, learned, scaling)",
+        "scaling = learned",
+    ),
+    "buffers of a step not applied": Mutant(
+        "A step that is not applied replaces the buffers.",
+        "_finish.py",
+        "buffers = where(applied, finish(carried[0]), buffers)",
+        "buffers = finish(carried[0])",
+    ),
+    "keys that start anew in every microbatch": Mutant(
+        "Samples of different microbatches get the same keys.",
+        "_call.py",
+        "fold_in(attempt, samples + index)",
+        "fold_in(attempt, index)",
+    ),
+    "keys that are the same in every step": Mutant(
+        "Every step draws the same random numbers.",
+        "_call.py",
+        "fold_in(state.key, state.attempts)",
+        "fold_in(state.key, 0)",
+    ),
+    "an optimizer that counts steps not applied": Mutant(
+        "The optimizer counts a step that is not applied.",
+        "_update.py",
+        "steps = state.steps + (1 if applied is None else applied.to(state.steps.device))",
+        "steps = state.steps + 1",
+    ),
+    "momentum that is dampened from the start": Mutant(
+        "The first momentum is dampened, which torch's is not.",
+        "_kernels.py",
+        "if rest and count != 1:",
+        "if rest:",
+    ),
+    "moments pooled without what lies between means": Mutant(
+        "Pooled variances leave out how far apart the means are.",
+        "_buffers.py",
+        "a.squares + b.squares + apart * apart * (a.elements * share)",
+        "a.squares + b.squares",
+    ),
+    "one round of the cipher less": Mutant(
+        "Random numbers come from four groups of rounds, not five.",
+        "_random.py",
+        "for group in range(5):",
+        "for group in range(4):",
+    ),
+    "a loss scale without a floor": Mutant(
+        "The loss scale has neither floor nor ceiling.",
+        "_loss_scale.py",
+        "new.clamp(min_scale, max_scale)",
+        "new",
+    ),
+}

@@ -1,0 +1,262 @@
+"""What a call may not change: a picture of the world before it, compared with one after it."""
+
+import random
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .._donation import Refusing
+from .._torch import (
+    hooks_of_all_modules,
+    module_vars,
+    saved_tensors_hooks_allowed,
+    tensor_hooks,
+    transform_level,
+    version,
+)
+from ._compare import dense
+from ._reach import reachable
+
+
+T = TypeVar("T")
+Looks = dict[str, Any]  # what can be seen of one thing: bits, version, ...
+Picture = dict[str, Looks]  # of things by their names: args[0]['w'], torch, ...
+
+
+def assert_pure(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Call a function, and assert that it changed nothing.
+
+    Not its arguments; not the modules and tensors that it closes over, is bound to or names: their
+    bits, versions, ``.grad``, hooks, what modules hold; not a global generator of random numbers,
+    of torch, Python or NumPy; not a mode of torch.
+
+    Args:
+        fn: A function, a method, a ``functools.partial``, a module.
+        args: What it is called with.
+        kwargs: What it is called with by name.
+
+    Returns:
+        What ``fn`` returned.
+
+    Raises:
+        AssertionError: Something changed, and all of it is named. An error of ``fn`` comes through
+            as it is, unless something changed as well: then it is the cause of this one.
+
+    >>> assert_pure(torch.add, torch.tensor(1.0), torch.tensor(2.0))
+    tensor(3.)
+    >>> assert_pure(lambda tree: tree["w"].add_(1), {"w": torch.tensor(1.0)})
+    Traceback (most recent call last):
+    AssertionError: the call changed args[0]['w']: bits, version (0 before, 1 after). \
+Likely cause: an operation in place, such as add_, +=, copy_ or out=.
+    """
+    with _watched({"fn": fn, "args": args, "kwargs": kwargs}, draws=False):
+        return fn(*args, **kwargs)
+
+
+@contextmanager
+def unchanged(*things: Any, draws: bool = False) -> Generator[None]:
+    """Assert that things, and the modes of torch, are afterwards what they were before.
+
+    What ``assert_pure`` asserts of a call, of a block: whether an error came or not.
+
+    Args:
+        things: Tensors, modules, functions, and trees of them.
+        draws: Whether the global generators of random numbers may move.
+
+    Raises:
+        AssertionError: Something changed, and all of it is named.
+
+    >>> x = torch.tensor([1.0, 2.0])
+    >>> with unchanged(x):
+    ...     y = x + 1
+    >>> with unchanged():
+    ...     y = torch.dropout(x, 0.5, train=True)
+    Traceback (most recent call last):
+    AssertionError: the call changed torch's generator: state. \
+Likely cause: a draw without a generator or a key of its own.
+    """
+    with _watched({"things": things}, draws):
+        yield
+
+
+@contextmanager
+def _watched(roots: dict[str, Any], draws: bool) -> Generator[None]:
+    before = _picture(roots, draws)
+    try:
+        yield
+    except BaseException as error:
+        if said := _changes(before, _picture(roots, draws)):
+            raise AssertionError(said) from error
+        raise
+    if said := _changes(before, _picture(roots, draws)):
+        raise AssertionError(said)
+
+
+# What has changed ------------------------------------------------------------------------
+
+
+_CAUSES = {
+    "class": "a state that was donated, or a lazy module that now has its parameters",
+    "identity": "another object was put in its place",
+    "bits": "an operation in place, such as add_, +=, copy_ or out=",
+    "version": "an operation in place that wrote the same numbers",
+    "grad": "a backward pass: torch.func and torch.autograd.grad leave no .grad",
+    "training": "train() or eval() that was not undone",
+    "hooks": "a hook that was not removed",
+    "state": "a draw without a generator or a key of its own",
+}
+_GENERATORS = ("torch's generator", "CUDA's generators", "Python's generator", "NumPy's generator")
+_PLAIN = (bool, int, str, type, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def _changes(before: Picture, after: Picture) -> str:
+    """What is to say of the differences between two pictures."""
+    said: list[str] = []
+    causes: list[str] = []
+    for name in before | after:
+        was, now = before.get(name), after.get(name)
+        if was is None or now is None:
+            # a generator that is new was begun, and not drawn from
+            if was is not None or name not in _GENERATORS:
+                said.append(f"{name}, which is {'new' if was is None else 'gone'}")
+            continue
+        changed = [what for what in was | now if was.get(what, _Is(was)) != now.get(what, _Is(now))]
+        if changed:
+            changed = next(([what] for what in ("class", "identity") if what in changed), changed)
+            said.append(f"{name}: " + ", ".join(_told(what, was, now) for what in changed))
+            kinds = ("hooks" if "hooks" in what else what for what in changed)
+            causes += [_CAUSES[kind] for kind in kinds if kind in _CAUSES]
+    because = f" Likely cause: {causes[0]}." if causes else ""
+    return f"the call changed {'; '.join(said)}.{because}" if said else ""
+
+
+def _told(what: str, was: Looks, now: Looks) -> str:
+    values = [looks.get(what) for looks in (was, now)]
+    if what not in was or what not in now:
+        return f"{what} ({'new' if what in now else 'gone'})"
+    if not all(isinstance(value, _PLAIN) for value in values):
+        return what
+    before, after = (getattr(value, "__name__", value) for value in values)
+    return f"{what} ({before} before, {after} after)"
+
+
+# Pictures --------------------------------------------------------------------------------
+
+
+class _Is:
+    """Equal to the same object alone, which it keeps alive: no other can take its place."""
+
+    def __init__(self, it: object) -> None:
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and self.it is other.it
+
+
+class _Bits:
+    """A copy of the numbers of a tensor, equal to the same bits: NaN and -0 included."""
+
+    def __init__(self, x: Tensor) -> None:
+        x = x.detach()
+        if x.layout == torch.sparse_coo:
+            parts = [x.coalesce().indices(), x.coalesce().values()]
+        else:
+            parts = [dense(x)] if x.device.type != "meta" else []
+        flat = (part.clone(memory_format=torch.contiguous_format).reshape(-1) for part in parts)
+        self.parts = [part.view(torch.uint8) for part in flat]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Bits) or len(self.parts) != len(other.parts):
+            return False
+        return all(map(torch.equal, self.parts, other.parts))
+
+
+def _picture(roots: dict[str, Any], draws: bool) -> Picture:
+    seen = {"torch": _modes()} | ({} if draws else _generators())
+    for name, leaf in reachable(roots):
+        if isinstance(leaf, nn.Module):
+            seen |= _module(name, leaf)
+        else:
+            seen[name] = _tensor(leaf) if isinstance(leaf, Tensor) else {"identity": _Is(leaf)}
+    return seen
+
+
+def _tensor(x: Tensor) -> Looks:
+    looks: Looks = {"identity": _Is(x), "class": type(x)}
+    if isinstance(x, Refusing) or torch.nn.parameter.is_lazy(x):
+        return looks  # there is nothing to see
+    looks |= {
+        "bits": _Bits(x),
+        "version": version(x),
+        "dtype": x.dtype,
+        "shape": x.shape,
+        "device": x.device,
+        "requires_grad": x.requires_grad,
+        "grad_fn": _Is(x.grad_fn),
+        "hooks": tensor_hooks(x),
+    }
+    if x.layout == torch.strided:
+        looks["memory"] = (x.data_ptr(), x.stride())
+    else:
+        looks["layout"] = (x.layout, x.layout == torch.sparse_coo and x.is_coalesced())
+    if x.is_leaf:
+        looks["grad"] = None if x.grad is None else _tensor(x.grad)
+    return looks
+
+
+def _module(path: str, root: nn.Module) -> Picture:
+    seen: Picture = {}
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    for name, module in root.named_modules():
+        dot = f"{name}." if name else ""
+        looks = seen[f"{path}.{name}".rstrip(".")] = {"identity": _Is(module)}
+        for key, value in module_vars(module).items():
+            looks[key] = value if isinstance(value, _PLAIN) else _Is(value)
+            if isinstance(value, (dict, list, set)):
+                looks[f"what is in {key}"] = _inside(value)
+            elif isinstance(value, Tensor):
+                tensors.append((dot + key, value))
+    return seen | {f"{path}.{name}": _tensor(tensor) for name, tensor in tensors}
+
+
+def _inside(container: Any) -> Any:
+    if isinstance(container, dict):
+        return {key: _Is(value) for key, value in container.items()}
+    return [*map(_Is, container)] if isinstance(container, list) else set(container)
+
+
+def _generators() -> Picture:
+    seen: Picture = {
+        "torch's generator": {"state": _Bits(torch.get_rng_state())},
+        "Python's generator": {"state": random.getstate()},
+    }
+    if torch.cuda.is_initialized():
+        seen["CUDA's generators"] = {"state": [*map(_Bits, torch.cuda.get_rng_state_all())]}
+    if numpy_random := sys.modules.get("numpy.random"):
+        state: Any = numpy_random.get_state(legacy=False)
+        words = [bytes(x) if hasattr(x, "tobytes") else x for x in state.pop("state").values()]
+        seen["NumPy's generator"] = {"state": (words, state)}
+    return seen
+
+
+def _modes() -> Looks:
+    kinds = ("cpu", "cuda")
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds],
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic warn-only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "saved-tensor hooks": saved_tensors_hooks_allowed(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "transform level": transform_level(),
+        "hooks of all modules": hooks_of_all_modules(),
+    }

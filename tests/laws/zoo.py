@@ -1,0 +1,105 @@
+"""A zoo of losses: what each is, and what a check of its accumulation has to find.
+
+The good ones are sums over rows, whatever else they do. The bad ones are not, or are no functions,
+or are handed to a loop that does something else; each names the kind of its diagnosis.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+ROWS = 12
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+WIDE = (torch.float32, torch.float64)  # for what a CPU has no bfloat16 kernel of
+
+Recipe = Callable[[torch.dtype], tuple[Callable[..., Any], Any, Any]]
+
+
+class Animal(NamedTuple):
+    """One loss.
+
+    Args:
+        name: For people.
+        recipe: Makes a loss, its parameters and its batch, in a dtype.
+        kind: What the diagnosis has to be; empty for a good loss.
+        says: What the diagnosis has to name: a module, a function, a variable.
+        dtypes: In which the loss runs.
+        knobs: For ``check_accumulation``.
+    """
+
+    name: str
+    recipe: Recipe
+    kind: str
+    says: str
+    dtypes: tuple[torch.dtype, ...]
+    knobs: dict[str, Any]
+
+    def make(self, dtype: torch.dtype, seed: int) -> tuple[Callable[..., Any], Any, Any, Any]:
+        torch.manual_seed(seed)
+        return *self.recipe(dtype), self.knobs
+
+
+ZOO: list[Animal] = []
+
+
+def good(dtypes: tuple[torch.dtype, ...] = DTYPES, **knobs: Any) -> Callable[[Recipe], Recipe]:
+    return bad("", dtypes=dtypes, **knobs)
+
+
+def bad(
+    kind: str, says: str = "", dtypes: tuple[torch.dtype, ...] = (), **knobs: Any
+) -> Callable[[Recipe], Recipe]:
+    """Each in one dtype, in turn: the comparison is in float64, whichever it is."""
+
+    def enter(recipe: Recipe) -> Recipe:
+        in_turn = (DTYPES[len(ZOO) % len(DTYPES)],)
+        ZOO.append(Animal(recipe.__name__, recipe, kind, says, dtypes or in_turn, knobs))
+        return recipe
+
+    return enter
+
+
+# What many of them are made of -----------------------------------------------------------
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    return optree.tree_map(lambda x: x.to(dtype), tree)
+
+
+def normal(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape).to(dtype)
+
+
+def ragged_mask(length: int) -> Tensor:
+    """From no token in a row to all of them."""
+    return torch.arange(length) < torch.arange(ROWS)[:, None] % (length + 1)
+
+
+def squared(module: nn.Module, dtype: torch.dtype, *shape: int) -> tuple[Any, Any, Any]:
+    """The mean squared distance of a module's outputs from one."""
+    module.to(dtype)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return ((functional_call(module, params, (batch["x"],)) - 1) ** 2).mean()
+
+    return loss, parameters(module), {"x": normal(dtype, *shape)}
+
+
+def linear(dtype: torch.dtype, into: int = 6, out: int = 3) -> tuple[Any, Any]:
+    """Weights, and a batch for them."""
+    params = {"w": (torch.randn(into, out) / 2).to(dtype), "b": torch.randn(out).to(dtype)}
+    batch = {"x": normal(dtype, into), "y": normal(dtype, out)}
+    return params, batch | {"label": torch.randint(0, out, (ROWS,))}
+
+
+def affine(params: Any, x: Tensor) -> Tensor:
+    return x @ params["w"] + params["b"]

@@ -1,0 +1,132 @@
+"""Losses that are a sum or a mean over something else than they say."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import pureaccum as pa
+from tests.laws.zoo import ROWS, affine, bad, linear, normal, ragged_mask
+
+
+Case = tuple[Any, Any, Any]
+
+
+@bad("mean of means")
+def mean_over_tokens(dtype: torch.dtype) -> Case:
+    params, batch = linear(dtype)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
+        return (error * mask).sum() / mask.sum()
+
+    return loss, params, batch | {"mask": torch.arange(3) < torch.arange(ROWS)[:, None] % 3 + 1}
+
+
+@bad("mean of means")
+def mean_over_tokens_if_any(dtype: torch.dtype) -> Case:
+    params, batch = linear(dtype)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
+        return (error * mask).sum() / mask.sum().clamp(min=1)
+
+    return loss, params, batch | {"mask": ragged_mask(3)}
+
+
+@bad("mean of means")
+def ignored_tokens(dtype: torch.dtype) -> Case:
+    params, _ = linear(dtype, 5, 3)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(affine(params, batch["x"]).flatten(0, 1), batch["label"].flatten())
+
+    label = torch.randint(0, 3, (ROWS, 4)).masked_fill(~ragged_mask(4), -100)
+    return loss, params, {"x": normal(dtype, 4, 5), "label": label}
+
+
+@bad("mean of means")
+def mean_over_weighted_classes(dtype: torch.dtype) -> Case:
+    weights = torch.tensor([0.5, 1.0, 3.0])
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        out = affine(params, batch["x"])
+        return F.cross_entropy(out, batch["label"], weights.to(out.dtype))
+
+    return loss, *linear(dtype)
+
+
+@bad("mean of means")
+def mean_over_a_selection(dtype: torch.dtype) -> Case:
+    """Negatives are left out, by indexing."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        positive = batch["label"] > 0
+        return affine(params, batch["x"])[positive].square().mean()
+
+    return loss, *linear(dtype)
+
+
+@bad("weight")
+def divided_already(dtype: torch.dtype) -> Case:
+    params, batch = linear(dtype)
+
+    def loss(params: Any, batch: Any) -> pa.Weighted:
+        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"]
+        return pa.Weighted((error * mask).sum() / mask.sum().clamp(min=1), mask.sum())
+
+    return loss, params, batch | {"mask": ragged_mask(3)}
+
+
+@bad("weight")
+def weight_of_one(dtype: torch.dtype) -> Case:
+    def loss(params: Any, batch: Any) -> pa.Weighted:
+        return pa.Weighted((affine(params, batch["x"]) - batch["y"]).square().sum(), 1)
+
+    return loss, *linear(dtype)
+
+
+@bad("weight")
+def weight_that_does_not_add_up(dtype: torch.dtype) -> Case:
+    params, batch = linear(dtype)
+
+    def loss(params: Any, batch: Any) -> pa.Weighted:
+        error, mask = (affine(params, batch["x"]) - batch["y"]) ** 2, batch["mask"].float()
+        return pa.Weighted((error * mask).mean(), mask.mean())
+
+    return loss, params, batch | {"mask": ragged_mask(3)}
+
+
+@bad("sum as mean")
+def a_sum_said_to_be_a_mean(dtype: torch.dtype) -> Case:
+    return lambda p, b: (affine(p, b["x"]) - b["y"]).square().sum(), *linear(dtype)
+
+
+@bad("sum as mean")
+def divided_by_the_full_batch(dtype: torch.dtype) -> Case:
+    return lambda p, b: (affine(p, b["x"]) - b["y"]).square().sum() / ROWS, *linear(dtype)
+
+
+@bad("mean as sum", reduction="sum")
+def a_mean_said_to_be_a_sum(dtype: torch.dtype) -> Case:
+    return lambda p, b: F.cross_entropy(affine(p, b["x"]), b["label"]), *linear(dtype)
+
+
+@bad("constant term", reduction="sum")
+def weight_decay_in_a_sum(dtype: torch.dtype) -> Case:
+    def loss(params: Any, batch: Any) -> Tensor:
+        return affine(params, batch["x"]).abs().sum() + 0.1 * params["w"].square().sum()
+
+    return loss, *linear(dtype)
+
+
+@bad("constant term")
+def weight_decay_in_a_total(dtype: torch.dtype) -> Case:
+    params, batch = linear(dtype)
+
+    def loss(params: Any, batch: Any) -> pa.Weighted:
+        error, mask = affine(params, batch["x"]) ** 2, batch["mask"]
+        return pa.Weighted((error * mask).sum() + params["w"].square().sum(), mask.sum())
+
+    return loss, params, batch | {"mask": ragged_mask(3)}
