@@ -136,7 +136,8 @@ def _of_plain(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
             )
         ]
     if _is_constant(of, pairs):
-        return [_constant("the loss", "pa.Weighted(total + weight * penalty, weight)")]
+        mend = "return (per_row + penalty / rows_of_the_batch).sum()"
+        return [_constant("the loss", mend)]
     weights = _weights(of)
     if weights is None:
         return [_coupled(of, pairs)]
@@ -178,11 +179,8 @@ def _of_weighted(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
             )
         ]
     if _is_constant(of, pairs):
-        return [
-            _constant(
-                "the total of Weighted", "return pa.Weighted(total + weight * penalty, weight)"
-            )
-        ]
+        mend = "return pa.Weighted(total + weight * penalty, weight)"
+        return [_constant("the total of Weighted", mend)]
     weights = _weights(of)
     if weights is None:
         return [_coupled(of, pairs)]
@@ -206,7 +204,7 @@ def _constant(what: str, mend: str) -> Diagnosis:
         "constant term",
         f"{what} holds a term that does not depend on the rows (a penalty on the parameters?): it "
         "is counted once for every microbatch.",
-        f"{mend}  # once a row; or a penalty outside: grads + its own gradient",
+        f"{mend}  # a share for every row; or add its gradient once, outside",
     )
 
 

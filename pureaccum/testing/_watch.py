@@ -1,6 +1,6 @@
 """What a loss does beside computing: what it writes to, where it draws, what it normalises with.
 
-It is called once, under a mode that sees every call of a torch function, with hooks that see every
+It is called under a mode that sees every call of a torch function, with hooks that see every
 module begin and end.
 """
 
