@@ -1,6 +1,8 @@
 """The exact full-batch gradient, as a pure function, in the memory of one microbatch."""
 
-from . import testing as testing
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from ._accumulator import AccumState as AccumState
 from ._accumulator import accumulator as accumulator
 from ._batches import microbatches as microbatches
@@ -38,4 +40,16 @@ from ._tree import all_finite as all_finite
 from ._tree import global_norm as global_norm
 
 
+if _TYPE_CHECKING:
+    from . import testing as testing
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _Any:
+    """``pureaccum.testing`` is imported when it is asked for: most programs never do."""
+    if name == "testing":
+        from importlib import import_module
+
+        return import_module(".testing", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

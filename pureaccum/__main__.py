@@ -96,8 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pureaccum", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser("demo", help=demo.__doc__)
-    about = "Check whether a loss may be microbatched: 0 if so, 1 if not, 2 where nobody can tell."
-    command = commands.add_parser("check", help=about, description=about)
+    about = "Check whether a loss may be cut into microbatches."
+    command = commands.add_parser(
+        "check",
+        help=about,
+        description=f"{about} Exit status: 0 it fits, 1 it does not, 2 it could not be run.",
+        epilog="In losses.py: def example(): return loss_fn, params, batch. Then: "
+        "python -m pureaccum check losses.py:example",
+    )
     command.add_argument(
         "target",
         metavar="file.py:name",
@@ -106,12 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.add_argument("--json", action="store_true", dest="as_json", help="one JSON object")
     command.add_argument(
-        "--traceback", action="store_true", dest="whole_traceback", help="of what went wrong"
+        "--traceback",
+        action="store_true",
+        dest="whole_traceback",
+        help="all of it, where it could not be run",
     )
     # An option that is not given must not override what the target says.
     options = command.add_argument_group("the loss", argument_default=argparse.SUPPRESS)
     options.add_argument(
-        "--reduction", choices=("mean", "sum"), help="what a scalar loss is of its rows"
+        "--reduction", choices=("mean", "sum"), help="what a scalar loss is of its rows (mean)"
     )
     options.add_argument(
         "--has-aux", action=argparse.BooleanOptionalAction, help="whether it returns (loss, aux)"
@@ -120,10 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--weights", metavar="LEAF", help="a mask in the batch, to set to zero at random, too"
     )
     options.add_argument(
-        "--reference", choices=("float64", "native"), help="the dtype in which to compare"
+        "--reference", choices=("float64", "native"), help="the dtype in which to compare (float64)"
     )
-    options.add_argument("--splits", type=int, metavar="N", help="how many random splits to try")
-    options.add_argument("--seed", type=int, metavar="N", help="of those splits")
+    options.add_argument("--splits", type=int, metavar="N", help="random splits to try (8)")
+    options.add_argument("--seed", type=int, metavar="N", help="of those splits (0)")
     settings = vars(parser.parse_args(argv))
     if settings.pop("command") == "demo":
         demo()

@@ -1,10 +1,14 @@
 """Prove that your loss may be microbatched, and test accumulation math of your own.
 
-``strategies`` needs hypothesis (``pip install 'pureaccum[testing]'``), all else nothing further.
+``check_accumulation``, ``assert_accumulates``: may this loss, or this loop, be cut, and why not?
+``assert_pure``, ``unchanged``: a call, or a block, changes nothing that can be seen.
+``assert_trees_bitwise_equal``, ``assert_trees_within_bound``: what differs, where, and why.
+``strategies``: data, losses and histories for hypothesis (``pip install 'pureaccum[testing]'``).
+``mutants``: copies of this package with a fault in them, to test your tests with.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._assertions import assert_trees_bitwise_equal as assert_trees_bitwise_equal
 from ._assertions import assert_trees_within_bound as assert_trees_within_bound
@@ -16,6 +20,11 @@ from ._report import AccumulationMismatch as AccumulationMismatch
 from ._report import Diagnosis as Diagnosis
 from ._report import Leaf as Leaf
 from ._report import Report as Report
+
+
+if TYPE_CHECKING:
+    from . import mutants as mutants
+    from . import strategies as strategies
 
 
 def __getattr__(name: str) -> Any:

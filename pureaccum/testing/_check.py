@@ -8,36 +8,35 @@ And is it a pure function: no random numbers but those it is given, and nothing 
 
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from .._batches import need_rows, read_batch
-from .._inputs import check_choice, read_params
+from .._inputs import check_choice
 from .._loss import Reduction
 from .._tree import all_finite, flatten, paths
+from ._cuts import Parts
 from ._diagnose import UNKNOWN, Case, diagnose
+from ._given import read_splits, read_subject
+from ._in_dtype import uncompiled
 from ._kept import names_of
 from ._loop import Loop, of_loop, run_loop, trial_of_loop
-from ._natively import natively
+from ._natively import as_near_as_can_be, natively
+from ._of_rows import raises
 from ._report import AccumulationMismatch, Leaf, Report, Split
 from ._subject import Subject, preserving_random
 from ._trials import (
-    Outcome,
-    Parts,
     Trial,
     joined,
     native_trial,
-    parts_at,
     repeats,
-    shrunk,
     trial_of,
-    ways,
+    tried_all,
     whole_batch,
+    worst_of,
 )
 from ._watch import Seen, watch
 from ._weights import find_leaf, redrawn
@@ -79,6 +78,7 @@ def check_accumulation(
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         loop: A loop of your own in place of this package's accumulator,
             ``loop(loss_fn, params, microbatches) -> grads``: then it is the loop that is checked.
+            It is given a list, and returns the gradient of the whole batch, divided and alone.
         splits: How many random splits are tried besides the fixed ones; or the splits
             themselves, lists of sizes that sum to the rows.
         weights: The leaf of the batch that holds weights or a mask, such as ``"mask"`` or
@@ -103,13 +103,18 @@ def check_accumulation(
     """
     check_choice(reduction, get_args(Reduction), "reduction")
     check_choice(reference, get_args(Reference), "reference")
-    subject = _subject(loss_fn, params, batch)._replace(has_aux=has_aux, reduction=reduction)
+    if not (loop is None or callable(loop)):
+        raise TypeError(
+            f"loop is of type {type(loop).__name__}; expected "
+            "loop(loss_fn, params, microbatches) -> grads, or None."
+        )
+    subject = read_subject(loss_fn, params, batch)._replace(has_aux=has_aux, reduction=reduction)
     masked = None if weights is None else find_leaf(subject.batch, weights)
     random = torch.Generator().manual_seed(seed)
-    tried = _ways(subject.rows, splits, random)
+    tried = read_splits(subject.rows, splits, random)
     seeds = itertools.count(seed)
-    with torch.inference_mode(False), preserving_random(), _uncompiled():
-        seen = watch(subject, [*names_of(loss_fn), *names_of(loop)], seeds)
+    with torch.inference_mode(False), preserving_random(), uncompiled():
+        seen = watch(subject, names_of(loss_fn, loop), seeds)
         subject = subject._replace(kept=seen.kept, generators=[g for g, _ in seen.generators])
         subjects = [subject]
         if masked is not None:
@@ -124,76 +129,51 @@ def check_accumulation(
     return report
 
 
-def assert_accumulates(loss_fn: Callable[..., Any], params: Any, batch: Any, **knobs: Any) -> None:
+def assert_accumulates(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    has_aux: bool = False,
+    reduction: Reduction = "mean",
+    loop: Loop | None = None,
+    splits: int | Sequence[Sequence[int]] = 8,
+    weights: str | None = None,
+    reference: Reference = "float64",
+    seed: int = 0,
+) -> None:
     """Raise ``AccumulationMismatch`` where a loss may not be cut into microbatches.
 
     Args:
         loss_fn: As all arguments: see ``check_accumulation``.
         params: See there.
         batch: See there.
-        **knobs: See there.
+        has_aux: See there.
+        reduction: See there.
+        loop: See there.
+        splits: See there.
+        weights: See there.
+        reference: See there.
+        seed: See there.
 
     >>> x = torch.arange(6.0).reshape(3, 2)
     >>> assert_accumulates(lambda w, x: ((x @ w) ** 2).mean(), torch.ones(2), x)
     """
-    check_accumulation(loss_fn, params, batch, **knobs)
-
-
-# What is given ---------------------------------------------------------------------------
-
-
-def _subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
-    if not callable(loss_fn):
-        raise TypeError(
-            f"loss_fn is a {type(loss_fn).__name__}; expected a function of (params, batch)."
-        )
-    read_params(params)
-    flat = read_batch(batch)
-    rows = need_rows(flat)
-    if rows < 2:
-        raise ValueError(
-            f"batch has {rows} row{'s' * (rows != 1)}; expected two at least, since one cannot be "
-            "cut."
-        )
-    return Subject(loss_fn, params, flat, rows)
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Compiled parts of a loss run as they are written: a compiler would trace our modes, too."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
-def _ways(rows: int, splits: Any, random: torch.Generator) -> list[Parts]:
-    if isinstance(splits, int):
-        if splits < 1:
-            raise ValueError(
-                f"splits is {splits}; expected how many random splits to try, or them."
-            )
-        return ways(rows, splits, random)
-    everything = tuple(range(rows))
-    for sizes in splits:
-        if sum(sizes) != rows or min(sizes, default=0) < 1:
-            raise ValueError(
-                f"splits holds {list(sizes)}; expected sizes of at least 1 that sum to the "
-                f"{rows} rows of the batch."
-            )
-    return [parts_at(everything, list(itertools.accumulate(sizes))) for sizes in splits]
+    check_accumulation(
+        loss_fn,
+        params,
+        batch,
+        has_aux=has_aux,
+        reduction=reduction,
+        loop=loop,
+        splits=splits,
+        weights=weights,
+        reference=reference,
+        seed=seed,
+    )
 
 
 # What is done ----------------------------------------------------------------------------
-
-
-class _Tried(NamedTuple):
-    """A trial, and how every way of cutting came out."""
-
-    trial: Trial
-    outcomes: dict[Parts, Outcome]
-
-    @property
-    def wrong(self) -> bool:
-        return any(max(outcome.errors) > 1 for outcome in self.outcomes.values())
 
 
 def _examine(
@@ -207,12 +187,12 @@ def _examine(
     subject, names = subjects[0], paths(flatten(subjects[0].params)[1], "params")
     trials = [_trial(subject, seen.narrowest, reference, seeds) for subject in subjects]
     full = trials[0].whole(subject.everything())
-    done = [_tried(trial, tried) for trial in trials]
+    done = [tried_all(trial, tried) for trial in trials]
     bad = next((one for one in done if one.wrong), done[0])
     times = 12 if seen.draws or seen.assigned else 1
     again = repeats(trials[0].subject, whole_batch, trials[0].bound, seeds, times)
     found: list[tuple[Trial, Split]] = []
-    rows = [_leaf(i, done, found) for i in range(len(full))]
+    rows = [worst_of(i, done, found) for i in range(len(full))]
     shown = [split for trial, split in found if trial is bad.trial]
     sound = [parts for parts in tried[:3] if max(done[0].outcomes[parts].errors) < math.inf]
 
@@ -226,11 +206,14 @@ def _examine(
     if loop is None:
         names = ["value", *names]
     else:
-        done = [_tried(trial_of_loop(loop, trial, seeds), tried) for trial in trials]
-        rows = [_leaf(i, done, []) for i in range(len(names))]
-        causes = causes or of_loop(loop, done[0].trial, seen.weighted, seeds)
-        if not causes and any(one.wrong for one in done):
-            causes = (UNKNOWN,)
+        with _noted(reference):
+            run_loop(loop, trials[0].subject, tried[0], next(seeds))  # what it raises comes through
+        done = [tried_all(trial_of_loop(loop, trial, seeds), tried) for trial in trials]
+        rows = [worst_of(i, done, []) for i in range(len(names))]
+        wrong = any(one.wrong for one in done)
+        causes = causes or of_loop(loop, done[0].trial, seen.weighted, wrong, seeds)
+        if not causes and wrong:
+            causes = tuple(raises(done[0].outcomes)) or (UNKNOWN,)
         sound = [parts for parts in sound if max(done[0].outcomes[parts].errors) < math.inf]
         native, _ = natively(
             lambda parts: run_loop(loop, subject, parts, next(seeds)),
@@ -238,6 +221,12 @@ def _examine(
             full[1:],
             sound,
         )
+        if wrong and reference == "float64" and as_near_as_can_be(native):
+            raise ValueError(
+                f"the loop computes in {str(seen.dtype).removeprefix('torch.')} whatever it is "
+                "given (with a module's own parameters?) and is as near to float64 as that can "
+                "be; pass reference='native' to compare it there."
+            )
     if reference == "native":
         native = [math.nan] * len(names)  # the full batch's own error is not known
     leaves = zip(names, rows, native, strict=True)
@@ -257,18 +246,11 @@ def _examine(
 def _trial(
     subject: Subject, narrowest: torch.dtype, reference: Reference, seeds: Iterator[int]
 ) -> Trial:
-    if reference == "native":
-        trial = native_trial(subject, narrowest, seeds)
-    else:
-        try:
+    with _noted(reference):
+        if reference == "native":
+            trial = native_trial(subject, narrowest, seeds)
+        else:
             trial = trial_of(subject, torch.float64, seeds)
-        except Exception as error:
-            error.add_note(
-                "pureaccum: the loss runs in its own dtypes, but not in float64, in which it is "
-                "compared. Does it checkpoint, or insist on a dtype? Switch that off for the "
-                "check, or pass reference='native'."
-            )
-            raise
     full: list[Tensor] = trial.whole(subject.everything())
     if not all_finite(full):
         raise ValueError(
@@ -278,22 +260,15 @@ def _trial(
     return trial
 
 
-def _tried(trial: Trial, tried: list[Parts]) -> _Tried:
-    return _Tried(trial, {parts: trial.outcome(parts) for parts in tried})
-
-
-def _leaf(i: int, done: list[_Tried], found: list[tuple[Trial, Split]]) -> tuple[float, Split]:
-    """A leaf's worst error, and a small split that shows it, another leaf's where that does."""
-    runs = [
-        (outcome.errors[i], one.trial, parts)
-        for one in done
-        for parts, outcome in one.outcomes.items()
-    ]
-    error, trial, parts = max(runs, key=lambda run: run[0])
-    if error <= 1:
-        return error, ()
-    for other, split in found:
-        if other is trial and trial.fails(split, i):
-            return error, split
-    found.append((trial, shrunk(trial, parts, i)))
-    return error, found[-1][1]
+@contextmanager
+def _noted(reference: Reference) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        if reference == "float64":
+            error.add_note(
+                "pureaccum: the loss runs in its own dtypes, but not in float64, in which all is "
+                "compared. Does it checkpoint, keep something in its own dtype, or insist on one? "
+                "Switch that off for the check, or pass reference='native'."
+            )
+        raise

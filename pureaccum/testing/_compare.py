@@ -132,9 +132,9 @@ def _scaled(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, str]]:
     ratio = (a.flatten()[at] / b.flatten()[at]).item().real
     if ratio == -1:
         yield -b, "the negative of what was expected"
-    elif 1 < abs(ratio) < _LARGEST:
+    elif 1 < abs(ratio) < _LARGEST and abs(round(ratio)) > 1:
         yield b * round(ratio), f"{round(ratio)} times what was expected"
-    elif 1 / _LARGEST < abs(ratio) < 1:
+    elif 1 / _LARGEST < abs(ratio) < 1 and abs(round(1 / ratio)) > 1:
         yield b / round(1 / ratio), f"what was expected divided by {round(1 / ratio)}"
 
 

@@ -7,12 +7,16 @@ normalisation are left out to see whether they alone are to blame.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from ._caller import Call
+from ._cuts import Parts
 from ._in_dtype import BATCH_NORM, DROPOUTS
+from ._kept import Kept
 from ._of_rows import of_rows
 from ._report import Diagnosis
 from ._subject import Subject
-from ._trials import Outcome, Parts, Trial, repeats, trial_of, whole_batch
+from ._trials import Outcome, Trial, repeats, trial_of, whole_batch
 from ._watch import Seen
 
 
@@ -73,7 +77,12 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
 
 
 _ARGUMENT = "def loss(params, batch): ...  # what changes comes in as an argument, or in the batch"
-_KEYS = "x = pa.dropout(x, 0.5, keys)  # a key a row: make_step(..., keys=True); or module.eval()"
+
+
+def _keys(case: Case) -> str:
+    if any(call.function in DROPOUTS for call in case.seen.draws):
+        return "x = pa.dropout(x, 0.5, keys)  # a key a row: make_step(..., keys=True); or eval()"
+    return 'batch["noise"] = torch.randn(...)  # drawn before the batch is cut; or pa.normal, keys'
 
 
 def _state(case: Case) -> Iterator[Diagnosis]:
@@ -81,23 +90,26 @@ def _state(case: Case) -> Iterator[Diagnosis]:
     # running statistics of batch norms have a diagnosis of their own
     written = [w for w in case.seen.written if w.by.module not in norms - {""}]
     written = [w for w in written if w.by.function != BATCH_NORM]
-    for given in (True, False):
-        names = _listed([w.name for w in written if w.given == given])
-        if given and names:
-            yield Diagnosis(
-                "state",
-                f"the loss changes {names}, which it was given, in place: microbatches are views, "
-                "so the caller's batch changes with them.",
-                "x = x.clone()  # or the operation without its underscore: x.mul(2) for x.mul_(2)",
-            )
-        elif names:
-            yield Diagnosis(
-                "state",
-                f"the loss writes to {names}, which it holds: once for every microbatch, "
-                "in place of once for the batch.",
-                "out, new_buffers = pa.functional(module).apply(params, buffers, x)  # state goes "
-                "in and comes out: make_step(..., buffers=...)",
-            )
+    if given := _listed([w.name for w in written if w.given]):
+        yield Diagnosis(
+            "state",
+            f"the loss changes {given}, which it was given, in place: microbatches are views, so "
+            "the caller's batch changes with them.",
+            "x = x.clone()  # or the operation without its underscore: x.mul(2) for x.mul_(2)",
+        )
+    held = [w for w in written if not w.given]
+    if names := _listed([w.name for w in held]):
+        by_module = all(w.by.module for w in held)
+        yield Diagnosis(
+            "state",
+            f"the loss writes to {names}, which it holds: once for every microbatch, in place of "
+            "once for the batch.",
+            "out, new_buffers = pa.functional(module).apply(params, buffers, x)  # in and out: "
+            "make_step(..., buffers=...)"
+            if by_module
+            else "return loss, aux  # has_aux=True: hand out what it needs, and write after the "
+            "step, outside of the loss",
+        )
     if case.keeps:
         what = _listed(case.seen.assigned) or "a generator of its own?"
         yield Diagnosis(
@@ -116,7 +128,7 @@ def _random(case: Case) -> Iterator[Diagnosis]:
             "two calls with the same arguments differ, and agree with the same random seed: "
             f"{calls or 'a generator that is not torch’s'} draws other numbers for other "
             "microbatches.",
-            _KEYS,
+            _keys(case),
         )
 
 
@@ -127,15 +139,27 @@ def _suspects(case: Case) -> Iterator[Diagnosis]:
             "randomness",
             f"{_listed(_where(case.seen.draws))} draws the same numbers in every call: every "
             "microbatch gets those of the first rows.",
-            _KEYS,
+            _keys(case),
         )
-    if case.seen.assigned:
+    elif case.seen.assigned and _fits_after_a_call(case):
         yield Diagnosis(
             "state",
             f"the first call assigns {_listed(case.seen.assigned)}, made of the rows that it sees: "
-            "made of another microbatch it would be another.",
+            "made of another microbatch it would be another. Once it is there, the loss fits.",
             _ARGUMENT,
         )
+
+
+def _fits_after_a_call(case: Case) -> bool:
+    """Whether all is well where the loss keeps what a call with the whole batch made."""
+    keeping = case.subject._replace(kept=Kept())
+    try:
+        trial = trial_of(keeping, case.trial.subject.dtype or torch.float64, case.seeds)
+        return all(max(trial.outcome(parts).errors) <= 1 for parts in case.outcomes)
+    except Exception:
+        return False
+    finally:
+        case.subject.kept.put_back()
 
 
 def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:

@@ -36,6 +36,8 @@ def reduction(kind: Kind) -> Reduction:
     >>> [reduction(kind) for kind in KINDS]
     ['sum', 'mean', 'mean']
     """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}.")
     return "sum" if kind == "sum" else "mean"
 
 
@@ -112,7 +114,7 @@ class ExactModel(NamedTuple):
         return map(lambda g: g.to_dense() / by, grads), value.double() / weight
 
 
-def losses(rows: int) -> st.SearchStrategy[ExactModel]:
+def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
     """Random small models with exact arithmetic: an MLP, a convnet or an embedding.
 
     Their numbers are as large as exactness allows, so that a sum in half precision is noticed;
@@ -120,6 +122,7 @@ def losses(rows: int) -> st.SearchStrategy[ExactModel]:
 
     Args:
         rows: Of the batch, at least one. Some hundred leave no room for large numbers.
+        sparse: Embeddings whose gradients are sparse, too.
 
     Returns:
         A strategy for ``ExactModel``.
@@ -133,7 +136,7 @@ def losses(rows: int) -> st.SearchStrategy[ExactModel]:
     """
     if rows < 1:
         raise ValueError(f"rows is {rows}; expected at least one, or there is no mean.")
-    return _losses(rows)
+    return _losses(rows, sparse)
 
 
 # How large the numbers may be ------------------------------------------------------------
@@ -162,9 +165,10 @@ def majorant(model: ExactModel) -> float:
 
 
 @st.composite
-def _losses(draw: st.DrawFn, rows: int) -> ExactModel:
+def _losses(draw: st.DrawFn, rows: int, sparse: bool) -> ExactModel:
     most = draw(st.sampled_from([3, *[HIGHS[0]] * 7]))  # it shrinks to 3, and is drawn large
-    name, per_row, recipe = draw(st.one_of(_mlps(rows), _convnets(rows), _embeddings(rows)))
+    kinds = (_mlps(rows), _convnets(rows), _embeddings(rows, sparse))
+    name, per_row, recipe = draw(st.one_of(kinds))
     seed = draw(seeds())
     for high in HIGHS[HIGHS.index(most) :]:
         random = torch.Generator().manual_seed(seed)
@@ -256,10 +260,11 @@ def _convnets(draw: st.DrawFn, rows: int) -> Parts:
 
 
 @st.composite
-def _embeddings(draw: st.DrawFn, rows: int) -> Parts:
+def _embeddings(draw: st.DrawFn, rows: int, sparse: bool) -> Parts:
     width, count = draw(st.tuples(st.integers(1, 4), st.integers(1, 3)))
-    kind = draw(st.sampled_from(["embedding", "bag", "sparse embedding", "sparse bag"]))
-    sparse, distance = "sparse" in kind, draw(distances)
+    kinds = ["embedding", "bag", *(["sparse embedding", "sparse bag"] if sparse else [])]
+    kind, distance = draw(st.sampled_from(kinds)), draw(distances)
+    sparse = "sparse" in kind
 
     def per_row(params: Any, batch: dict[str, Tensor], larger: Any = torch.maximum) -> Tensor:
         (table, out), tokens = params, batch["tokens"]

@@ -5,8 +5,9 @@ frozen module, a cast such as ``x.float()``, a ``dtype=`` or the default one) ta
 dtype. What is written to a captured tensor so is written to a copy, and forgotten.
 """
 
+import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -83,8 +84,16 @@ class _InDtype(TorchFunctionMode):
         if not isinstance(x, Tensor) or x.dtype not in self.becomes:
             return x
         if id(x) not in self.held:  # one copy for the whole call, so that it can be written to
-            self.held[id(x)] = x, x.to(self.becomes[x.dtype])
+            with torch.enable_grad():  # whatever the mode in which it is first used
+                self.held[id(x)] = x, x.to(self.becomes[x.dtype])
         return self.held[id(x)][1]
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled code runs as it is written: a compiler would trace our modes, too."""
+    if "torch._dynamo" not in sys.modules:  # whose import takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 # Functions that a check may leave out ----------------------------------------------------

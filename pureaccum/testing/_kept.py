@@ -5,11 +5,14 @@ as the attributes of an object. A snapshot says what was there, so that it can b
 back.
 """
 
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .._torch import tensor_places
@@ -27,30 +30,32 @@ class Names(NamedTuple):
     """Some names, what is under them now, and what was there before."""
 
     owner: str  # "net.1", "counts", or "" for variables
-    of_tensors: bool  # the parameters or buffers of a module
+    kind: Literal["names", "attributes", "tensors", "grads", "cache"]
     now: Callable[[], dict[Any, Any]]
     set: Callable[[dict[Any, Any]], None]
     before: dict[Any, Any]
 
     def assigned(self) -> list[str]:
         """The names under which there is another object now."""
-        now, missing = self.now(), object()
-        keys = [
-            k
-            for k in {**self.before, **now}
-            if now.get(k, missing) is not self.before.get(k, missing)
-        ]
-        return [self.called(key) for key in keys]
+        now, before = self.now(), self.before
+        if now.keys() == before.keys() and all(map(_is, now.values(), before.values())):
+            return []
+        keys, none = {**before, **now}, object()
+        return [self.called(k) for k in keys if not _is(now.get(k, none), before.get(k, none))]
 
     def called(self, key: Any) -> str:
         """How a user would write it."""
-        if not self.owner:
-            return str(key)
+        if not self.owner or key == "":
+            return self.owner or str(key)
         return f"{self.owner}.{key}" if isinstance(key, str) else f"{self.owner}[{key!r}]"
 
     def again(self) -> "Names":
         """A later snapshot."""
         return self._replace(before=self.now())
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (int, float, str, bytes)) and a == b)
 
 
 class Kept(NamedTuple):
@@ -71,7 +76,7 @@ class Kept(NamedTuple):
 
 def differs(x: Tensor, numbers: Tensor) -> bool:
     """Whether a tensor holds other numbers; NaN is NaN."""
-    x = x.detach()
+    x, numbers = x.detach().to_dense(), numbers.to_dense()
     if x.shape != numbers.shape:
         return True
     return not ((x == numbers) | ((x != x) & (numbers != numbers))).all()
@@ -80,9 +85,10 @@ def differs(x: Tensor, numbers: Tensor) -> bool:
 # Where names are -------------------------------------------------------------------------
 
 
-def names_of(fn: Any) -> list[Names]:
-    """All names that a function may assign and find again in its next call."""
-    return list(_of("", fn, set(), 4))
+def names_of(*functions: Any) -> list[Names]:
+    """All names that functions may assign and find again in their next call."""
+    seen: set[int] = set()
+    return [names for fn in functions for names in _of("", fn, seen, 5)]
 
 
 def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
@@ -100,12 +106,13 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
         names = [*_of_function(value)]
         yield from names
         inside = [(str(key), x) for each in names for key, x in each.before.items()]
-    elif isinstance(value, dict):
-        yield _of_dict(path, value)
-        inside = [(f"{path}[{key!r}]", x) for key, x in value.items()]
-    elif isinstance(value, list):
-        yield _of_list(path, value)
-        inside = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
+    elif hasattr(value, "cache_clear"):
+        yield _of_cache(path, value)
+    elif isinstance(value, torch.optim.Optimizer):
+        inside = [(f"{path}.state", value.state)]
+    elif (names := _of_container(path, value)) is not None:
+        yield names
+        inside = [(names.called(key), x) for key, x in names.before.items()]
     elif not (isinstance(value, (Tensor, type)) or elsewhere(type(value).__module__)):
         attributes = getattr(value, "__dict__", {})
         yield _of_dict(path, attributes)
@@ -117,9 +124,28 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
 def _of_module(path: str, root: nn.Module) -> Iterator[Names]:
     paths = {module: f"{path}.{name}" if name else path for name, module in root.named_modules()}
     for module, name in paths.items():
-        yield _of_dict(name, vars(module))
+        yield _of_dict(name, vars(module))._replace(kind="attributes")
+        for key, value in vars(module).items():  # hooks are in dicts, too
+            if not key.startswith("_") or "hooks" in key:
+                inside = _of_container(f"{name}.{key}", value)
+                if inside is not None:
+                    yield inside._replace(kind="attributes")
     for module, attributes, kind in tensor_places(root):
-        yield _of_dict(paths[module], attributes[kind])._replace(of_tensors=True)
+        yield _of_dict(paths[module], attributes[kind])._replace(kind="tensors")
+    yield _of_grads(path, dict(root.named_parameters()))
+
+
+def _of_grads(path: str, parameters: dict[str, nn.Parameter]) -> Names:
+    """Gradients by identity: those that are there already are tensors like others."""
+
+    def grads() -> dict[str, Tensor | None]:
+        return {f"{name}.grad": p.grad for name, p in parameters.items()}
+
+    def put(before: dict[str, Tensor | None]) -> None:
+        for name, p in parameters.items():
+            p.grad = before[f"{name}.grad"]
+
+    return Names(path, "grads", grads, put, grads())
 
 
 def _of_dict(path: str, value: dict[Any, Any]) -> Names:
@@ -127,14 +153,45 @@ def _of_dict(path: str, value: dict[Any, Any]) -> Names:
         value.clear()
         value.update(before)
 
-    return Names(path, False, lambda: dict(value), put, dict(value))
+    return Names(path, "names", lambda: dict(value), put, dict(value))
 
 
-def _of_list(path: str, value: list[Any]) -> Names:
-    def put(before: dict[Any, Any]) -> None:
-        value[:] = before.values()
+def _of_container(path: str, value: Any) -> Names | None:
+    """By its contents, whatever it is."""
+    if isinstance(value, dict):
+        return _of_dict(path, value)
+    if isinstance(value, (list, deque)):
 
-    return Names(path, False, lambda: dict(enumerate(value)), put, dict(enumerate(value)))
+        def put(before: dict[int, Any]) -> None:
+            value.clear()
+            value.extend(before.values())
+
+        return Names(path, "names", lambda: dict(enumerate(value)), put, dict(enumerate(value)))
+    if isinstance(value, set):
+
+        def put_set(before: dict[Any, Any]) -> None:
+            value.clear()
+            value.update(before)
+
+        return Names(path, "names", lambda: {x: x for x in value}, put_set, {x: x for x in value})
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, numpy.ndarray):
+        copy = value.copy()
+
+        def put_array(before: dict[str, bytes]) -> None:
+            value[...] = copy
+
+        return Names(path, "names", lambda: {"": value.tobytes()}, put_array, {"": copy.tobytes()})
+    return None
+
+
+def _of_cache(path: str, function: Any) -> Names:
+    """What a function remembers is not state, but was made in another dtype, perhaps."""
+
+    def misses() -> dict[str, int]:
+        return {"": function.cache_info().misses}
+
+    return Names(path, "cache", misses, lambda _: function.cache_clear(), misses())
 
 
 def _of_function(fn: FunctionType) -> Iterator[Names]:
@@ -149,7 +206,7 @@ def _of_function(fn: FunctionType) -> Iterator[Names]:
                 cells[name].cell_contents = content
 
     if cells:
-        yield Names("", False, held, put_cells, held())
+        yield Names("", "names", held, put_cells, held())
     if elsewhere(fn.__globals__.get("__name__", "")):
         return
     known, mentioned = fn.__globals__, global_names(fn.__code__)
@@ -157,7 +214,7 @@ def _of_function(fn: FunctionType) -> Iterator[Names]:
     def found() -> dict[str, Any]:
         return {name: known[name] for name in mentioned if name in known}
 
-    yield Names("", False, found, known.update, found())
+    yield Names("", "names", found, known.update, found())
 
 
 _EMPTY = object()

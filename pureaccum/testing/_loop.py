@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from .._loss import divisor
-from .._tree import check_same_structure, flatten, leaves
+from .._tree import check_same_structure, flatten, leaves, paths
+from ._cuts import Parts, Rows, split
 from ._report import Diagnosis
-from ._subject import Rows, Subject
-from ._trials import Bound, Parts, Result, Trial, repeats, split
+from ._subject import Subject
+from ._trials import Bound, Result, Trial, repeats
 
 
 Loop = Callable[[Callable[..., Any], Any, list[Any]], Any]
@@ -33,7 +34,8 @@ def trial_of_loop(loop: Loop, own: Trial, seeds: Iterator[int]) -> Trial:
     def whole(rows: Rows) -> list[Tensor]:
         return own.whole(rows)[1:]
 
-    return Trial(own.subject, accumulate, whole, Bound(own.bound.share, own.bound.floor[1:]))
+    bound = Bound(own.bound.share, own.bound.floor[1:])
+    return Trial(own.subject, accumulate, whole, bound, {})
 
 
 def run_loop(loop: Loop, subject: Subject, parts: Parts, seed: int) -> list[Tensor]:
@@ -49,15 +51,21 @@ def _read(grads: Any, params: Any) -> list[Tensor]:
     (came, spec), (like, like_spec) = flatten(grads), flatten(params)
     cause = "A loop returns the gradient of the whole batch, a tree like params."
     check_same_structure(like_spec, spec, "params", "what the loop returned", cause)
-    for x, y in zip(came, like, strict=True):
+    for path, x, y in zip(paths(spec, "grads"), came, like, strict=True):
         if not isinstance(x, Tensor) or x.shape != y.shape:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"the loop returned {shape} for a leaf of {tuple(y.shape)}. {cause}")
+            raise ValueError(f"the loop returned {shape} for {path} of {tuple(y.shape)}. {cause}")
+        if x.dtype.itemsize < y.dtype.itemsize:
+            raise TypeError(
+                f"the loop returned {path} as {x.dtype} where params are {y.dtype}: it computes in "
+                "a dtype of its own, as with a module's own parameters, so it cannot be compared "
+                "there. Pass reference='native'."
+            )
     return [x.detach() for x in came]
 
 
 def of_loop(
-    loop: Loop, trial: Trial, weighted: bool, seeds: Iterator[int]
+    loop: Loop, trial: Trial, weighted: bool, wrong: bool, seeds: Iterator[int]
 ) -> tuple[Diagnosis, ...]:
     """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
     rows = trial.subject.everything()
@@ -66,6 +74,8 @@ def of_loop(
     try:
         if impure := _impure(loop, trial, parts, seeds):
             return impure
+        if not wrong:
+            return ()
         states = [raw.sums(part, next(seeds)) for part in parts]
         result = trial.accumulate(parts).leaves
     except Exception:
@@ -175,11 +185,11 @@ def _told(found: list[float], shares: list[float], mean: bool) -> Diagnosis | No
         return Diagnosis(
             "factor",
             f"every microbatch is in the result, {ratios[0]:.6g} times too often: a scale that is "
-            "not undone, or a division that is done twice?",
+            "not undone, a division that is done twice, a gradient that was clipped?",
             f"grads = grads / {ratios[0]:.6g}",
         )
     return Diagnosis(
         "wrong weights",
-        f"the microbatches count as {counted}.",
+        f"three microbatches count as {counted}. (Clipping each of them does that, too.)",
         "grads += grad * (rows_of_microbatch / rows_of_batch)",
     )

@@ -233,4 +233,40 @@ MUTANTS: dict[str, Mutant] = {
         "new.clamp(min_scale, max_scale)",
         "new",
     ),
+    "a check that forgives too much": Mutant(
+        "The bound of a check is the fourth root of the unit, not the square root.",
+        "testing/_trials.py",
+        "Bound(UNIT[reference] ** 0.5, floor)",
+        "Bound(UNIT[reference] ** 0.25, floor)",
+    ),
+    "a check of rows in order alone": Mutant(
+        "A check cuts the batch at random, but never shuffles it.",
+        "testing/_cuts.py",
+        "order = torch.randperm(rows, generator=random).tolist()",
+        "order = list(range(rows))",
+    ),
+    "some rows compared with all": Mutant(
+        "What is accumulated of some rows is compared with the whole batch.",
+        "testing/_trials.py",
+        "want = self.whole(tuple(sorted(itertools.chain(*parts))))",
+        "want = self.whole(self.subject.everything())",
+    ),
+    "an experiment that says yes too soon": Mutant(
+        "A term that two pairs of microbatches have in common is taken for a constant.",
+        "testing/_sets.py",
+        "return len(others) > 1 and all(",
+        "return len(others) > 1 and any(",
+    ),
+    "two calls on the same rows": Mutant(
+        "A check watches two calls on the same rows in the same order, which write the same.",
+        "testing/_watch.py",
+        "subject.everything()[::-1]",
+        "subject.everything()",
+    ),
+    "variables left as the loss assigned them": Mutant(
+        "What a loss counts in a variable of its own is not put back.",
+        "testing/_kept.py",
+        "cells[name].cell_contents = content",
+        "pass",
+    ),
 }

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ._trials import Parts, norm
+from ._cuts import Parts
+from ._trials import norm
 
 
 def natively(
@@ -38,3 +39,12 @@ def _ratio(error: float, own: float) -> float:
     if not own < math.inf:
         return math.nan if not error < math.inf else 0.0
     return error / own if own else math.nan if error else 1.0
+
+
+def as_near_as_can_be(ratios: Sequence[float]) -> bool:
+    """Whether the errors are rounding in the loss's own dtype, for all that can be told."""
+    told = [ratio for ratio in ratios if not math.isnan(ratio)]
+    return bool(told) and max(told) <= _ROUNDINGS
+
+
+_ROUNDINGS = 16.0  # of the full batch's own error: a real one is thousands of times that

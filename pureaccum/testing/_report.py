@@ -33,7 +33,11 @@ class Diagnosis(NamedTuple):
     """A cause, found by an experiment.
 
     Args:
-        kind: A word or two to tell causes apart.
+        kind: ``"batch statistics"``, ``"randomness"``, ``"state"``, ``"batch coupling"``,
+            ``"mean of means"``, ``"weight"``, ``"sum as mean"``, ``"mean as sum"``,
+            ``"constant term"``, ``"overflow"``, ``"raises"``; of a loop also
+            ``"gradients zeroed"``, ``"tail dropped"``, ``"factor"``, ``"wrong weights"``; or
+            ``"unknown"``.
         says: What the experiment showed.
         mend: The line of code that mends it.
     """
@@ -82,23 +86,33 @@ class AccumulationMismatch(AssertionError):
 
 
 _WIDEST = 48
+_MOST = 12
 
 
 def _lines(report: Report) -> list[str]:
     wrong = [leaf for leaf in report.leaves if not leaf.error <= 1]
-    over = f"{report.rows} rows, {report.splits} splits, compared in {report.reference}"
-    lines = [f"{_verdict(report, wrong)} ({_kind(report.loss)} over {over})", ""]
+    over = f"{_kind(report.loss)} over {report.rows} rows, {report.splits} splits"
+    lines = [f"{_verdict(report, wrong)} ({over}, in {report.reference})", ""]
     head = ("leaf", "error / bound", f"{report.dtype} / full", "smallest split that shows it")
+    worst = sorted(report.leaves, key=lambda leaf: -leaf.error)[:_MOST]
     rows = [
         (leaf.path, _number(leaf.error), _number(leaf.native), split_text(leaf.split))
         for leaf in report.leaves
+        if leaf in worst
     ]
     if not wrong:
         head, rows = head[:3], [row[:3] for row in rows]
-    widths = [min(_WIDEST, max(map(len, column))) for column in zip(head, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         path, *numbers = (x.rjust(w) for x, w in zip(row[:3], widths, strict=False))
         lines.append("  ".join([path.strip().ljust(widths[0]), *numbers, *row[3:]]).rstrip())
+    if len(report.leaves) > _MOST:
+        lines.append(f"… and {len(report.leaves) - _MOST} more, none of them worse")
+    lines += [
+        "",
+        "error / bound: above 1 it is no rounding.",
+        f"{report.dtype} / full: the error in {report.dtype}, over the full batch's own there.",
+    ]
     for diagnosis in report.diagnoses:
         lines += ["", *wrap(f"{diagnosis.kind}: {diagnosis.says}", 100), f"    {diagnosis.mend}"]
     return lines
@@ -108,8 +122,8 @@ def _verdict(report: Report, wrong: list[Leaf]) -> str:
     if report.fits:
         return "fits: every leaf is the full batch's"
     if wrong:
-        return f"does not fit: {len(wrong)} of {len(report.leaves)} leaves are not the full batch's"
-    return "does not fit: every leaf is the full batch's, but see below"
+        return f"does not fit: {len(wrong)} of {len(report.leaves)} leaves are off"
+    return "does not fit, though every leaf agrees"
 
 
 def _kind(loss: str) -> str:

@@ -19,11 +19,9 @@ from .._accumulator import AccumState, accumulator
 from .._batches import Batch
 from .._loss import Reduction
 from .._tree import map, unflatten
+from ._cuts import Rows
 from ._in_dtype import cast, computing_in
 from ._kept import Kept
-
-
-Rows = tuple[int, ...]
 
 
 class Subject(NamedTuple):
@@ -50,13 +48,18 @@ class Subject(NamedTuple):
         return tuple(range(self.rows))
 
     def arguments(self, rows: Rows) -> tuple[Any, Any]:
-        """Copies of the parameters and of some rows: a loss that writes to them writes to these."""
+        """Copies of the parameters and of some rows: a loss that writes to them writes to these.
+
+        In another dtype than their own they are copies already.
+        """
         at = torch.tensor(rows, dtype=torch.int64)
         columns = [
             x.detach().index_select(0, at.to(x.device)) if isinstance(x, Tensor) else x
             for x in self.batch.leaves
         ]
-        return map(lambda x: x.detach().clone(), self.params), unflatten(self.batch.spec, columns)
+        own = self.dtype is None
+        params = map(lambda x: x.detach().clone() if own else x.detach(), self.params)
+        return params, unflatten(self.batch.spec, columns)
 
     @contextmanager
     def running(self, seed: int) -> Generator[None]:

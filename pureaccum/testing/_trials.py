@@ -1,4 +1,4 @@
-"""Ways of cutting a batch, and how far what is accumulated lies from the full batch.
+"""How far what is accumulated, cut in some way, lies from the full batch.
 
 With ``c_k`` what microbatch ``k`` adds to a leaf of the result, the difference is rounding if
 
@@ -12,7 +12,7 @@ that of a bias below a softmax, is nothing but rounding and has no digit right.)
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -22,45 +22,17 @@ from torch import Tensor
 from .._accumulator import AccumState
 from .._loss import Reduction, divisor, mean_value
 from .._tree import add, all_finite, leaves
+from ._cuts import Parts, Rows
 from ._kept import Kept
-from ._subject import Rows, Subject
+from ._subject import Subject
 
 
-Parts = tuple[Rows, ...]
 UNIT = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
 }
-
-
-# Cutting ---------------------------------------------------------------------------------
-
-
-def ways(rows: int, count: int, random: torch.Generator) -> list[Parts]:
-    """Halves, all but one row, quarters, single rows; then random parts in random order."""
-    everything = tuple(range(rows))
-    sizes = [-(-rows // 2), -(-rows // 4), -(-rows // 16)]
-    found = [split(everything, [size] * (rows // size)) for size in sizes]
-    found.insert(1, split(everything, [rows - 1]))
-    for _ in range(count):
-        order = torch.randperm(rows, generator=random).tolist()
-        cuts = int(torch.randint(1, min(rows, 8), (), generator=random))
-        edges = 1 + torch.randperm(rows - 1, generator=random)[:cuts].sort().values
-        found.append(parts_at(tuple(order), edges.tolist()))
-    return list(dict.fromkeys(parts for parts in found if len(parts) > 1))
-
-
-def split(rows: Rows, sizes: Iterable[int]) -> Parts:
-    """Parts of these sizes, and one of what is left."""
-    return parts_at(rows, list(itertools.accumulate(sizes)))
-
-
-def parts_at(rows: Rows, edges: Sequence[int]) -> Parts:
-    """Parts that end at these edges."""
-    ends = [0, *edges, len(rows)]
-    return tuple(rows[a:b] for a, b in itertools.pairwise(ends) if a < b)
 
 
 # Comparing -------------------------------------------------------------------------------
@@ -132,9 +104,16 @@ class Trial(NamedTuple):
     accumulate: Callable[[Parts], Result]
     whole: Callable[[Rows], list[Tensor]]
     bound: Bound
+    known: dict[Parts, Outcome]
 
     def outcome(self, parts: Parts) -> Outcome:
         """How far one way of cutting is off; a microbatch that raises is infinitely so."""
+        if parts not in self.known:
+            self.known[parts] = self.compared(parts)
+        return self.known[parts]
+
+    def compared(self, parts: Parts) -> Outcome:
+        """The same, not remembered."""
         want = self.whole(tuple(sorted(itertools.chain(*parts))))
         try:
             return Outcome(errors(self.accumulate(parts), want, self.bound))
@@ -182,7 +161,7 @@ def _trial(subject: Subject, seeds: Iterator[int]) -> Trial:
             known[rows] = found
         return known[rows]
 
-    return Trial(subject, accumulate, whole, Bound(0.0, ()))
+    return Trial(subject, accumulate, whole, Bound(0.0, ()), {})
 
 
 def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:
@@ -256,3 +235,40 @@ def _without(parts: Parts, at: int, size: int) -> Parts:
     numbered = itertools.count()
     kept = (tuple(row for row in part if not at <= next(numbered) < at + size) for part in parts)
     return tuple(part for part in kept if part)
+
+
+# Many of them --------------------------------------------------------------------------
+
+
+class Tried(NamedTuple):
+    """A trial, and how every way of cutting came out."""
+
+    trial: Trial
+    outcomes: dict[Parts, Outcome]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether any is off."""
+        return any(max(outcome.errors) > 1 for outcome in self.outcomes.values())
+
+
+def tried_all(trial: Trial, tried: list[Parts]) -> Tried:
+    """Try every way of cutting."""
+    return Tried(trial, {parts: trial.outcome(parts) for parts in tried})
+
+
+def worst_of(i: int, done: list[Tried], found: list[tuple[Trial, Parts]]) -> tuple[float, Parts]:
+    """A leaf's worst error, and a small split that shows it, another leaf's where that does."""
+    runs = [
+        (outcome.errors[i], one.trial, parts)
+        for one in done
+        for parts, outcome in one.outcomes.items()
+    ]
+    error, trial, parts = max(runs, key=lambda run: run[0])
+    if error <= 1:
+        return error, ()
+    for other, split in found:
+        if other is trial and trial.fails(split, i):
+            return error, split
+    found.append((trial, shrunk(trial, parts, i)))
+    return error, found[-1][1]

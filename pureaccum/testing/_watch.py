@@ -1,37 +1,18 @@
-"""What a loss does beside computing: what it writes to, where it draws, what it normalises with.
+"""What a loss does beside computing: what it writes to, where it draws, what it normalises with."""
 
-It is called under a mode that sees every call of a torch function, with hooks that see every
-module begin and end.
-"""
-
-import random
-import sys
-import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from .._loss import Weighted, is_pair
-from .._torch import transform_active
-from .._tree import flatten, leaves, paths
-from ._caller import NOBODY, Call, users_line
-from ._in_dtype import BATCH_NORM, is_active
-from ._kept import Held, Kept, Names, differs
+from .._tree import leaves
+from ._caller import NOBODY, Call
+from ._kept import Kept, Names
 from ._reach import reachable
+from ._sight import Sight, Written
 from ._subject import Subject
-
-
-class Written(NamedTuple):
-    """A tensor that the loss writes to, whenever it is called."""
-
-    name: str
-    given: bool  # handed to the loss, not captured by it
-    by: Call  # the first function that saw it
 
 
 class Seen(NamedTuple):
@@ -53,10 +34,11 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
 
     A tensor that only the first call writes to is a cache and no state.
     """
-    held = reachable({"loss_fn": subject.loss_fn})
-    mode = _Watch({id(x): path.rpartition("'s ")[2] for path, x in held})
-    kinds: list[bool] = []
-    dtypes: list[torch.dtype] = []
+    held = list(reachable({"loss_fn": subject.loss_fn}))
+    mode = Sight({id(x): path.rpartition("'s ")[2] for path, x in held})
+    modules = [x for _, x in held if isinstance(x, nn.Module)]
+    mode.note_held(modules)
+    totals: list[tuple[bool, torch.dtype, bool]] = []
 
     def loss_fn(params: Any, part: Any) -> Any:
         mode.give(params, "params")
@@ -64,203 +46,67 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
         with mode, mode.modules(), mode.others():
             out = subject.loss_fn(params, part)
         loss = out[0] if subject.has_aux and is_pair(out) else out
-        kinds.append(isinstance(loss, Weighted))
-        total = loss.total if kinds[-1] else loss
-        if isinstance(total, Tensor) and not total.requires_grad:
-            raise ValueError(
-                "the loss does not depend on params: no gradient leads to them. Was it detached "
-                "(detach, item, float, torch.tensor, no_grad), or are other parameters used?"
-            )
-        dtypes.append(getattr(total, "dtype", torch.float32))
+        weighted = isinstance(loss, Weighted)
+        total = loss.total if weighted else loss
+        if isinstance(total, Tensor):
+            totals.append((weighted, total.dtype, _leads_to(total, leaves(params))))
         return out
 
-    watched, later = subject._replace(loss_fn=loss_fn), names
+    watched, before = subject._replace(loss_fn=loss_fn), names
     try:
-        watched.sums(subject.everything(), next(seeds))
-        first = mode.written()
-        written = [w for w in first if w.given]
-        later = [n.again() for n in names]
-        mode.begin_again()
-        watched.sums(subject.everything()[::-1], next(seeds))
-        written += [w for w in mode.written() if not w.given]
-        anew = [name for n in later if n.of_tensors for name in n.assigned()]
+        state = watched.sums(subject.everything(), next(seeds))
+        weighted, dtype, leads = totals[0]
+        if not leads and not any(g.any() for g in leaves(state.grads)):
+            raise ValueError(
+                "the loss does not depend on params: no gradient leads to them. Was it detached "
+                "(detach, item, float, no_grad), or did it use a module's own parameters? "
+                "torch.func.functional_call(module, params, (x,)) uses these."
+            )
+        first, changed = mode.written(), mode.changed()
+        names = [n.again() for n in before]
+        mode.begin_again(modules)
+        try:
+            watched.sums(subject.everything()[::-1], next(seeds))
+        except Exception:  # a batch in another order is no batch for every loss
+            watched.sums(subject.everything(), next(seeds))
+        written = [w for w in first if w.given] + [w for w in mode.written() if not w.given]
+        anew = [name for n in names if n.kind == "tensors" for name in n.assigned()]
         written += [Written(name, False, NOBODY) for name in anew]
         assigned = [w.name for w in first if not w.given]
-        assigned += [name for n in names if not n.of_tensors for name in n.assigned()]
-    finally:
-        kept = Kept(mode.changed(), tuple(names))
-        kept.put_back()
+        plain = (n for n in before if n.kind in ("names", "attributes"))
+        assigned += [name for n in plain for name in n.assigned()]
+    except BaseException:
+        Kept(mode.changed(), tuple(before)).put_back()
+        raise
+    # A large model has thousands of attributes, and a loss changes few.
+    kept_names = (n for n in before if n.kind != "attributes" or n.assigned())
+    kept = Kept((*changed, *mode.changed()), tuple(kept_names))
+    kept.put_back()
     return Seen(
         written,
-        [name for name in assigned if not name.endswith(".training")],
+        [name for name in assigned if not any(word in name for word in _CACHES)],
         kept,
         list(mode.draws),
         list(mode.batch_norms),
         list(mode.generators.values()),
-        kinds[0],
-        dtypes[0],
-        min(mode.dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=dtypes[0]),
+        weighted,
+        dtype,
+        min(mode.dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=dtype),
     )
 
 
-class _Noted(NamedTuple):
-    """A tensor that a function was called with, and that no function had returned."""
-
-    name: str
-    tensor: weakref.ref[Tensor]  # dead after the call if it was the loss's own
-    first: Tensor  # what it held when it was seen first
-    held: Tensor  # … in this call
-    given: bool
-    by: Call
+_CACHES = (".training", "_flat_weight")  # a mode; what recurrent modules make anew in every call
 
 
-class _Watch(TorchFunctionMode):
-    def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
-        self.names = names  # of the objects that the loss captures
-        self.made: dict[int, weakref.ref[Tensor]] = {}
-        self.noted: dict[int, _Noted] = {}
-        self.draws: dict[Call, None] = {}
-        self.batch_norms: dict[Call, None] = {}
-        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.stack: list[nn.Module] = []
-        self.dtypes: set[torch.dtype] = set()
-        self.handed: list[Tensor] = []
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        for x in leaves((args, kwargs)):
-            if isinstance(x, torch.Generator):
-                self.generators.setdefault(id(x), (x, x.get_state()))
-            elif isinstance(x, Tensor) and not self.knows(x) and not transform_active():
-                self.note("", x, False, self.caller(name))
-        if name == BATCH_NORM and is_active(name, args, kwargs):
-            self.batch_norms[self.caller(name)] = None
-        before = _random_state()
-        out = func(*args, **kwargs)
-        if not before.equal(_random_state()):
-            self.draws[self.caller(name)] = None
-        for x in leaves(out):
-            if isinstance(x, Tensor):
-                if x.is_floating_point():
-                    self.dtypes.add(x.dtype)
-                if not self.knows(x):
-                    self.made[id(x)] = weakref.ref(x)
-        return out
-
-    def knows(self, x: Tensor) -> bool:
-        """Whether a tensor was made by the loss, or has been noted."""
-        made, noted = self.made.get(id(x)), self.noted.get(id(x))
-        return (made is not None and made() is x) or (noted is not None and noted.tensor() is x)
-
-    def note(self, name: str, x: Tensor, given: bool, by: Call) -> None:
-        """Remember a tensor, and what it holds."""
-        numbers = x.detach().clone()
-        self.noted[id(x)] = _Noted(name, weakref.ref(x), numbers, numbers, given, by)
-
-    def give(self, tree: Any, root: str) -> None:
-        """Note what is handed to the loss."""
-        given, spec = flatten(tree)
-        for path, x in zip(paths(spec, root), given, strict=True):
-            if isinstance(x, Tensor):
-                self.handed.append(x)  # alive until it has been looked at
-                self.note(path, x, True, NOBODY)
-
-    def written(self) -> list[Written]:
-        """What holds other numbers than at the beginning of this call."""
-        return [
-            Written(noted.name or self.name_of(x, noted.by), noted.given, noted.by)
-            for noted in self.noted.values()
-            if (x := noted.tensor()) is not None and differs(x, noted.held)
-        ]
-
-    def begin_again(self) -> None:
-        """Look at another call."""
-        self.handed.clear()
-        self.noted = {
-            key: noted._replace(held=x.detach().clone())
-            for key, noted in self.noted.items()
-            if not noted.given and (x := noted.tensor()) is not None
-        }
-
-    def changed(self) -> tuple[Held, ...]:
-        """The captured tensors that hold other numbers than at first."""
-        return tuple(
-            Held(x, noted.first)
-            for noted in self.noted.values()
-            if not noted.given and (x := noted.tensor()) is not None and differs(x, noted.first)
-        )
-
-    def name_of(self, x: Tensor, by: Call) -> str:
-        """What the user calls a captured tensor."""
-        if id(x) in self.names:
-            return self.names[id(x)]
-        for root in self.roots:
-            for named in (root.named_parameters(), root.named_buffers()):
-                for name, tensor in named:
-                    if tensor is x:
-                        return f"{self.root_name(root)}.{name}"
-        return f"a tensor of shape {tuple(x.shape)}, first used at {by.line}"
-
-    def root_name(self, root: nn.Module) -> str:
-        """What the user calls a module."""
-        return self.names.get(id(root), type(root).__name__)
-
-    def caller(self, function: str) -> Call:
-        """Who calls a function now."""
-        if not self.stack:
-            return Call(function, "", "", "", users_line())
-        root, inner = self.stack[0], self.stack[-1]
-        path = next((name for name, part in root.named_modules() if part is inner), "")
-        of, kind = self.root_name(root), type(inner).__name__
-        module = f"{of}.{path} ({kind})" if path else of if of == kind else f"{of} ({kind})"
-        return Call(function, module, of, path, users_line())
-
-    @contextmanager
-    def others(self) -> Generator[None]:
-        """See generators that are not torch's."""
-        numpy = sys.modules.get("numpy")
-        states: dict[str, Callable[[], Any]] = {"Python's random": random.getstate}
-        if numpy:
-            states["numpy.random"] = lambda: str(numpy.random.get_state())
-        before = {name: state() for name, state in states.items()}
-        try:
-            yield
-        finally:
-            for name, state in states.items():
-                if state() != before[name]:
-                    self.draws[NOBODY._replace(module=name)] = None
-
-    @contextmanager
-    def modules(self) -> Generator[None]:
-        """See modules begin and end."""
-
-        def begin(module: nn.Module, args: Any) -> None:
-            if not self.stack:
-                self.roots.add(module)
-            self.stack.append(module)
-
-        def end(module: nn.Module, args: Any, out: Any) -> None:
-            self.stack.pop()
-
-        handles = [
-            register_module_forward_pre_hook(begin),
-            register_module_forward_hook(end, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _random_state() -> Tensor:
-    state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
+def _leads_to(total: Tensor, leaves: list[Tensor]) -> bool:
+    """Whether the graph of a loss ends in any of these."""
+    wanted, below, seen = {id(x) for x in leaves}, [total.grad_fn], set[Any]()
+    while below:
+        node = below.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        below.extend(parent for parent, _ in node.next_functions)
+    return any(total is x for x in leaves)

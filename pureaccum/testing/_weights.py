@@ -22,12 +22,13 @@ def find_leaf(batch: Batch, name: str) -> int:
 
 
 def redrawn(subject: Subject, leaf: int, random: torch.Generator) -> Subject:
-    """The same loss on a batch in which some rows of a leaf are zero, and some are not."""
-    keep = torch.randint(0, 2, (subject.rows,), generator=random)
-    one, other = torch.randperm(subject.rows, generator=random)[:2].tolist()
-    keep[one], keep[other] = 0, 1
+    """The same loss on a batch in which more rows of a leaf are zero; one that was not, is not."""
     leaves = list(subject.batch.leaves)
-    x = leaves[leaf]
+    x: Tensor = leaves[leaf]
+    weigh = x.detach().reshape(subject.rows, -1).any(1).nonzero()[:, 0].cpu()
+    keep = torch.randint(0, 2, (subject.rows,), generator=random)
+    order = weigh[torch.randperm(len(weigh), generator=random)]
+    keep[order[1:2]], keep[order[:1]] = 0, 1
     factor = keep.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
     leaves[leaf] = x * factor
     return subject._replace(batch=subject.batch._replace(leaves=leaves))

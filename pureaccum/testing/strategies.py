@@ -12,10 +12,10 @@ example shrinks to one that a person would have written.
 
 try:
     import hypothesis as _  # noqa: F401
-except ImportError as error:
-    raise ImportError(
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
         "pureaccum.testing.strategies needs hypothesis: pip install 'pureaccum[testing]'"
-    ) from error
+    ) from None
 
 from ._exact_data import batches as batches
 from ._exact_data import dtypes as dtypes

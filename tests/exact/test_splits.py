@@ -71,7 +71,7 @@ def test_every_microbatch_size_gives_the_bits_of_the_full_batch(kind, engine, da
 
 
 @every(2)
-@given(losses(13), st.data())
+@given(losses(13, sparse=True), st.data())
 def test_all_splits_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     """13/13 is 1: the sums are exact, and are divided by 13 once."""
     acc = pa.accumulator(model.loss("mean"))
@@ -88,7 +88,7 @@ def test_all_splits_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
 
 
 @every(2)
-@given(losses(13), st.integers(13, 15))
+@given(losses(13, sparse=True), st.integers(13, 15))
 def test_a_single_microbatch_is_torch_func_untouched(model, size):
     loss, args = model.loss("mean"), (model.params, model.batch)
     want = torch.func.grad_and_value(loss)(*args)

@@ -121,7 +121,7 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
 
 
 @every(2)
-@given(losses(13), st.data())
+@given(losses(13, sparse=True), st.data())
 def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     sums, _ = model.full_batch("sum")
     want = updated(model.params, optree.tree_map(lambda g: g / 13, dense(sums)), 0.25)
@@ -137,7 +137,7 @@ def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
 
 
 @every(2)
-@given(losses(13), st.integers(13, 15))
+@given(losses(13, sparse=True), st.integers(13, 15))
 def test_a_single_microbatch_is_torch_func_untouched(model, size):
     step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size)
     grads, value = model.full_batch("mean")

@@ -74,6 +74,23 @@ KILLERS = {
     "moments pooled without what lies between means": "bounds/test_pooled.py",
     "one round of the cipher less": "exact/test_random.py",
     "a loss scale without a floor": "exact/test_loss_scale.py",
+    "a check that forgives too much": (
+        "laws/test_check_parts.py::test_the_bound_is_the_root_of_a_unit_and_what_float32_loses"
+    ),
+    "a check of rows in order alone": (
+        "laws/test_check_parts.py::test_random_cuts_are_ragged_many_and_out_of_order"
+    ),
+    "some rows compared with all": (
+        "laws/test_check_parts.py"
+        "::test_rows_are_compared_with_the_same_rows_in_the_order_of_the_batch"
+    ),
+    "an experiment that says yes too soon": "laws/test_check_parts.py::test_an_experiment_tells",
+    "two calls on the same rows": (
+        "laws/test_check_parts.py::test_each_of_two_calls_sees_the_rows_in_another_order"
+    ),
+    "variables left as the loss assigned them": (
+        "purity/test_put_back.py::test_what_a_loss_keeps_is_put_back"
+    ),
 }
 
 

@@ -443,7 +443,7 @@ def test_a_last_microbatch_that_nobody_looks_at() -> None:
 @given(few, st.data())
 def test_a_model_is_exact_and_has_what_it_promises(rows: int, data: st.DataObject) -> None:
     """In float32 and in float64: the same numbers. Bits under any history are in tests/exact."""
-    model: ExactModel = data.draw(losses(rows))
+    model: ExactModel = data.draw(losses(rows, sparse=True))
     assert {len(x) for x in model.batch.values()} == {model.rows} == {rows}
     assert model.batch["mask"].dtype == torch.int64
 
@@ -474,7 +474,7 @@ def test_the_simplest_loss_that_shows_a_mean_of_means() -> None:
         got = sum(model.loss("mean")(model.params, part) for part in parts) / 2
         return got * 3 != model.full_batch("sum")[1]
 
-    shown = smallest(losses(3), wrong)
+    shown = smallest(losses(3, sparse=True), wrong)
     assert shown.name == "linear 1-1, dot"
     assert all(x.abs().max() <= 3 for x in (*shown.params[0].values(), shown.batch["y"]))
 
@@ -483,7 +483,7 @@ def test_the_simplest_loss_that_shows_a_mean_of_means() -> None:
     "word", ["linear", "MLP with relu 1", "convnet", "embedding", "bag", "sparse"]
 )
 def test_every_kind_of_model_is_drawn(word: str) -> None:
-    assert word in smallest(losses(1), lambda model: word in model.name).name
+    assert word in smallest(losses(1, sparse=True), lambda model: word in model.name).name
 
 
 @pytest.mark.parametrize(

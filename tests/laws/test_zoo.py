@@ -20,6 +20,7 @@ from tests.laws import (  # noqa: F401
     zoo_losses,
     zoo_means,
     zoo_networks,
+    zoo_research,
     zoo_wild_bad,
     zoo_wild_good,
 )

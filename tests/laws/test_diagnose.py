@@ -1,0 +1,69 @@
+"""What a diagnosis adds to its kind: what is left without the norms, and which of them it names."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from pureaccum.testing import check_accumulation
+
+
+X = torch.linspace(-1, 2, 24).reshape(8, 3).sin()
+NET = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
+PARAMS = {name: p.detach() for name, p in NET.named_parameters()}
+
+
+def net(params, x):
+    return functional_call(NET, params, (x,))
+
+
+def linear(params, x):
+    return F.linear(x, params["0.weight"], params["0.bias"])
+
+
+def squares(out):
+    return (out - 1).square().mean()
+
+
+def diagnoses_of(loss):
+    return check_accumulation(loss, PARAMS, X.clone(), raise_on_mismatch=False).diagnoses
+
+
+LOSSES = {
+    "norms": (lambda p, x: squares(net(p, x)), ["batch statistics"]),
+    "norms, and rows that meet": (
+        lambda p, x: squares(net(p, torch.cat([x, x])).log_softmax(0)),  # one row raises nothing
+        ["batch statistics", "batch coupling"],
+    ),
+    "dropout": (lambda p, x: squares(F.dropout(linear(p, x))), ["randomness"]),
+    "noise, and rows that meet": (  # which cannot be told: without the noise it does not run
+        lambda p, x: squares(linear(p, x).log_softmax(0) + torch.rand(())),
+        ["randomness"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "kinds"), LOSSES.values(), ids=LOSSES)
+def test_a_cause_hides_no_other_and_adds_none(loss, kinds):
+    found = diagnoses_of(loss)
+    assert [cause.kind for cause in found] == kinds
+    assert ("without it the loss fits" in found[0].says) == (kinds == ["batch statistics"])
+
+
+def test_the_first_norm_is_mended():
+    (found,) = diagnoses_of(LOSSES["norms"][0])
+    assert "NET.1 (BatchNorm1d), NET.3 (BatchNorm1d)" in found.says
+    assert found.mend.startswith("NET.get_submodule('1').eval()")
+
+
+def test_what_was_given_and_what_is_held_are_told_apart():
+    held = torch.zeros(())
+
+    def loss(params, x):
+        held.add_(1)
+        return squares(linear(params, x.mul_(2)))
+
+    given, kept, *_ = diagnoses_of(loss)
+    assert "changes batch, which it was given" in given.says
+    assert "writes to held, which it holds" in kept.says
