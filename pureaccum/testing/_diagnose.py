@@ -46,10 +46,11 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     causes = [*_state(case), *_random(case), *_overflow(case)]
     if not any(max(outcome.errors) > 1 for outcome in case.outcomes.values()):
         return tuple(causes)
-    rest, fits = _rest(case)
+    rest, outcomes = _rest(case)
+    fits = rest is not None and all(max(outcome.errors) <= 1 for outcome in outcomes.values())
     causes += _batch_statistics(case, fits)
     if rest is not None and not fits:
-        found = of_rows(rest, case.seen.weighted, case.seeds, case.outcomes, case.shown)
+        found = of_rows(rest, case.seen.weighted, case.seeds, outcomes, case.shown)
         if any(cause.kind == "batch coupling" for cause in found):
             found = [*_suspects(case)] or found
         causes += found
@@ -58,22 +59,21 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     return tuple(causes)
 
 
-def _rest(case: Case) -> tuple[Trial | None, bool]:
-    """The loss without dropout and batch norms, if that can be told; whether it fits."""
+def _rest(case: Case) -> tuple[Trial | None, dict[Parts, Outcome]]:
+    """The loss without dropout and batch norms, if that can be told; how that comes out."""
     without = {BATCH_NORM} if case.seen.batch_norms else set()
     without |= {call.function for call in case.seen.draws} & DROPOUTS
     trial = case.trial
     if not without or trial.subject.dtype is None:
-        return (None if case.draws or case.keeps else trial), False
+        return (None if case.draws or case.keeps else trial), case.outcomes
     subject = case.subject._replace(without=frozenset(without))
     try:
         trial = trial_of(subject, trial.subject.dtype, case.seeds)
         if any(repeats(trial.subject, whole_batch, trial.bound, case.seeds, 1)):
-            return None, False
-        outcomes = [trial.outcome(parts) for parts in case.outcomes]
+            return None, {}
+        return trial, {parts: trial.outcome(parts) for parts in case.outcomes}
     except Exception:
-        return None, False
-    return trial, all(max(outcome.errors) <= 1 for outcome in outcomes)
+        return None, {}
 
 
 _ARGUMENT = "def loss(params, batch): ...  # what changes comes in as an argument, or in the batch"
@@ -134,10 +134,11 @@ def _random(case: Case) -> Iterator[Diagnosis]:
 
 def _suspects(case: Case) -> Iterator[Diagnosis]:
     """What may make rows depend on each other besides the loss's own formula."""
-    if case.seen.draws:
+    # dropout has been left out already
+    if draws := [call for call in case.seen.draws if call.function not in DROPOUTS]:
         yield Diagnosis(
             "randomness",
-            f"{_listed(_where(case.seen.draws))} draws the same numbers in every call: every "
+            f"{_listed(_where(draws))} draws the same numbers in every call: every "
             "microbatch gets those of the first rows.",
             _keys(case),
         )

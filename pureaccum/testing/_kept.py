@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,7 +67,9 @@ class Kept(NamedTuple):
     def put_back(self) -> None:
         """As it was. Version counters are not told: these are the numbers that were there."""
         for held in self.tensors:
-            if differs(held.tensor, held.numbers):
+            if held.tensor.shape != held.numbers.shape:
+                held.tensor.data = held.numbers.clone()
+            elif differs(held.tensor, held.numbers):
                 held.tensor.data.copy_(held.numbers)
         for names in self.names:
             if names.assigned():
@@ -106,6 +108,8 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
         names = [*_of_function(value)]
         yield from names
         inside = [(str(key), x) for each in names for key, x in each.before.items()]
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        inside += [(f"a default of {value.__name__}", x) for x in defaults]
     elif hasattr(value, "cache_clear"):
         yield _of_cache(path, value)
     elif isinstance(value, torch.optim.Optimizer):
@@ -113,7 +117,9 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
     elif (names := _of_container(path, value)) is not None:
         yield names
         inside = [(names.called(key), x) for key, x in names.before.items()]
-    elif not (isinstance(value, (Tensor, type)) or elsewhere(type(value).__module__)):
+    elif isinstance(value, SimpleNamespace) or not (
+        isinstance(value, (Tensor, type)) or elsewhere(type(value).__module__)
+    ):
         attributes = getattr(value, "__dict__", {})
         yield _of_dict(path, attributes)
         inside = [(f"{path}.{key}", x) for key, x in attributes.items()]

@@ -28,6 +28,8 @@ def of_rows(
 def _of_plain(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
     declared = of.trial.subject.reduction
     if all(of.agree([(1, p.one), (1, p.two)], p.both) for p in pairs):
+        if declared == "sum":
+            return []
         return [
             Diagnosis(
                 "sum as mean",

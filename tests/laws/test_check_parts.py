@@ -228,6 +228,7 @@ def test_an_experiment_tells(loss, kind, says):
     (found,) = report_of(loss, MASKED).diagnoses
     assert found.kind == kind
     assert says in found.says
+    assert ("order" in found.says) == ("order" in says)
 
 
 LOOPS = [(False, ""), (True, ""), (False, "sum as mean"), (True, "mean of means")]

@@ -36,6 +36,14 @@ LOSSES = {
         lambda p, x: squares(net(p, torch.cat([x, x])).log_softmax(0)),  # one row raises nothing
         ["batch statistics", "batch coupling"],
     ),
+    "a norm that one row breaks, and rows that meet": (
+        lambda p, x: squares(net(p, x).log_softmax(0)),
+        ["batch statistics", "batch coupling"],
+    ),
+    "dropout, and rows that meet": (
+        lambda p, x: squares(F.dropout(linear(p, x)).log_softmax(0)),
+        ["randomness", "batch coupling"],
+    ),
     "dropout": (lambda p, x: squares(F.dropout(linear(p, x))), ["randomness"]),
     "noise, and rows that meet": (  # which cannot be told: without the noise it does not run
         lambda p, x: squares(linear(p, x).log_softmax(0) + torch.rand(())),
@@ -67,3 +75,15 @@ def test_what_was_given_and_what_is_held_are_told_apart():
     given, kept, *_ = diagnoses_of(loss)
     assert "changes batch, which it was given" in given.says
     assert "writes to held, which it holds" in kept.says
+
+
+def test_a_sum_that_is_declared_one_is_not_blamed_for_it():
+    def loss(params, x):
+        ascending = bool((x[:, 0].diff() >= 0).all())
+        return linear(params, x).square().sum() * (1 if ascending else 2)
+
+    x = X[X[:, 0].sort().indices]
+    report = check_accumulation(loss, PARAMS, x, reduction="sum", raise_on_mismatch=False)
+    (found,) = report.diagnoses
+    assert found.kind == "batch coupling"
+    assert "depends on the order of the rows" in found.says

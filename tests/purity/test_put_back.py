@@ -1,7 +1,9 @@
 """What a loss keeps, and random numbers, are after a check what they were before."""
 
 import random
-from functools import partial
+from collections import deque
+from functools import lru_cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,7 +82,30 @@ def held(make, change):
     return keeper
 
 
+def in_a_default():
+    def loss(w, x, seen=[0], *, also={}):  # noqa: B006
+        seen[0] += 1
+        also[len(also)] = 1
+        return squares(w, x)
+
+    return loss, lambda: repr((loss.__defaults__, loss.__kwdefaults__))
+
+
+def grow(x):
+    x.data = torch.cat([x.data, x.data[:1]])
+
+
 KEEPERS = {
+    "a default": in_a_default,
+    "a namespace": held(lambda: SimpleNamespace(n=0), lambda x: setattr(x, "n", x.n + 1)),
+    "a queue": held(lambda: deque([0], maxlen=3), lambda x: x.append(len(x))),
+    "a set": held(set, lambda x: x.add(len(x))),
+    "an array": held(lambda: np.zeros(2), lambda x: x.__iadd__(1)),
+    "a tensor that grows": held(lambda: torch.ones(2), grow),
+    "a tensor that comes round": held(
+        lambda: torch.zeros((), dtype=torch.int64), lambda x: x.add_(1).remainder_(2)
+    ),
+    "hooks": held(nn.Identity, lambda x: x.register_forward_hook(lambda *_: None)),
     "a cell": in_a_cell,
     "a global": in_a_global,
     "arguments of a partial": in_arguments,
@@ -143,3 +168,31 @@ def test_random_states_are_preserved():
             reseed(4, [own])
             drawn()
         assert drawn() == expected
+
+
+def test_gradients_of_what_a_loss_holds_are_put_back():
+    """A backward pass inside the loss is state: what it accumulates is said, and taken back."""
+    critic = nn.Linear(3, 1)
+    critic.bias.grad = torch.ones(1)
+
+    def loss(w, x):
+        critic(x).square().mean().backward()
+        return squares(w, x)
+
+    report = check_accumulation(loss, W, X, raise_on_mismatch=False)
+    assert report.diagnoses[0].kind == "state"
+    assert "critic" in report.diagnoses[0].says
+    assert critic.weight.grad is None
+    assert critic.bias.grad.equal(torch.ones(1))
+
+
+def test_nothing_of_another_dtype_stays_in_a_cache():
+    @lru_cache
+    def table(rows):
+        return torch.eye(rows)
+
+    def loss(w, x):
+        return squares(w, table(len(x)) @ x)
+
+    assert check_accumulation(loss, W, X).fits
+    assert loss(W, X).dtype == torch.float32
