@@ -163,7 +163,9 @@ def _of_dict(path: str, value: dict[Any, Any]) -> Names:
 
 
 def _of_container(path: str, value: Any) -> Names | None:
-    """By its contents, whatever it is."""
+    """By its contents, whatever it is; a whole data set is data, and no state."""
+    if isinstance(value, (dict, list, deque, set)) and len(value) > _MOST:
+        return None
     if isinstance(value, dict):
         return _of_dict(path, value)
     if isinstance(value, (list, deque)):
@@ -181,7 +183,7 @@ def _of_container(path: str, value: Any) -> Names | None:
 
         return Names(path, "names", lambda: {x: x for x in value}, put_set, {x: x for x in value})
     numpy = sys.modules.get("numpy")
-    if numpy and isinstance(value, numpy.ndarray):
+    if numpy and isinstance(value, numpy.ndarray) and value.size <= _MOST:
         copy = value.copy()
 
         def put_array(before: dict[str, bytes]) -> None:
@@ -189,6 +191,9 @@ def _of_container(path: str, value: Any) -> Names | None:
 
         return Names(path, "names", lambda: {"": value.tobytes()}, put_array, {"": copy.tobytes()})
     return None
+
+
+_MOST = 10_000
 
 
 def _of_cache(path: str, function: Any) -> Names:
