@@ -26,10 +26,11 @@ from ._kept import names_of
 from ._loop import Loop, of_loop, run_loop, trial_of_loop
 from ._natively import as_near_as_can_be, natively
 from ._of_rows import raises
-from ._report import AccumulationMismatch, Leaf, Report, Split
+from ._report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
 from ._subject import Subject, preserving_random
 from ._trials import (
     Trial,
+    Tried,
     joined,
     native_trial,
     repeats,
@@ -210,10 +211,6 @@ def _examine(
             run_loop(loop, trials[0].subject, tried[0], next(seeds))  # what it raises comes through
         done = [tried_all(trial_of_loop(loop, trial, seeds), tried) for trial in trials]
         rows = [worst_of(i, done, []) for i in range(len(names))]
-        wrong = any(one.wrong for one in done)
-        causes = causes or of_loop(loop, done[0].trial, seen.weighted, wrong, seeds)
-        if not causes and wrong:
-            causes = tuple(raises(done[0].outcomes)) or (UNKNOWN,)
         sound = [parts for parts in sound if max(done[0].outcomes[parts].errors) < math.inf]
         native, _ = natively(
             lambda parts: run_loop(loop, subject, parts, next(seeds)),
@@ -221,12 +218,7 @@ def _examine(
             full[1:],
             sound,
         )
-        if wrong and reference == "float64" and as_near_as_can_be(native):
-            raise ValueError(
-                f"the loop computes in {str(seen.dtype).removeprefix('torch.')} whatever it is "
-                "given (with a module's own parameters?) and is as near to float64 as that can "
-                "be; pass reference='native' to compare it there."
-            )
+        causes = causes or _causes_of_loop(loop, done, seen, native, reference, seeds)
     if reference == "native":
         native = [math.nan] * len(names)  # the full batch's own error is not known
     leaves = zip(names, rows, native, strict=True)
@@ -241,6 +233,28 @@ def _examine(
         dtype=dtype,
         reference=dtype if reference == "native" else reference,
     )
+
+
+def _causes_of_loop(
+    loop: Loop,
+    done: list[Tried],
+    seen: Seen,
+    native: list[float],
+    reference: Reference,
+    seeds: Iterator[int],
+) -> tuple[Diagnosis, ...]:
+    """Of a loss that is not to blame."""
+    wrong = any(one.wrong for one in done)
+    found = of_loop(loop, done[0].trial, seen.weighted, wrong, seeds)
+    if found or not wrong:
+        return found
+    if reference == "float64" and as_near_as_can_be(native):
+        raise ValueError(
+            f"the loop computes in {str(seen.dtype).removeprefix('torch.')} whatever it is given "
+            "(with a module's own parameters?) and is as near to float64 as that can be; pass "
+            "reference='native' to compare it there."
+        )
+    return tuple(raises(done[0].outcomes)) or (UNKNOWN,)
 
 
 def _trial(
