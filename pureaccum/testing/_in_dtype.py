@@ -111,5 +111,6 @@ def is_active(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == BATCH_NORM:  # (input, running_mean, running_var, weight, bias, training, …)
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     if name in DROPOUTS:
-        return bool(kwargs.get("training", args[2] if len(args) > 2 else True))
+        default = "alpha" not in name  # torch is of two minds
+        return bool(kwargs.get("training", args[2] if len(args) > 2 else default))
     return False

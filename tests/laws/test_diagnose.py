@@ -87,3 +87,38 @@ def test_a_sum_that_is_declared_one_is_not_blamed_for_it():
     (found,) = report.diagnoses
     assert found.kind == "batch coupling"
     assert "depends on the order of the rows" in found.says
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+        *("alpha_dropout", "feature_alpha_dropout"),
+    ],
+)
+def test_every_dropout_is_left_out(name):
+    """What is coupled besides can be told only of a loss that does not draw."""
+    dims = {"dropout1d": 1, "dropout3d": 3}.get(name, 2)
+
+    def loss(params, x):
+        out = linear(params, x)
+        dropped = getattr(F, name)(out.reshape(*out.shape, *[1] * dims), training=True)
+        return squares(dropped.reshape(out.shape).log_softmax(0))
+
+    kinds = [cause.kind for cause in diagnoses_of(loss)]
+    assert kinds == ["randomness", "batch coupling"]
+    assert name in diagnoses_of(loss)[0].says
+
+
+def test_what_overflows_is_named():
+    """The loss is finite in float16, and one of its gradients is not: it is 120000."""
+    params = {"a": torch.ones((), dtype=torch.float16), "b": torch.ones(3, dtype=torch.float16)}
+
+    def loss(params, x):
+        large = (params["b"] * 60000 - 60000) * 2  # zero
+        return (x.sum(1) * params["a"]).mean() + large.sum()
+
+    report = check_accumulation(loss, params, X.half(), raise_on_mismatch=False)
+    assert [cause.kind for cause in report.diagnoses] == ["overflow"]
+    assert "params['b'] of a microbatch is inf or NaN in float16" in report.diagnoses[0].says
+    assert max(leaf.error for leaf in report.leaves) <= 1
