@@ -21,6 +21,9 @@ class Leaf(NamedTuple):
             are accumulated and compared with the same rows at once. Empty where all is well.
         native: In the loss's own dtypes, the error of the accumulated gradient relative to the
             full batch's own error: about 1 is as good as it can be; NaN where nothing can be said.
+
+    >>> Leaf("params['w']", 250.0, ((0,), (3,)), 1.0).split
+    ((0,), (3,))
     """
 
     path: str
@@ -40,6 +43,9 @@ class Diagnosis(NamedTuple):
             ``"unknown"``.
         says: What the experiment showed.
         mend: The line of code that mends it.
+
+    >>> Diagnosis("mean as sum", "it is a mean and was declared a sum.", 'reduction="mean"').kind
+    'mean as sum'
     """
 
     kind: str
@@ -59,6 +65,16 @@ class Report(NamedTuple):
         loss: What the loss is of its rows: ``"mean"``, ``"sum"`` or ``"Weighted"``.
         dtype: The dtype that the loss has natively.
         reference: The dtype in which it was compared.
+
+    >>> leaf = Leaf("value", 0.5, (), 1.25)
+    >>> print(Report(True, (leaf,), (), 8, 12, "mean", "float32", "float64"))
+    fits: every leaf is the full batch's (a mean over 8 rows, 12 splits, in float64)
+    <BLANKLINE>
+    leaf   error / bound  float32 / full
+    value            0.5            1.25
+    <BLANKLINE>
+    error / bound: above 1 it is no rounding.
+    float32 / full: the error in float32, over the full batch's own there.
     """
 
     fits: bool
@@ -75,7 +91,14 @@ class Report(NamedTuple):
 
 
 class AccumulationMismatch(AssertionError):
-    """The accumulated gradient is not the full batch's; ``report`` says where and why."""
+    """The accumulated gradient is not the full batch's; ``report`` says where and why.
+
+    Args:
+        report: What was found; the message is its text.
+
+    >>> AccumulationMismatch(Report(False, (), (), 8, 12, "mean", "float32", "float64")).report.rows
+    8
+    """
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
