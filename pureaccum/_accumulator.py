@@ -199,6 +199,7 @@ def updated(
     *,
     donate: bool,
     scale: Tensor | None = None,
+    unit: float | None = None,
 ) -> tuple[AccumState, Microbatch]:
     """The state with one microbatch more, and what that came to."""
 
@@ -212,7 +213,7 @@ def updated(
     with outside_inference_mode():
         if in_place and not donate:
             before, sums = sums, [x.clone() for x in sums]
-        wrt = prepare(leaves, rule.engine, recomputes)._replace(scale=scale)
+        wrt = prepare(leaves, rule.engine, recomputes)._replace(scale=scale, unit=unit)
         grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
         new = counted(state, [entry], rule)
         if in_place and donate:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ._inputs import check_choice
-from ._tree import NAMESPACE, Tree, accumulation_dtype, flatten, paths, unflatten
+from ._tree import Tree, accumulation_dtype, flatten, map, paths, unflatten
+from ._tree import leaves as leaves_of
 from ._weights import Microbatch
 
 
@@ -29,6 +30,15 @@ class AuxState(NamedTuple):
     share: Tensor
 
 
+class Stack(NamedTuple):
+    """The aux of several microbatches: their tensors stacked along a new dim 0."""
+
+    spec: optree.PyTreeSpec
+    leaves: list[Any]
+    share: Tensor  # of each in a mean
+    finite: Tensor | None  # whether each is, where those that are not are left out
+
+
 def check_aux_reduction(reduction: Tree) -> None:
     """Check the words of a prefix tree."""
     for word in flatten(reduction)[0]:
@@ -43,20 +53,36 @@ def fold_aux(
     share = added.share
     if not isinstance(share, Tensor):
         share = torch.full_like(added.value, share, dtype=torch.float64)
+    finite = added.finite if skipping else None
+    stack = Stack(
+        spec,
+        [x.unsqueeze(0) if isinstance(x, Tensor) else x for x in leaves],
+        share.unsqueeze(0),
+        None if finite is None else finite.unsqueeze(0),
+    )
+    return fold_stack(state, stack, rows, reduction)
+
+
+def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree) -> AuxState:
+    """The aux of several microbatches of as many rows each."""
+    spec = stack.spec
     if state is None:
-        how = _broadcast(reduction, added.aux)
-        dtypes = [x.dtype if isinstance(x, Tensor) else None for x in leaves]
-        state = AuxState(spec, how, [None] * len(leaves), dtypes, torch.zeros_like(share))
+        how = _broadcast(reduction, unflatten(spec, stack.leaves))
+        dtypes = [x.dtype if isinstance(x, Tensor) else None for x in stack.leaves]
+        none = torch.zeros_like(stack.share[0])
+        state = AuxState(spec, how, [None] * len(stack.leaves), dtypes, none)
     elif spec != state.spec:
         raise ValueError(
             f"the loss returned an aux of another structure than before: {spec} after "
             f"{state.spec}; what is reduced over microbatches has one structure."
         )
     parts = [
-        _reduced(part, leaf, how, share, added.finite if skipping else None, rows, i, spec)
-        for i, (part, leaf, how) in enumerate(zip(state.parts, leaves, state.how, strict=True))
+        _reduced(part, leaf, how, stack, rows, i)
+        for i, (part, leaf, how) in enumerate(
+            zip(state.parts, stack.leaves, state.how, strict=True)
+        )
     ]
-    return state._replace(parts=parts, share=state.share + share)
+    return AuxState(spec, state.how, parts, state.dtypes, state.share + stack.share.sum())
 
 
 def finish_aux(state: AuxState) -> Tree:
@@ -70,60 +96,50 @@ def finish_aux(state: AuxState) -> Tree:
     )
 
 
-def _reduced(
-    part: Any,
-    leaf: Any,
-    how: str,
-    share: Tensor,
-    finite: Tensor | None,
-    rows: int,
-    i: int,
-    spec: optree.PyTreeSpec,
-) -> Any:
+def _reduced(part: Any, leaf: Any, how: str, stack: Stack, rows: int, i: int) -> Any:
     if how == "last":
-        return leaf
+        return leaf[-1] if isinstance(leaf, Tensor) else leaf
     if how in ("concat", "stack"):
         if not isinstance(leaf, Tensor) or (
-            how == "concat" and (leaf.dim() == 0 or leaf.shape[0] != rows)
+            how == "concat" and (leaf.dim() == 1 or leaf.shape[1] != rows)
         ):
-            raise ValueError(_not_joined(leaf, how, rows, paths(spec, "aux")[i]))
-        part = [] if part is None else part
-        skip = 1 if how == "concat" else 0
-        if part and part[0].shape[skip:] != leaf.shape[skip:]:
-            raise ValueError(_not_alike(part[0], leaf, how, paths(spec, "aux")[i]))
-        part.append(leaf)
-        return part
+            raise ValueError(_not_joined(leaf, how, rows, paths(stack.spec, "aux")[i]))
+        entries = leaf.flatten(0, 1) if how == "concat" else leaf
+        if part and part[0].shape[1:] != entries.shape[1:]:
+            before = part[0] if how == "concat" else part[0][0]
+            raise ValueError(_not_alike(before, leaf[0], how, paths(stack.spec, "aux")[i]))
+        return [*(part or []), entries]
     if not isinstance(leaf, (Tensor, int, float)):
         raise TypeError(
-            f"{paths(spec, 'aux')[i]} is a {type(leaf).__name__}, which has no {how}; name 'last' "
-            "for it in aux_reduction."
+            f"{paths(stack.spec, 'aux')[i]} is a {type(leaf).__name__}, which has no {how}; name "
+            "'last' for it in aux_reduction."
         )
-    term = _widened(leaf, share.device)
+    terms = _widened(leaf, stack.share)
+    each = (-1, *[1] * (terms.dim() - 1))
     if how == "mean":
-        term = torch.where(share != 0, term * share.to(term.device), 0.0)
-    elif finite is not None:
-        term = torch.where(finite, term, torch.zeros_like(term))
+        share = stack.share.to(terms.device).view(each)
+        terms = torch.where(share != 0, terms * share, 0.0)
+    elif stack.finite is not None:
+        terms = torch.where(stack.finite.view(each), terms, torch.zeros_like(terms))
+    term = terms.sum(0)
     if part is not None and part.shape != term.shape:
-        raise ValueError(_not_alike(part, term, how, paths(spec, "aux")[i]))
+        raise ValueError(_not_alike(part, term, how, paths(stack.spec, "aux")[i]))
     return term if part is None else part + term
 
 
-def _widened(leaf: Tensor | float, device: torch.device) -> Tensor:
-    """A number or a tensor in the dtype in which it is summed."""
+def _widened(leaf: Tensor | float, like: Tensor) -> Tensor:
+    """A number for each microbatch, or tensors, in the dtype in which it is summed."""
     if not isinstance(leaf, Tensor):
-        return torch.full(
-            (), leaf, dtype=torch.float64 if isinstance(leaf, float) else None, device=device
-        )
+        dtype = torch.float64 if isinstance(leaf, float) else None
+        return torch.full(like.shape, leaf, dtype=dtype, device=like.device)
     if leaf.is_floating_point() or leaf.is_complex():
         return leaf.to(accumulation_dtype(leaf.dtype))
     return leaf.to(torch.int64)
 
 
 def _finished(part: Any, how: str, dtype: torch.dtype | None, share: Tensor) -> Any:
-    if how == "concat":
+    if how in ("concat", "stack"):
         return torch.cat(part)
-    if how == "stack":
-        return torch.stack(part)
     if how == "last":
         return part
     result = part / share.to(part.device) if how == "mean" else part
@@ -133,8 +149,8 @@ def _finished(part: Any, how: str, dtype: torch.dtype | None, share: Tensor) -> 
 
 
 def _broadcast(reduction: Tree, aux: Tree) -> list[str]:
-    try:
-        return optree.broadcast_prefix(reduction, aux, namespace=NAMESPACE)
+    try:  # optree.broadcast_prefix does the same, and cannot be compiled
+        return leaves_of(map(lambda word, below: [word] * len(leaves_of(below)), reduction, aux))
     except ValueError as error:
         raise ValueError(
             f"aux_reduction={reduction!r} is no prefix of the aux that the loss returned: {error}"
@@ -150,7 +166,7 @@ def _not_alike(before: Tensor, leaf: Tensor, how: str, name: str) -> str:
 
 def _not_joined(leaf: Any, how: str, rows: int, name: str) -> str:
     came = (
-        f"has shape {tuple(leaf.shape)} for a microbatch of {rows} rows"
+        f"has shape {tuple(leaf.shape[1:])} for a microbatch of {rows} rows"
         if isinstance(leaf, Tensor)
         else f"is a {type(leaf).__name__}"
     )

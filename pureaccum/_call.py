@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._batches import need_rows, read_batch
 from ._buffers import advance, collect, watching
-from ._loss import Weighted, is_pair
+from ._loss import is_pair
 from ._random import fold_in
 from ._train_state import Plan, TrainState
 from ._tree import Tree, unflatten
@@ -22,12 +22,9 @@ from ._weights import Microbatch
 
 
 def caller(
-    plan: Plan, state: TrainState, spec: optree.PyTreeSpec, weighted: set[bool]
+    plan: Plan, state: TrainState, spec: optree.PyTreeSpec
 ) -> Callable[[list[Tensor], Tree, Any], Any]:
-    """The loss of a microbatch, given what is carried: the buffers and the number of samples.
-
-    ``weighted`` learns whether it returns ``Weighted``.
-    """
+    """The loss of a microbatch, given what is carried: the buffers and the number of samples."""
     attempt = fold_in(state.key, state.attempts) if plan.keys else None
 
     def call(leaves: list[Tensor], part: Tree, carried: tuple[Any, Tensor]) -> Any:
@@ -44,7 +41,6 @@ def caller(
         if plan.buffers is None:
             out = plan.loss_fn(params, part, **named)
             if not plan.has_aux or not is_pair(out):  # what is wrong with it is said elsewhere
-                weighted.add(isinstance(out, Weighted))
                 return out
             loss, aux = out
         else:
@@ -52,7 +48,6 @@ def caller(
                 out = plan.loss_fn(params, part, **named)
             loss, new, aux = _three(out, plan.has_aux)
             collected = collect(plan.buffers, seen, new, buffers.values)
-        weighted.add(isinstance(loss, Weighted))
         if plan.policy is not None:
             aux = plan.policy.cast_to_output(aux)
         return loss, aux if plan.buffers is None else (collected, aux)

@@ -8,34 +8,30 @@ The same step takes its microbatches from a stream: ``begin``, ``update``, ``app
 for the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import check_belongs, empty, updated
 from ._aux import check_aux_reduction
-from ._batches import check_size, read_batch
-from ._buffers import Threading, begin, check_policy
-from ._call import caller, onwards
+from ._batches import check_size
+from ._buffers import Threading, check_policy
+from ._buffers import begin as begin_buffers
 from ._chain import as_optimizer
-from ._donation import Spoiled, hand_over, mark
+from ._compile import check_compilable, compiled
 from ._engine import Nonfinite, Rule, check_rule
-from ._finish import finished
-from ._inputs import check_state, read_params, refuse_autocast_cache
+from ._inputs import read_params
 from ._loss import Reduction
 from ._loss_scale import LossScale
-from ._passes import Engine, outside_inference_mode
+from ._passes import Engine
 from ._precision import Policy, check_precision, under
 from ._random import key
+from ._run import apply, begin_window, update, whole
 from ._torch import transform_active
-from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
-from ._tree import Tree, check_same_structure, flatten, map, unflatten, zeros
-from ._tree import leaves as leaves_of
-from ._window import Window, fold, read_cut
+from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers
+from ._tree import Tree, map
 
 
 class Step(NamedTuple):
@@ -46,6 +42,7 @@ class Step(NamedTuple):
     update: Callable[[TrainState, StepWindow, Tree], Any]
     apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
     whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
+    form: Callable[[TrainState, Tree], str] = lambda state, batch: "eager"
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
         """One step over a whole batch."""
@@ -67,6 +64,7 @@ def make_step(
     keys: bool = False,
     engine: Engine = "func",
     donate: bool = False,
+    compile: bool | Mapping[str, Any] = False,
 ) -> Step:
     """Make a training step out of a loss and an optimizer.
 
@@ -92,6 +90,10 @@ def make_step(
             step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
         donate: Each call gives up the state that it is given, and its memory is used again.
+        compile: The step compiles itself, when it is first called with a batch of new sizes: the
+            microbatches are a loop inside one graph, or where gradients are large a graph that
+            runs once for each. ``step.form(state, batch)`` says which. True, or the arguments of
+            ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
 
     Returns:
         The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch)``, and the same for
@@ -110,6 +112,8 @@ def make_step(
     check_policy(buffers)
     if microbatch_size is not None:
         check_size(microbatch_size)
+    if compile is not False:
+        check_compilable(rule, compile)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of (params, batch).")
     if loss_scale is not None and not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -133,15 +137,17 @@ def make_step(
         donate,
         set(),
     )
-    made = (partial(function, plan) for function in (_init, _begin, _update, _apply, _whole))
-    return Step(*made)
+    init, begin = partial(_init, plan), partial(begin_window, plan)
+    if compile is False:
+        return Step(init, begin, partial(update, plan), partial(apply, plan), partial(whole, plan))
+    return Step(init, begin, *compiled(plan, {} if compile is True else compile))
 
 
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
     """The first state; it shares no memory with what it is made of."""
     check_buffers(plan, buffers)
     if plan.buffers:
-        begin(plan.buffers, buffers)  # names what is no tensor
+        begin_buffers(plan.buffers, buffers)  # names what is no tensor
     leaves, _ = read_params(params)
     device = leaves[0].device
     if plan.policy is not None:
@@ -160,110 +166,5 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
     )
 
 
-def _whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
-    leaves, spec = _read(plan, state)
-    cut = read_cut(batch, plan.size, plan.has_aux, "batch")
-    weighted: set[bool] = set()
-    window = Window(
-        caller(plan, state, spec, weighted),
-        leaves,
-        spec,
-        cut,
-        plan.rule,
-        torch.float32,
-        plan.aux_reduction,
-        _scale(plan, state),
-        (begin(plan.buffers, state.buffers) if plan.buffers else (), state.samples),
-        partial(onwards, plan),
-    )
-    with outside_inference_mode():
-        accum, unit, carried, aux, _ = fold(window)
-        # A batch in one microbatch passes through untouched, and its mean weighs 1.
-        rows = float(cut.batch.rows or 1) if cut.untouched and weighted == {False} else 1.0
-        return finished(plan, state, accum, carried, aux, unit=unit, rows=rows, own=True)
-
-
-def _begin(plan: Plan, state: TrainState) -> StepWindow:
-    leaves, _ = _read(plan, state)
-    with outside_inference_mode():
-        buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()
-        sums = empty(zeros(state.params), leaves[0].device)
-        return StepWindow(sums, map(torch.clone, buffers), state.samples.clone())
-
-
-def _update(plan: Plan, state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
-    leaves, spec = _read(plan, state)
-    carried = _carried_by(plan, state, window, leaves, spec)
-    rows = read_batch(microbatch, "microbatch").rows
-    call = caller(plan, state, spec, set())
-
-    def loss(leaves: list[Tensor]) -> Any:
-        return call(leaves, microbatch, carried)
-
-    accum, entry = updated(
-        window.accum,
-        loss,
-        leaves,
-        spec,
-        rows,
-        plan.rule,
-        plan.recomputes,
-        donate=plan.donate,
-        scale=_scale(plan, state),
-    )
-    after, entry = onwards(plan, carried, entry, rows or 0)
-    if plan.donate and not transform_active():
-        new, carried_spec = flatten(after)
-        after = unflatten(carried_spec, hand_over(leaves_of(carried), new))
-    else:  # no two states may share a tensor
-        after = map(torch.clone, after)
-    window = StepWindow(accum, *after)
-    return (window, entry.aux) if plan.has_aux else window
-
-
-def _apply(plan: Plan, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
-    leaves, spec = _read(plan, state)
-    carried = _carried_by(plan, state, window, leaves, spec)
-    own = plan.donate and not transform_active()
-    sums = flatten(window.accum.grads)[0]
-    accum = window.accum._replace(grads=[x.detach() for x in sums] if own else sums)
-    try:
-        with outside_inference_mode():
-            result = finished(plan, state, accum, carried, (), own=own)
-    except BaseException:
-        if own:
-            mark(sums, Spoiled)
-        raise
-    if own:
-        mark(leaves_of(window))
-    return result
-
-
-# Pieces --------------------------------------------------------------------------------
-
-
 def _own(x: Tensor) -> Tensor:
     return x.clone() if transform_active() else x.detach().clone()
-
-
-def _read(plan: Plan, state: TrainState) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    check_train_state(plan, state)
-    leaves, spec = read_params(state.params, "state.params")
-    refuse_autocast_cache(leaves)
-    return leaves, spec
-
-
-def _carried_by(
-    plan: Plan, state: TrainState, window: Any, leaves: list[Tensor], spec: optree.PyTreeSpec
-) -> tuple[Any, Tensor]:
-    check_state(window, StepWindow, "this step", "the window")
-    check_belongs(window.accum, leaves, spec)
-    expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
-    specs = flatten(expected)[1], flatten(window.buffers)[1]
-    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
-    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
-    return window.buffers, window.samples
-
-
-def _scale(plan: Plan, state: TrainState) -> Tensor | None:
-    return None if plan.loss_scale is None else state.loss_scale.scale

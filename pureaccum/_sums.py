@@ -77,7 +77,9 @@ def nothing_like(grad: Tensor) -> Tensor:
 
 def _term(grad: Tensor, total: Tensor, weighing: Weighing) -> Tensor:
     factor, keep = weighing.factor, weighing.keep
+    term = grad.to(total.dtype)
     if isinstance(factor, Tensor):
-        factor = as_scalar_of(total, factor)
-    term = grad.to(total.dtype) * factor
+        term = term * as_scalar_of(total, factor)
+    elif factor != 1.0:  # compilers keep a product with 1, and miss that mm and a sum are addmm
+        term = term * factor
     return term if keep is None else torch.where(keep.to(total.device), term, 0.0)

@@ -13,16 +13,24 @@ name                               what for                                check
 ``._post_accumulate_grad_hooks``   those after its gradient is there       2.11, 2.13, 2.15
 ``torch._C._autograd``             may tensors be saved through hooks?     2.11, 2.13, 2.15
 ``nn.modules.module._global_...``  the hooks of all modules                2.11, 2.13, 2.15
+``torch._higher_order_ops.scan``   a loop in compiled code                 2.11, 2.13, 2.15
+``torch._dynamo``                  dims that vary; the compiler's errors   2.11, 2.13, 2.15
+``torch._inductor.exc``            the same                                2.11, 2.13, 2.15
 =================================  ======================================  ================
 
 ``tests/parity/test_private_torch.py`` fails when one of them moves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from traceback import FrameSummary
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def transform_active() -> bool:
@@ -68,6 +76,77 @@ def tensor_places(root: torch.nn.Module) -> list[Place]:
                 places.append((module, attributes, name))
         below.extend(attributes["_modules"].values())
     return places
+
+
+# The compiler ------------------------------------------------------------------------------
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: list[Tensor]
+) -> tuple[Any, Any]:
+    """``carry, y = body(carry, x)`` for all rows of ``xs``; the last carry and all y, stacked."""
+    from torch._higher_order_ops.scan import scan  # imports the compiler: seconds
+
+    return scan(body, carry, xs)
+
+
+def compile_anew(
+    function: Callable[..., Any], wrapped: bool, settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """``torch.compile(function, fullgraph=True, **settings)`` with a cache of its own.
+
+    torch keeps graphs by the code of a function: all closures made by one ``def`` share its
+    ``recompile_limit``, and the ninth would not compile.
+    """
+    own = function.__code__.replace()
+    function = FunctionType(
+        own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    options: dict[str, Any] = {"guard_filter_fn": _worth_guarding}
+    inductor = settings.get("backend", "inductor") == "inductor"
+    # On 2.11 the C++ wrapper asserts around a scan.
+    if wrapped and inductor and "mode" not in settings and VERSION >= (2, 13):
+        options["cpp_wrapper"] = True
+    if "mode" not in settings:  # torch takes one of the two
+        settings = {**settings, "options": options | dict(settings.get("options") or {})}
+    return torch.compile(function, fullgraph=True, **settings)
+
+
+def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
+    """Not what torch, optree and we ourselves are made of: half of a small step's time.
+
+    What users may change stays guarded: all of theirs, and the hooks of all modules.
+    """
+    made_of = ("_torch_dot_", "_optree_dot_", "_pureaccum_dot__", "_contextlib")
+    libraries = (
+        *(f"G['__import{name}" for name in made_of),
+        "__import__('torch')",
+        "G['___unnamed_scope",  # what the classes of NamedTuples are made of
+        "G['__builtins_dict__",
+    )
+    return [
+        "_global_" in guard.name or not any(name in guard.name for name in libraries)
+        for guard in guards
+    ]
+
+
+def let_vary(x: Tensor) -> Tensor:
+    """The tensor, and a graph that is made for it will take any number of rows."""
+    torch._dynamo.maybe_mark_dynamic(x, 0)  # pyright: ignore
+    return x
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Whether it is the compiler's own, and not one of a graph that runs."""
+    return any(
+        cls.__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx.experimental"))
+        for cls in type(error).__mro__
+    )
+
+
+def compiler_stack(error: BaseException) -> list[FrameSummary]:
+    """Where in the code that was compiled, outermost first."""
+    return list(getattr(error, "real_stack", None) or [])
 
 
 # What can be seen of a tensor, a module and torch -------------------------------------------

@@ -28,6 +28,7 @@ class Microbatch(NamedTuple):
     finite: Tensor | None  # None: its total tells
     aux: Any
     dtype: torch.dtype  # of the loss
+    weighted: bool = False  # whether the loss is ``Weighted``
 
 
 class Tally(NamedTuple):
@@ -48,7 +49,7 @@ def enter(seen: Read, shape: Shape, rows: int | None, reduction: Reduction) -> M
     aux = join_aux(seen.aux, shape)
     if not isinstance(seen.weight, tuple):
         value = torch.where(seen.weight != 0, seen.total, 0.0)
-        return Microbatch(value, 1.0, seen.weight, seen.weight, None, aux, shape.dtype)
+        return Microbatch(value, 1.0, seen.weight, seen.weight, None, aux, shape.dtype, True)
     if reduction == "sum":  # has no weight: there is nothing to divide by
         return Microbatch(seen.total, 1.0, 0.0, float(rows or 0), None, aux, shape.dtype)
     if rows is None:
@@ -85,17 +86,21 @@ def weigh(
     total = seen.total
     if not isinstance(seen.weight, tuple):
         weight = seen.weight
-        # The weight lies on the device and nothing may wait for it. The lower end keeps the
-        # reciprocal of a tiny weight inside float32.
-        mantissa, _ = torch.frexp(weight)
-        power = torch.where(mantissa == 0.5, weight, weight / mantissa).clamp(min=2.0**-24)
-        power = torch.where(weight > 0, power, 1.0)
+        power = _power_of_two(weight)
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
         if scale is not None:
             cotangent = cotangent * as_scalar_of(total, scale)
         return Weighing(cotangent, power / (unit or 1.0), weight != 0)
     if reduction == "mean" and not rows:
         return None
+    if reduction == "mean" and unit is None and torch.compiler.is_compiling():
+        # As a tensor, since a graph may be made for any number of rows.
+        count = torch.full((), rows or 0, dtype=torch.float64, device=total.device)
+        power = _power_of_two(count)
+        cotangent = torch.ones_like(total) * (count / power).to(total.dtype)
+        if scale is not None:
+            cotangent = cotangent * as_scalar_of(total, scale)
+        return Weighing(cotangent, power, None)
     power = 1.0 if reduction == "sum" else unit or power_of_two(rows or 0)
     pulled = 1.0 if reduction == "sum" else (rows or 0) / power
     known = {} if cotangents is None else cotangents
@@ -103,6 +108,14 @@ def weigh(
         cotangent = torch.full_like(total, pulled)
         known[pulled] = cotangent if scale is None else cotangent * as_scalar_of(total, scale)
     return Weighing(known[pulled], power / (unit or 1.0), None)
+
+
+def _power_of_two(weight: Tensor) -> Tensor:
+    """The same of a weight that lies on the device, and nothing may wait for it."""
+    mantissa, _ = torch.frexp(weight)
+    # The lower end keeps the reciprocal of a tiny weight inside float32.
+    power = torch.where(mantissa == 0.5, weight, weight / mantissa).clamp(min=2.0**-24)
+    return torch.where(weight > 0, power, 1.0)
 
 
 def settle(seen: Sequence[Microbatch]) -> Tally:

@@ -29,6 +29,11 @@ class Cut(NamedTuple):
     size: int | None
 
     @property
+    def rows(self) -> int | None:
+        """Of the whole batch."""
+        return self.batch.rows
+
+    @property
     def untouched(self) -> bool:
         """Whether it fits into one microbatch."""
         return self.size is None or self.size >= (self.batch.rows or 0)
@@ -50,13 +55,43 @@ class Cut(NamedTuple):
             yield part, held, 1 if self.untouched else held
 
 
+class Pieces(NamedTuple):
+    """A batch that came in microbatches of ``size`` rows, the last one perhaps shorter.
+
+    Compiled code is given this: its graph does not hold the number of rows of a whole batch.
+    """
+
+    pieces: list[Tree]
+    size: int | None
+    untouched: bool  # there is but one
+
+    @property
+    def rows(self) -> int | None:
+        """Of the whole batch, where there is but one microbatch."""
+        return read_batch(self.pieces[0]).rows
+
+    @property
+    def most(self) -> int:
+        """The most rows that a microbatch counts for."""
+        return 1 if self.size is None or self.untouched else self.size
+
+    def parts(self) -> Iterator[tuple[Tree, int, int]]:
+        """As of a ``Cut``."""
+        for part in self.pieces:
+            rows = read_batch(part).rows or 0
+            yield part, rows, 1 if self.untouched else rows
+
+
+Call = Callable[[list[Tensor], Tree, Any], Any]  # a loss: leaves, a microbatch, what is carried
+
+
 class Window(NamedTuple):
     """What is accumulated: a loss as a function of leaves and a microbatch, over a cut batch."""
 
-    call: Callable[[list[Tensor], Tree, Any], Any]  # leaves, a microbatch, what is carried
+    call: Call
     leaves: list[Tensor]
     spec: optree.PyTreeSpec
-    batch: Cut
+    batch: Any  # Cut or Pieces; of a scan, Stacked
     rule: Rule
     at_least: torch.dtype
     aux_reduction: Tree
@@ -73,6 +108,7 @@ class Folded(NamedTuple):
     carried: Any
     aux: Tree
     dtype: torch.dtype  # of the loss
+    weighted: bool  # whether the loss is ``Weighted``
 
 
 def read_cut(batch: Tree, size: int | None, has_aux: bool, root: str = "args") -> Cut:
@@ -89,7 +125,7 @@ def read_cut(batch: Tree, size: int | None, has_aux: bool, root: str = "args") -
 def accumulate(window: Window) -> tuple[list[Tensor], Tensor, Tree]:
     """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
     leaves, rule = window.leaves, window.rule
-    state, unit, _, aux, dtype = fold(window)
+    state, unit, _, aux, dtype, _ = fold(window)
     value = mean_value(state.total, state.weight, rule.reduction)
     by = divisor(state.weight) / unit
     grads: list[Tensor] = state.grads
@@ -152,7 +188,9 @@ def _fold_all(window: Window) -> Folded:
         and rule.nonfinite == "propagate"
         and all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
     )
-    wrt = wrt._replace(unit=unit, cotangents={}, scale=scale, straight=straight)
+    # Compilers share what is alike by themselves.
+    cotangents: dict[float, Tensor] | None = None if torch.compiler.is_compiling() else {}
+    wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=scale, straight=straight)
     seen: list[Microbatch] = []
     aux: AuxState | None = None
     for i, (part, rows, counts) in enumerate(batch.parts()):
@@ -173,6 +211,7 @@ def _fold_all(window: Window) -> Folded:
         seen.append(entry)
     state = empty(sums, leaves[0].device)
     if not seen:
-        return Folded(state, unit, carried, None, torch.get_default_dtype())
+        return Folded(state, unit, carried, None, torch.get_default_dtype(), False)
     aux_tree = None if aux is None else finish_aux(aux)
-    return Folded(counted(state, seen, rule), unit, carried, aux_tree, seen[-1].dtype)
+    state, last = counted(state, seen, rule), seen[-1]
+    return Folded(state, unit, carried, aux_tree, last.dtype, last.weighted)

@@ -1,51 +1,84 @@
-"""``python -m tests.benchmarks [--quick | --full] [--only time | memory] [--json FILE]``.
+"""``python -m tests.benchmarks [--quick | --full] [--only PART] [--json FILE] [--plot FILE]``.
 
 Rule: memory first, in processes of its own, several at a time; then the clock, alone and pinned.
 """
 
 import argparse
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from . import clock, memory, plan, report, targets
+from . import clock, memory, plan, plot, ratios, report
 from .facts import facts
+from .first_call import first_call
+from .models import SIZES
+from .syncs import syncs
 
 
 def main() -> None:
     options = arguments()
+    full, size = options.full, options.size
     machine = facts()  # before our own work shows in its load
+    if options.plot:
+        plot.check()  # before the minutes, not after them
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    peaks = [p for device in devices for p in plan.peaks(options.full, device)]
-    cells = [c for device in devices for c in plan.cells(options.full, device)]
-    if options.only == "time":
-        peaks = []
-    elif options.only == "memory":
-        cells = []
+    peaks, firsts, checks, cells = [], [], [], []
+    for device in devices:
+        if options.only in (None, "memory"):
+            peaks += plan.peaks(full, device) + plan.step_peaks(full, device)
+        if options.only in (None, "time"):
+            cells += plan.cells(full, device)
+        if options.only in (None, "time", "step"):
+            cells += plan.step_cells(full, device, size)
+            checks += plan.sync_checks(device, size)
+    if options.only in (None, "time", "compile"):
+        firsts = plan.first_calls(full)
 
-    with report.progress(len(peaks) + len(cells)) as done:
-        numbers = run_peaks(peaks, done)
+    begin = perf_counter()
+    with report.progress(len(peaks) + len(firsts) + len(checks) + len(cells)) as done:
+        peaks = run_peaks(peaks, done)
         core = clock.pin()
+        firsts = run(firsts, first_call, "first call", done)
+        checks = run(checks, syncs, "syncs", done)
         races = []
         for cell in cells:
             race = clock.race_keeping_memory if cell.keeping else clock.race
-            result = race(cell.model, cell.contenders, cell.device, cell.seconds)
-            races.append((cell, result))
+            races.append((cell, race(cell.model, cell.contenders, cell.device, cell.seconds)))
             done(f"time, {cell.device}, {cell}")
 
-    rows = [*targets.memory_rows(numbers), *targets.time_rows(races)]
+    rows = [*ratios.memory_rows(peaks), *ratios.first_call_rows(firsts), *ratios.sync_rows(checks)]
+    rows += ratios.time_rows(races)
+    rows += ratios.mean_rows(rows)
     report.show(rows)
+    print(f"{perf_counter() - begin:.0f} seconds")
+    if options.plot:
+        plot.draw(rows, machine, options.plot)
     if options.json:
         content = {
             "facts": machine | {"threads": torch.get_num_threads(), "core": core},
-            "plan": "full" if options.full else "quick",
+            "plan": "full" if full else "quick",
             "rows": [row._asdict() | {"reached": row.reached} for row in rows],
-            "memory": [named(peak) | result for peak, result in numbers.items()],
+            "memory": [named(peak) | result for peak, result in peaks.items()],
+            "first calls": [named(one) | result for one, result in firsts.items()],
+            "syncs": [named(one) | result for one, result in checks.items()],
             "time": [named(cell) | result for cell, result in races],
         }
         report.save(options.json, content)
+
+
+def run(
+    ones: Sequence[plan.One], measure: Callable[..., dict], name: str, done
+) -> dict[plan.One, dict]:
+    """One after the other."""
+    results = {}
+    for one in ones:
+        results[one] = measure(one.model, one.contender, one.device)
+        done(f"{name}, {one.device}, {one.model}, {one.contender}")
+    return results
 
 
 def run_peaks(peaks: list[plan.Peak], done) -> dict[plan.Peak, dict]:
@@ -62,17 +95,23 @@ def run_peaks(peaks: list[plan.Peak], done) -> dict[plan.Peak, dict]:
         return dict(zip(peaks, pool.map(one, peaks), strict=True))
 
 
-def named(item: plan.Cell | plan.Peak) -> dict:
+def named(item: plan.Cell | plan.Peak | plan.One) -> dict:
     return item._asdict() | {"model": item.model._asdict()}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="about five minutes (the default)")
-    size.add_argument("--full", action="store_true", help="every width, row count and window")
-    parser.add_argument("--only", choices=("time", "memory"), help="leave the other half out")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="about eight minutes (the default)")
+    length.add_argument("--full", action="store_true", help="every width, row count and window")
+    parser.add_argument(
+        "--only",
+        choices=("time", "memory", "step", "compile"),
+        help="leave out the rest; step: only the time of whole steps, compile: of first calls",
+    )
+    parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every raw number")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a figure of the whole steps")
     return parser.parse_args()
 
 

@@ -14,10 +14,16 @@ from torch import Tensor
 import pureaccum as pa
 
 from .models import Batch, Problem
-from .steps import STEPS
+from .rivals import RIVALS
+from .steps import STEPS, Read
 
 
-Window = Callable[[Batch], dict[str, Tensor]]
+# A gradient is given as it is, the parameters of a training run to whoever asks for them.
+Window = Callable[[Batch], dict[str, Tensor] | Read]
+
+
+def read(got: dict[str, Tensor] | Read) -> dict[str, Tensor]:
+    return got() if callable(got) else got
 
 
 def microbatches(batch: Batch, rows: int) -> Iterator[Batch]:
@@ -117,4 +123,4 @@ for _engine in ENGINES:
 ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
-CONTENDERS |= STEPS
+CONTENDERS |= STEPS | RIVALS

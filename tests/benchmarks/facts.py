@@ -6,11 +6,15 @@ Rule: kinds and versions only; no names of machines, users or folders.
 import os
 import platform
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 
 import optree
 import torch
 
 import pureaccum
+
+
+OPTIONAL = ("accelerate", "jax", "lightning", "optax", "torchopt")
 
 
 def facts() -> dict:
@@ -26,7 +30,18 @@ def facts() -> dict:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "optree": optree.__version__,
         "pureaccum": pureaccum.__version__,
+        **{
+            name: installed(name)
+            for name in ("accelerate", "jax", "lightning", "optax", "torchopt")
+        },
     }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cpu() -> str:

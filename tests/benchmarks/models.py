@@ -1,10 +1,11 @@
-"""The models that are measured.
+"""The models that are measured: a stack of square layers, a small convnet, and a GPT.
 
-Rule: a stack of square layers and nothing else, so that a whole model is named by a few numbers.
+Rule: plain modules, each with its batch and its arithmetic named by a few numbers.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
 
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CLASSES = 10  # of the convnet
+
 
 class Model(NamedTuple):
-    """``depth`` layers of ``width`` by ``width``, fed ``microbatches`` times ``rows`` rows."""
+    """``depth`` layers of ``width``, fed ``microbatches`` times ``rows`` rows."""
 
     width: int
     rows: int
@@ -23,41 +27,167 @@ class Model(NamedTuple):
     depth: int = 8
     activation: str = "relu"
     bias: bool = True
+    kind: str = "mlp"
+    precision: str = "fp32"  # or that of autocast
 
     @property
     def flops(self) -> int:
-        """Of one window: forward, and the two products of backward."""
+        """Of one window of square layers: forward, and the two products of backward."""
         return 6 * self.microbatches * self.rows * self.depth * self.width**2
 
+    @property
+    def name(self) -> str:
+        match self.kind:
+            case "mlp":
+                name = f"{self.depth} x {self.width} wide"
+            case "conv":
+                name = f"convnet {self.width} wide"
+            case size:
+                name = f"GPT {size}"
+        return name if self.precision == "fp32" else f"{name} in {self.precision}"
+
+    @property
+    def window(self) -> str:
+        return f"{self.microbatches} x {self.rows} rows"
+
     def __str__(self) -> str:
-        return f"{self.depth} x {self.width} wide, {self.microbatches} x {self.rows} rows"
+        return f"{self.name}, {self.window}"
+
+
+class Size(NamedTuple):
+    depth: int
+    heads: int
+    width: int
+    context: int
+    vocabulary: int
+
+
+# "mini" is nanoGPT's for characters, "small" is GPT-2's and meant for CUDA.
+SIZES = {
+    "tiny": Size(2, 4, 128, 64, 256),
+    "mini": Size(6, 6, 384, 256, 128),
+    "small": Size(12, 12, 768, 1024, 50304),
+}
+
+
+def gpt(size: str, rows: int, microbatches: int, precision: str = "fp32") -> Model:
+    depth, width = SIZES[size].depth, SIZES[size].width
+    return Model(width, rows, microbatches, depth, "gelu", False, size, precision)
 
 
 class Problem(NamedTuple):
     """A model that stands in memory, with the batch of one window."""
 
+    model: Model
     net: nn.Module
     params: dict[str, Tensor]
-    loss: Callable[[dict[str, Tensor], Batch], Tensor]
+    criterion: Callable[[Tensor, Tensor], Tensor]
     batch: Batch
-    rows: int
+
+    @property
+    def rows(self) -> int:
+        return self.model.rows
+
+    def loss(self, params: dict[str, Tensor], batch: Batch) -> Tensor:
+        """The pure function, in float32."""
+        x, y = batch
+        return self.criterion(torch.func.functional_call(self.net, params, (x,)), y)
+
+    def under_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function in the precision that is asked for."""
+        if self.model.precision == "fp32":
+            return function
+        return torch.autocast(self.device, HALVES[self.model.precision])(function)
+
+    @property
+    def device(self) -> str:
+        return self.batch[0].device.type
 
 
 def build(model: Model, device: str = "cpu") -> Problem:
-    """The network, its parameters as a plain dict, its loss as a pure function, and its batch."""
+    """The network, its parameters as a plain dict, what makes a loss of it, and its batch."""
+    make = {"mlp": stack, "conv": convnet}.get(model.kind, language_model)
+    net, criterion, batch = make(model)
+    net = net.to(device)
+    # Aliases: every contender reads the same weights, and nobody's parameters are counted twice.
+    # Detached, since torch.func keeps a graph for each microbatch where they require grad.
+    params = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    return Problem(model, net, params, criterion, tuple(t.to(device) for t in batch))
+
+
+Made = tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], Batch]
+
+
+def stack(model: Model) -> Made:
     activation = {"relu": nn.ReLU, "gelu": nn.GELU}[model.activation]
     layers: list[nn.Module] = []
     for _ in range(model.depth):
         layers += [nn.Linear(model.width, model.width, bias=model.bias), activation()]
-    net = nn.Sequential(*layers).to(device)
-    # Aliases: every contender reads the same weights, and nobody's parameters are counted twice.
-    # Detached, since torch.func keeps a graph for each microbatch where they require grad.
-    params = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    x, y = (torch.randn(model.rows * model.microbatches, model.width) for _ in range(2))
+    return nn.Sequential(*layers), F.mse_loss, (x, y)
 
-    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
-        x, y = batch
-        return F.mse_loss(torch.func.functional_call(net, params, (x,)), y)
 
+def convnet(model: Model) -> Made:
+    """Images of 32 by 32; channels double where height and width are halved."""
+    channels = [3, *(model.width * 2**n for n in range(model.depth))]
+    layers: list[nn.Module] = []
+    for n in range(model.depth):
+        step = 1 if n == 0 else 2
+        layers += [nn.Conv2d(channels[n], channels[n + 1], 3, stride=step, padding=1), nn.ReLU()]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], CLASSES)]
     rows = model.rows * model.microbatches
-    x, y = (torch.randn(rows, model.width, device=device) for _ in range(2))
-    return Problem(net, params, loss, (x, y), model.rows)
+    batch = torch.randn(rows, 3, 32, 32), torch.randint(CLASSES, (rows,))
+    return nn.Sequential(*layers), F.cross_entropy, batch
+
+
+def language_model(model: Model) -> Made:
+    size = SIZES[model.kind]
+    shape = (model.rows * model.microbatches, size.context)
+    x, y = (torch.randint(size.vocabulary, shape) for _ in range(2))
+    return GPT(size), per_token, (x, y)
+
+
+def per_token(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), tokens.flatten())
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and beside an identity."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        # Without biases, as in nanoGPT: those of keys have no gradient but rounding.
+        linear = partial(nn.Linear, bias=False)
+        self.heads = size.heads
+        self.norms = nn.ModuleList(nn.LayerNorm(size.width, bias=False) for _ in range(2))
+        self.attend = linear(size.width, 3 * size.width)
+        self.project = linear(size.width, size.width)
+        self.mlp = nn.Sequential(
+            linear(size.width, 4 * size.width), nn.GELU(), linear(4 * size.width, size.width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.attend(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(out.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class GPT(nn.Module):
+    """GPT-2 as nanoGPT writes it; the matrix of its tokens is also that of its logits."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.depth)))
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        for name, parameter in self.named_parameters():
+            if "norm" not in name:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[-1], device=tokens.device)
+        x = self.blocks(self.tokens(tokens) + self.places(places))
+        return F.linear(self.norm(x), self.tokens.weight)

@@ -6,8 +6,9 @@ Rule: cells are chosen before any number is seen, and a cell that was measured i
 from typing import NamedTuple
 
 from .contenders import ALL, ENGINES, HAND, MAIN
-from .models import Model
-from .steps import HAND_STEP, OUR_APPLY, OUR_STEPS, SAFE, TORCH_APPLY
+from .models import Model, gpt
+from .rivals import ACCELERATE, FABRIC, FUNC_ADAMW, JAX, TORCHOPT
+from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_APPLY, OUR_STEPS, SAFE, TORCH_APPLY
 
 
 WIDTHS, ROWS, WINDOWS = (16, 64, 256, 512, 1024, 2048), (16, 64, 256), (1, 4, 16, 64)
@@ -15,7 +16,28 @@ WIDTHS, ROWS, WINDOWS = (16, 64, 256, 512, 1024, 2048), (16, 64, 256), (1, 4, 16
 WEIGHTS, ACTIVATIONS, FLAT = "weight-heavy", "activation-heavy", "flat"
 STEP = "whole step"
 
+# Whole steps: with what scaling and clipping add to them, and beside everybody.
 STEPPING = (HAND_STEP, *OUR_STEPS, *SAFE.values())
+WHOLE = (
+    HAND_STEP,
+    COMPILED_HAND,
+    ACCELERATE,
+    FABRIC,
+    FUNC_ADAMW,
+    TORCHOPT,
+    JAX,
+    *OUR_STEPS,
+    COMPILED,
+)
+
+# Small to large: from where Python is all that counts to where the matrix product is.
+FIVE = (
+    Model(16, 8, 16, depth=2),
+    Model(64, 16, 16, depth=4),
+    Model(256, 32, 8, depth=4),
+    Model(512, 64, 4, depth=6),
+    Model(1024, 128, 4, depth=6),
+)
 
 
 class Cell(NamedTuple):
@@ -40,17 +62,47 @@ class Peak(NamedTuple):
     contender: str
 
 
+class One(NamedTuple):
+    """One number of one contender: of its first call, or of the syncs in a step."""
+
+    device: str
+    model: Model
+    contender: str
+
+
 def cells(full: bool, device: str) -> list[Cell]:
-    """The races. The main contenders run in all of them, everybody in two."""
-    seconds = 20.0 if full else 2.5
+    """The races for a gradient. The main contenders run in all of them, everybody in two."""
+    seconds = 20.0 if full else 1.5
     models = every_model() if full else quick_models()
-    plan = [Cell(device, m, ALL if everybody(m) else MAIN, seconds) for m in models]
-    if device == "cpu":  # smaller tensors never leave the heap; CUDA keeps its memory anyway
+    plan = [Cell(device, m, ALL if full and everybody(m) else MAIN, seconds) for m in models]
+    # Smaller tensors never leave the heap; CUDA keeps its memory anyway.
+    if full and device == "cpu":
         large = (m for m in models if m.width >= 512 and m.microbatches == 4 and m.depth == 8)
         plan += [Cell(device, m, MAIN, seconds, keeping=True) for m in large]
-    plan += [Cell(device, m, STEPPING, 2 * seconds) for m in stepping_models()]
+    for model in stepping_models():
+        names = STEPPING if full or model.width < 2048 else (HAND_STEP, *OUR_STEPS)
+        plan.append(Cell(device, model, names, 2 * seconds))
     sixty = Model(256, 1, 1, depth=60, bias=False)
     return [*plan, Cell(device, sixty, (TORCH_APPLY, OUR_APPLY), seconds)]
+
+
+def step_cells(full: bool, device: str, size: str | None) -> list[Cell]:
+    """The races for a whole step, of everybody."""
+    seconds = 20.0 if full else 3.0
+    if device == "cpu":
+        models = [*FIVE, conv(), gpt(size or "tiny", 4, 8, "bf16")]
+    else:
+        models = [gpt(size or "small", 4, 8, precision) for precision in ("bf16", "fp16")]
+    if full:
+        models += [Model(64, 16, 2**n, depth=4) for n in range(8) if n != 4]
+        models += [Model(2048, 256, 8, depth=4), gpt(size or "tiny", 4, 8)]
+        models += [m._replace(precision="bf16") for m in (FIVE[2], FIVE[4], conv())]
+        models += FIVE if device != "cpu" else ()
+    return [Cell(device, model, WHOLE, seconds) for model in models]
+
+
+def conv() -> Model:
+    return Model(16, 16, 8, depth=3, kind="conv")
 
 
 def stepping_models() -> list[Model]:
@@ -80,11 +132,38 @@ def peaks(full: bool, device: str) -> list[Peak]:
     """The memory: heavy in weights, heavy in activations, and 64 microbatches beside 2."""
     weights = Model(2048, 64, 4, depth=12 if full else 8)
     activations = Model(1024, 2048, 3, depth=12, activation="gelu", bias=False)
-    plan = [Peak(device, WEIGHTS, weights, name) for name in ALL]
-    plan += [Peak(device, ACTIVATIONS, activations, name) for name in (ALL if full else MAIN)]
-    for model in (Model(512, 256, 8), Model(2048, 256, 8, depth=4)):
-        plan += [Peak(device, STEP, model, name) for name in STEPPING]
     flat = Model(2048, 16, 2, depth=4)
-    for name in (HAND, *ENGINES, *(f"{engine}, streamed" for engine in ENGINES)):
+    names = ALL if full else MAIN
+    plan = [Peak(device, WEIGHTS, weights, name) for name in names]
+    plan += [Peak(device, ACTIVATIONS, activations, name) for name in names]
+    streamed = tuple(f"{engine}, streamed" for engine in ENGINES if full)
+    for name in (HAND, *ENGINES, *streamed):
         plan += [Peak(device, FLAT, flat._replace(microbatches=k), name) for k in (2, 64)]
     return plan
+
+
+def step_peaks(full: bool, device: str) -> list[Peak]:
+    """The memory of a whole step: with a loss scale, and beside everybody."""
+    small, large = Model(512, 256, 8), Model(2048, 256, 8, depth=4)
+    ours = (HAND_STEP, *OUR_STEPS)
+    plan = [Peak(device, STEP, small, name) for name in (STEPPING if full else ours)]
+    plan += [Peak(device, STEP, FIVE[4], name) for name in WHOLE]
+    names = WHOLE if full else (*ours, COMPILED)
+    return plan + [Peak(device, STEP, large, name) for name in names]
+
+
+def first_calls(full: bool) -> list[One]:
+    """One model with few and with many microbatches, on the CPU."""
+    few = Model(64, 16, 2, depth=4)
+    names = (COMPILED, COMPILED_HAND, JAX) if full else (COMPILED,)
+    pairs = (few, few._replace(microbatches=1024))
+    return [One("cpu", model, name) for name in names for model in pairs]
+
+
+def sync_checks(device: str, size: str | None) -> list[One]:
+    """Whether a step waits for the device."""
+    if device == "cpu":
+        return []
+    models = [gpt(size or "small", 4, 8, precision) for precision in ("bf16", "fp16")]
+    names = (HAND_STEP, *OUR_STEPS, COMPILED)
+    return [One(device, model, name) for model in models for name in names]

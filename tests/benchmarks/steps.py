@@ -1,48 +1,66 @@
-"""The contenders for a whole training step, and for the optimizer alone.
+"""The contenders for a whole training step by torch alone and by us, and for the optimizer alone.
 
-Rule: as in ``contenders.py``; each keeps the state of a training run, and what a call gives is the
-parameters after one step more.
+Rule: as in ``contenders.py``; each keeps the state of a training run. A call takes one step more,
+and returns a function that gives the parameters to whoever asks for them.
 """
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import pureaccum as pa
 
-from .models import Batch, Problem
+from .models import HALVES, Batch, Problem
 
 
-Training = Callable[[Batch], dict[str, Tensor]]
-LR = 1e-4
+Read = Callable[[], dict[str, Tensor]]
+Training = Callable[[Batch], Read]
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
-def hand(problem: Problem) -> Training:
-    """The hand-written loop with torch's fused AdamW."""
-    net, rows = copy.deepcopy(problem.net), problem.rows
-    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, fused=True)
-    named = dict(net.named_parameters())
+def by_hand(problem: Problem, *, compiled: bool = False) -> Training:
+    """The hand-written loop with torch's fused AdamW; ``GradScaler`` passes through but in fp16.
 
-    def training(batch: Batch) -> dict[str, Tensor]:
-        k = -(-len(batch[0]) // rows)
+    Compiled is the loss of a microbatch, and with it its backward pass.
+    """
+    net, rows, k = copy.deepcopy(problem.net), problem.rows, problem.model.microbatches
+    optimizer = torch.optim.AdamW(net.parameters(), **ADAMW, fused=True)
+    scaler = torch.amp.GradScaler(problem.device, enabled=problem.model.precision == "fp16")
+    criterion = problem.criterion
+
+    @problem.under_autocast
+    def part(x: Tensor, y: Tensor) -> Tensor:
+        return criterion(net(x), y) / k
+
+    part = torch.compile(part) if compiled else part
+
+    def training(batch: Batch) -> Read:
         for x, y in zip(*(t.split(rows) for t in batch), strict=True):
-            (F.mse_loss(net(x), y) / k).backward()
-        optimizer.step()
+            scaler.scale(part(x, y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return {name: parameter.detach() for name, parameter in named.items()}
+        return reader(net)
 
     return training
 
 
-def ours(engine: str, *, clip: bool = False, **knobs: Any) -> Callable[[Problem], Training]:
+def reader(net: torch.nn.Module) -> Read:
+    return lambda: {name: parameter.detach() for name, parameter in net.named_parameters()}
+
+
+def ours(
+    engine: str, *, clip: bool = False, scaled: bool = False, **knobs: Any
+) -> Callable[[Problem], Training]:
     """``pa.make_step``, each old state donated, with the same kernel."""
 
     def build(problem: Problem) -> Training:
-        optimizer = pa.adamw(LR, fused=True)
+        precision = problem.model.precision
+        optimizer = pa.adamw(**ADAMW, fused=True)
         if clip:  # measured, and never at work: the steps stay the same
             optimizer = pa.chain(pa.clip_by_global_norm(1e6), optimizer)
         step = pa.make_step(
@@ -51,14 +69,16 @@ def ours(engine: str, *, clip: bool = False, **knobs: Any) -> Callable[[Problem]
             microbatch_size=problem.rows,
             engine=engine,
             donate=True,
+            policy=pa.Policy(autocast=HALVES[precision]) if precision in HALVES else None,
+            loss_scale=pa.dynamic_loss_scale() if scaled or precision == "fp16" else None,
             **knobs,
         )
         state = step.init(problem.params)
 
-        def training(batch: Batch) -> dict[str, Tensor]:
+        def training(batch: Batch) -> Read:
             nonlocal state
             state, _ = step(state, batch)
-            return state.params
+            return lambda: state.params
 
         return training
 
@@ -70,11 +90,11 @@ def torch_apply(problem: Problem) -> Training:
     params = {name: x.clone() for name, x in problem.params.items()}
     for x in params.values():
         x.grad = torch.ones_like(x)
-    optimizer = torch.optim.AdamW(params.values(), lr=LR, fused=True)
+    optimizer = torch.optim.AdamW(params.values(), **ADAMW, fused=True)
 
-    def training(_: Batch) -> dict[str, Tensor]:
+    def training(_: Batch) -> Read:
         optimizer.step()
-        return params
+        return lambda: params
 
     return training
 
@@ -83,27 +103,30 @@ def our_apply(problem: Problem) -> Training:
     """``adamw(...).apply`` alone, donated."""
     params = {name: x.clone() for name, x in problem.params.items()}
     grads = {name: torch.ones_like(x) for name, x in params.items()}
-    optimizer = pa.adamw(LR, fused=True)
+    optimizer = pa.adamw(**ADAMW, fused=True)
     state = optimizer.init(params)
 
-    def training(_: Batch) -> dict[str, Tensor]:
+    def training(_: Batch) -> Read:
         nonlocal params, state
         params, state = optimizer.apply(grads, state, params, donate=True)
-        return params
+        return lambda: params
 
     return training
 
 
-HAND_STEP, OUR_STEPS = "hand step", ("func step", "autograd step")
+HAND_STEP, COMPILED_HAND, COMPILED = "hand step", "compiled hand step", "compiled step"
+OUR_STEPS = ("func step", "autograd step")
 TORCH_APPLY, OUR_APPLY = "torch.optim.AdamW", "adamw.apply"
 SAFE = {engine: f"{engine}, scaled and clipped" for engine in OUR_STEPS}
 
 STEPS: dict[str, Callable[[Problem], Training]] = {
-    HAND_STEP: hand,
+    HAND_STEP: by_hand,
+    COMPILED_HAND: partial(by_hand, compiled=True),
+    COMPILED: ours("func", compile=True),
     TORCH_APPLY: torch_apply,
     OUR_APPLY: our_apply,
 }
 for _name in OUR_STEPS:
     _engine = _name.split()[0]
     STEPS[_name] = ours(_engine)
-    STEPS[SAFE[_name]] = ours(_engine, clip=True, loss_scale=pa.dynamic_loss_scale())
+    STEPS[SAFE[_name]] = ours(_engine, clip=True, scaled=True)

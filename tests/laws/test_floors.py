@@ -13,6 +13,7 @@ FLOORS = (
     {"_torch", "_tree", "_donation"},
     {
         "_batches",
+        "_explain",
         "_inputs",
         "_loss",
         "_held",
@@ -27,8 +28,11 @@ FLOORS = (
     {"_weights", "_passes", "_update", "_buffers"},
     {"_aux", "_engine", "_optimizers", "_chain", "_from_torch"},
     {"_accumulator", "_partition"},
-    {"_window", "_train_state"},
-    {"_transforms", "_call", "_finish"},
+    {"_window", "_train_state", "_together"},
+    {"_transforms", "_call", "_finish", "_scan"},
+    {"_run"},
+    {"_forms", "_programs"},
+    {"_compile"},
     {"_step"},
     {
         "testing._caller",

@@ -1,0 +1,200 @@
+"""A step that compiles itself: ``make_step(..., compile=True)``.
+
+Each call looks its batch up by the shapes, arranges it for the graph and calls that. What an eager
+step refuses is refused in the same words: where a graph cannot be made, the step is run without
+the compiler first, and only if that goes well the compiler is to blame.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._aux import AuxState, Stack, finish_aux, fold_stack
+from ._batches import read_batch
+from ._donation import Spoiled, mark
+from ._engine import Rule
+from ._explain import explained
+from ._forms import Recipe, form_of, recipe_for
+from ._inputs import refuse_autocast_cache
+from ._passes import outside_inference_mode
+from ._programs import Program, programs, renewed
+from ._run import apply, begin_window, update, whole
+from ._torch import transform_active
+from ._train_state import Plan, StepInfo, StepWindow, TrainState
+from ._tree import Tree, flatten, unflatten
+from ._tree import leaves as leaves_of
+from ._tree import map as map_tree
+
+
+REMEMBERED = 1000  # kinds of batches
+
+
+class Compiled(NamedTuple):
+    """The functions of a step that compiles itself."""
+
+    update: Callable[[TrainState, StepWindow, Tree], Any]
+    apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
+    whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
+    form: Callable[[TrainState, Tree], str]
+
+
+class CompileError(RuntimeError):
+    """A step that runs, and does not compile."""
+
+
+def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
+    """The functions of a plan; each graph is made when it is first needed."""
+    get = programs(plan, settings)
+    undonated = plan._replace(donate=False)
+    recipes: dict[Any, Recipe] = {}
+
+    def whole_compiled(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+        if transform_active() or not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return whole(plan, state, batch)
+        leaves, spec = flatten(batch)
+        shapes = spec, *[x.shape if isinstance(x, Tensor) else type(x) for x in leaves]
+        recipe = recipes.get(shapes)
+        if recipe is None:  # all that is looked at is the same for the next batch of these shapes
+            flat = read_batch(batch)
+            if flat.rows == 0:
+                return whole(plan, state, batch)
+            if len(recipes) == REMEMBERED:
+                recipes.clear()
+            recipe = recipes[shapes] = recipe_for(undonated, state, flat)
+        refuse_autocast_cache([state.samples])
+
+        def eagerly() -> object:
+            return whole(undonated, state, batch)
+
+        given = recipe.arrange(leaves)
+        if recipe.form == "loop":
+            return looped(state, given, eagerly)
+        name = "scanned" if recipe.form == "scan" else "unrolled"
+        try:
+            return finishing(name, recipe.key, state, given, eagerly)
+        except CompileError:
+            if recipe.several == 1:
+                raise
+        recipes[shapes] = recipe_for(undonated, state, read_batch(batch), 1)
+        return whole_compiled(state, batch)
+
+    def finishing(
+        name: str,
+        key: tuple[Any, ...],
+        state: TrainState,
+        rest: tuple[Any, ...],
+        eagerly: Callable[[], object],
+    ) -> tuple[TrainState, StepInfo]:
+        """What gives the next state: in place, if this one is given up."""
+        if not plan.donate:
+            return attempt(get(name, False, *key), (state, *rest), state, eagerly)
+        leaves, spec = flatten(state)
+        # Where a tensor stands twice (tied leaves) it is not written to.
+        in_place = len(set(map(id, leaves))) == len(leaves)
+        new, info = attempt(get(name, in_place, *key), (state, *rest), state, eagerly)
+        if in_place:
+            new = unflatten(spec, renewed(leaves, new))
+        mark(leaves)
+        return new, info
+
+    def looped(
+        state: TrainState, pieces: tuple[Tree, ...], eagerly: Callable[[], object]
+    ) -> tuple[TrainState, StepInfo]:
+        window, aux = begin_window(undonated, state), None
+        for part in pieces:
+            program = get("more_of_a_batch", True)
+            left, out = attempt(program, (window, state, part), state, eagerly)
+            leaves, spec = flatten(window)
+            window = unflatten(spec, renewed(leaves, left))
+            if plan.has_aux:
+                aux = folded(aux, part, *out)
+        reduced = () if aux is None else finish_aux(aux)
+        return finishing("applied_of_a_batch", (), state, (window, reduced), eagerly)
+
+    def folded(aux: AuxState | None, part: Tree, out: Tree, share: Tensor, ok: Any) -> AuxState:
+        leaves, spec = flatten(out)
+        leaves = [x.unsqueeze(0) if isinstance(x, Tensor) else x for x in leaves]
+        finite = ok.unsqueeze(0) if isinstance(ok, Tensor) else None
+        stack = Stack(spec, leaves, share.unsqueeze(0), finite)
+        return fold_stack(aux, stack, read_batch(part).rows or 0, plan.aux_reduction)
+
+    def update_compiled(state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
+        alien = not isinstance(state, TrainState) or not isinstance(window, StepWindow)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if transform_active() or alien or not read_batch(microbatch, "microbatch").rows:
+            return update(plan, state, window, microbatch)
+        refuse_autocast_cache([state.samples])
+
+        def eagerly() -> object:
+            return update(undonated, state, window, microbatch)
+
+        own = window if plan.donate else map_tree(torch.clone, window)
+        leaves, spec = flatten(own)
+        args = own, state, microbatch
+        left, aux = attempt(get("more", True), args, state, eagerly, plan.donate)
+        new = unflatten(spec, renewed(leaves, left))
+        if plan.donate:
+            mark(leaves)
+        return (new, aux) if plan.has_aux else new
+
+    def apply_compiled(state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
+        alien = not isinstance(state, TrainState) or not isinstance(window, StepWindow)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if transform_active() or alien:
+            return apply(plan, state, window)
+
+        def eagerly() -> object:
+            return apply(undonated, state, window)
+
+        result = finishing("applied", (), state, (window, ()), eagerly)
+        if plan.donate:
+            mark(leaves_of(window))
+        return result
+
+    def form(state: TrainState, batch: Tree) -> str:
+        return form_of(plan, state, read_batch(batch)).name
+
+    return Compiled(update_compiled, apply_compiled, whole_compiled, form)
+
+
+def attempt(
+    program: Program,
+    args: tuple[Any, ...],
+    state: TrainState,
+    eagerly: Callable[[], object],
+    spoils: bool = False,
+) -> Any:
+    """Call a graph; what goes wrong without the compiler too is said without it."""
+    try:
+        with outside_inference_mode(), torch.no_grad():
+            return program(*args)
+    except BaseException as error:
+        sentence = explained(error)
+        if sentence is None:
+            if spoils:
+                mark(leaves_of(args[0]), Spoiled)
+            raise
+        device = state.samples.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            eagerly()
+        raise CompileError(sentence) from error
+
+
+def check_compilable(rule: Rule, settings: Any) -> None:
+    """Check what a step that compiles itself may be made of."""
+    if settings is not True and not isinstance(settings, Mapping):
+        raise TypeError(
+            f"compile is {settings!r}; expected True, False, or the arguments of torch.compile, "
+            'such as {"mode": "reduce-overhead"}.'
+        )
+    if rule.engine == "autograd":
+        raise ValueError(
+            "engine='autograd' came with compile; a graph is made of torch.func. For checkpoints "
+            "leave compile out, or use engine='func' without them: a graph computes again by "
+            "itself what is cheap."
+        )
+    if rule.nonfinite == "raise":
+        raise ValueError(
+            "nonfinite='raise' came with compile; it has to look at the numbers, which a graph "
+            "cannot. Use 'skip' or 'propagate', and look at info.applied afterwards."
+        )

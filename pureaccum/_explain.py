@@ -1,0 +1,55 @@
+"""What stopped the compiler, in one sentence about the user's own code; its own words below."""
+
+from pathlib import Path
+
+import torch
+
+from ._torch import compiler_stack, is_compiler_error
+
+
+# Words of the compiler, and what they mean for whoever wrote the line.
+NUMBER = "a number that is known only when the step runs"
+NOTHING_ELSE = "a graph computes on tensors and does nothing else"
+MEANINGS = {  # the first that fits
+    "branching": f"it decides by {NUMBER}; torch.where takes both sides",
+    "assertion": f"it decides by {NUMBER}; look at what the step returns instead",
+    "logging.logger": f"{NOTHING_ELSE}; return what is to be logged as aux (has_aux=True)",
+    "`print`": f"{NOTHING_ELSE}; return what is to be printed as aux (has_aux=True)",
+    "item()": f"it takes {NUMBER} out of a tensor; keep it a tensor",
+    "tolist": f"it takes {NUMBER} out of a tensor; keep it a tensor",
+    "on data-dependent": f"it asks for {NUMBER}; keep it a tensor",
+    "dynamic shape operator": f"the size of its result is {NUMBER}; a mask keeps the size "
+    "(torch.where, or Weighted)",
+    "higher order operator": "it changes something outside of the loop that the graph is, such as "
+    "a list; return it as aux (has_aux=True)",
+    "builtin operator": NOTHING_ELSE,
+}
+OURS = Path(__file__).parent
+LIBRARIES = (str(Path(torch.__file__).parent), *(str(x) for x in OURS.glob("_*.py")))
+
+
+def explained(error: BaseException) -> str | None:
+    """A message for an error of the compiler; None for any other error."""
+    if not is_compiler_error(error):
+        return None
+    text = str(error)
+    if "recompile" in type(error).__name__.lower():
+        what = (
+            "this step was compiled anew again and again: something besides the number of rows "
+            "changes from call to call (a Python number or a module that the loss reads, the "
+            "order of a dict's keys, another length of sequences); make it a tensor, or pad it"
+        )
+        return f"{what}.\n\n{text}"
+    theirs = [f for f in compiler_stack(error) if not f.filename.startswith(LIBRARIES)]
+    if not theirs:
+        return (
+            "torch's compiler failed on this step, which runs without compile=True. Its own "
+            f"words:\n\n{text}"
+        )
+    at, head = theirs[-1], text[:600].lower()
+    found = (why for word, why in MEANINGS.items() if word in head)
+    why = next(found, text.strip().splitlines()[0].rstrip("."))
+    return (
+        f'cannot compile `{at.line}` (File "{at.filename}", line {at.lineno}, in {at.name}): '
+        f"{why}. Without compile=True the step runs as it is. The compiler's own words:\n\n{text}"
+    )

@@ -1,0 +1,126 @@
+"""In which form the compiler gets a batch.
+
+It follows from sizes, and can be read off (``step.form(state, batch)``):
+
+    "unrolled"  one graph, in which each microbatch stands: for one of them, and for a few where
+                gradients are large
+    "scan"      one graph with one loop, which holds three gradient trees: where they are small
+    "loop"      a graph of one microbatch, which adds to the sums in place, and one that applies
+                them; streams of microbatches use the same two
+
+A graph knows how many rows a microbatch has, and a loop takes any number of microbatches: a
+handful of batch sizes is compiled a handful of times.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ._batches import Batch, cut
+from ._call import caller
+from ._scan import one_of
+from ._together import how_many
+from ._torch import let_vary
+from ._train_state import Plan, TrainState
+from ._tree import Tree, accumulation_dtype, flatten, unflatten
+from ._tree import leaves as leaves_of
+
+
+SMALL = 2**23  # bytes of gradients, of which a scan holds three
+FEW = 4  # microbatches: unrolled they are fastest, and leanest
+
+
+class Recipe(NamedTuple):
+    """How batches of one shape go through the compiler."""
+
+    form: str
+    key: tuple[Any, ...]  # of the graph
+    arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
+    several: int = 1  # microbatches that go together
+
+
+class Form(NamedTuple):
+    """A form, how many whole microbatches there are, and the rows that are left."""
+
+    name: str
+    whole: int
+    rest: int
+
+
+def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
+    """The form that follows from the sizes."""
+    if plan.size is None or flat.rows is None or flat.rows <= plan.size:
+        return Form("unrolled", 1, 0)
+    count, rest = divmod(flat.rows, plan.size)
+    leaves = leaves_of(state.params)
+    size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
+    if size <= SMALL:
+        return Form("scan" if count > 1 else "unrolled", count, rest)
+    return Form("unrolled" if count + (rest > 0) <= FEW else "loop", count, rest)
+
+
+def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None = None) -> Recipe:
+    """How batches like this one go through the compiler."""
+    name, count, rest = form_of(plan, state, flat)
+    size = plan.size or 1
+    if name == "scan":
+        several = several or together(plan, state, flat)
+
+        def stacked(leaves: list[Any]) -> tuple[Any, ...]:
+            here = flat._replace(leaves=leaves)
+            tail = rows_of(here, count * size) if rest else None
+            return *stacks(here, size, count, several), tail, several
+
+        key = *(x is None for x in stacked(flat.leaves)[:3]), several
+        return Recipe(name, key, stacked, several)
+
+    def pieces(leaves: list[Any]) -> tuple[Any, ...]:
+        here = flat._replace(leaves=leaves)
+        if count == 1 and not rest:
+            parts = [unflatten(flat.spec, leaves)]
+        else:
+            parts = list(cut(here, size))
+            if rest:
+                parts[-1] = rows_of(here, count * size)
+        return tuple(parts) if name == "loop" else (parts,)
+
+    return Recipe(name, (count, rest > 0), pieces)
+
+
+def together(plan: Plan, state: TrainState, flat: Batch) -> int:
+    """How many microbatches go through at once."""
+    if plan.has_aux or plan.buffers or plan.rule.nonfinite != "propagate":
+        return 1
+    size = plan.size or 1
+    params, spec = flatten(state.params)
+    first = [x[: 2 * size].view(2, size, *x.shape[1:]) for x in flat.leaves if is_tensor(x)]
+    one = one_of(caller(plan, state, spec), unflatten(flat.spec, flat.leaves))
+    return how_many(one, params, first, state.samples)
+
+
+def stacks(flat: Batch, size: int, count: int, several: int) -> Iterator[Tree]:
+    """The whole microbatches stacked, in groups if several go together, and those that are left."""
+    groups, left = divmod(count, several)
+    if groups == 1:  # one group is no loop
+        groups, left = 0, count
+    end = groups * several * size
+
+    def of(at: slice, *shape: int) -> Tree:
+        leaves = [x[at].view(*shape, *x.shape[1:]) if is_tensor(x) else x for x in flat.leaves]
+        return unflatten(flat.spec, leaves)
+
+    shape = (count,) if several == 1 else (groups, several)
+    yield of(slice(end), *shape, size) if groups else None
+    yield of(slice(end, count * size), left, size) if left else None
+
+
+def rows_of(flat: Batch, start: int) -> Tree:
+    """The rows from ``start`` on, of which there may be any number."""
+    leaves = [let_vary(x[start:]) if is_tensor(x) else x for x in flat.leaves]
+    return unflatten(flat.spec, leaves)
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether a leaf of a batch is cut."""
+    return isinstance(x, Tensor)

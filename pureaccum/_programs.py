@@ -1,0 +1,100 @@
+"""What of a step is compiled: each function here becomes a graph when it is first called.
+
+    scanned, unrolled   a whole step
+    more                one microbatch, added to a window
+    applied             a window, applied to the state
+
+In place, a graph writes the new tensors into the memory of the old ones and returns only those
+without dimensions, because torch 2.13 loses what a graph writes to a 0-d tensor on a CPU.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._run import apply, over, updated_window
+from ._scan import Stacked
+from ._torch import compile_anew
+from ._train_state import Plan, StepWindow, TrainState
+from ._tree import Tree
+from ._tree import leaves as leaves_of
+from ._weights import power_of_two
+from ._window import Pieces
+
+
+Program = Callable[..., Any]
+
+
+def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
+    """``get(name, in_place, *key)``: each graph is made once, for each key of its own.
+
+    Graphs with separate keys never count towards one another's limit of recompilations.
+    """
+    plan = plan._replace(donate=False)
+    size = plan.size or 1
+    unit = power_of_two(size) if plan.rule.reduction == "mean" else 1.0
+    made: dict[Any, Program] = {}
+
+    def scanned(state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int) -> Any:
+        return over(plan, state, Stacked(some, rest, tail, size, together))
+
+    def unrolled(state: TrainState, pieces: list[Tree]) -> Any:
+        return over(plan, state, Pieces(pieces, plan.size, len(pieces) == 1))
+
+    def more(window: StepWindow, state: TrainState, part: Tree) -> Any:
+        new, entry = updated_window(plan, state, window, part)
+        return new, entry.aux
+
+    def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree) -> Any:
+        new, entry = updated_window(plan, state, window, part, unit)
+        share = entry.share
+        if not isinstance(share, Tensor):
+            share = torch.full_like(entry.value, share, dtype=torch.float64)
+        return new, (entry.aux, share, () if entry.finite is None else entry.finite)
+
+    def applied(state: TrainState, window: StepWindow, aux: Tree) -> Any:
+        return apply(plan, state, window, 1.0, aux)
+
+    def applied_of_a_batch(state: TrainState, window: StepWindow, aux: Tree) -> Any:
+        return apply(plan, state, window, unit, aux)
+
+    every = (scanned, unrolled, more, more_of_a_batch, applied, applied_of_a_batch)
+    functions = {function.__name__: function for function in every}
+
+    def get(name: str, in_place: bool, *key: Any) -> Program:
+        if (known := made.get((name, in_place, *key))) is None:
+            function = functions[name]
+            wrapped = name in ("scanned", "unrolled")
+            known = compile_anew(_in_place(function) if in_place else function, wrapped, settings)
+            made[name, in_place, *key] = known
+        return known
+
+    return get
+
+
+def _in_place(function: Program) -> Program:
+    """Write what a function makes of its first argument into that."""
+
+    def run(old: Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
+        new, more = function(old, *rest)
+        return written(old, new), more
+
+    return run
+
+
+def written(old: Tree, new: Tree) -> list[Tensor | None]:
+    """Inside a graph: write what can be written; what cannot is returned."""
+    left: list[Tensor | None] = []
+    for x, y in zip(leaves_of(old), leaves_of(new), strict=True):
+        alike = x.dim() > 0 and x.shape == y.shape and x.dtype == y.dtype
+        left.append(None if alike else y)
+        if alike:
+            x.copy_(y)
+    return left
+
+
+def renewed(old: list[Tensor], left: list[Tensor | None]) -> list[Tensor]:
+    """After it: the new tensors, those that were written to under new names."""
+    return [x.detach() if y is None else y for x, y in zip(old, left, strict=True)]

@@ -1,0 +1,157 @@
+"""What a step does: over a batch at hand, and over a stream of microbatches.
+
+Each function is given the plan of the step first. All are pure; with a plan that donates they use
+the memory of the state that they are given.
+"""
+
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ._accumulator import check_belongs, empty, updated
+from ._batches import read_batch
+from ._buffers import begin
+from ._call import caller, onwards
+from ._donation import Spoiled, hand_over, mark
+from ._finish import finished
+from ._inputs import check_state, read_params, refuse_autocast_cache
+from ._passes import outside_inference_mode
+from ._scan import Stacked, fold_scanned
+from ._torch import transform_active
+from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
+from ._tree import Tree, check_same_structure, flatten, map, unflatten, zeros
+from ._tree import leaves as leaves_of
+from ._weights import Microbatch
+from ._window import Cut, Pieces, Window, fold, read_cut
+
+
+def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+    """One step over a whole batch."""
+    return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
+
+
+def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[TrainState, StepInfo]:
+    """One step over a batch that is cut."""
+    leaves, spec = _read(plan, state)
+    window = Window(
+        caller(plan, state, spec),
+        leaves,
+        spec,
+        cut,
+        plan.rule,
+        torch.float32,
+        plan.aux_reduction,
+        _scale(plan, state),
+        (begin(plan.buffers, state.buffers) if plan.buffers else (), state.samples),
+        partial(onwards, plan),
+    )
+    with outside_inference_mode():
+        if isinstance(cut, Stacked):
+            folded, rows = fold_scanned(window, cut), 1.0
+        else:
+            folded = fold(window)
+            # A batch in one microbatch passes through untouched, and its mean weighs 1.
+            rows = float(cut.rows or 1) if cut.untouched and not folded.weighted else 1.0
+        accum, unit, carried, aux, _, _ = folded
+        return finished(plan, state, accum, carried, aux, unit=unit, rows=rows, own=True)
+
+
+def begin_window(plan: Plan, state: TrainState) -> StepWindow:
+    leaves, _ = _read(plan, state)
+    with outside_inference_mode():
+        buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()
+        sums = empty(zeros(state.params), leaves[0].device)
+        return StepWindow(sums, map(torch.clone, buffers), state.samples.clone())
+
+
+def update(plan: Plan, state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
+    """One microbatch more."""
+    window, entry = updated_window(plan, state, window, microbatch)
+    return (window, entry.aux) if plan.has_aux else window
+
+
+def updated_window(
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    microbatch: Tree,
+    unit: float | None = None,
+) -> tuple[StepWindow, Microbatch]:
+    """The window with one microbatch more, and what that came to."""
+    leaves, spec = _read(plan, state)
+    carried = _carried_by(plan, state, window, leaves, spec)
+    rows = read_batch(microbatch, "microbatch").rows
+    call = caller(plan, state, spec)
+
+    def loss(leaves: list[Tensor]) -> Any:
+        return call(leaves, microbatch, carried)
+
+    accum, entry = updated(
+        window.accum,
+        loss,
+        leaves,
+        spec,
+        rows,
+        plan.rule,
+        plan.recomputes,
+        donate=plan.donate,
+        scale=_scale(plan, state),
+        unit=unit,
+    )
+    after, entry = onwards(plan, carried, entry, rows or 0)
+    if plan.donate and not transform_active():
+        new, carried_spec = flatten(after)
+        after = unflatten(carried_spec, hand_over(leaves_of(carried), new))
+    else:  # no two states may share a tensor
+        after = map(torch.clone, after)
+    return StepWindow(accum, *after), entry
+
+
+def apply(
+    plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
+) -> tuple[TrainState, StepInfo]:
+    """The next state, from the sums of a window, which are still to be multiplied by ``unit``."""
+    leaves, spec = _read(plan, state)
+    carried = _carried_by(plan, state, window, leaves, spec)
+    own = plan.donate and not transform_active()
+    sums = flatten(window.accum.grads)[0]
+    accum = window.accum._replace(grads=[x.detach() for x in sums] if own else sums)
+    try:
+        with outside_inference_mode():
+            result = finished(plan, state, accum, carried, aux, unit=unit, own=own)
+    except BaseException:
+        if own:
+            mark(sums, Spoiled)
+        raise
+    if own:
+        mark(leaves_of(window))
+    return result
+
+
+# Pieces --------------------------------------------------------------------------------
+
+
+def _read(plan: Plan, state: TrainState) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    check_train_state(plan, state)
+    leaves, spec = read_params(state.params, "state.params")
+    refuse_autocast_cache(leaves)
+    return leaves, spec
+
+
+def _carried_by(
+    plan: Plan, state: TrainState, window: Any, leaves: list[Tensor], spec: optree.PyTreeSpec
+) -> tuple[Any, Tensor]:
+    check_state(window, StepWindow, "this step", "the window")
+    check_belongs(window.accum, leaves, spec)
+    expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
+    specs = flatten(expected)[1], flatten(window.buffers)[1]
+    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
+    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
+    return window.buffers, window.samples
+
+
+def _scale(plan: Plan, state: TrainState) -> Tensor | None:
+    return None if plan.loss_scale is None else state.loss_scale.scale

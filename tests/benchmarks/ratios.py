@@ -1,0 +1,158 @@
+"""The ratios that are published, each beside its target.
+
+Rule: ours over theirs within one run, and a line for each pair that was to be measured: where there
+is no number, it says why.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import geometric_mean, median, quantiles
+from typing import NamedTuple
+
+from . import targets
+from .contenders import ENGINES, HAND, TORCH_FUNC
+from .plan import FIVE, FLAT, STEP, Cell, One, Peak
+from .rivals import JAX, RIVALS
+from .steps import (
+    COMPILED,
+    COMPILED_HAND,
+    HAND_STEP,
+    OUR_APPLY,
+    OUR_STEPS,
+    SAFE,
+    STEPS,
+    TORCH_APPLY,
+)
+
+
+class Row(NamedTuple):
+    """One line of the table. ``ratio`` is ours over theirs; None where ``failure`` says why."""
+
+    device: str
+    measure: str
+    where: str
+    ours: str
+    theirs: str
+    target: float | None
+    ratio: float | None = None
+    quartiles: tuple[float, float] | None = None
+    amounts: tuple[float, float] | None = None
+    faults: tuple[float, float] | None = None
+    failure: str = ""
+
+    @property
+    def absent(self) -> bool:
+        return self.failure.startswith("absent: ")
+
+    @property
+    def reached(self) -> bool | None:
+        """None where there is nothing to reach, or nothing to measure it with."""
+        if self.target is None or self.absent:
+            return None
+        return self.ratio is not None and self.ratio <= self.target
+
+
+def opponents(ours: str) -> tuple[str, ...]:
+    """Of the clock. A variant of an engine runs against the engine itself: what does it add?"""
+    if ours == "func":
+        return HAND, TORCH_FUNC
+    if ours in ("autograd", TORCH_FUNC):
+        return (HAND,)
+    if ours == OUR_APPLY:
+        return (TORCH_APPLY,)
+    if ours in SAFE.values():
+        return tuple(step for step in OUR_STEPS if SAFE[step] == ours)
+    if ours == COMPILED:
+        return HAND_STEP, COMPILED_HAND, JAX
+    if ours in (COMPILED_HAND, *OUR_STEPS, *RIVALS):
+        return (HAND_STEP,)
+    return tuple(engine for engine in ENGINES if ours.startswith(f"{engine},"))
+
+
+def time_rows(races: Iterable[tuple[Cell, dict]]) -> Iterator[Row]:
+    for cell, result in races:
+        seconds, faults, failures = result["seconds"], result["faults"], result["failures"]
+        for ours, theirs in [(x, y) for x in cell.contenders for y in opponents(x)]:
+            # Those of time are for memory as the system manages it.
+            target = targets.time_target(ours, theirs, cell.model, cell.device)
+            target = None if cell.keeping else target
+            if target is None and failures.get(theirs, "").startswith("absent: "):
+                continue  # the absent one has a line of its own
+            row = Row(cell.device, "time", str(cell), ours, theirs, target)
+            if failure := failures.get(ours) or failures.get(theirs):
+                yield row._replace(failure=failure)
+                continue
+            # Of a microbatch, or of a whole step.
+            k = cell.model.microbatches if ours in STEPS | RIVALS else 1
+            a, b = seconds[ours], seconds[theirs]
+            ratios = [x / y for x, y in zip(a, b, strict=True)]
+            low, _, high = quantiles(ratios, n=4)
+            yield row._replace(
+                ratio=median(ratios),
+                quartiles=(low, high),
+                amounts=(k * median(a), k * median(b)),
+                faults=(k * median(faults[ours]), k * median(faults[theirs])),
+            )
+
+
+def mean_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """The geometric mean over the five cells, where all of them were run."""
+    of = {
+        row.where: row
+        for row in rows
+        if (row.device, row.measure) == ("cpu", "time")
+        and (row.ours, row.theirs) == (COMPILED, COMPILED_HAND)
+    }
+    five = [of[str(model)] for model in FIVE if str(model) in of]
+    if len(five) < len(FIVE):
+        return
+    row = five[0]._replace(where="geometric mean of the five", target=targets.AGAINST_COMPILED_MEAN)
+    row = row._replace(ratio=None, quartiles=None, amounts=None, faults=None)
+    failure = next((x.failure for x in five if x.failure), "")
+    ratio = None if failure else geometric_mean(x.ratio for x in five)
+    yield row._replace(ratio=ratio, failure=failure)
+
+
+def memory_rows(numbers: Mapping[Peak, dict]) -> Iterator[Row]:
+    """Everybody beside the hand-written loop; where it should be flat, 64 beside 2 microbatches."""
+    for peak in numbers:
+        if peak.regime == FLAT:
+            other = peak._replace(model=peak.model._replace(microbatches=2))
+            where = f"{peak.model.microbatches} microbatches"
+            theirs = f"{peak.contender} at 2"
+        else:
+            theirs = HAND_STEP if peak.regime == STEP else HAND
+            other = peak._replace(contender=theirs)
+            where = str(peak.model) if peak.regime == STEP else peak.regime
+        if peak == other:
+            continue
+        target = targets.memory_target(peak.contender, peak.regime, peak.model)
+        row = Row(peak.device, "memory", where, peak.contender, theirs, target)
+        yield compared(row, numbers[peak], numbers[other], "peak")
+
+
+def first_call_rows(numbers: Mapping[One, dict]) -> Iterator[Row]:
+    """Many microbatches beside few."""
+    few = min(one.model.microbatches for one in numbers) if numbers else 0
+    for one in numbers:
+        if one.model.microbatches == few:
+            continue
+        target = targets.FIRST_CALL if one.contender == COMPILED else None
+        where, theirs = str(one.model), f"{one.contender} at {few}"
+        row = Row(one.device, "first call", where, one.contender, theirs, target)
+        other = one._replace(model=one.model._replace(microbatches=few))
+        yield compared(row, numbers[one], numbers[other], "seconds")
+
+
+def compared(row: Row, ours: dict, theirs: dict, what: str) -> Row:
+    if failure := ours.get("failure") or theirs.get("failure"):
+        return row._replace(failure=failure)
+    a, b = ours[what], theirs[what]
+    return row._replace(ratio=a / b, amounts=(a, b))
+
+
+def sync_rows(numbers: Mapping[One, dict]) -> Iterator[Row]:
+    """A number and no ratio: none, or why not."""
+    for one, result in numbers.items():
+        target = targets.SYNCS if one.contender in (*OUR_STEPS, COMPILED) else None
+        row = Row(one.device, "syncs", str(one.model), one.contender, "", target)
+        yield row._replace(ratio=result.get("syncs"), failure=result.get("failure", ""))
