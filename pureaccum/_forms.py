@@ -3,7 +3,7 @@
 It follows from sizes, and can be read off (``step.form(state, batch)``):
 
     "unrolled"  one graph, in which each microbatch stands: for one of them, and for a few where
-                gradients are large
+                gradients are not tiny
     "scan"      one graph with one loop, which holds three gradient trees: where they are small
     "loop"      a graph of one microbatch, which adds to the sums in place, and one that applies
                 them; streams of microbatches use the same two
@@ -27,8 +27,8 @@ from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._tree import leaves as leaves_of
 
 
-SMALL = 2**23  # bytes of gradients, of which a scan holds three
-FEW = 4  # microbatches: unrolled they are fastest, and leanest
+TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three
+FEW = 4  # microbatches: unrolled they are fastest and leanest, where it is arithmetic that counts
 
 
 class Recipe(NamedTuple):
@@ -55,9 +55,9 @@ def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
     count, rest = divmod(flat.rows, plan.size)
     leaves = leaves_of(state.params)
     size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
-    if size <= SMALL:
-        return Form("scan" if count > 1 else "unrolled", count, rest)
-    return Form("unrolled" if count + (rest > 0) <= FEW else "loop", count, rest)
+    if count == 1 or (size > TINY and count + (rest > 0) <= FEW):
+        return Form("unrolled", count, rest)
+    return Form("scan" if size <= SMALL else "loop", count, rest)
 
 
 def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None = None) -> Recipe:
