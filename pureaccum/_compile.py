@@ -20,7 +20,7 @@ from ._forms import Recipe, form_of, recipe_for
 from ._inputs import refuse_autocast_cache
 from ._passes import outside_inference_mode
 from ._programs import Program, programs, renewed
-from ._run import apply, begin_window, update, whole
+from ._run import apply, update, whole
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState
 from ._tree import Tree, flatten, unflatten
@@ -73,7 +73,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             return looped(state, given, eagerly)
         name = "scanned" if recipe.form == "scan" else "unrolled"
         try:
-            return finishing(name, recipe.key, state, given, eagerly)
+            return finishing(name, recipe.key, state, given, eagerly, recipe.tiny)
         except CompileError:
             if recipe.several == 1:
                 raise
@@ -86,13 +86,14 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         state: TrainState,
         rest: tuple[Any, ...],
         eagerly: Callable[[], object],
+        tiny: bool = False,
     ) -> tuple[TrainState, StepInfo]:
-        """What gives the next state: in place, if this one is given up."""
+        """What gives the next state: in place, if this one is given up and that saves anything."""
         if not plan.donate:
             return attempt(get(name, False, *key), (state, *rest), state, eagerly)
         leaves, spec = flatten(state)
         # Where a tensor stands twice (tied leaves) it is not written to.
-        in_place = len(set(map(id, leaves))) == len(leaves)
+        in_place = not tiny and len(set(map(id, leaves))) == len(leaves)
         new, info = attempt(get(name, in_place, *key), (state, *rest), state, eagerly)
         if in_place:
             new = unflatten(spec, renewed(leaves, new))
@@ -102,8 +103,10 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     def looped(
         state: TrainState, pieces: tuple[Tree, ...], eagerly: Callable[[], object]
     ) -> tuple[TrainState, StepInfo]:
-        window, aux = begin_window(undonated, state), None
-        for part in pieces:
+        program = get("first_of_a_batch", False)
+        window, out = attempt(program, (state, pieces[0]), state, eagerly)
+        aux = folded(None, pieces[0], *out) if plan.has_aux else None
+        for part in pieces[1:]:
             program = get("more_of_a_batch", True)
             left, out = attempt(program, (window, state, part), state, eagerly)
             leaves, spec = flatten(window)

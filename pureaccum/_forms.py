@@ -2,8 +2,8 @@
 
 It follows from sizes, and can be read off (``step.form(state, batch)``):
 
-    "unrolled"  one graph, in which each microbatch stands: for one of them, and for a few where
-                gradients are not tiny
+    "unrolled"  one graph, in which each microbatch stands: for one of them, and, as the fastest and
+                leanest form, for a few of a model of few leaves
     "scan"      one graph with one loop, which holds three gradient trees: where they are small
     "loop"      a graph of one microbatch, which adds to the sums in place, and one that applies
                 them; streams of microbatches use the same two
@@ -28,7 +28,7 @@ from ._tree import leaves as leaves_of
 
 
 TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three
-FEW = 4  # microbatches: unrolled they are fastest and leanest, where it is arithmetic that counts
+FEW, SHORT = 4, 64  # microbatches, and leaves times microbatches: longer graphs compile for minutes
 
 
 class Recipe(NamedTuple):
@@ -37,6 +37,7 @@ class Recipe(NamedTuple):
     form: str
     key: tuple[Any, ...]  # of the graph
     arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
+    tiny: bool  # gradients
     several: int = 1  # microbatches that go together
 
 
@@ -46,23 +47,27 @@ class Form(NamedTuple):
     name: str
     whole: int
     rest: int
+    tiny: bool  # gradients
 
 
 def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
     """The form that follows from the sizes."""
-    if plan.size is None or flat.rows is None or flat.rows <= plan.size:
-        return Form("unrolled", 1, 0)
-    count, rest = divmod(flat.rows, plan.size)
     leaves = leaves_of(state.params)
     size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
-    if count == 1 or (size > TINY and count + (rest > 0) <= FEW):
-        return Form("unrolled", count, rest)
-    return Form("scan" if size <= SMALL else "loop", count, rest)
+    tiny = size <= TINY
+    if plan.size is None or flat.rows is None or flat.rows <= plan.size:
+        return Form("unrolled", 1, 0, tiny)
+    count, rest = divmod(flat.rows, plan.size)
+    parts = count + (rest > 0)
+    few = parts <= FEW and parts * len(leaves) <= SHORT
+    if count == 1 or (few and not tiny):
+        return Form("unrolled", count, rest, tiny)
+    return Form("scan" if size <= SMALL else "loop", count, rest, tiny)
 
 
 def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None = None) -> Recipe:
     """How batches like this one go through the compiler."""
-    name, count, rest = form_of(plan, state, flat)
+    name, count, rest, tiny = form_of(plan, state, flat)
     size = plan.size or 1
     if name == "scan":
         several = several or together(plan, state, flat)
@@ -73,7 +78,7 @@ def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None =
             return *stacks(here, size, count, several), tail, several
 
         key = *(x is None for x in stacked(flat.leaves)[:3]), several
-        return Recipe(name, key, stacked, several)
+        return Recipe(name, key, stacked, tiny, several)
 
     def pieces(leaves: list[Any]) -> tuple[Any, ...]:
         here = flat._replace(leaves=leaves)
@@ -85,7 +90,7 @@ def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None =
                 parts[-1] = rows_of(here, count * size)
         return tuple(parts) if name == "loop" else (parts,)
 
-    return Recipe(name, (count, rest > 0), pieces)
+    return Recipe(name, (count, rest > 0), pieces, tiny)
 
 
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:

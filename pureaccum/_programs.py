@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._run import apply, over, updated_window
+from ._run import apply, begin_window, over, updated_window
 from ._scan import Stacked
 from ._torch import compile_anew
 from ._train_state import Plan, StepWindow, TrainState
@@ -47,6 +47,10 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
         new, entry = updated_window(plan, state, window, part)
         return new, entry.aux
 
+    def first_of_a_batch(state: TrainState, part: Tree) -> Any:
+        # The compiler sees that the sums begin with zeros: nothing is filled, and nothing added.
+        return more_of_a_batch(begin_window(plan, state), state, part)
+
     def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree) -> Any:
         new, entry = updated_window(plan, state, window, part, unit)
         share = entry.share
@@ -60,8 +64,8 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     def applied_of_a_batch(state: TrainState, window: StepWindow, aux: Tree) -> Any:
         return apply(plan, state, window, unit, aux)
 
-    every = (scanned, unrolled, more, more_of_a_batch, applied, applied_of_a_batch)
-    functions = {function.__name__: function for function in every}
+    of_batches = (scanned, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
+    functions = {function.__name__: function for function in (*of_batches, more, applied)}
 
     def get(name: str, in_place: bool, *key: Any) -> Program:
         if (known := made.get((name, in_place, *key))) is None:

@@ -30,7 +30,7 @@ One = Callable[[Sequence[Tensor], list[Tensor], Tensor], object]
 
 
 def how_many(one: One, leaves: list[Tensor], xs: list[Tensor], samples: Tensor) -> int:
-    """How many microbatches like those in ``xs``, which are tried, go together.
+    """How many microbatches like those in ``xs``, which are tried, go together; a power of two.
 
     One, where anything speaks against it: torch cannot vmap the loss, or would take a slow way and
     warns of it; the loss draws random numbers, which would be others; it is ``Weighted``.
@@ -53,7 +53,8 @@ def how_many(one: One, leaves: list[Tensor], xs: list[Tensor], samples: Tensor) 
                 one(held, [x[0] for x in xs], samples)
     except Exception:
         return 1
-    return max(1, LITTLE // max(sum(sizes), 1))
+    most = LITTLE // max(sum(sizes), 1)
+    return 1 << max(0, most.bit_length() - 1)  # most numbers of microbatches divide by it
 
 
 def add_together(
