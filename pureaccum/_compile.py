@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._aux import AuxState, Stack, finish_aux, fold_stack
-from ._batches import read_batch
+from ._batches import need_rows, read_batch
 from ._donation import Spoiled, mark
 from ._engine import Rule
 from ._explain import explained
@@ -56,8 +56,11 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         leaves, spec = flatten(batch)
         shapes = spec, *[x.shape if isinstance(x, Tensor) else type(x) for x in leaves]
         recipe = recipes.get(shapes)
+        new = recipe is None
         if recipe is None:  # all that is looked at is the same for the next batch of these shapes
             flat = read_batch(batch)
+            if plan.size is not None:
+                need_rows(flat, "batch")
             if flat.rows == 0:
                 return whole(plan, state, batch)
             if len(recipes) == REMEMBERED:
@@ -75,7 +78,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         try:
             return finishing(name, recipe.key, state, given, eagerly, recipe.tiny)
         except CompileError:
-            if recipe.several == 1:
+            if recipe.several == 1 or not new:
                 raise
         recipes[shapes] = recipe_for(undonated, state, read_batch(batch), 1)
         return whole_compiled(state, batch)
@@ -189,6 +192,13 @@ def check_compilable(rule: Rule, settings: Any) -> None:
         raise TypeError(
             f"compile is {settings!r}; expected True, False, or the arguments of torch.compile, "
             'such as {"mode": "reduce-overhead"}.'
+        )
+    taken = ("backend", "mode", "options", "dynamic")
+    strange = [name for name in ({} if settings is True else settings) if name not in taken]
+    if strange:
+        raise ValueError(
+            f"compile has {strange[0]!r}, which is not among what a step hands on to torch.compile: "
+            f"{', '.join(taken)}."
         )
     if rule.engine == "autograd":
         raise ValueError(

@@ -1,7 +1,9 @@
 """What stopped the compiler, in one sentence about the user's own code; its own words below."""
 
+import re
 from pathlib import Path
 
+import optree
 import torch
 
 from ._torch import compiler_stack, is_compiler_error
@@ -24,8 +26,12 @@ MEANINGS = {  # the first that fits
     "a list; return it as aux (has_aux=True)",
     "builtin operator": NOTHING_ELSE,
 }
+RAISED = re.compile(r"""raised exception \w+\((["'])(.*?)\1\)""")
 OURS = Path(__file__).parent
-LIBRARIES = (str(Path(torch.__file__).parent), *(str(x) for x in OURS.glob("_*.py")))
+LIBRARIES = (
+    *(str(Path(library.__file__ or "").parent) for library in (torch, optree)),
+    *(str(file) for file in OURS.glob("_*.py")),
+)
 
 
 def explained(error: BaseException) -> str | None:
@@ -34,13 +40,17 @@ def explained(error: BaseException) -> str | None:
         return None
     text = str(error)
     if "recompile" in type(error).__name__.lower():
-        what = (
+        return (
             "this step was compiled anew again and again: something besides the number of rows "
-            "changes from call to call (a Python number or a module that the loss reads, the "
-            "order of a dict's keys, another length of sequences); make it a tensor, or pad it"
+            "changes from call to call, or a Python number is made of that. Make such numbers "
+            "tensors, pad what comes in many lengths, and keep the order of a dict's keys. The "
+            f"compiler's own words:\n\n{text}"
         )
-        return f"{what}.\n\n{text}"
-    theirs = [f for f in compiler_stack(error) if not f.filename.startswith(LIBRARIES)]
+    stack = compiler_stack(error)
+    ours = stack and Path(stack[-1].filename).parent == OURS and RAISED.search(text)
+    if ours:
+        return f"{ours[2]} The compiler's own words:\n\n{text}"
+    theirs = [f for f in stack if not f.filename.startswith(LIBRARIES)]
     if not theirs:
         return (
             "torch's compiler failed on this step, which runs without compile=True. Its own "

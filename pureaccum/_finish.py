@@ -18,7 +18,7 @@ from ._donation import mark
 from ._loss import divisor, mean_value
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, TrainState
-from ._tree import Tree, all_finite, as_scalar_of, flatten, global_norm, unflatten, where
+from ._tree import Tree, all_finite, as_scalar_of, flatten, global_norm, map, unflatten, where
 from ._tree import leaves as leaves_of
 
 
@@ -80,6 +80,8 @@ def finished(
         # a window in which nothing was seen says nothing about the scale
         scaling = where(any_weight | ~finite, learned, scaling)
     donate = plan.donate and in_place
+    if donate and leaves_of(info.aux):
+        info = info._replace(aux=_apart(info.aux, state))
     tree = unflatten(flatten(state.params)[1], grads)
     params, opt_state = plan.optimizer.apply(
         tree, state.opt_state, state.params, applied=applied, donate=donate
@@ -98,3 +100,14 @@ def finished(
         rest = (state.buffers, state.loss_scale, *state[4:])
         mark(leaves_of(rest))
     return new, info
+
+
+def _apart(aux: Tree, state: TrainState) -> Tree:
+    """Aux that may be parameters or buffers, before their memory is written to."""
+    held = {x.untyped_storage().data_ptr() for x in leaves_of((state.params, state.buffers))}
+
+    def apart(x: Any) -> Any:
+        shared = isinstance(x, torch.Tensor) and not x.is_sparse
+        return x.clone() if shared and x.untyped_storage().data_ptr() in held else x
+
+    return map(apart, aux)

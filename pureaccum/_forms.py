@@ -69,15 +69,16 @@ def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None =
     """How batches like this one go through the compiler."""
     name, count, rest, tiny = form_of(plan, state, flat)
     size = plan.size or 1
+    first, flat = flat, flat._replace(leaves=[])  # a recipe outlives the batch
     if name == "scan":
-        several = several or together(plan, state, flat)
+        several = several or together(plan, state, first)
 
         def stacked(leaves: list[Any]) -> tuple[Any, ...]:
             here = flat._replace(leaves=leaves)
             tail = rows_of(here, count * size) if rest else None
             return *stacks(here, size, count, several), tail, several
 
-        key = *(x is None for x in stacked(flat.leaves)[:3]), several
+        key = *(x is None for x in stacked(first.leaves)[:3]), several
         return Recipe(name, key, stacked, tiny, several)
 
     def pieces(leaves: list[Any]) -> tuple[Any, ...]:

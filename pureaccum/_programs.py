@@ -18,7 +18,7 @@ from ._run import apply, begin_window, over, updated_window
 from ._scan import Stacked
 from ._torch import compile_anew
 from ._train_state import Plan, StepWindow, TrainState
-from ._tree import Tree
+from ._tree import Tree, map
 from ._tree import leaves as leaves_of
 from ._weights import power_of_two
 from ._window import Pieces
@@ -83,6 +83,8 @@ def _in_place(function: Program) -> Program:
 
     def run(old: Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
         new, more = function(old, *rest)
+        # Clones, because aux may be a parameter or a buffer, as it was before.
+        more = map(lambda x: x.clone() if isinstance(x, Tensor) else x, more)
         return written(old, new), more
 
     return run

@@ -21,6 +21,7 @@ name                               what for                                check
 ``tests/parity/test_private_torch.py`` fails when one of them moves.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from traceback import FrameSummary
 from types import FunctionType
@@ -115,19 +116,16 @@ def compile_anew(
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     """Not what torch, optree and we ourselves are made of: half of a small step's time.
 
-    What users may change stays guarded: all of theirs, and the hooks of all modules.
+    What users may change of their own stays guarded, and so do the hooks of all modules. Who puts
+    another function into torch itself calls ``torch.compiler.reset()``.
     """
-    made_of = ("_torch_dot_", "_optree_dot_", "_pureaccum_dot__", "_contextlib")
-    libraries = (
-        *(f"G['__import{name}" for name in made_of),
-        "__import__('torch')",
-        "G['___unnamed_scope",  # what the classes of NamedTuples are made of
-        "G['__builtins_dict__",
-    )
-    return [
-        "_global_" in guard.name or not any(name in guard.name for name in libraries)
-        for guard in guards
-    ]
+    return ["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]
+
+
+_LIBRARY = re.compile(
+    r"G\['__import_(torch_dot_|optree_dot_|pureaccum_dot__|contextlib')|__import__\('torch'\)"
+    r"|\['_tuple_new'\]"  # what the classes of NamedTuples are made of
+)
 
 
 def let_vary(x: Tensor) -> Tensor:

@@ -103,11 +103,14 @@ def weigh(
         return Weighing(cotangent, power, None)
     power = 1.0 if reduction == "sum" else unit or power_of_two(rows or 0)
     pulled = 1.0 if reduction == "sum" else (rows or 0) / power
-    known = {} if cotangents is None else cotangents
-    if pulled not in known:
+    cotangent = None if cotangents is None else cotangents.get(pulled)
+    if cotangent is None:
         cotangent = torch.full_like(total, pulled)
-        known[pulled] = cotangent if scale is None else cotangent * as_scalar_of(total, scale)
-    return Weighing(known[pulled], power / (unit or 1.0), None)
+        if scale is not None:
+            cotangent = cotangent * as_scalar_of(total, scale)
+        if cotangents is not None:
+            cotangents[pulled] = cotangent
+    return Weighing(cotangent, power / (unit or 1.0), None)
 
 
 def _power_of_two(weight: Tensor) -> Tensor:
@@ -120,11 +123,12 @@ def _power_of_two(weight: Tensor) -> Tensor:
 
 def settle(seen: Sequence[Microbatch]) -> Tally:
     """Total, weight and the number of microbatches that are not finite, in float64 and int64."""
+    # Few operations for many entries; a compiler sees to that itself, and would take the number of
+    # rows for a constant if two of them were compared.
+    alone = torch.compiler.is_compiling()
+    alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
     totals = torch.cat(
-        [
-            torch.stack([entry.value for entry in group]).double() * times
-            for times, group in groupby(seen, key=lambda entry: entry.times)
-        ]
+        [torch.stack([x.value for x in group]).double() * times for times, group in alike]
     )
     known = sum(entry.weight for entry in seen if not isinstance(entry.weight, Tensor))
     weights = [entry.weight for entry in seen if isinstance(entry.weight, Tensor)]

@@ -1,5 +1,7 @@
 """The private names of torch that the package touches exist, and do what it takes them to do."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,135 @@ def test_whether_saved_tensors_hooks_are_allowed_is_seen() -> None:
     with torch.autograd.graph.disable_saved_tensors_hooks("no"):
         assert not _torch.saved_tensors_hooks_allowed()
     assert _torch.saved_tensors_hooks_allowed()
+
+
+# The compiler -----------------------------------------------------------------------------
+
+
+def test_scan_is_a_loop_in_a_graph() -> None:
+    """Over a body that calls torch.func, with a carry that is a tree, and outputs stacked."""
+
+    def body(carry: Any, xs: list[torch.Tensor]) -> Any:
+        total, count = carry
+        grad = torch.func.grad(lambda x: (x**2).sum())(xs[0])
+        return (total + grad, count + 1), [grad.sum()]
+
+    def run(x: torch.Tensor) -> Any:
+        return _torch.scan(body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x])
+
+    x = torch.arange(6.0).reshape(3, 2)
+    torch.compiler.reset()
+    (total, count), (sums,) = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+    assert total.tolist() == [12.0, 18.0]
+    assert count == 3
+    assert sums.tolist() == [2.0, 10.0, 18.0]
+
+
+def counting(graphs: list[Any]) -> Any:
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return {"backend": backend}
+
+
+def test_functions_of_one_def_have_limits_of_their_own() -> None:
+    """torch counts recompilations by code: the ninth closure would not compile."""
+    graphs: list[Any] = []
+
+    def add(number: float) -> Any:
+        return lambda x: x + number
+
+    functions = [_torch.compile_anew(add(i), True, counting(graphs)) for i in range(10)]
+    assert [f(torch.zeros(1)).item() for f in functions] == list(range(10))
+    assert len(graphs) == 10
+
+
+def test_one_graph_takes_any_number_of_rows_if_it_is_told_to() -> None:
+    graphs: list[Any] = []
+    function = _torch.compile_anew(lambda x: x.sum(0), False, counting(graphs))
+    for rows in (5, 3, 9):
+        assert function(_torch.let_vary(torch.ones(rows, 2))).tolist() == [rows, rows]
+    assert len(graphs) == 1
+    fixed = _torch.compile_anew(lambda x: x.sum(0), False, counting(graphs))
+    for rows in (5, 3):
+        fixed(torch.ones(rows, 2))
+    assert len(graphs) == 3
+
+
+def test_errors_of_the_compiler_are_told_from_others() -> None:
+    """And where in the user's code they came from."""
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+    def raising(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            raise RuntimeError("while it runs")
+
+        return run
+
+    def no_backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("while it is compiled")
+
+    x = torch.ones(2)
+    with pytest.raises(Exception, match=r"[Dd]ata-dependent") as caught:
+        _torch.compile_anew(branches, False, {"backend": "eager"})(x)
+    assert _torch.is_compiler_error(caught.value)
+    last = _torch.compiler_stack(caught.value)[-1]
+    assert (last.filename, last.line) == (__file__, "if x.sum() > 0:")
+    with pytest.raises(Exception, match="while it is compiled") as caught:
+        _torch.compile_anew(lambda x: x + 1, False, {"backend": no_backend})(x)
+    assert _torch.is_compiler_error(caught.value)
+    with pytest.raises(RuntimeError, match="while it runs") as caught:
+        _torch.compile_anew(lambda x: x + 2, False, {"backend": raising})(x)
+    assert not _torch.is_compiler_error(caught.value)
+    assert _torch.compiler_stack(caught.value) == []
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(Exception) as caught:
+        function = _torch.compile_anew(lambda x, n: x * n, False, {"backend": "eager"})
+        for number in (True, None, "x"):
+            function(x, number)
+    assert _torch.is_compiler_error(caught.value)
+
+
+def test_guards_are_left_out_by_names_that_torch_gives_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some are left out, and none that is about what the user holds."""
+    seen: list[tuple[str, bool]] = []
+    real = _torch._worth_guarding
+
+    def spying(guards: Any) -> list[bool]:
+        worth = real(guards)
+        seen.extend(zip([guard.name for guard in guards], worth, strict=True))
+        return worth
+
+    monkeypatch.setattr(_torch, "_worth_guarding", spying)
+    module, held = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), {"number": 2.0}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.relu(module(x)) * held["number"]
+
+    _torch.compile_anew(function, False, {"backend": "eager"})(torch.ones(1, 2))
+    names = {kept: [name for name, worth in seen if worth is kept] for kept in (True, False)}
+    assert any("__import_torch" in name for name in names[False])
+    assert any("held" in name or "['number']" in name for name in names[True])
+    assert any("training" in name for name in names[True])
+    assert any("_global_forward_hooks" in name for name in names[True])
+    assert not any("held" in name or "training" in name for name in names[False])
+
+
+@pytest.mark.parametrize("dims", [0, 1])
+def test_what_a_graph_writes_to_a_0d_float64_tensor_is_lost(dims: int) -> None:
+    """Why ``_programs.written`` returns those: torch 2.13 passes them as numbers to the graph."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.copy_(y + 1)
+        return y * 2
+
+    torch.compiler.reset()
+    x, y = torch.zeros([1] * dims, dtype=torch.float64), torch.ones([1] * dims).double()
+    torch.compile(function, backend="aot_eager", fullgraph=True)(x, y)
+    assert x.item() == (2 if dims else 0)
