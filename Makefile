@@ -21,7 +21,7 @@ demo: $(VENV)/installed  ## see the exactness claim, in a few seconds
 test: $(VENV)/installed  ## run the tests and the doctests
 	$(RUN) pytest -n auto --dist worksteal
 
-bench: $(VENV)/installed  ## measure against hand-written loops; arguments in BENCH="..."
+bench: $(VENV)/bench  ## measure beside other libraries; arguments in BENCH="..."
 	$(RUN) tests.benchmarks $(BENCH)
 
 lint: $(VENV)/installed  ## check style, format and types
@@ -32,6 +32,10 @@ lint: $(VENV)/installed  ## check style, format and types
 clean:  ## remove what the other targets made, .venv included
 	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/bench: $(VENV)/installed
+	$(RUN) pip install --quiet -e '.[bench]'
+	@touch $@
 
 # Touched last, so that an interrupted install starts again.
 $(VENV)/installed: pyproject.toml

@@ -197,7 +197,7 @@ def check_compilable(rule: Rule, settings: Any) -> None:
     strange = [name for name in ({} if settings is True else settings) if name not in taken]
     if strange:
         raise ValueError(
-            f"compile has {strange[0]!r}, which is not among what a step hands on to torch.compile: "
+            f"compile has {strange[0]!r}, which is not among what is handed on to torch.compile: "
             f"{', '.join(taken)}."
         )
     if rule.engine == "autograd":
