@@ -19,7 +19,7 @@ from ._explain import explained
 from ._forms import Recipe, form_of, recipe_for
 from ._inputs import refuse_autocast_cache
 from ._passes import outside_inference_mode
-from ._programs import Program, programs, renewed
+from ._programs import Program, has_cuda_graphs, programs, renewed
 from ._run import apply, update, whole
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState
@@ -49,6 +49,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     get = programs(plan, settings)
     undonated = plan._replace(donate=False)
     recipes: dict[Any, Recipe] = {}
+    recorded = has_cuda_graphs(settings)
 
     def whole_compiled(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
         if transform_active() or not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -95,8 +96,9 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         if not plan.donate:
             return attempt(get(name, False, *key), (state, *rest), state, eagerly)
         leaves, spec = flatten(state)
-        # Where a tensor stands twice (tied leaves) it is not written to.
-        in_place = not tiny and len(set(map(id, leaves))) == len(leaves)
+        # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
+        # have to write where it was recorded.
+        in_place = not tiny and not recorded and len(set(map(id, leaves))) == len(leaves)
         new, info = attempt(get(name, in_place, *key), (state, *rest), state, eagerly)
         if in_place:
             new = unflatten(spec, renewed(leaves, new))

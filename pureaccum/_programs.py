@@ -72,10 +72,31 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
             function = functions[name]
             wrapped = name in ("scanned", "unrolled")
             known = compile_anew(_in_place(function) if in_place else function, wrapped, settings)
+            if has_cuda_graphs(settings):
+                known = _kept(known)
             made[name, in_place, *key] = known
         return known
 
     return get
+
+
+def has_cuda_graphs(settings: Mapping[str, Any]) -> bool:
+    """Whether the compiler may record the kernels of a graph, and replay them."""
+    return settings.get("mode") in ("reduce-overhead", "max-autotune")
+
+
+def _kept(program: Program) -> Program:
+    """Clones, because a recording writes the next results over these."""
+
+    def run(*args: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return map(_clone, program(*args))
+
+    return run
+
+
+def _clone(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _in_place(function: Program) -> Program:
@@ -84,7 +105,7 @@ def _in_place(function: Program) -> Program:
     def run(old: Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
         new, more = function(old, *rest)
         # Clones, because aux may be a parameter or a buffer, as it was before.
-        more = map(lambda x: x.clone() if isinstance(x, Tensor) else x, more)
+        more = map(_clone, more)
         return written(old, new), more
 
     return run

@@ -108,7 +108,7 @@ def keeps(params: Any, batch: Any) -> Tensor:
         (branches, "if value > 100", "torch.where takes both sides"),
         (prints, 'print("the loss")', "return what is to be printed as aux"),
         (logs, 'LOG.info("the loss")', "return what is to be logged as aux"),
-        # FAILS as of 24caa49: the line named is one of the standard library, which the user's calls.
+        # FAILS as of 24caa49: the line that is named is one of the standard library.
         (gets_a_logger, 'logging.getLogger("mine")', ""),
         (lists, 'batch["x"].tolist()', "keep it a tensor"),
         (opens, "with open(__file__):", "a graph computes on tensors"),
@@ -133,13 +133,12 @@ def test_the_line_that_does_not_compile_is_named(loss: Any, line: str, why: str)
 
 
 def test_optimizers_of_torch() -> None:
-    """As it is today: one sentence, that says what to leave out, and the reason below it."""
+    """In the words in which they refuse transforms."""
     step = make(pa.from_torch(torch.optim.RMSprop, lr=0.1), microbatch_size=None)
     with pytest.raises(CompileError) as caught:
         step(step.init(PARAMS), make_batch())
-    first, below = str(caught.value).split("\n\n", 1)
-    assert "runs without compile=True" in first
-    assert "from_torch(RMSprop) cannot run under a torch.func transform or torch.compile" in below
+    words = "from_torch(RMSprop) cannot run under a torch.func transform or torch.compile"
+    assert str(caught.value).startswith(words)
 
 
 # What the eager step refuses too ----------------------------------------------------------
@@ -219,7 +218,7 @@ def test_the_words_are_those_of_the_eager_step(name: str) -> None:
     state, batch = change(ours.init(PARAMS), make_batch(6))
     said = []
     for step in (ours, eager):
-        with unchanged(batch), pytest.raises(Exception) as caught:
+        with unchanged(batch), pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
             step(state, batch)
         said.append((caught.type, str(caught.value)))
         assert not any(isinstance(x, (Donated, Spoiled)) for x in leaves(state))
@@ -275,7 +274,7 @@ def tabled(params: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("form", ["scan", "loop"])
 def test_a_donated_state_is_written_to_in_place(form: str) -> None:
-    """Memory stays where it is, numbers without dimensions are right, and the old names are gone."""
+    """Memory stays where it is, numbers without dimensions are right, old names are gone."""
     last = pa.adamw(2.0**-3) if form == "scan" else pa.sgd(2.0**-3, momentum=0.5)
     optimizer = pa.chain(pa.clip_by_global_norm(1.0), last)
     knobs = {"loss_scale": pa.dynamic_loss_scale(8.0, growth_interval=1)}
@@ -328,7 +327,7 @@ def test_without_donation_no_memory_is_shared() -> None:
     step = make(pa.sgd(0.1, momentum=0.5), compile=IN_PLACE, **SCALED)
     state, batch = step.init(PARAMS), make_batch(7)
     with unchanged(state, batch):
-        new, info = step(state, batch)
+        new, _ = step(state, batch)
         window = step.begin(state)
         later = step.update(state, window, batch)
         applied, _ = step.apply(state, later)

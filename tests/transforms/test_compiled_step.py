@@ -105,7 +105,7 @@ FULL = pair(
 @example(1, [{6}, set()], set(range(7)))
 @example(2, [{2, 6}], {2, 3})
 def test_scales_masks_keys_and_bad_microbatches(seed: int, bad: Any, masked: Any) -> None:
-    """Bad microbatches come and go, some of them weigh nothing, and the masks are those of eager."""
+    """Bad microbatches come and go, some weigh nothing, and what is dropped is what eager drops."""
     mask = torch.ones(7, dtype=torch.float64)
     mask[list(masked)] = 0
     batches = [
@@ -164,15 +164,15 @@ def test_aux_is_reduced(form: str) -> None:
     state = ours.init(params)
     batch = make_batch(0, 10) | {"mask": torch.tensor([0.0, 0, 1, 2, 0, 1, 3, 0, 1, 0]).double()}
     assert ours.form(state, batch) == form
-    for given in (poisoned(batch, [4]), poisoned(batch, range(10))):
-        (new, info), (other, what) = ours(state, given), eager(state, given)
+    for bad in (poisoned(batch, [4]), poisoned(batch, range(10))):
+        (new, info), (other, what) = ours(state, bad), eager(state, bad)
         assert info.aux.pop("word") == what.aux.pop("word") == "done"
         n, m = info.aux.pop("n"), what.aux.pop("n")
         assert int(n) == int(m)
         assert_close((new, info), (other, what))
 
 
-@pytest.mark.parametrize("buffers", ["freeze", "sequential", "pooled"])
+@pytest.mark.parametrize("buffers", ["sequential", "pooled"])
 def test_buffers(buffers: Any) -> None:
     """In a scan; then a batch that is not applied, which leaves them as they were."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
@@ -303,7 +303,7 @@ def test_ragged_streams_and_other_states_add_no_graphs() -> None:
         compile=settings,
     )
     mine = other = ours.init(make_params())
-    sizes = [[2, 3, 1], [5, 4, 7], [1, 6, 2]]
+    sizes, made = [[2, 3, 1], [5, 4, 7], [1, 6, 2]], [0, 0]
     for turn in range(2):
         for i, rows in enumerate(sizes):
             windows = [ours.begin(mine), eager.begin(other)]
@@ -322,18 +322,19 @@ def test_ragged_streams_and_other_states_add_no_graphs() -> None:
             )
             assert_close((mine, info), (other, what))
             assert info.skipped == 1
-        made = len(graphs) if turn == 0 else made
-    assert len(graphs) == made <= 4
+        made[turn] = len(graphs)
+    assert made[0] == made[1] <= 4
 
 
-def test_ten_steps_of_one_loss_all_compile() -> None:
-    """torch counts recompilations by the code of a function, and eight is its limit."""
+def test_many_steps_of_one_loss_all_compile() -> None:
+    """torch counts recompilations by the code of a function, up to a limit, here a small one."""
     settings, graphs = counting()
     state = pa.make_step(loss, pa.sgd(0.1)).init(make_params())
-    for _ in range(10):
-        step = pa.make_step(lambda p, b: (p["b"] ** 2).sum(), pa.sgd(0.1), compile=settings)
-        step.apply(state, step.begin(state))  # the least that compiles
-    assert len(graphs) == 10
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            step = pa.make_step(loss, pa.sgd(0.1), compile=settings)
+            step.apply(state, step.begin(state))  # the least that compiles
+    assert len(graphs) == 4
 
 
 class Switched(nn.Module):
@@ -360,7 +361,6 @@ def test_what_a_loss_captures_may_change() -> None:
 
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
     state, batch = ours.init(make_params()), make_batch()
-    handles: list[Any] = []
 
     def rebind() -> None:
         nonlocal rebound
@@ -369,44 +369,40 @@ def test_what_a_loss_captures_may_change() -> None:
     changes: dict[str, Callable[[], Any]] = {
         "first": lambda: None,
         "eval": module.eval,
-        "a tensor in place": lambda: held["tensor"].mul_(2),
+        "a tensor in place": lambda: held["tensor"].mul_(3),
         "a buffer in place": lambda: module.shift.add_(1),
         "a number": lambda: held.update(number=5.0),
         "a tensor": lambda: held.update(tensor=torch.full((2,), 0.5, dtype=torch.float64)),
         "a variable": rebind,
-        "a hook of all modules": lambda: handles.append(
-            nn.modules.module.register_module_forward_hook(
-                lambda m, a, out: out + 1 if isinstance(m, nn.LayerNorm) else None
-            )
-        ),
     }
     seen: list[float] = []
-    try:
-        for name, change in changes.items():
-            change()
-            got, want = ours(state, batch), eager(state, batch)
-            try:
-                assert_close(got, want)
-            except AssertionError as error:
-                raise AssertionError(name) from error
-            seen.append(got[1].loss.item())
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, change in changes.items():
+        change()
+        got, want = ours(state, batch), eager(state, batch)
+        try:
+            assert_close(got, want)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+        seen.append(got[1].loss.item())
     assert len(set(seen)) == len(changes)
 
 
-def test_a_hook_that_is_registered_later() -> None:
-    """FAILS as of 24caa49, as under torch.compile itself: dynamo's skip_nnmodule_hook_guards."""
+@pytest.mark.parametrize("every_module", [False, True])
+def test_a_hook_that_is_registered_later(every_module: bool) -> None:
+    """FAILS as of 24caa49, see the report: torch's own ``skip_nnmodule_hook_guards`` is True."""
     module = nn.LayerNorm(2).double().requires_grad_(False)
 
     def loss(params: Any, batch: Any) -> Tensor:
         return (module(batch["x"] @ params["w"]) * params["b"]).sum()
 
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * 2
+
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
     state, batch = ours.init(make_params()), make_batch()
     assert_close(ours(state, batch), eager(state, batch))
-    handle = module.register_forward_hook(lambda module, args, out: out * 2)
+    register = nn.modules.module.register_module_forward_hook
+    handle = register(hook) if every_module else module.register_forward_hook(hook)
     try:
         assert_close(ours(state, batch), eager(state, batch))
     finally:
@@ -440,7 +436,7 @@ def test_under_transforms_it_is_the_ordinary_step() -> None:
 
 def test_nothing_changes_but_what_is_returned() -> None:
     """Also by the first call, which tries the loss out and compiles it."""
-    ours, eager = pair(loss, pa.adamw(0.1))
+    ours, _ = pair(loss, pa.adamw(0.1))
     params, batch = make_params(), make_batch(0, 7)
     state = ours.init(params)
     for _ in range(2):
@@ -466,7 +462,7 @@ def test_a_stream_in_any_mode(mode: Any) -> None:
 
 
 def test_autocast_around_it() -> None:
-    """Without its cache it is seen by the graph; with it, refused in the words of the eager step."""
+    """Without its cache a graph sees it; with it, it is refused as by the eager step."""
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
     state, batch = (
         optree.tree_map(
