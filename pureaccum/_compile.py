@@ -16,13 +16,12 @@ from ._batches import need_rows, read_batch
 from ._donation import Spoiled, mark
 from ._engine import Rule
 from ._explain import explained
-from ._forms import Recipe, form_of, recipe_for
+from ._forms import Recipe, form_of, is_tensor, recipe_for
 from ._inputs import refuse_autocast_cache
-from ._passes import outside_inference_mode
 from ._programs import Program, has_cuda_graphs, programs, renewed
-from ._run import apply, update, whole
+from ._run import apply, check_window, update, whole
 from ._torch import transform_active
-from ._train_state import Plan, StepInfo, StepWindow, TrainState
+from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
 from ._tree import Tree, flatten, unflatten
 from ._tree import leaves as leaves_of
 from ._tree import map as map_tree
@@ -49,24 +48,30 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     get = programs(plan, settings)
     undonated = plan._replace(donate=False)
     recipes: dict[Any, Recipe] = {}
+    fitting: set[Any] = set()
     recorded = has_cuda_graphs(settings)
 
     def whole_compiled(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
         if transform_active() or not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
             return whole(plan, state, batch)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return whole_compiled(state, batch)
         leaves, spec = flatten(batch)
-        shapes = spec, *[x.shape if isinstance(x, Tensor) else type(x) for x in leaves]
-        recipe = recipes.get(shapes)
+        flat_state = flatten(state)
+        kind = flat_state[1], spec, *[x.shape if is_tensor(x) else type(x) for x in leaves]
+        recipe = recipes.get(kind)
         new = recipe is None
-        if recipe is None:  # all that is looked at is the same for the next batch of these shapes
+        if recipe is None:  # all that is looked at is the same for the next of this kind
             flat = read_batch(batch)
+            check_train_state(plan, state)
             if plan.size is not None:
                 need_rows(flat, "batch")
             if flat.rows == 0:
                 return whole(plan, state, batch)
             if len(recipes) == REMEMBERED:
                 recipes.clear()
-            recipe = recipes[shapes] = recipe_for(undonated, state, flat)
+            recipe = recipes[kind] = recipe_for(undonated, state, flat)
         refuse_autocast_cache([state.samples])
 
         def eagerly() -> object:
@@ -74,39 +79,43 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
 
         given = recipe.arrange(leaves)
         if recipe.form == "loop":
-            return looped(state, given, eagerly)
+            return looped(state, flat_state, given, eagerly)
         name = "scanned" if recipe.form == "scan" else "unrolled"
         try:
-            return finishing(name, recipe.key, state, given, eagerly, recipe.tiny)
+            return finishing(name, recipe.key, state, flat_state, given, eagerly, recipe.tiny)
         except CompileError:
             if recipe.several == 1 or not new:
                 raise
-        recipes[shapes] = recipe_for(undonated, state, read_batch(batch), 1)
+        recipes[kind] = recipe_for(undonated, state, read_batch(batch), 1)
         return whole_compiled(state, batch)
 
     def finishing(
         name: str,
         key: tuple[Any, ...],
         state: TrainState,
+        flat_state: tuple[list[Tensor], Any],
         rest: tuple[Any, ...],
         eagerly: Callable[[], object],
         tiny: bool = False,
     ) -> tuple[TrainState, StepInfo]:
         """What gives the next state: in place, if this one is given up and that saves anything."""
-        if not plan.donate:
-            return attempt(get(name, False, *key), (state, *rest), state, eagerly)
-        leaves, spec = flatten(state)
+        leaves, spec = flat_state
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
-        in_place = not tiny and not recorded and len(set(map(id, leaves))) == len(leaves)
+        distinct = len({*map(id, leaves)}) == len(leaves)
+        in_place = plan.donate and not tiny and not recorded and distinct
         new, info = attempt(get(name, in_place, *key), (state, *rest), state, eagerly)
         if in_place:
             new = unflatten(spec, renewed(leaves, new))
-        mark(leaves)
+        if plan.donate:
+            mark(leaves)
         return new, info
 
     def looped(
-        state: TrainState, pieces: tuple[Tree, ...], eagerly: Callable[[], object]
+        state: TrainState,
+        flat_state: tuple[list[Tensor], Any],
+        pieces: tuple[Tree, ...],
+        eagerly: Callable[[], object],
     ) -> tuple[TrainState, StepInfo]:
         program = get("first_of_a_batch", False)
         window, out = attempt(program, (state, pieces[0]), state, eagerly)
@@ -119,7 +128,8 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             if plan.has_aux:
                 aux = folded(aux, part, *out)
         reduced = () if aux is None else finish_aux(aux)
-        return finishing("applied_of_a_batch", (), state, (window, reduced), eagerly)
+        name = "applied_of_a_batch"
+        return finishing(name, (), state, flat_state, (window, reduced), eagerly)
 
     def folded(aux: AuxState | None, part: Tree, out: Tree, share: Tensor, ok: Any) -> AuxState:
         leaves, spec = flatten(out)
@@ -128,11 +138,25 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         stack = Stack(spec, leaves, share.unsqueeze(0), finite)
         return fold_stack(aux, stack, read_batch(part).rows or 0, plan.aux_reduction)
 
-    def update_compiled(state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
-        alien = not isinstance(state, TrainState) or not isinstance(window, StepWindow)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if transform_active() or alien or not read_batch(microbatch, "microbatch").rows:
-            return update(plan, state, window, microbatch)
+    def fits(state: Any, window: Any) -> bool:
+        """Whether the two are what a graph may be given; the eager step says what is wrong."""
+        kind = flatten(state)[1], flatten(window)[1]
+        if kind not in fitting:
+            if not isinstance(state, TrainState) or not isinstance(window, StepWindow):
+                return False
+            check_window(plan, state, window)
+            fitting.add(kind)
         refuse_autocast_cache([state.samples])
+        return True
+
+    def update_compiled(state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
+        if transform_active() or not fits(state, window):
+            return update(plan, state, window, microbatch)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return update_compiled(state, window, microbatch)
+        if not read_batch(microbatch, "microbatch").rows:
+            return update(plan, state, window, microbatch)
 
         def eagerly() -> object:
             return update(undonated, state, window, microbatch)
@@ -147,14 +171,16 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         return (new, aux) if plan.has_aux else new
 
     def apply_compiled(state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
-        alien = not isinstance(state, TrainState) or not isinstance(window, StepWindow)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if transform_active() or alien:
+        if transform_active() or not fits(state, window):
             return apply(plan, state, window)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return apply_compiled(state, window)
 
         def eagerly() -> object:
             return apply(undonated, state, window)
 
-        result = finishing("applied", (), state, (window, ()), eagerly)
+        result = finishing("applied", (), state, flatten(state), (window, ()), eagerly)
         if plan.donate:
             mark(leaves_of(window))
         return result
@@ -174,7 +200,7 @@ def attempt(
 ) -> Any:
     """Call a graph; what goes wrong without the compiler too is said without it."""
     try:
-        with outside_inference_mode(), torch.no_grad():
+        with torch.no_grad():
             return program(*args)
     except BaseException as error:
         sentence = explained(error)

@@ -1,6 +1,7 @@
 """What stopped the compiler, in one sentence about the user's own code; its own words below."""
 
 import re
+import sysconfig
 from pathlib import Path
 
 import optree
@@ -16,7 +17,7 @@ MEANINGS = {  # the first that fits
     "branching": f"it decides by {NUMBER}; torch.where takes both sides",
     "assertion": f"it decides by {NUMBER}; look at what the step returns instead",
     "logging.logger": f"{NOTHING_ELSE}; return what is to be logged as aux (has_aux=True)",
-    "`print`": f"{NOTHING_ELSE}; return what is to be printed as aux (has_aux=True)",
+    "operator `print`": f"{NOTHING_ELSE}; return what is to be printed as aux (has_aux=True)",
     "item()": f"it takes {NUMBER} out of a tensor; keep it a tensor",
     "tolist": f"it takes {NUMBER} out of a tensor; keep it a tensor",
     "on data-dependent": f"it asks for {NUMBER}; keep it a tensor",
@@ -28,6 +29,7 @@ MEANINGS = {  # the first that fits
 }
 RAISED = re.compile(r"""raised exception \w+\((["'])(.*?)\1\)""")
 OURS = Path(__file__).parent
+STANDARD = sysconfig.get_path("stdlib")
 LIBRARIES = (
     *(str(Path(library.__file__ or "").parent) for library in (torch, optree)),
     *(str(file) for file in OURS.glob("_*.py")),
@@ -50,7 +52,7 @@ def explained(error: BaseException) -> str | None:
     ours = stack and Path(stack[-1].filename).parent == OURS and RAISED.search(text)
     if ours:
         return f"{ours[2]} The compiler's own words:\n\n{text}"
-    theirs = [f for f in stack if not f.filename.startswith(LIBRARIES)]
+    theirs = [frame for frame in stack if not _of_a_library(frame.filename)]
     if not theirs:
         return (
             "torch's compiler failed on this step, which runs without compile=True. Its own "
@@ -63,3 +65,8 @@ def explained(error: BaseException) -> str | None:
         f'cannot compile `{at.line}` (File "{at.filename}", line {at.lineno}, in {at.name}): '
         f"{why}. Without compile=True the step runs as it is. The compiler's own words:\n\n{text}"
     )
+
+
+def _of_a_library(file: str) -> bool:
+    standard = file.startswith(STANDARD) and "site-packages" not in file
+    return standard or file.startswith(LIBRARIES)

@@ -131,6 +131,12 @@ def apply(
     return result
 
 
+def check_window(plan: Plan, state: TrainState, window: StepWindow) -> None:
+    """Check that a state and a window are of this plan."""
+    leaves, spec = _read(plan, state)
+    _carried_by(plan, state, window, leaves, spec)
+
+
 # Pieces --------------------------------------------------------------------------------
 
 

@@ -116,8 +116,9 @@ def compile_anew(
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     """Not what torch, optree and we ourselves are made of: half of a small step's time.
 
-    What users may change of their own stays guarded, and so do the hooks of all modules. Who puts
-    another function into torch itself calls ``torch.compiler.reset()``.
+    What users may change of their own stays guarded. Who puts another function into torch itself
+    calls ``torch.compiler.reset()``, and so does who adds hooks to a module, which torch's
+    compiler does not guard either.
     """
     return ["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]
 

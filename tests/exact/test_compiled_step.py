@@ -80,7 +80,6 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
         ("sum", "unrolled"),
         ("weighted", "unrolled"),
         ("mean", "loop"),
-        ("weighted", "loop"),
     ],
 )
 def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:
