@@ -175,7 +175,7 @@ def _outputs(entry: Microbatch, rule: Rule) -> list[Tensor]:
 
 def _stacked(like: Microbatch, outputs: list[Tensor], rule: Rule) -> Stack:
     leaves, spec = flatten(like.aux)
-    share, *rest = outputs
+    share, rest = outputs[0], list(outputs[1:])
     finite = rest.pop(0) if rule.nonfinite == "skip" and like.finite is not None else None
     tensors = iter(rest)
     return Stack(

@@ -44,14 +44,14 @@ MUTANTS: dict[str, Mutant] = {
     "the power of two not put back": Mutant(
         "The power of two by which a cotangent was divided is not multiplied back.",
         "_weights.py",
-        "return Weighing(known[pulled], power / (unit or 1.0), None)",
-        "return Weighing(known[pulled], 1.0, None)",
+        "return Weighing(cotangent, power / (unit or 1.0), None)",
+        "return Weighing(cotangent, 1.0, None)",
     ),
     "scaled before the cast": Mutant(
         "A gradient is scaled in its own narrow dtype, where it may overflow.",
         "_sums.py",
-        "term = grad.to(total.dtype) * factor",
-        "term = (grad * factor).to(total.dtype)",
+        "term = grad.to(total.dtype)",
+        "term = grad",
     ),
     "sums as narrow as the parameters": Mutant(
         "Gradients are summed in the parameters' dtype, however narrow.",
@@ -62,8 +62,8 @@ MUTANTS: dict[str, Mutant] = {
     "totals in float32": Mutant(
         "Totals and weights are float32, which counts to 2**24.",
         "_weights.py",
-        "torch.stack([entry.value for entry in group]).double() * times",
-        "(torch.stack([entry.value for entry in group]) * times).float()",
+        "torch.stack([x.value for x in group]).double() * times",
+        "(torch.stack([x.value for x in group]) * times).float()",
     ),
     "zero weight by multiplication": Mutant(
         "What has no weight is multiplied by zero: NaN * 0 is NaN.",
@@ -146,8 +146,8 @@ MUTANTS: dict[str, Mutant] = {
     "aux means that are not weighted": Mutant(
         "The mean of aux does not weigh microbatches as the loss does.",
         "_aux.py",
-        "torch.where(share != 0, term * share.to(term.device), 0.0)",
-        "term",
+        "torch.where(share != 0, terms * share, 0.0)",
+        "terms",
     ),
     "an autocast cache around the microbatches": Mutant(
         "Autocast around the microbatches is let through, and leaks copies.",
@@ -268,5 +268,29 @@ MUTANTS: dict[str, Mutant] = {
         "testing/_kept.py",
         "cells[name].cell_contents = content",
         "pass",
+    ),
+    "the tail forgotten in a scan": Mutant(
+        "A compiled step leaves the shorter last microbatch out.",
+        "_scan.py",
+        "    if batch.tail is not None:\n",
+        "    if False:\n",
+    ),
+    "0-d leaves written in place": Mutant(
+        "A graph writes to tensors without dimensions, which torch 2.13 loses on a CPU.",
+        "_programs.py",
+        "alike = x.dim() > 0 and x.shape",
+        "alike = x.shape",
+    ),
+    "the unit not undone in a loop": Mutant(
+        "Sums of a window in units of a power of two are taken as they stand.",
+        "_programs.py",
+        "return apply(plan, state, window, unit, aux)",
+        "return apply(plan, state, window, 1.0, aux)",
+    ),
+    "the users' guards left out": Mutant(
+        "A graph does not notice that what a loss captures has changed.",
+        "_torch.py",
+        '["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]',
+        "[False for guard in guards]",
     ),
 }

@@ -108,7 +108,6 @@ def keeps(params: Any, batch: Any) -> Tensor:
         (branches, "if value > 100", "torch.where takes both sides"),
         (prints, 'print("the loss")', "return what is to be printed as aux"),
         (logs, 'LOG.info("the loss")', "return what is to be logged as aux"),
-        # FAILS as of 24caa49: the line that is named is one of the standard library.
         (gets_a_logger, 'logging.getLogger("mine")', ""),
         (lists, 'batch["x"].tolist()', "keep it a tensor"),
         (opens, "with open(__file__):", "a graph computes on tensors"),
@@ -189,12 +188,10 @@ SAME: dict[str, tuple[dict[str, Any], Change]] = {
     ),
     "no state": ({}, lambda s, b: (s.params, b)),
     "parameters that are no tensors": (
-        # FAILS as of 24caa49: form_of asks them for numel() before anybody checks the state.
         {},
         lambda s, b: (s._replace(params={"w": 1.0, "b": 2.0}), b),
     ),
     "a key that is none": (
-        # FAILS as of 24caa49: together() folds the key before anybody checks the state.
         {"keys": True, "loss": lambda p, b, keys: squares(p, b)},
         lambda s, b: (s._replace(key=torch.tensor(1)), b),
     ),
@@ -246,7 +243,7 @@ STATISTICS = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
 
 @pytest.mark.parametrize(("mine", "other"), [("pooled", "sequential"), ("sequential", "pooled")])
 def test_the_window_of_another_kind_of_buffers(mine: Any, other: Any) -> None:
-    """FAILS as of 24caa49: inside a graph no structures are compared, so nothing is refused."""
+    """Inside a graph no structures are compared."""
 
     def loss(params: Any, batch: Any, buffers: Any) -> Any:
         return squares(params, batch), buffers

@@ -429,7 +429,7 @@ def test_nothing_changes_but_what_is_returned() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_stream_in_any_mode(mode: Any) -> None:
-    """FAILS as of 64b457f under inference_mode: update clones its window inside that mode."""
+    """What is cloned in between is no inference tensor."""
     ours, eager = pair(lambda p, b: (p["w"] ** 2).sum() * b["x"].mean(), pa.sgd(0.1))
     state, batch = ours.init(make_params()), make_batch()
     with mode():
