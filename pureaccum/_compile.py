@@ -82,7 +82,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             return looped(state, flat_state, given, eagerly)
         name = "scanned" if recipe.form == "scan" else "unrolled"
         try:
-            return finishing(name, recipe.key, state, flat_state, given, eagerly, recipe.tiny)
+            return finishing(name, recipe, state, flat_state, given, eagerly)
         except CompileError:
             if recipe.several == 1 or not new:
                 raise
@@ -91,20 +91,21 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
 
     def finishing(
         name: str,
-        key: tuple[Any, ...],
+        recipe: Recipe | None,
         state: TrainState,
         flat_state: tuple[list[Tensor], Any],
         rest: tuple[Any, ...],
         eagerly: Callable[[], object],
-        tiny: bool = False,
     ) -> tuple[TrainState, StepInfo]:
         """What gives the next state: in place, if this one is given up and that saves anything."""
         leaves, spec = flat_state
+        key, tiny, brief = (recipe.key, recipe.tiny, recipe.brief) if recipe else ((), False, False)
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
         distinct = len({*map(id, leaves)}) == len(leaves)
         in_place = plan.donate and not tiny and not recorded and distinct
-        new, info = attempt(get(name, in_place, *key), (state, *rest), state, eagerly)
+        program = get(name, in_place, *key, brief=brief)
+        new, info = attempt(program, (state, *rest), state, eagerly)
         if in_place:
             new = unflatten(spec, renewed(leaves, new))
         if plan.donate:
@@ -129,7 +130,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
                 aux = folded(aux, part, *out)
         reduced = () if aux is None else finish_aux(aux)
         name = "applied_of_a_batch"
-        return finishing(name, (), state, flat_state, (window, reduced), eagerly)
+        return finishing(name, None, state, flat_state, (window, reduced), eagerly)
 
     def folded(aux: AuxState | None, part: Tree, out: Tree, share: Tensor, ok: Any) -> AuxState:
         leaves, spec = flatten(out)
@@ -180,7 +181,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         def eagerly() -> object:
             return apply(undonated, state, window)
 
-        result = finishing("applied", (), state, flatten(state), (window, ()), eagerly)
+        result = finishing("applied", None, state, flatten(state), (window, ()), eagerly)
         if plan.donate:
             mark(leaves_of(window))
         return result

@@ -38,6 +38,7 @@ class Recipe(NamedTuple):
     key: tuple[Any, ...]  # of the graph
     arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
     tiny: bool  # gradients
+    brief: bool  # a graph of few leaves
     several: int = 1  # microbatches that go together
 
 
@@ -69,6 +70,7 @@ def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None =
     """How batches like this one go through the compiler."""
     name, count, rest, tiny = form_of(plan, state, flat)
     size = plan.size or 1
+    brief = len(leaves_of(state.params)) * FEW <= SHORT
     first, flat = flat, flat._replace(leaves=[])  # a recipe outlives the batch
     if name == "scan":
         several = several or together(plan, state, first)
@@ -79,7 +81,7 @@ def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None =
             return *stacks(here, size, count, several), tail, several
 
         key = *(x is None for x in stacked(first.leaves)[:3]), several
-        return Recipe(name, key, stacked, tiny, several)
+        return Recipe(name, key, stacked, tiny, brief, several)
 
     def pieces(leaves: list[Any]) -> tuple[Any, ...]:
         here = flat._replace(leaves=leaves)
@@ -91,7 +93,7 @@ def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None =
                 parts[-1] = rows_of(here, count * size)
         return tuple(parts) if name == "loop" else (parts,)
 
-    return Recipe(name, (count, rest > 0), pieces, tiny)
+    return Recipe(name, (count, rest > 0), pieces, tiny, brief)
 
 
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:
