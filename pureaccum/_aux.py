@@ -49,18 +49,23 @@ def fold_aux(
     state: AuxState | None, added: Microbatch, rows: int, reduction: Tree, skipping: bool
 ) -> AuxState:
     """One microbatch's aux more."""
-    leaves, spec = flatten(added.aux)
-    share = added.share
-    if not isinstance(share, Tensor):
-        share = torch.full_like(added.value, share, dtype=torch.float64)
-    finite = added.finite if skipping else None
-    stack = Stack(
-        spec,
-        [x.unsqueeze(0) if isinstance(x, Tensor) else x for x in leaves],
-        share.unsqueeze(0),
-        None if finite is None else finite.unsqueeze(0),
-    )
+    stack = stack_of_one(added.aux, share_of(added), added.finite if skipping else None)
     return fold_stack(state, stack, rows, reduction)
+
+
+def share_of(added: Microbatch) -> Tensor:
+    """What a microbatch weighs in a mean of its aux."""
+    share = added.share
+    if isinstance(share, Tensor):
+        return share
+    return torch.full_like(added.value, share, dtype=torch.float64)
+
+
+def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
+    """The aux of a single microbatch."""
+    leaves, spec = flatten(aux)
+    leaves = [x.unsqueeze(0) if isinstance(x, Tensor) else x for x in leaves]
+    return Stack(spec, leaves, share.unsqueeze(0), None if finite is None else finite.unsqueeze(0))
 
 
 def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree) -> AuxState:

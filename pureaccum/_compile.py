@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._aux import AuxState, Stack, finish_aux, fold_stack
+from ._aux import AuxState, finish_aux, fold_stack, stack_of_one
 from ._batches import need_rows, read_batch
 from ._donation import Spoiled, mark
 from ._engine import Rule
@@ -133,10 +133,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         return finishing(name, None, state, flat_state, (window, reduced), eagerly)
 
     def folded(aux: AuxState | None, part: Tree, out: Tree, share: Tensor, ok: Any) -> AuxState:
-        leaves, spec = flatten(out)
-        leaves = [x.unsqueeze(0) if isinstance(x, Tensor) else x for x in leaves]
-        finite = ok.unsqueeze(0) if isinstance(ok, Tensor) else None
-        stack = Stack(spec, leaves, share.unsqueeze(0), finite)
+        stack = stack_of_one(out, share, ok if isinstance(ok, Tensor) else None)
         return fold_stack(aux, stack, read_batch(part).rows or 0, plan.aux_reduction)
 
     def fits(state: Any, window: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._aux import share_of
 from ._run import apply, begin_window, over, updated_window
 from ._scan import Stacked
 from ._torch import compile_anew
@@ -53,10 +54,8 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
 
     def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree) -> Any:
         new, entry = updated_window(plan, state, window, part, unit)
-        share = entry.share
-        if not isinstance(share, Tensor):
-            share = torch.full_like(entry.value, share, dtype=torch.float64)
-        return new, (entry.aux, share, () if entry.finite is None else entry.finite)
+        finite = () if entry.finite is None else entry.finite
+        return new, (entry.aux, share_of(entry), finite)
 
     def applied(state: TrainState, window: StepWindow, aux: Tree) -> Any:
         return apply(plan, state, window, 1.0, aux)

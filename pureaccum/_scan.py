@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._accumulator import AccumState, counted
-from ._aux import AuxState, Stack, finish_aux, fold_aux, fold_stack
+from ._aux import AuxState, Stack, finish_aux, fold_aux, fold_stack, share_of
 from ._batches import read_batch
 from ._engine import Rule, add_microbatch
 from ._passes import Wrt, prepare
@@ -165,12 +165,9 @@ _AMOUNTS = (torch.float64, torch.float64, torch.int64)  # total, weight, nonfini
 
 def _outputs(entry: Microbatch, rule: Rule) -> list[Tensor]:
     """What is kept of each microbatch: its share, whether it is finite, and its aux."""
-    share = entry.share
-    if not isinstance(share, Tensor):
-        share = torch.full_like(entry.value, share, dtype=torch.float64)
     tensors = [x for x in flatten(entry.aux)[0] if isinstance(x, Tensor)]
     flags = [entry.finite] if rule.nonfinite == "skip" and entry.finite is not None else []
-    return [x.clone() for x in (share, *flags, *tensors)]
+    return [x.clone() for x in (share_of(entry), *flags, *tensors)]
 
 
 def _stacked(like: Microbatch, outputs: list[Tensor], rule: Rule) -> Stack:
