@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum._compile import CompileError
 from pureaccum._donation import Donated, Spoiled
+from pureaccum._torch import VERSION
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
 
@@ -137,7 +138,9 @@ def test_optimizers_of_torch() -> None:
     with pytest.raises(CompileError) as caught:
         step(step.init(PARAMS), make_batch())
     words = "from_torch(RMSprop) cannot run under a torch.func transform or torch.compile"
-    assert str(caught.value).startswith(words)
+    said = str(caught.value)
+    # Before 2.13 the compiler says less about where it was.
+    assert said.startswith(words) if VERSION >= (2, 13) else words in said
 
 
 # What the eager step refuses too ----------------------------------------------------------
