@@ -264,7 +264,7 @@ def test_the_window_of_another_kind_of_buffers(mine: Any, other: Any) -> None:
 # Donation ---------------------------------------------------------------------------------
 
 
-TABLES = {"scan": 200, "loop": 1200}  # 1.6 and 9.6 MB: below the first nothing is in place
+TABLE = 200  # rows of 2000: 1.6 MB; where gradients are below 1 MiB nothing is in place
 
 
 def tabled(params: Any, batch: Any) -> Tensor:
@@ -272,17 +272,15 @@ def tabled(params: Any, batch: Any) -> Tensor:
     return value * (1 + params["table"][0].sum())
 
 
-@pytest.mark.parametrize("form", ["scan", "loop"])
-def test_a_donated_state_is_written_to_in_place(form: str) -> None:
+def test_a_donated_state_is_written_to_in_place() -> None:
     """Memory stays where it is, numbers without dimensions are right, old names are gone."""
-    last = pa.adamw(2.0**-3) if form == "scan" else pa.sgd(2.0**-3, momentum=0.5)
-    optimizer = pa.chain(pa.clip_by_global_norm(1.0), last)
+    optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(2.0**-3))
     knobs = {"loss_scale": pa.dynamic_loss_scale(8.0, growth_interval=1)}
     step = make(optimizer, tabled, donate=True, compile=IN_PLACE, **knobs)
     eager = make(optimizer, tabled, compile=False, **knobs)
-    params = PARAMS | {"table": torch.zeros(TABLES[form], 2000)}
+    params = PARAMS | {"table": torch.zeros(TABLE, 2000)}
     state, other = step.init(params), eager.init(params)
-    assert step.form(state, make_batch(10)) == form
+    assert step.form(state, make_batch(10)) == "scan"
     for i in range(3):
         batch = make_batch(10)
         if i == 1:
