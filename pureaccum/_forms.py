@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._batches import Batch, cut
 from ._call import caller
-from ._scan import one_of
+from ._scan import one_of, tensors_of
 from ._together import how_many
 from ._torch import let_vary
 from ._train_state import Plan, TrainState
@@ -102,7 +102,7 @@ def together(plan: Plan, state: TrainState, flat: Batch) -> int:
         return 1
     size = plan.size or 1
     params, spec = flatten(state.params)
-    first = [x[: 2 * size].view(2, size, *x.shape[1:]) for x in flat.leaves if is_tensor(x)]
+    first = tensors_of(next(stacks(flat, size, 2, 1)))
     one = one_of(caller(plan, state, spec), unflatten(flat.spec, flat.leaves))
     return how_many(one, params, first, state.samples)
 

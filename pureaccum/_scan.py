@@ -38,24 +38,17 @@ class Stacked(NamedTuple):
     size: int
     together: int
 
-    @property
-    def most(self) -> int:
-        """The most rows that a microbatch counts for."""
-        return self.size
-
 
 def fold_scanned(window: Window, batch: Stacked) -> Folded:
     """All microbatches, summed and not yet divided."""
     leaves, rule, size = window.leaves, window.rule, batch.size
-    unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
+    unit = power_of_two(size) if rule.reduction == "mean" else 1.0
     wrt = prepare(leaves, rule.engine, set())._replace(unit=unit, scale=window.scale)
     amounts = [torch.zeros((), dtype=t, device=leaves[0].device) for t in _AMOUNTS]
     given, carried_spec = flatten(window.carried)
     # Clones, here and below: a scan may return nothing that it was given.
     carry = zeros(leaves, window.at_least), [x.clone() for x in given], amounts
     aux: AuxState | None = None
-    entry: Microbatch | None = None
-    count = 0
     if batch.together > 1:
         carry, count = _by_several(window, wrt, batch, carry)
     else:

@@ -106,6 +106,8 @@ def make_step(
     >>> state, info = step(state, torch.tensor([1.0, 2.0, 3.0]))
     >>> state.params, info.applied
     (tensor(0.0667), tensor(True))
+    >>> step.form(state, torch.tensor([1.0, 2.0, 3.0]))  # with compile: scan, unrolled or loop
+    'eager'
     """
     rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine))
     check_aux_reduction(aux_reduction)

@@ -19,8 +19,7 @@ from ._engine import Rule
 from ._loss import read
 from ._passes import Wrt
 from ._sums import Weighing, added_to
-from ._tree import as_scalar_of
-from ._weights import Tally
+from ._weights import Tally, scaled
 
 
 LITTLE = 2**20  # bytes that forward passes keep for their backward passes, all of them together
@@ -66,9 +65,7 @@ def add_together(
     # pyright cannot tell the two lengths of vjp's result apart
     values, pull = torch.func.vjp(lambda *leaves: _values(one, leaves, xs, before), *wrt.leaves)  # pyright: ignore
     times = 1.0 if rule.reduction == "sum" else float(rows)
-    cotangent = torch.full_like(values, times / (wrt.unit or 1.0))
-    if wrt.scale is not None:
-        cotangent = cotangent * as_scalar_of(values, wrt.scale)
+    cotangent = scaled(torch.full_like(values, times / (wrt.unit or 1.0)), wrt.scale)
     weighing = Weighing(cotangent, 1.0, None)
     grads = pull(cotangent, retain_graph=False)
     new = [added_to(total, grad, weighing) for total, grad in zip(sums, grads, strict=True)]

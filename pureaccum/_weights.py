@@ -88,9 +88,7 @@ def weigh(
         weight = seen.weight
         power = _power_of_two(weight)
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
-        if scale is not None:
-            cotangent = cotangent * as_scalar_of(total, scale)
-        return Weighing(cotangent, power / (unit or 1.0), weight != 0)
+        return Weighing(scaled(cotangent, scale), power / (unit or 1.0), weight != 0)
     if reduction == "mean" and not rows:
         return None
     if reduction == "mean" and unit is None and torch.compiler.is_compiling():
@@ -98,19 +96,20 @@ def weigh(
         count = torch.full((), rows or 0, dtype=torch.float64, device=total.device)
         power = _power_of_two(count)
         cotangent = torch.ones_like(total) * (count / power).to(total.dtype)
-        if scale is not None:
-            cotangent = cotangent * as_scalar_of(total, scale)
-        return Weighing(cotangent, power, None)
+        return Weighing(scaled(cotangent, scale), power, None)
     power = 1.0 if reduction == "sum" else unit or power_of_two(rows or 0)
     pulled = 1.0 if reduction == "sum" else (rows or 0) / power
     cotangent = None if cotangents is None else cotangents.get(pulled)
     if cotangent is None:
-        cotangent = torch.full_like(total, pulled)
-        if scale is not None:
-            cotangent = cotangent * as_scalar_of(total, scale)
+        cotangent = scaled(torch.full_like(total, pulled), scale)
         if cotangents is not None:
             cotangents[pulled] = cotangent
     return Weighing(cotangent, power / (unit or 1.0), None)
+
+
+def scaled(cotangent: Tensor, scale: Tensor | None) -> Tensor:
+    """What a gradient of the scaled loss is pulled with."""
+    return cotangent if scale is None else cotangent * as_scalar_of(cotangent, scale)
 
 
 def _power_of_two(weight: Tensor) -> Tensor:
