@@ -5,6 +5,7 @@ from typing import Any as _Any
 
 from ._accumulator import AccumState as AccumState
 from ._accumulator import accumulator as accumulator
+from ._batch_norm import batch_norm as batch_norm
 from ._batches import microbatches as microbatches
 from ._batches import windows as windows
 from ._chain import chain as chain
@@ -26,10 +27,17 @@ from ._random import key as key
 from ._random import normal as normal
 from ._random import split_key as split_key
 from ._random import uniform as uniform
+from ._remat import remat as remat
+from ._remat import remat_sequential as remat_sequential
 from ._schedules import constant as constant
 from ._schedules import cosine_decay as cosine_decay
 from ._schedules import join_schedules as join_schedules
 from ._schedules import linear_warmup as linear_warmup
+from ._stage import full as full
+from ._stage import pooled as pooled
+from ._stage import rowwise as rowwise
+from ._staged_from import staged_from as staged_from
+from ._stages import staged as staged
 from ._step import make_step as make_step
 from ._train_state import StepInfo as StepInfo
 from ._train_state import TrainState as TrainState

@@ -30,6 +30,7 @@ from ._inputs import (
 )
 from ._loss import Reduction, divisor, mean_value
 from ._passes import Engine, Loss, outside_inference_mode, prepare
+from ._stages import refuse_stream
 from ._torch import transform_active
 from ._tree import Tree, add, as_scalar_of, flatten, map, paths, unflatten, zeros
 from ._weights import Microbatch, settle
@@ -113,6 +114,7 @@ def accumulator(
     >>> acc.finalize(state)
     (tensor(9.3333), tensor(4.6667, dtype=torch.float64))
     """
+    refuse_stream(loss_fn)
     rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")

@@ -6,7 +6,7 @@ scalars are the same for every sample.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -61,17 +61,23 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
     return batch.rows
 
 
-def cut(batch: Batch, size: int) -> Iterator[Tree]:
+def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
     """Its microbatches, as views."""
-    rows = batch.rows or 0
     columns = [
         leaf.split(size) if isinstance(leaf, torch.Tensor) else itertools.repeat(leaf)
         for leaf in batch.leaves
     ]
-    count = range(0, rows, size)
+    sizes = sizes_of(batch.rows or 0, size)
     return (
-        unflatten(batch.spec, list(leaves)) for _, *leaves in zip(count, *columns, strict=False)
+        unflatten(batch.spec, list(leaves)) for _, *leaves in zip(sizes, *columns, strict=False)
     )
+
+
+def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
+    """The rows of every microbatch."""
+    if not isinstance(size, int):
+        return size
+    return [min(size, rows - start) for start in range(0, rows, size)]
 
 
 def check_size(size: int, name: str = "microbatch_size") -> int:
@@ -84,6 +90,13 @@ def check_size(size: int, name: str = "microbatch_size") -> int:
     if size <= 0:
         raise ValueError(f"{name} is {size}; expected at least one row per microbatch.")
     return size
+
+
+def check_sizes(size: int | Sequence[int]) -> int | list[int]:
+    """The same for a size that each microbatch has of its own."""
+    if not isinstance(size, (list, tuple)):
+        return check_size(size)  # pyright: ignore[reportArgumentType]
+    return [check_size(each, f"microbatch_size[{i}]") for i, each in enumerate(size)]
 
 
 def microbatches(batch: Tree, size: int) -> Iterator[Tree]:

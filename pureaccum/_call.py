@@ -25,7 +25,7 @@ def caller(
     plan: Plan, state: TrainState, spec: optree.PyTreeSpec
 ) -> Callable[[list[Tensor], Tree, Any], Any]:
     """The loss of a microbatch, given what is carried: the buffers and the number of samples."""
-    attempt = fold_in(state.key, state.attempts) if plan.keys else None
+    attempt = attempt_key(plan, state)
 
     def call(leaves: list[Tensor], part: Tree, carried: tuple[Any, Tensor]) -> Any:
         buffers, samples = carried
@@ -33,9 +33,7 @@ def caller(
         if plan.buffers:
             named["buffers"] = buffers.values
         if attempt is not None:
-            rows = need_rows(read_batch(part))
-            index = torch.arange(rows, dtype=torch.int64, device=samples.device)
-            named["keys"] = fold_in(attempt, samples + index)
+            named["keys"] = row_keys(attempt, samples, need_rows(read_batch(part)))
         params = unflatten(spec, leaves)
         collected: Any = ()
         if plan.buffers is None:
@@ -53,6 +51,17 @@ def caller(
         return loss, aux if plan.buffers is None else (collected, aux)
 
     return call
+
+
+def attempt_key(plan: Plan, state: TrainState) -> Tensor | None:
+    """The key of this step, where keys are configured."""
+    return fold_in(state.key, state.attempts) if plan.keys else None
+
+
+def row_keys(attempt: Tensor, samples: Tensor, rows: int) -> Tensor:
+    """One key a row, from the number of the row in the run."""
+    index = torch.arange(rows, dtype=torch.int64, device=samples.device)
+    return fold_in(attempt, samples + index)
 
 
 def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:

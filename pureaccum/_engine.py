@@ -181,7 +181,11 @@ def _collected(
 
 
 def _not_finite(label: Callable[[int | None], str] | None, where: Sequence[int | None]) -> str:
-    what = [label(i) for i in where] if label else ["a microbatch"]
+    return not_finite([label(i) for i in where] if label else ["a microbatch"])
+
+
+def not_finite(what: list[str]) -> str:
+    """What ``nonfinite="raise"`` says."""
     return (
         f"{', '.join(what)}: inf or NaN, and nonfinite='raise' was asked for. Likely causes: a "
         "learning rate too high, fp16 overflow without a loss scale, log or division at zero, a "

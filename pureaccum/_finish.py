@@ -29,7 +29,7 @@ def finished(
     carried: tuple[Any, Tensor],
     aux: Tree,
     *,
-    unit: float = 1.0,
+    unit: float | Tensor = 1.0,
     rows: float = 1.0,
     own: bool,
 ) -> tuple[TrainState, StepInfo]:

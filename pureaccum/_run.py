@@ -13,19 +13,21 @@ from torch import Tensor
 
 from ._accumulator import check_belongs, empty, updated
 from ._batches import read_batch
-from ._buffers import begin
-from ._call import caller, onwards
+from ._buffers import begin, collect
+from ._call import attempt_key, caller, onwards, row_keys
 from ._donation import Spoiled, hand_over, mark
 from ._finish import finished
 from ._inputs import check_state, read_params, refuse_autocast_cache
 from ._passes import outside_inference_mode
 from ._scan import Stacked, fold_scanned
+from ._staged import fold_staged, goes_by_stages
+from ._stages import Staged, refuse_stream, sees_all_at_once
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
 from ._tree import Tree, check_same_structure, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
-from ._window import Cut, Pieces, Window, fold, read_cut
+from ._window import Cut, Folded, Pieces, Window, fold, read_cut
 
 
 def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
@@ -50,16 +52,41 @@ def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[Tr
     )
     with outside_inference_mode():
         if isinstance(cut, Stacked):
-            folded, rows = fold_scanned(window, cut), 1.0
+            folded, weighs_one = fold_scanned(window, cut), False
+        elif isinstance(cut, Cut) and goes_by_stages(plan.loss_fn, cut):
+            folded = _over_stages(plan, state, window, cut.rows or 0, plan.loss_fn)
+            weighs_one = sees_all_at_once(plan.loss_fn)
         else:
-            folded = fold(window)
-            # A batch in one microbatch passes through untouched, and its mean weighs 1.
-            rows = float(cut.rows or 1) if cut.untouched and not folded.weighted else 1.0
+            folded, weighs_one = fold(window), cut.untouched
+        # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
+        rows = window.batch.rows or 1 if weighs_one and not folded.weighted else 1
         accum, unit, carried, aux, _, _ = folded
-        return finished(plan, state, accum, carried, aux, unit=unit, rows=rows, own=True)
+        return finished(plan, state, accum, carried, aux, unit=unit, rows=float(rows), own=True)
+
+
+def _over_stages(plan: Plan, state: TrainState, window: Window, rows: int, loss: Staged) -> Folded:
+    """The same by stages: the buffers go to every microbatch, and are updated once."""
+    carried, samples = window.carried
+    attempt = attempt_key(plan, state)
+    keys = None if attempt is None else row_keys(attempt, samples, rows)
+    given = {} if plan.buffers is None else {"buffers": carried.values}
+    if plan.buffers is not None:
+        how = ("last", plan.aux_reduction) if plan.has_aux else "last"
+        window = window._replace(aux_reduction=how)
+    folded = fold_staged(window, loss, given, keys)
+    aux = folded.aux
+    if plan.buffers is not None and aux is not None:
+        new, aux = aux if plan.has_aux else (aux, ())
+        collected = collect("sequential", [], new, carried.values)
+        carried = carried if plan.buffers == "freeze" else collected
+    if plan.policy is not None:
+        aux = plan.policy.cast_to_output(aux)
+    after = carried, samples + rows
+    return folded._replace(carried=after, aux=aux)
 
 
 def begin_window(plan: Plan, state: TrainState) -> StepWindow:
+    refuse_stream(plan.loss_fn)
     leaves, _ = _read(plan, state)
     with outside_inference_mode():
         buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()

@@ -29,6 +29,7 @@ from ._passes import Engine
 from ._precision import Policy, check_precision, under
 from ._random import key
 from ._run import apply, begin_window, update, whole
+from ._stages import Staged, refuse_skip
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers
 from ._tree import Tree, map
@@ -125,6 +126,8 @@ def make_step(
         )
     if policy is not None:
         check_precision(policy)
+    if isinstance(loss_fn, Staged):
+        _check_staged(buffers, nonfinite, compile is not False)
     plan = Plan(
         under(policy, loss_fn),
         as_optimizer(optimizer),
@@ -143,6 +146,22 @@ def make_step(
     if compile is False:
         return Step(init, begin, partial(update, plan), partial(apply, plan), partial(whole, plan))
     return Step(init, begin, *compiled(plan, {} if compile is True else compile))
+
+
+def _check_staged(buffers: Threading | None, nonfinite: Nonfinite, compiles: bool) -> None:
+    if buffers == "sequential":
+        raise ValueError(
+            "buffers='sequential' came with a staged loss, whose buffers do not go from one "
+            "microbatch to the next: expected 'pooled', one update from the whole batch, or "
+            "'freeze'."
+        )
+    if nonfinite == "skip":
+        refuse_skip()
+    if compiles:
+        raise ValueError(
+            "compile came with a staged loss, which goes through the batch more than once; compile "
+            "its stages instead: rowwise(torch.compile(f))."
+        )
 
 
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:

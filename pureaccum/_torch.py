@@ -4,6 +4,8 @@
 name                               what for                                checked in
 =================================  ======================================  ================
 ``torch._C._functorch``            is a functorch transform active?        2.11, 2.13, 2.15
+``torch._C._functorch``            what its wrappers wrap, mapped or not   2.11, 2.13, 2.15
+``forward_ad._set_fwd_grad_...``   forward AD inside a Function's rules    2.11, 2.13, 2.15
 ``torch._foreach_add_``            one call for many small leaves          2.11, 2.13, 2.15
 ``Module._parameters, _buffers``   what a module holds during a call       2.11, 2.13, 2.15
 ``Module._modules``                the modules below it                    2.11, 2.13, 2.15
@@ -23,6 +25,7 @@ name                               what for                                check
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from traceback import FrameSummary
 from types import FunctionType
 from typing import Any
@@ -47,6 +50,32 @@ def transform_active() -> bool:
 def transform_level() -> int | None:
     """The level of the innermost torch.func transform, None outside any."""
     return torch._C._functorch.maybe_current_level()  # pyright: ignore
+
+
+def innermost(x: Tensor) -> Tensor:
+    """The tensor itself, without the wrappers of torch.func's transforms.
+
+    It counts all writes: a wrapper of vmap counts none.
+    """
+    functorch = torch._C._functorch  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+def mapped_levels(x: Tensor) -> set[int]:
+    """The levels of the vmaps that map a tensor."""
+    functorch, levels = torch._C._functorch, set[int]()  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            levels.add(functorch.maybe_get_level(x))
+        x = functorch.get_unwrapped(x)
+    return levels
+
+
+def forward_ad() -> AbstractContextManager[None]:
+    """Let forward AD go on where torch turns it off: in the rules of an autograd Function."""
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)  # pyright: ignore
 
 
 def foreach_add_(sums: list[Tensor], terms: Sequence[Tensor], alpha: float = 1.0) -> None:

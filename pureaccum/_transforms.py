@@ -7,7 +7,7 @@
 The same monoid as ``accumulator``, for a batch that is at hand as a whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._aux import check_aux_reduction
-from ._batches import check_size
+from ._batches import check_sizes
 from ._engine import Nonfinite, Rule, check_rule
 from ._inputs import (
     check_argnums,
@@ -27,10 +27,12 @@ from ._inputs import (
 )
 from ._loss import Reduction, Shape, divisor, join_aux, read
 from ._passes import Engine, advise, outside_inference_mode
+from ._staged import fold_staged, goes_by_stages, outs_staged
+from ._stages import Staged, check_arguments
 from ._sums import added_to
-from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
+from ._tree import Tree, accumulation_dtype, as_scalar_of, flatten, unflatten
 from ._weights import weigh
-from ._window import Window, accumulate, evaluate, read_cut
+from ._window import Cut, Window, divided, evaluate, fold, read_cut
 
 
 def grad_and_value(
@@ -39,7 +41,7 @@ def grad_and_value(
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Sequence[int] | None = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
     dtype: torch.dtype | None = None,
@@ -62,7 +64,8 @@ def grad_and_value(
         has_aux: Whether ``func`` returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0. All other arguments are handed to every microbatch whole.
-        microbatch_size: Rows per microbatch; the last one may be shorter.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or the rows of every
+            microbatch, one after the other.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
             ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one word, or
@@ -87,9 +90,8 @@ def grad_and_value(
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
     check_aux_reduction(aux_reduction)
-    if microbatch_size is not None:
-        check_size(microbatch_size)
-    torch_does = microbatch_size is None and nonfinite == "propagate" and engine == "func"
+    size = None if microbatch_size is None else check_sizes(microbatch_size)
+    torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
     @wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -98,6 +100,8 @@ def grad_and_value(
             positions(batches, len(args), "batch_argnums"),
         )
         check_disjoint(at, cut_at)
+        if isinstance(func, Staged):
+            check_arguments(args, at, cut_at)
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
         def call(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
@@ -111,12 +115,18 @@ def grad_and_value(
         if torch_does:
             grads, value, aux = _by_torch(lambda leaves: call(leaves, batch), leaves, has_aux)
         else:
-            if microbatch_size is not None:
+            if size is not None:
                 refuse_autocast_cache(leaves)
-            parts = read_cut(batch, microbatch_size, has_aux)
+            parts = read_cut(batch, size, has_aux)
             window = Window(call, leaves, spec, parts, rule, at_least, aux_reduction)
             with outside_inference_mode():
-                grads, value, aux = accumulate(window)
+                if goes_by_stages(func, parts):
+                    folded = fold_staged(
+                        window._replace(spec=spec.child(0), batch=_alone(parts)), func, kwargs
+                    )
+                else:
+                    folded = fold(window)
+                grads, value, aux = divided(folded, leaves, reduction)
         tree = unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
@@ -130,7 +140,7 @@ def grad(
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Sequence[int] | None = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
     dtype: torch.dtype | None = None,
@@ -184,7 +194,7 @@ def value(
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Sequence[int] | None = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
 ) -> Callable[..., Any]:
@@ -198,7 +208,7 @@ def value(
         func: As for ``grad_and_value``.
         has_aux: As for ``grad_and_value``.
         batch_argnums: As for ``grad_and_value``.
-        microbatch_size: Rows per microbatch; None calls ``func`` once.
+        microbatch_size: As for ``grad_and_value``; None calls ``func`` once.
         reduction: As for ``grad_and_value``.
         aux_reduction: As for ``grad_and_value``.
 
@@ -212,12 +222,11 @@ def value(
     rule = check_rule(Rule(has_aux, reduction, "propagate", "func"))
     batches = check_argnums(batch_argnums, "batch_argnums")
     check_aux_reduction(aux_reduction)
-    if microbatch_size is not None:
-        check_size(microbatch_size)
+    size = None if microbatch_size is None else check_sizes(microbatch_size)
 
     @wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if microbatch_size is None:
+        if size is None:
             out = func(*args, **kwargs)
             seen, shape = read(out, has_aux)
             loss = _mean(seen.total, seen.weight).to(shape.dtype)
@@ -227,10 +236,22 @@ def value(
         def call(part: Tree) -> Any:
             return func(*(part.get(i, arg) for i, arg in enumerate(args)), **kwargs)
 
-        result, aux = evaluate(call, read_cut(batch, microbatch_size, has_aux), rule, aux_reduction)
+        cut = read_cut(batch, size, has_aux)
+        if goes_by_stages(func, cut):
+            check_arguments(args, (0,), tuple(batch))
+            leaves, spec = flatten(args[0])
+            outs = outs_staged(func, leaves, spec, _alone(cut), rule, kwargs)
+        else:
+            outs = ((call(part), rows, counts) for part, rows, counts in cut.parts())
+        result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
 
     return wrapped
+
+
+def _alone(cut: Cut) -> Cut:
+    """The batch of a staged loss, without the number of its argument."""
+    return cut._replace(batch=cut.batch._replace(spec=cut.batch.spec.child(0)))
 
 
 def _by_torch(

@@ -3,7 +3,7 @@
 A batch that fits into one microbatch passes through untouched: its weight is 1.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ._accumulator import AccumState, counted, empty
 from ._aux import AuxState, finish_aux, fold_aux
-from ._batches import Batch, cut, need_rows, read_batch
+from ._batches import Batch, cut, need_rows, read_batch, sizes_of
 from ._engine import Rule, add_microbatch
-from ._loss import divisor, mean_value, read
+from ._loss import Reduction, divisor, mean_value, read
 from ._passes import prepare
 from ._torch import transform_active
 from ._tree import Tree, all_finite, as_scalar_of, known, paths, unflatten, zeros
@@ -23,10 +23,10 @@ from ._weights import Microbatch, enter, power_of_two, settle
 
 
 class Cut(NamedTuple):
-    """A batch and the number of rows after which it is cut; None does not cut it."""
+    """A batch and the rows of its microbatches, one number for all or each its own."""
 
     batch: Batch
-    size: int | None
+    size: int | list[int] | None  # None: it is not cut
 
     @property
     def rows(self) -> int | None:
@@ -34,25 +34,32 @@ class Cut(NamedTuple):
         return self.batch.rows
 
     @property
+    def sizes(self) -> Sequence[int]:
+        """The rows of every microbatch."""
+        rows = self.batch.rows or 0
+        return [rows] if self.size is None else sizes_of(rows, self.size)
+
+    @property
     def untouched(self) -> bool:
         """Whether it fits into one microbatch."""
-        return self.size is None or self.size >= (self.batch.rows or 0)
+        if self.size is None or isinstance(self.size, int):
+            return self.size is None or self.size >= (self.batch.rows or 0)
+        return len(self.size) <= 1
 
     @property
     def most(self) -> int:
         """The most rows that a microbatch counts for."""
-        return 1 if self.size is None or self.untouched else self.size
+        if self.size is None or self.untouched:
+            return 1
+        return self.size if isinstance(self.size, int) else max(self.size)
 
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
         batch, size = self
-        if size is None:
-            yield unflatten(batch.spec, batch.leaves), batch.rows or 0, 1
-            return
-        rows = batch.rows or 0
-        for start, part in zip(range(0, rows, size), cut(batch, size), strict=True):
-            held = min(size, rows - start)
-            yield part, held, 1 if self.untouched else held
+        whole = [unflatten(batch.spec, batch.leaves)]
+        parts = whole if size is None else cut(batch, size)
+        for rows, part in zip(self.sizes, parts, strict=True):
+            yield part, rows, 1 if self.untouched else rows
 
 
 class Pieces(NamedTuple):
@@ -104,16 +111,21 @@ class Folded(NamedTuple):
     """A window as accumulated, not yet divided."""
 
     state: AccumState  # its sums still to be multiplied by the unit
-    unit: float
+    unit: float | Tensor
     carried: Any
     aux: Tree
     dtype: torch.dtype  # of the loss
     weighted: bool  # whether the loss is ``Weighted``
 
 
-def read_cut(batch: Tree, size: int | None, has_aux: bool, root: str = "args") -> Cut:
+def read_cut(batch: Tree, size: int | list[int] | None, has_aux: bool, root: str = "args") -> Cut:
     """Check a batch that is to be cut into microbatches of ``size`` rows."""
     flat = read_batch(batch, root)
+    if isinstance(size, list) and sum(size) != need_rows(flat, root):
+        raise ValueError(
+            f"microbatch_size={size} are {sum(size)} rows; the batch has {flat.rows}. Give the "
+            "rows of every microbatch of this batch, or one number for all batches."
+        )
     if size is not None and need_rows(flat, root) == 0 and has_aux:
         raise ValueError(
             "the batch has no rows, so the loss is never called and there is no aux to return; "
@@ -122,11 +134,12 @@ def read_cut(batch: Tree, size: int | None, has_aux: bool, root: str = "args") -
     return Cut(flat, size)
 
 
-def accumulate(window: Window) -> tuple[list[Tensor], Tensor, Tree]:
+def divided(
+    folded: Folded, leaves: list[Tensor], reduction: Reduction
+) -> tuple[list[Tensor], Tensor, Tree]:
     """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
-    leaves, rule = window.leaves, window.rule
-    state, unit, _, aux, dtype, _ = fold(window)
-    value = mean_value(state.total, state.weight, rule.reduction)
+    state, unit, _, aux, dtype, _ = folded
+    value = mean_value(state.total, state.weight, reduction)
     by = divisor(state.weight) / unit
     grads: list[Tensor] = state.grads
     for i, (total, leaf) in enumerate(zip(grads, leaves, strict=True)):
@@ -144,14 +157,21 @@ def fold(window: Window) -> Folded:
 
 
 def evaluate(
-    call: Callable[[Tree], Any], batch: Cut, rule: Rule, aux_reduction: Tree
+    outs: Iterable[tuple[Any, int, int]], rule: Rule, aux_reduction: Tree
 ) -> tuple[Tensor, Tree]:
-    """The same without gradients: the value and the reduced aux."""
+    """The same without gradients: the value and the reduced aux.
+
+    Args:
+        outs: What the loss returns for each microbatch, the rows that it holds, and the rows that
+            its mean counts for. They are asked for where nothing is recorded.
+        rule: As for a window.
+        aux_reduction: As for a window.
+    """
     seen: list[Microbatch] = []
     aux: AuxState | None = None
     with nullcontext() if transform_active() else torch.no_grad():
-        for part, rows, counts in batch.parts():
-            entry = enter(*read(call(part), rule.has_aux), counts, rule.reduction)
+        for out, rows, counts in outs:
+            entry = enter(*read(out, rule.has_aux), counts, rule.reduction)
             seen.append(entry._replace(aux=()))
             if rule.has_aux:
                 aux = fold_aux(aux, entry, rows, aux_reduction, skipping=False)
@@ -200,7 +220,7 @@ def _fold_all(window: Window) -> Folded:
 
         def label(leaf: int | None, i: int = i) -> str:
             what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'args')[leaf]}"
-            return f"{what} of microbatch {i} (from row {i * (batch.size or 0)})"
+            return f"{what} of microbatch {i} (from row {sum(batch.sizes[:i])})"
 
         sums, entry = add_microbatch(loss, wrt, sums, counts, rule, label=label)
         if advance is not None:

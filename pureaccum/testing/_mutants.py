@@ -38,8 +38,8 @@ MUTANTS: dict[str, Mutant] = {
     "the short tail dropped": Mutant(
         "Rows after the last full microbatch are left out.",
         "_batches.py",
-        "count = range(0, rows, size)",
-        "count = range(0, rows - size + 1, size)",
+        "for start in range(0, rows, size)]",
+        "for start in range(0, rows - size + 1, size)]",
     ),
     "the power of two not put back": Mutant(
         "The power of two by which a cotangent was divided is not multiplied back.",

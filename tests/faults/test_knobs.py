@@ -17,7 +17,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "accumulator": pa.accumulator,
 }
 BOTH = ("batch_argnums", "differentiated")
-SIZES = [(0, ValueError), (-1, ValueError), *((s, TypeError) for s in (True, 2.0, "2", (2,)))]
+SIZES = [(0, ValueError), (-1, ValueError), *((s, TypeError) for s in (True, 2.0, "2", {2}))]
 
 
 def makers(*names: str) -> Any:

@@ -1,0 +1,201 @@
+"""All microbatches through all stages, and any of them through one leg again.
+
+The way forward records nothing. It leaves the boundaries, the values that were pooled, and what
+is needed to draw the same random numbers again.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ._legs import Leg, is_differentiable, join, more, pooled_value, run_leg, split
+from ._passes import Engine, Wrt
+from ._pullback import Pullback, pullback
+from ._replay import Drawn, noting, replaying
+from ._shelf import Boundary, Shelf
+from ._stage import label
+from ._stages import Staged, given_the_batch
+from ._torch import version
+from ._tree import Tree, flatten, unflatten
+
+
+class Pass(NamedTuple):
+    """What stays the same while a batch goes through the stages and back."""
+
+    loss: Staged
+    legs: list[Leg]
+    at: list[list[int]]  # the leaves of params that each leg may use
+    params: optree.PyTreeSpec
+    wrt: Wrt
+    engine: Engine
+    given: Mapping[str, Any]
+    keys: list[Tensor]  # of the rows of each microbatch, if there are any
+    shelf: Shelf
+    devices: frozenset[torch.device]
+
+
+class Kept(NamedTuple):
+    """What the way forward leaves for the way back."""
+
+    boundaries: list[list[Boundary]]  # before each leg
+    drawn: list[list[list[Drawn]]]  # in each leg but the last
+    values: dict[str, Tree]
+    shares: dict[str, Any]  # of those values that are merged by a function
+
+
+def forward(through: Pass, batch: list[Boundary]) -> Kept:
+    """Everything but the last leg."""
+    kept = Kept([], [], {}, {})
+    parts, sizes, shelf = batch, [part.rows for part in batch], through.shelf
+    for n, leg in enumerate(through.legs):
+        if leg.whole:
+            what = label(through.loss.stages, leg.stages[0])
+            parts = [join(list(shelf.fetch(parts)), what)]
+        kept.boundaries.append(parts)
+        if n + 1 == len(through.legs):
+            return kept
+        after: list[Boundary] = []
+        drawn: list[list[Drawn]] = []
+        so_far: dict[str, Any] = {}
+        shares: dict[str, Tree] = {}
+        for p, part in enumerate(shelf.fetch(list(parts))):
+
+            def run(p: int = p, part: Boundary = part, n: int = n) -> Any:
+                return run_part(through, n, p, part, kept.values)
+
+            with unchanged(through, n, part, kept.values):
+                (x, shares), numbers = noting(run, through.devices)
+            drawn.append(numbers)
+            for stage in leg.pools:
+                so_far[stage.name] = more(stage, so_far.get(stage.name), shares[stage.name])
+            if leg.moves:
+                known = dict(zip(map(id, part.leaves), parts[p].leaves, strict=True))
+                after.append(Boundary(*flatten(x), part.rows))
+                if not leg.whole:
+                    after[p] = shelf.put(after[p], known)
+        kept.drawn.append(drawn)
+        for stage in leg.pools:
+            kept.values[stage.name] = pooled_value(stage, so_far[stage.name], shares[stage.name])
+            if stage.merge is not None:
+                kept.shares[stage.name] = so_far[stage.name]
+        if leg.whole:
+            after = [shelf.put(part, {}) for part in split(after[0], sizes)]
+        parts = after if leg.moves else list(parts)
+    raise AssertionError("a loss has a last leg")
+
+
+class Again(NamedTuple):
+    """One microbatch through one leg, with a way back."""
+
+    back: Pullback
+    reads: list[tuple[str, int]]  # the leaf of a pooled value that each last gradient is of
+
+
+def again(
+    through: Pass,
+    n: int,
+    p: int,
+    part: Boundary,
+    kept: Kept,
+    sums: list[Tensor],
+    last: Callable[[Any], tuple[list[Tensor], Any]] | None = None,
+) -> Again:
+    """One microbatch through one leg, with a way back.
+
+    Args:
+        through: What stays the same.
+        n: Which leg.
+        p: Which microbatch.
+        part: The boundary before it.
+        kept: What the way forward left.
+        sums: What the gradients of the parameters go into.
+        last: Takes apart what the last leg gives, the loss.
+    """
+    leg = through.legs[n]
+    at = inside(through, n, part)
+    read = {name: flatten(kept.values[name]) for name in leg.reads if name in kept.values}
+    places = [
+        (name, i)
+        for name, (values, _) in read.items()
+        for i, value in enumerate(values)
+        if is_differentiable(value)
+    ]
+    others = [*(part.leaves[i] for i in at), *(read[name][0][i] for name, i in places)]
+
+    def run(params: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], Any]:
+        own = list(part.leaves)
+        for i, x in zip(at, given, strict=False):
+            own[i] = x
+        pooled = {name: list(values) for name, (values, _) in read.items()}
+        for (name, i), x in zip(places, given[len(at) :], strict=True):
+            pooled[name][i] = x
+        values = {name: unflatten(read[name][1], its) for name, its in pooled.items()}
+        begun = Boundary(own, part.spec, part.rows)
+        out, shares = run_part(through, n, p, begun, values, params)
+        if last is not None:
+            return last(out)
+        outs = flatten(out)[0] if leg.moves else []
+        for stage in leg.pools:
+            outs = outs + flatten(shares[stage.name])[0]
+        return [x for x in outs if is_differentiable(x)], ()
+
+    with replaying(kept.drawn[n][p] if last is None else []):
+        back = pullback(run, through.wrt, through.at[n], others, sums, through.engine)
+    return Again(back, places)
+
+
+def inside(through: Pass, n: int, part: Boundary) -> list[int]:
+    """Which leaves of the boundary before a leg have a cotangent; those of the batch have none."""
+    if given_the_batch(through.loss)[through.legs[n].stages[0]]:
+        return []
+    return [i for i, x in enumerate(part.leaves) if is_differentiable(x)]
+
+
+def run_part(
+    through: Pass,
+    n: int,
+    p: int,
+    part: Boundary,
+    values: Mapping[str, Tree],
+    leaves: list[Tensor] | None = None,
+) -> tuple[Any, dict[str, Tree]]:
+    """One microbatch through one leg: the boundary after it, or the loss, and what it pooled."""
+    leg = through.legs[n]
+    known = {**through.given, **values}
+    if through.keys:
+        known["keys"] = torch.cat(through.keys) if leg.whole else through.keys[p]
+    params = unflatten(through.params, through.wrt.leaves if leaves is None else leaves)
+    return run_leg(through.loss, leg, params, unflatten(part.spec, part.leaves), known, part.rows)
+
+
+@contextmanager
+def unchanged(through: Pass, n: int, part: Boundary, values: Mapping[str, Tree]) -> Generator[None]:
+    """Raise if a leg writes to what it is given: other microbatches, or it itself, need that."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    given = {
+        "the boundary": part.leaves,
+        "a value that it reads": flatten((values, through.given))[0],
+        "a parameter": [through.wrt.leaves[i] for i in through.at[n]],
+    }
+    before = [_versions(tensors) for tensors in given.values()]
+    yield
+    for what, tensors, versions in zip(given, given.values(), before, strict=True):
+        if _versions(tensors) != versions:
+            its = through.legs[n].stages
+            where = " or ".join(label(through.loss.stages, i) for i in its)
+            raise RuntimeError(
+                f"{where} changed {what} in place, which other microbatches are given, too, and "
+                "the stage itself when it is computed again for the gradient. Use the operation "
+                "that gives a new tensor: relu in place of relu_, x = x + y in place of x += y, "
+                "inplace=False."
+            )
+
+
+def _versions(tensors: list[Any]) -> list[int | None]:
+    return [version(x) for x in tensors if isinstance(x, Tensor)]

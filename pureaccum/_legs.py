@@ -1,0 +1,185 @@
+"""The stages of a loss in legs: what a microbatch can go through before it has to wait.
+
+A stage that reads what the leg pools begins a new one, since it has to wait for all microbatches;
+a ``full`` stage is a leg of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._shelf import Boundary
+from ._stage import Stage, run_stage
+from ._stages import Staged
+from ._tree import Tree, accumulation_dtype, flatten, map, paths, unflatten
+
+
+Cotangents = list[Tensor | None]
+
+
+class Leg(NamedTuple):
+    """Some stages, one after the other."""
+
+    stages: range
+    whole: bool  # it sees the batch as a whole
+    moves: bool  # the boundary after it is another one
+    reads: tuple[str, ...]
+    pools: tuple[Stage, ...]
+    uses: frozenset[str] | None
+
+
+def legs(loss: Staged) -> list[Leg]:
+    """The stages, grouped."""
+    starts: list[int] = []
+    pools: set[str] = set()
+    for i, stage in enumerate(loss.stages):
+        after_whole = i > 0 and loss.stages[i - 1].kind == "full"
+        if i == 0 or after_whole or stage.kind == "full" or pools & set(stage.reads):
+            starts.append(i)
+            pools = set()
+        pools |= {stage.name} - {""}
+    stops = [*starts[1:], len(loss.stages)]
+    return [_leg(loss, range(*ends)) for ends in zip(starts, stops, strict=True)]
+
+
+def _leg(loss: Staged, stages: range) -> Leg:
+    its: list[Stage] = [loss.stages[i] for i in stages]
+    pools = tuple(stage for stage in its if stage.kind == "pooled")
+    reads = dict.fromkeys(name for stage in its for name in stage.reads)
+    uses = [stage.uses for stage in its]
+    some = None if None in uses else frozenset[str]().union(*(names or () for names in uses))
+    moves = any(stage.kind != "pooled" for stage in its)
+    return Leg(stages, its[0].kind == "full", moves, tuple(reads), pools, some)
+
+
+def run_leg(
+    loss: Staged, leg: Leg, params: Tree, x: Tree, values: Mapping[str, Any], rows: int
+) -> tuple[Any, dict[str, Tree]]:
+    """The boundary after a leg (of the last, the loss), and the shares that it pooled."""
+    shares: dict[str, Tree] = {}
+    for i in leg.stages:
+        x, share = run_stage(loss.stages, i, params, x, values, rows)
+        shares |= share
+    return x, shares
+
+
+# Boundaries and pooled values ---------------------------------------------------------------
+
+
+def join(parts: list[Boundary], what: str) -> Boundary:
+    """The boundaries of all microbatches as one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts[1:]:
+        if not torch.compiler.is_compiling() and part.spec != first.spec:
+            raise ValueError(
+                f"{what} sees all rows at once, but the boundary is {part.spec} in one microbatch "
+                f"and {first.spec} in another; expected one structure."
+            )
+        for i, (x, y) in enumerate(zip(part.leaves, first.leaves, strict=True)):
+            if isinstance(x, Tensor) and x.shape[1:] != y.shape[1:]:
+                raise ValueError(
+                    f"{what} sees all rows at once, but {paths(first.spec, 'boundary')[i]} has "
+                    f"shape {tuple(x.shape)} in one microbatch and {tuple(y.shape)} in another; "
+                    "expected the same but for the rows."
+                )
+    columns = zip(*(part.leaves for part in parts), strict=True)
+    leaves = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
+    return Boundary(leaves, first.spec, sum(part.rows for part in parts))
+
+
+def split(whole: Boundary, sizes: list[int]) -> list[Boundary]:
+    """The boundaries of microbatches of those sizes."""
+    columns = zip(*(x.split(sizes) for x in whole.leaves), strict=True)
+    return [
+        Boundary(list(leaves), whole.spec, rows)
+        for leaves, rows in zip(columns, sizes, strict=True)
+    ]
+
+
+def cotangents_of(parts: list[Boundary], sizes: list[int]) -> list[Boundary]:
+    """The cotangents of boundaries, for microbatches of other sizes: of all rows, or of few."""
+    joined: Cotangents = []
+    for column in zip(*(part.leaves for part in parts), strict=True):
+        some = next((x for x in column if x is not None), None)
+        joined.append(
+            None
+            if some is None
+            else torch.cat(
+                [
+                    some.new_zeros(part.rows, *some.shape[1:]) if x is None else x
+                    for x, part in zip(column, parts, strict=True)
+                ]
+            )
+        )
+    if len(sizes) == 1:
+        return [Boundary(joined, None, sizes[0])]
+    pieces = [[None] * len(sizes) if x is None else x.split(sizes) for x in joined]
+    return [Boundary([x[p] for x in pieces], None, rows) for p, rows in enumerate(sizes)]
+
+
+def more(stage: Stage, so_far: Any, share: Tree) -> Any:
+    """One share more: added at once, or kept until all are merged."""
+    if stage.merge is not None:
+        return [*(so_far or []), share]
+    return share if so_far is None else map(_sum, so_far, share)
+
+
+def pooled_value(stage: Stage, so_far: Any, last: Tree) -> Tree:
+    """The value of all microbatches, in the dtypes of a share."""
+    if stage.merge is None:
+        return map(_as_share, so_far, last)
+    return so_far[0] if len(so_far) == 1 else stage.merge(stacked(so_far))
+
+
+def stacked(shares: list[Tree]) -> Tree:
+    """Shares along a new dim 0."""
+    return map(_stack, *shares)
+
+
+def _stack(*shares: Any) -> Tensor:
+    if isinstance(shares[0], Tensor):
+        return torch.stack(shares)
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if not is_differentiable(b):
+        return a + b
+    wide = accumulation_dtype(b.dtype)
+    return a.to(wide) + b.to(wide)
+
+
+def _as_share(total: Any, share: Any) -> Any:
+    return total.to(share.dtype) if is_differentiable(share) else total
+
+
+def is_differentiable(x: Any) -> bool:
+    """Whether something in a boundary or a share can have a cotangent."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def through_merge(stage: Stage, shares: list[Tree], cotangents: Cotangents) -> list[Cotangents]:
+    """The cotangents of each share, from those of the value that they were merged into."""
+    if len(shares) == 1:
+        return [cotangents]
+    stack, spec = flatten(stacked(shares))
+    at = [i for i, x in enumerate(flatten(shares[0])[0]) if is_differentiable(x)]
+    if not at or all(c is None for c in cotangents):
+        return [[None] * len(at)] * len(shares)
+
+    def merged(*given: Tensor) -> tuple[Tensor, ...]:
+        own = list(stack)
+        for i, x in zip(at, given, strict=True):
+            own[i] = x
+        assert stage.merge is not None
+        value = flatten(stage.merge(unflatten(spec, own)))[0]
+        return tuple(x for x in value if is_differentiable(x))
+
+    outs, vjp = torch.func.vjp(merged, *(stack[i] for i in at))  # pyright: ignore
+    pairs = zip(outs, cotangents, strict=True)
+    back = vjp(tuple(torch.zeros_like(out) if c is None else c for out, c in pairs))
+    return [[g[p] for g in back] for p in range(len(shares))]

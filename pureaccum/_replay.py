@@ -1,0 +1,63 @@
+"""Calling something again with the random numbers that it drew the first time.
+
+    out, drawn = noting(call, devices)
+    with replaying(drawn):
+        call()  # again: the same numbers, and the generators stand where they stood
+
+A generator's state is kept only where numbers were drawn, since most calls draw none.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+
+T = TypeVar("T")
+
+
+class Drawn(NamedTuple):
+    """The state of a device's generator before numbers were drawn from it."""
+
+    device: torch.device
+    state: Tensor
+
+
+def noting(call: Callable[[], T], devices: Iterable[torch.device]) -> tuple[T, list[Drawn]]:
+    """What a call returns, and which of torch's generators it drew from."""
+    if torch.compiler.is_compiling():  # the compiler sees to that itself
+        return call(), []
+    before = [Drawn(device, _state(device)) for device in {torch.device("cpu"), *devices}]
+    out = call()
+    return out, [it for it in before if not torch.equal(it.state, _state(it.device))]
+
+
+@contextmanager
+def replaying(drawn: list[Drawn]) -> Generator[None]:
+    """Let the generators draw the same numbers again; afterwards they stand where they stood."""
+    now = [Drawn(it.device, _state(it.device)) for it in drawn]
+    try:
+        for it in drawn:
+            _restore(it)
+        yield
+    finally:
+        for it in now:
+            _restore(it)
+
+
+def _state(device: torch.device) -> Tensor:
+    return _owner(device).get_rng_state(*_which(device))
+
+
+def _restore(drawn: Drawn) -> None:
+    _owner(drawn.device).set_rng_state(drawn.state, *_which(drawn.device))
+
+
+def _owner(device: torch.device) -> Any:
+    return torch if device.type == "cpu" else getattr(torch, device.type)
+
+
+def _which(device: torch.device) -> list[torch.device]:
+    return [] if device.type == "cpu" else [device]

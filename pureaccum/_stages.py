@@ -1,0 +1,163 @@
+"""A loss in stages, for losses that are no sum over rows.
+
+    rowwise(f)   x = f(params, x, *reads)       on each microbatch
+    pooled(r)    value += r(params, x, *reads)  summed over the microbatches, for others to read
+    full(f)      x = f(params, x, *reads)       on the whole batch at once
+
+What stands between two stages is a boundary: any pytree of tensors with one row per sample. The
+first is the batch, and the last stage gives the loss. Called on a batch, the stages simply follow
+one another; with a microbatch size they go breadth-first (see ``_staged.py``), which is the same
+function: a batch norm is ``pooled`` and ``rowwise``, a contrastive loss ``rowwise`` and ``full``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from ._batches import need_rows, read_batch
+from ._inputs import check_choice
+from ._stage import Stage, label, run_stage
+from ._tree import Tree
+
+
+Boundaries = Literal["device", "host"]
+
+
+class Staged(NamedTuple):
+    """A loss in stages: see ``staged``."""
+
+    stages: tuple[Stage, ...]
+    boundaries: Boundaries
+
+    def __call__(self, params: Tree, batch: Tree, **given: Any) -> Any:
+        """The loss of a batch as a whole."""
+        rows = need_rows(read_batch(batch))
+        check_call(self, rows, given)
+        x, values = batch, given
+        for i in range(len(self.stages)):
+            x, share = run_stage(self.stages, i, params, x, values, rows)
+            values = values | share
+        return x
+
+
+def staged(stages: Sequence[Stage], *, boundaries: Boundaries = "device") -> Staged:
+    """Make a loss out of stages, exact under microbatching although its rows are coupled.
+
+    Rule: the result is a function ``loss(params, batch, **given)``, and goes wherever a loss does:
+    into ``grad``, ``grad_and_value`` and ``value``, and into ``make_step`` with all that a step
+    has. There, with ``microbatch_size``, all microbatches go through a stage before any goes
+    through the next; only boundaries are kept, and on the way back each stage is computed again.
+    The gradient is that of the full batch, for one more forward pass. Random numbers, keyed or of
+    torch's generator, are the same when a stage is computed again.
+
+    Args:
+        stages: ``rowwise``, ``pooled`` and ``full`` stages; the last gives the loss, and is no
+            ``pooled`` one.
+        boundaries: Where they are kept: ``"device"``, or ``"host"`` for pinned memory of the
+            host, copied while the device computes.
+
+    Returns:
+        The loss.
+
+    >>> import torch
+    >>> from pureaccum import grad_and_value, pooled, rowwise
+    >>> loss = staged(
+    ...     [
+    ...         pooled(lambda w, x: (x.sum(), len(x)), "sums"),
+    ...         rowwise(lambda w, x, sums: ((w * x - sums[0] / sums[1]) ** 2).mean(), reads="sums"),
+    ...     ]
+    ... )
+    >>> grad_and_value(loss, microbatch_size=2)(torch.tensor(1.0), torch.tensor([1.0, 2.0, 6.0]))
+    (tensor(9.3333), tensor(4.6667))
+    """
+    check_choice(boundaries, get_args(Boundaries), "boundaries")
+    loss = Staged(tuple(stages), boundaries)
+    if not loss.stages:
+        raise ValueError("staged() got no stages; expected one at least, the last gives the loss.")
+    pools: dict[str, int] = {}
+    for i, stage in enumerate(loss.stages):
+        if not isinstance(stage, Stage):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"stage {i} is a {type(stage).__name__}; expected rowwise(f), pooled(r) or full(f)"
+                + (", which says how the function sees the batch." if callable(stage) else ".")
+            )
+        if stage.name in pools:
+            raise ValueError(
+                f"{label(loss.stages, i)} pools {stage.name!r}, as stage {pools[stage.name]} does; "
+                "expected names of their own: pooled(func, name)."
+            )
+        if stage.name:
+            pools[stage.name] = i
+    for i, stage in enumerate(loss.stages):
+        for name in stage.reads:
+            if pools.get(name, -1) >= i:
+                raise ValueError(
+                    f"{label(loss.stages, i)} reads {name!r}, which "
+                    f"{label(loss.stages, pools[name])} pools, not before it; expected a value "
+                    "that is pooled before. Move the pooled stage up."
+                )
+    if loss.stages[-1].kind == "pooled":
+        raise ValueError(
+            f"{label(loss.stages, len(loss.stages) - 1)} is the last stage, which gives the loss; "
+            "expected a rowwise or a full stage there, which may read the pooled value."
+        )
+    return loss
+
+
+# For whoever runs the stages ------------------------------------------------------------------
+
+
+def check_call(loss: Staged, rows: int, given: Mapping[str, Any]) -> None:
+    """Check what a call gives before any stage runs."""
+    known = {stage.name for stage in loss.stages} | set(given)
+    for i, stage in enumerate(loss.stages):
+        for name in stage.reads:
+            if name not in known:
+                raise ValueError(
+                    f"{label(loss.stages, i)} reads {name!r}, which no stage pools and this call "
+                    "does not give. Is it a keyword argument of the loss, loss(params, batch, "
+                    f"{name}=...)? make_step gives 'keys' and 'buffers' where they are configured."
+                )
+        if stage.kind == "full" and rows == 0:
+            raise ValueError(f"{label(loss.stages, i)} would see a batch without rows.")
+
+
+def check_arguments(
+    args: tuple[Any, ...], argnums: tuple[int, ...], batch_argnums: tuple[int, ...]
+) -> None:
+    """Check how a loss in stages is called."""
+    if len(args) != 2 or argnums != (0,) or batch_argnums != (1,):
+        raise ValueError(
+            "a staged loss is differentiated with respect to argument 0 and cut along argument 1, "
+            f"but {len(args)} positional arguments came, with argnums={argnums} and "
+            f"batch_argnums={batch_argnums}; expected loss(params, batch), and by name what all "
+            "rows share."
+        )
+
+
+def refuse_stream(loss: Any) -> None:
+    """A stream of microbatches, each of which is forgotten, is no batch to a loss in stages."""
+    if isinstance(loss, Staged):
+        raise TypeError(
+            "this loss is staged: its rows are coupled, so that microbatches which come one after "
+            "the other do not add up. Hand over the batch as a whole, which is cut inside: "
+            "grad_and_value(loss, microbatch_size=...), or step(state, batch)."
+        )
+
+
+def refuse_skip() -> None:
+    """No microbatch can be left out."""
+    raise ValueError(
+        "nonfinite='skip' leaves out a microbatch, but in a staged loss every row may be in every "
+        "gradient. Use 'propagate': a step whose gradient is not finite is not applied."
+    )
+
+
+def given_the_batch(loss: Staged) -> list[bool]:
+    """Of every stage, whether it is given the batch itself, and not a boundary made of it."""
+    moved = [stage.kind != "pooled" for stage in loss.stages]
+    return [not any(moved[:i]) for i in range(len(moved))]
+
+
+def sees_all_at_once(loss: Staged) -> bool:
+    """Whether the last stage, which gives the loss, is given the whole batch."""
+    return loss.stages[-1].kind == "full"

@@ -1,0 +1,202 @@
+"""A rematerialised function is the function, and so are its derivatives, wherever it is called.
+
+To the bit where the whole of the backward pass is the same arithmetic: first derivatives, in
+float32. Higher ones add their terms in another order: float64, and a bound.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import (
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+from torch.nn import functional as F
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+
+
+W, X = torch.randn(3, 3), torch.randn(4, 3)
+x = X[0]
+
+
+def curved(w: Tensor, x: Tensor) -> Tensor:
+    """Its kernels have other formulas for a backward pass that is recorded (silu)."""
+    return F.silu(w @ x).tanh()
+
+
+def nested(w: Tensor, x: Tensor) -> Tensor:
+    return curved(w, curved(w, x))
+
+
+def nested_remat(w: Tensor, x: Tensor) -> Tensor:
+    return pa.remat(lambda w, x: lean(w, lean(w, x)))(w, x)
+
+
+lean = pa.remat(curved)
+FUNCTIONS = {"one": (lean, curved), "nested": (nested_remat, nested)}
+functions = pytest.mark.parametrize(("lean", "plain"), FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+def squared(f: Any) -> Any:
+    return lambda *args: (f(*args) ** 2).sum()
+
+
+def by_autograd(f: Any, create_graph: bool = False) -> Any:
+    w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
+    return torch.autograd.grad(squared(f)(w, y), (w, y), create_graph=create_graph)
+
+
+def dual(f: Any) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(f(forward_ad.make_dual(W, W), x)))
+
+
+def pulled_outside(f: Any) -> Any:
+    """The level of vjp is over when its backward pass runs."""
+    return vmap(lambda x: vjp(f, W, x)[1](x))(X)
+
+
+def pulled_without_recording(f: Any) -> Any:
+    with torch.no_grad():
+        return pulled_outside(f)
+
+
+def batched_cotangents(f: Any) -> Any:
+    """torch's older vmap, which no level tells of."""
+    w = W.clone().requires_grad_()
+    return torch.autograd.grad(f(w, x), w, torch.eye(3), is_grads_batched=True)
+
+
+def rows(f: Any, *in_dims: Any) -> Any:
+    return lambda *args: vmap(f, in_dims)(*args)
+
+
+FIRST: dict[str, Callable[[Any], Any]] = {
+    "value": lambda f: f(W, x),
+    "backward": by_autograd,
+    "create_graph": lambda f: by_autograd(f, create_graph=True),
+    "grad": lambda f: grad(squared(f), (0, 1))(W, x),
+    "grad of one argument": lambda f: grad(squared(f), 1)(W, x),
+    "vjp": lambda f: vjp(f, W, x)[1](x),
+    "jvp": lambda f: jvp(f, (W, x), (W, x)),
+    "jvp of one argument": lambda f: jvp(lambda x: f(W, x), (x,), (x,)),
+    "dual": dual,
+    "linearize": lambda f: linearize(lambda x: f(W, x), x)[1](x),
+    "jacrev": lambda f: jacrev(f)(W, x),
+    "jacfwd": lambda f: jacfwd(f)(W, x),
+    "vmap(grad)": lambda f: vmap(grad(squared(f), (0, 1)), (None, 0))(W, X),
+    "vmap(grad) over columns": lambda f: vmap(grad(squared(f), (0, 1)), (1, None))(W[:, None], x),
+    "vmap(vmap(grad))": lambda f: vmap(vmap(grad(squared(f)), (None, 0)), (0, None))(W[None], X),
+    "grad(vmap)": lambda f: grad(squared(rows(f, None, 0)), (0, 1))(W, X),
+    "grad(vmap) of what is not mapped": lambda f: grad(squared(rows(f, None, 0)))(W, X),
+    "grad(vmap(vmap))": lambda f: grad(squared(rows(rows(f, None, 0), 0, None)))(W[None], X),
+    "jacrev(vmap)": lambda f: jacrev(lambda X: rows(f, None, 0)(W, X))(X),
+    "jvp(vmap)": lambda f: jvp(lambda X: rows(f, None, 0)(W, X), (X,), (X,)),
+    "vmap(jvp)": lambda f: vmap(lambda x: jvp(lambda x: f(W, x), (x,), (x,)))(X),
+    "vmap(vjp)": pulled_outside,
+    "vmap(vjp) under no_grad": pulled_without_recording,
+    "batched cotangents": batched_cotangents,
+}
+
+
+# torch.func.linearize keeps constants in its graph in a way that torch itself warns of.
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@functions
+@pytest.mark.parametrize("kind", FIRST)
+def test_first_derivatives_to_the_bit(kind: str, lean: Any, plain: Any) -> None:
+    ours, torchs = FIRST[kind](lean), FIRST[kind](plain)
+    assert any(leaf.any() for leaf in optree.tree_leaves(torchs))
+    assert_trees_bitwise_equal(optree.tree_map(torch.detach, ours), torchs)
+
+
+def gradient_penalty(f: Any) -> Any:
+    w, y = W.double().requires_grad_(), x.double().requires_grad_()
+    (g,) = torch.autograd.grad(squared(f)(w, y), w, create_graph=True)
+    return torch.autograd.grad((g**2).sum(), (w, y))
+
+
+def grad_under_autograd(f: Any) -> Any:
+    w = W.double().requires_grad_()
+    return torch.autograd.grad((grad(squared(f))(w, x.double()) ** 2).sum(), w)
+
+
+def at_x(f: Any) -> Any:
+    return lambda x: f(W.double(), x)
+
+
+SECOND: dict[str, Callable[[Any, Tensor], Any]] = {
+    "hessian": lambda f, x: hessian(squared(at_x(f)))(x),
+    "jacrev(jacrev)": lambda f, x: jacrev(jacrev(at_x(f)))(x),
+    "jacfwd(jacfwd)": lambda f, x: jacfwd(jacfwd(at_x(f)))(x),
+    "jacrev(jacfwd)": lambda f, x: jacrev(jacfwd(at_x(f)))(x),
+    "jvp(jvp(jvp))": lambda f, x: jacfwd(jacfwd(jacfwd(at_x(f))))(x),
+    "jvp(vmap(jvp))": lambda f, x: jacfwd(vmap(jacfwd(at_x(f))))(x[None]),
+    "vmap(hessian)": lambda f, x: vmap(hessian(squared(at_x(f))))(x[None]),
+    "grad(grad)": lambda f, x: grad(squared(grad(squared(at_x(f)))))(x),
+    "grad(grad) through the other": lambda f, x: grad(
+        lambda w: (grad(squared(f), 1)(w, x) ** 2).sum()
+    )(W.double()),
+    "grad(grad(grad))": lambda f, x: grad(squared(grad(squared(grad(squared(at_x(f)))))))(x),
+    "grad(vmap(grad))": lambda f, x: grad(squared(vmap(grad(squared(at_x(f))))))(x[None]),
+    "autograd twice": lambda f, x: gradient_penalty(f),
+    "grad under autograd": lambda f, x: grad_under_autograd(f),
+    "by torch.autograd.functional": lambda f, x: torch.autograd.functional.hessian(
+        squared(at_x(f)), x, vectorize=True
+    ),
+}
+
+
+@functions
+@pytest.mark.parametrize("kind", SECOND)
+def test_higher_derivatives(kind: str, lean: Any, plain: Any) -> None:
+    """Third ones are as large as 100: the bound is that of float64 with room for their sums."""
+    ours, torchs = SECOND[kind](lean, x.double()), SECOND[kind](plain, x.double())
+    for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(torchs), strict=True):
+        assert b.any()
+        assert (a - b).abs().max() <= 1e-13 * b.abs().max()
+
+
+def test_a_tensor_that_is_mapped_may_be_captured() -> None:
+    """By a vmap around the differentiation, as in per-sample gradients."""
+
+    def run(wrap: Any) -> Any:
+        def total(w: Tensor, x: Tensor) -> Tensor:
+            return squared(wrap(lambda w: curved(w, x)))(w)
+
+        each = vmap(grad(total), (None, 0))(W, X)
+        alone = vmap(lambda x: wrap(lambda w: w @ x)(W))(X)
+        return each, alone, jvp(lambda w: vmap(lambda x: wrap(lambda w: w @ x)(w))(X), (W,), (W,))
+
+    assert_trees_bitwise_equal(run(pa.remat), run(lambda f: f))
+
+
+@pytest.mark.parametrize("transform", ["autograd", "grad"])
+def test_compiled_in_one_graph(transform: str) -> None:
+    def run(f: Any) -> Any:
+        if transform == "grad":
+            return grad(squared(f))(W, x)
+        w = W.clone().requires_grad_()
+        return torch.autograd.grad(squared(f)(w, x), w)[0]
+
+    def compiled(f: Any) -> Any:
+        torch.compiler.reset()
+        return torch.compile(f, backend="aot_eager", fullgraph=True)
+
+    if transform == "grad":
+        ours = compiled(lambda w, x: grad(squared(lean))(w, x))(W, x)
+    else:
+        ours = run(compiled(lambda w, x: lean(w, x)))
+    torch.testing.assert_close(ours, run(curved))
