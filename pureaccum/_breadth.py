@@ -164,12 +164,17 @@ def run_part(
     leaves: list[Tensor] | None = None,
 ) -> tuple[Any, dict[str, Tree]]:
     """One microbatch through one leg: the boundary after it, or the loss, and what it pooled."""
-    leg = through.legs[n]
-    known = {**through.given, **values}
-    if through.keys:
+    leg, known = through.legs[n], _read(through, n, values)
+    if through.keys and "keys" in leg.reads:
         known["keys"] = torch.cat(through.keys) if leg.whole else through.keys[p]
     params = unflatten(through.params, through.wrt.leaves if leaves is None else leaves)
     return run_leg(through.loss, leg, params, unflatten(part.spec, part.leaves), known, part.rows)
+
+
+def _read(through: Pass, n: int, values: Mapping[str, Tree]) -> dict[str, Any]:
+    """What a leg reads of what there was before it."""
+    known = {**through.given, **values} if through.given else values
+    return {name: known[name] for name in through.legs[n].reads if name in known}
 
 
 @contextmanager
@@ -180,7 +185,7 @@ def unchanged(through: Pass, n: int, part: Boundary, values: Mapping[str, Tree])
         return
     given = {
         "the boundary": part.leaves,
-        "a value that it reads": flatten((values, through.given))[0],
+        "a value that it reads": flatten(_read(through, n, values))[0],
         "a parameter": [through.wrt.leaves[i] for i in through.at[n]],
     }
     before = [_versions(tensors) for tensors in given.values()]

@@ -166,7 +166,7 @@ def _set(x: Tensor, at: Any, value: Any) -> Tensor:
 
 _SIZES = {"shape", "ndim", "dtype", "device", "size", "dim", "numel", "is_floating_point", "stride"}
 _NEW = (
-    "add sub mul truediv floordiv mod pow neg matmul div rsub abs exp log log1p sqrt rsqrt square "
+    "add sub mul truediv floordiv mod pow neg matmul div rsub abs exp log sqrt rsqrt square sin cos "
     "sigmoid tanh relu relu6 gelu silu mish elu selu leaky_relu hardtanh hardswish hardsigmoid "
     "softplus softmax log_softmax logsumexp cat stack concat sum mean amax amin var std bmm mm "
     "clone clamp where linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
@@ -198,7 +198,7 @@ def _settle(nodes: list[fx.Node], root: nn.Module) -> dict[fx.Node, tuple[fx.Nod
                 others = [n for n in others if n is not target]
             own = [n for n in same[target] if n.op == "get_attr"]
             if own or others:
-                raise ValueError(_shared(node, [*own, *others][0]))
+                raise ValueError(_shared(node, min([*own, *others], key=at.__getitem__)))
             writes[node] = target, list(same[target])
             target.replace_all_uses_with(node, lambda user, node=node: at[user] > at[node])
         if target is not None or not (node in sizes or _is_input(node) or _is_new(node, root)):

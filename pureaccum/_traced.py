@@ -187,7 +187,7 @@ def _untraceable(root: nn.Module, error: Exception) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "_name_of__", "")
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def place(node: fx.Node) -> str:

@@ -31,7 +31,7 @@ from ._subject import Subject, preserving_random
 from ._trials import (
     Trial,
     Tried,
-    joined,
+    accumulated,
     native_trial,
     repeats,
     trial_of,
@@ -198,8 +198,7 @@ def _examine(
     sound = [parts for parts in tried[:3] if max(done[0].outcomes[parts].errors) < math.inf]
 
     def own(parts: Parts) -> list[Tensor]:
-        sums = [subject.sums(rows, next(seeds)) for rows in parts]
-        return joined(sums, subject.reduction).leaves
+        return accumulated(subject, parts, seeds).leaves
 
     native, overflow = natively(own, lambda: own((subject.everything(),)), full, sound)
     over = "" if overflow is None else ["value", *names][overflow]

@@ -151,8 +151,8 @@ def _coupled(of: Of, pairs: list[Pair]) -> Diagnosis:
         "batch coupling",
         f"what a row adds depends on the other rows: {says.format(*values)} their sum nor a mean."
         + (" It depends on the order of the rows, too." if moved else ""),
-        "pa.grad(loss, microbatch_size=None)  # all at once; or what is counted over the batch "
-        "handed in as a Python scalar, and a sum over rows",
+        "pa.staged([pa.rowwise(encode), pa.full(loss)])  # all rows at once where they are small; "
+        "or what is counted over the batch as a pa.pooled stage",
     )
 
 

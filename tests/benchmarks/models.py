@@ -1,4 +1,4 @@
-"""The models that are measured: a stack of square layers, a small convnet, and a GPT.
+"""The models that are measured: a stack of square layers, a small convnet, a GPT, and networks.py.
 
 Rule: plain modules, each with its batch and its arithmetic named by a few numbers.
 """
@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .networks import Residual, Towers, convolutions, resnet
+
 
 Batch = tuple[Tensor, Tensor]
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-CLASSES = 10  # of the convnet
+CLASSES = 10  # of images
+BEFORE, AFTER = 256, 128  # the widths of what towers are given, and of what they give
 
 
 class Model(NamedTuple):
@@ -42,6 +45,14 @@ class Model(NamedTuple):
                 name = f"{self.depth} x {self.width} wide"
             case "conv":
                 name = f"convnet {self.width} wide"
+            case "norms":
+                name = f"{self.depth} x conv-BN-ReLU {self.width} wide"
+            case "resnet":
+                name = f"ResNet-18 {self.width} wide"
+            case "towers":
+                name = f"two towers, {self.depth} x {self.width} wide"
+            case "chain":
+                name = f"{self.depth} residual MLPs {self.width} wide"
             case size:
                 name = f"GPT {size}"
         return name if self.precision == "fp32" else f"{name} in {self.precision}"
@@ -106,7 +117,7 @@ class Problem(NamedTuple):
 
 def build(model: Model, device: str = "cpu") -> Problem:
     """The network, its parameters as a plain dict, what makes a loss of it, and its batch."""
-    make = {"mlp": stack, "conv": convnet}.get(model.kind, language_model)
+    make = MAKE.get(model.kind, language_model)
     net, criterion, batch = make(model)
     net = net.to(device)
     # Aliases: every contender reads the same weights, and nobody's parameters are counted twice.
@@ -135,9 +146,48 @@ def convnet(model: Model) -> Made:
         step = 1 if n == 0 else 2
         layers += [nn.Conv2d(channels[n], channels[n + 1], 3, stride=step, padding=1), nn.ReLU()]
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], CLASSES)]
+    return nn.Sequential(*layers), F.cross_entropy, images(model, 32)
+
+
+def images(model: Model, side: int) -> Batch:
     rows = model.rows * model.microbatches
-    batch = torch.randn(rows, 3, 32, 32), torch.randint(CLASSES, (rows,))
-    return nn.Sequential(*layers), F.cross_entropy, batch
+    return torch.randn(rows, 3, side, side), torch.randint(CLASSES, (rows,))
+
+
+def norms(model: Model) -> Made:
+    net = convolutions(model.width, model.depth, CLASSES)
+    return net, F.cross_entropy, images(model, 16)
+
+
+def residual_network(model: Model) -> Made:
+    return resnet(model.width, CLASSES), F.cross_entropy, images(model, 16)
+
+
+def towers(model: Model) -> Made:
+    """With InfoNCE: each query finds its passage among all passages of the batch."""
+    net = Towers(BEFORE, model.width, model.depth, AFTER)
+    queries, passages = (torch.randn(model.rows * model.microbatches, BEFORE) for _ in range(2))
+    return net, info_nce, (queries, passages)
+
+
+def info_nce(queries: Tensor, passages: Tensor) -> Tensor:
+    scores = F.normalize(queries) @ F.normalize(passages).T / 0.05
+    return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
+
+
+def chain(model: Model) -> Made:
+    x, y = (torch.randn(model.rows * model.microbatches, model.width) for _ in range(2))
+    return nn.Sequential(*(Residual(model.width) for _ in range(model.depth))), F.mse_loss, (x, y)
+
+
+MAKE: dict[str, Callable[[Model], Made]] = {
+    "mlp": stack,
+    "conv": convnet,
+    "norms": norms,
+    "resnet": residual_network,
+    "towers": towers,
+    "chain": chain,
+}
 
 
 def language_model(model: Model) -> Made:

@@ -57,9 +57,7 @@ class Bottleneck(nn.Module):
 def downsample(inside: int, outside: int, stride: int) -> nn.Module | None:
     if stride == 1 and inside == outside:
         return None
-    return nn.Sequential(
-        nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
-    )
+    return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
 
 class ResNet(nn.Module):
@@ -95,3 +93,144 @@ def resnet18(width: int) -> ResNet:
 
 def resnet101(width: int) -> ResNet:
     return ResNet(Bottleneck, [3, 4, 23, 3], width)
+
+
+# Other ways to put a network together ---------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """DenseNet: each layer normalises all that came before it, side by side."""
+
+    def __init__(self, width: int = 3, layers: int = 3) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width * i) for i in range(1, layers + 1)])
+        self.convs = nn.ModuleList(
+            [nn.Conv2d(width * i, width, 3, padding=1, bias=False) for i in range(1, layers + 1)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            features.append(conv(F.relu_(norm(torch.cat(features, 1)))))
+        return torch.cat(features, 1).mean((2, 3))
+
+
+class UNet(nn.Module):
+    """Down, up to the size that it had, and the skip beside it."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width))
+        self.deep = nn.Sequential(nn.Conv2d(width, width, 3, 2), nn.BatchNorm2d(width), nn.GELU())
+        self.up = nn.Sequential(nn.Conv2d(2 * width, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[-2:]  # a size that goes through all levels
+        skip = self.down(x).relu()
+        deep = F.interpolate(self.deep(skip), size=size)
+        return self.up(torch.cat([skip, deep], 1)).flatten(1)
+
+
+class InvertedResidual(nn.Module):
+    """MobileNet: wide inside, depthwise, and linear at the end; hard swish in place."""
+
+    def __init__(self, width: int = 3, expand: int = 2) -> None:
+        super().__init__()
+        wide = width * expand
+        self.conv = nn.Sequential(
+            nn.Conv2d(width, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU6(inplace=True),
+            nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.Hardswish(inplace=True),
+            nn.Conv2d(wide, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.conv(x)).mean((2, 3))
+
+
+class TwoInputs(nn.Module):
+    """One by position and one by name; the second is needed only at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3))
+        self.norm = nn.BatchNorm1d(3)
+        self.right = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, *, side: Tensor) -> Tensor:
+        return self.norm(self.left(x)) * torch.sigmoid(self.right(side))
+
+
+class OwnLoss(nn.Module):
+    """The loss is what forward returns, with aux."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = self.body(x)
+        return F.cross_entropy(out, y), {"rows": (out.argmax(1) == y).sum()}
+
+
+class Shared(nn.Module):
+    """One BatchNorm called twice, one weight in two layers, one layer at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.again = nn.Sequential(self.a, nn.BatchNorm1d(4), nn.Tanh())
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("mask", torch.tensor([1.0, 0.5, 0.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.exp() * self.mask  # of no row: computed wherever it is wanted
+        x = self.norm(self.a(x)) * scale
+        x = self.norm(self.b(x.sin())) + scale
+        return self.again(x)
+
+
+class InPlace(nn.Module):
+    """Writes to the input, and to what is read before it in the program and after it in levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.linear, self.act = nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        early = self.linear(x)
+        y = self.b(self.a(x.sin()))
+        before = y + early  # as it was
+        early.mul_(3)
+        self.act(y)  # the return value is not used
+        early[:, 0] = y[:, 1]
+        early += y
+        return self.c(early) * before
+
+
+class Parallel(nn.Module):
+    """Branches of different depth, one of them nobody uses, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.long = nn.Sequential(*self.layers(4), *self.layers(3), *self.layers(3))
+        self.unused = nn.Sequential(
+            *self.layers(4), *self.layers(3), *self.layers(3), nn.BatchNorm1d(3)
+        )
+        self.frozen = nn.BatchNorm1d(3).eval()
+
+    def layers(self, inside: int) -> list[nn.Module]:
+        return [nn.Linear(inside, 3), nn.BatchNorm1d(3), nn.Softplus()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        return self.frozen(self.short(x)) * self.long(x)

@@ -93,3 +93,14 @@ def test_a_single_microbatch_is_torch_func_untouched(model, size):
     loss, args = model.loss("mean"), (model.params, model.batch)
     want = torch.func.grad_and_value(loss)(*args)
     assert_trees_bitwise_equal(pa.grad_and_value(loss, microbatch_size=size)(*args), want)
+
+
+@engines
+@every(2)
+@given(st.data())
+def test_sizes_of_their_own_give_the_bits_of_the_full_batch(engine, data):
+    model: ExactModel = data.draw(few.flatmap(losses))
+    sizes = [size for size in data.draw(histories(model.rows)).sizes if size]
+    want, _ = model.full_batch("weighted")
+    got = pa.grad(model.loss("weighted"), microbatch_size=tuple(sizes), engine=engine)
+    assert_trees_bitwise_equal(got(model.params, model.batch), want)

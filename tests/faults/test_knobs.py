@@ -25,6 +25,18 @@ def makers(*names: str) -> Any:
 
 
 @makers("grad", "grad_and_value", "value")
+def test_sizes_of_their_own_are_positive_and_make_up_the_batch(make: Any) -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (w * x).mean()
+
+    with refused(ValueError, "microbatch_size[1] is 0"):
+        make(loss, microbatch_size=(2, 0))
+    call = make(loss, microbatch_size=[2, 3])
+    with refused(ValueError, "microbatch_size=[2, 3] are 5 rows; the batch has 6"):
+        call(torch.ones(()), torch.ones(6))
+
+
+@makers("grad", "grad_and_value", "value")
 @pytest.mark.parametrize(("size", "error"), SIZES)
 def test_a_microbatch_size_is_a_positive_int(make: Any, size: Any, error: Any) -> None:
     with refused(error, f"microbatch_size is {size!r}", "expected", "row"):

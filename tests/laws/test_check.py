@@ -418,3 +418,29 @@ def test_a_report_is_a_readable_table():
     assert rest[-1].startswith('    pa.grad(loss, microbatch_size=..., reduction="sum")')
     assert max(map(len, rest)) <= 110
     assert str(report_of(squares)).startswith("fits: every leaf is the full batch's (a mean over")
+
+
+# Losses in stages -------------------------------------------------------------------------
+
+
+def in_stages(of_row):
+    """A batch norm over the whole batch, if ``of_row`` looks at one row at a time."""
+    return pa.staged([
+        pa.rowwise(lambda w, x: of_row(x * w)),
+        *pa.batch_norm("moments"),
+        pa.rowwise(lambda w, x: ((x - 1) ** 2 * w).mean()),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [3, [[3, 5], [1, 1, 6]]])
+def test_a_staged_loss_fits_though_its_rows_are_coupled(splits):
+    loss = in_stages(torch.tanh)
+    assert report_of(loss, splits=splits).fits
+    plainly = report_of(lambda w, x: loss(w, x), splits=splits)
+    assert not plainly.fits
+
+
+def test_a_stage_that_is_not_what_it_says_does_not_fit():
+    report = report_of(in_stages(lambda x: x - x.mean(0) + x**2))
+    assert not report.fits
+    assert report.diagnoses[0].kind == "batch coupling"

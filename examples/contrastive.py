@@ -1,0 +1,83 @@
+"""Train two towers on a contrastive loss whose batch is larger than memory would hold.
+
+Every row of an InfoNCE loss is compared with every other. Cut into microbatches, a plain loss
+compares it with the few rows beside it: another loss. In stages, the towers run on microbatches
+and the loss sees the embeddings of all rows at once, which are small; the gradient is that of the
+full batch.
+
+    python examples/contrastive.py
+"""
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy, normalize
+
+import pureaccum as pa
+
+
+IMAGES = nn.Sequential(nn.Linear(48, 128), nn.GELU(), nn.Linear(128, 32))
+TEXTS = nn.Sequential(nn.Embedding(64, 32), nn.Flatten(), nn.Linear(8 * 32, 32))
+Batch = dict[str, Tensor]
+
+
+def embed(params: Any, batch: Batch) -> Batch:
+    """One microbatch: unit vectors for images and texts."""
+    return {
+        "images": normalize(functional_call(IMAGES, params["images"], (batch["image"],))),
+        "texts": normalize(functional_call(TEXTS, params["texts"], (batch["text"],))),
+    }
+
+
+def info_nce(params: Any, embedded: Batch) -> Tensor:
+    """All rows at once: an image's text among all texts, and the other way about."""
+    logits = embedded["images"] @ embedded["texts"].T * params["scale"].exp()
+    right = torch.arange(len(logits))
+    return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
+
+
+def pairs(rows: int) -> Batch:
+    """Texts, and images that are noisy functions of them."""
+    text = torch.randint(64, (rows, 8))
+    seen = torch.sin(text[:, :, None] * torch.arange(1, 7) / 3).flatten(1)
+    return {"image": seen + 0.1 * torch.randn_like(seen), "text": text}
+
+
+def off(grads: Any, exact: Any) -> float:
+    """How far one gradient is from another, relative to that."""
+    apart = optree.tree_map(torch.sub, grads, exact)
+    return float(pa.global_norm(apart) / pa.global_norm(exact))
+
+
+def main(steps: int = 40, rows: int = 512) -> tuple[float, float]:
+    torch.manual_seed(0)
+    params = {
+        "images": {name: p.detach() for name, p in IMAGES.named_parameters()},
+        "texts": {name: p.detach() for name, p in TEXTS.named_parameters()},
+        "scale": torch.tensor(1.0),
+    }
+    loss = pa.staged([pa.rowwise(embed), pa.full(info_nce)])
+
+    batch = pairs(rows)
+    exact = pa.grad(loss)(params, batch)
+    for name, of in (("staged", loss), ("plainly cut", lambda p, b: loss(p, b))):
+        grads = pa.grad(of, microbatch_size=16)(params, batch)
+        print(f"{name}: off by {off(grads, exact):.1e} of the full batch's gradient")
+
+    step = pa.make_step(loss, pa.adamw(3e-3), microbatch_size=16)
+    state = step.init(params)
+    losses = []
+    for i in range(steps):
+        state, info = step(state, pairs(rows))
+        losses.append(float(info.loss))
+        if i % 10 == 0:
+            print(f"step {i}: loss {losses[-1]:.3f}")
+    print(f"at last: loss {losses[-1]:.3f}, scale {float(state.params['scale'].exp()):.2f}")
+    return losses[0], losses[-1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The networks whose rows are coupled, and the chain that is rematerialised.
+
+Rule: as their users write them, for ``.backward()``; nothing here knows of stages.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def convolutions(width: int, depth: int, classes: int) -> nn.Module:
+    """Convolution, BatchNorm and ReLU, ``depth`` times."""
+    layers: list[nn.Module] = []
+    for n in range(depth):
+        layers += [convolution(width if n else 3, width), nn.BatchNorm2d(width), nn.ReLU(True)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)]
+    return nn.Sequential(*layers)
+
+
+def resnet(width: int, classes: int) -> nn.Module:
+    """ResNet-18 for small images: torchvision's but for the stem, which keeps their size."""
+    layers: list[nn.Module] = [convolution(3, width), nn.BatchNorm2d(width), nn.ReLU(True)]
+    channels = width
+    for n in range(4):
+        layers += [Basic(channels, width * 2**n, stride=2 if n else 1)]
+        channels = width * 2**n
+        layers += [Basic(channels, channels)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+    return nn.Sequential(*layers)
+
+
+class Basic(nn.Module):
+    """torchvision's ``BasicBlock``."""
+
+    def __init__(self, before: int, channels: int, stride: int = 1):
+        super().__init__()
+        self.conv1, self.bn1 = convolution(before, channels, stride), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = convolution(channels, channels), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(True)
+        self.downsample = None
+        if stride != 1 or before != channels:
+            one = nn.Conv2d(before, channels, 1, stride, bias=False)
+            self.downsample = nn.Sequential(one, nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+def convolution(before: int, channels: int, stride: int = 1) -> nn.Module:
+    return nn.Conv2d(before, channels, 3, stride, padding=1, bias=False)
+
+
+class Towers(nn.Module):
+    """A tower for queries and one for passages; each row of one is a pair with that of the other"""
+
+    def __init__(self, inputs: int, width: int, depth: int, outputs: int):
+        super().__init__()
+        widths = [inputs, *[width] * (depth - 1), outputs]
+        self.queries, self.passages = tower(widths), tower(widths)
+
+    def forward(self, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
+        return self.queries(queries), self.passages(passages)
+
+
+def tower(widths: list[int]) -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Residual(nn.Module):
+    """The MLP of a transformer, beside an identity."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
