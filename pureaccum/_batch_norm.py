@@ -22,7 +22,7 @@ class BatchMoments(NamedTuple):
     """The moments of every channel over a batch, float64.
 
     Args:
-        elements: How many a channel has.
+        elements: How many a channel has, int64.
         mean: Their mean.
         squares: The sum of their squared distances from it.
     """
@@ -88,13 +88,13 @@ def moments(x: Tensor) -> BatchMoments:
     away = x - about.view(each)
     mean = away.sum(dims).double() / elements
     squares = away.square().sum(dims).double() - elements * mean**2
-    count = torch.full((), elements, dtype=torch.float64, device=x.device)
+    count = torch.full((), elements, dtype=torch.int64, device=x.device)
     return BatchMoments(count, mean + about, squares)
 
 
 def merge(parts: BatchMoments) -> BatchMoments:
     """Of several microbatches, or ranks, stacked along dim 0."""
-    elements, each = parts.elements.sum(0), parts.elements.unsqueeze(1)
+    elements, each = parts.elements.sum(0), parts.elements.double().unsqueeze(1)
     mean = (parts.mean * (each / elements)).sum(0)
     squares = parts.squares + each * (parts.mean - mean) ** 2
     return BatchMoments(elements, mean, squares.sum(0))
@@ -108,7 +108,7 @@ def normalise(
     torch's own kernel takes mean and variance for constants. So it is given them as constants,
     and an affine map beside them that is the identity in value and has their derivatives.
     """
-    if known(pooled.elements) == 1:
+    if not torch.compiler.is_compiling() and known(pooled.elements) == 1:
         raise ValueError(
             f"expected more than one value per channel when training, got input of shape "
             f"{tuple(x.shape)} in a batch of one row."

@@ -18,7 +18,7 @@ from ._pullback import Pullback, pullback
 from ._replay import Drawn, noting, replaying
 from ._shelf import Boundary, Shelf
 from ._stage import label
-from ._stages import Staged, given_the_batch
+from ._stages import Staged
 from ._torch import version
 from ._tree import Tree, flatten, unflatten
 
@@ -150,9 +150,8 @@ def again(
 
 def inside(through: Pass, n: int, part: Boundary) -> list[int]:
     """Which leaves of the boundary before a leg have a cotangent; those of the batch have none."""
-    if given_the_batch(through.loss)[through.legs[n].stages[0]]:
-        return []
-    return [i for i, x in enumerate(part.leaves) if is_differentiable(x)]
+    own = [] if through.legs[n].of_batch else part.leaves
+    return [i for i, x in enumerate(own) if is_differentiable(x)]
 
 
 def run_part(

@@ -166,8 +166,8 @@ def _set(x: Tensor, at: Any, value: Any) -> Tensor:
 
 _SIZES = {"shape", "ndim", "dtype", "device", "size", "dim", "numel", "is_floating_point", "stride"}
 _NEW = (
-    "add sub mul truediv floordiv mod pow neg matmul div rsub abs exp log sqrt rsqrt square sin cos "
-    "sigmoid tanh relu relu6 gelu silu mish elu selu leaky_relu hardtanh hardswish hardsigmoid "
+    "add sub mul truediv floordiv mod pow neg matmul div rsub abs exp log sqrt rsqrt square sin "
+    "cos sigmoid tanh relu relu6 gelu silu mish elu selu leaky_relu hardtanh hardswish hardsigmoid "
     "softplus softmax log_softmax logsumexp cat stack concat sum mean amax amin var std bmm mm "
     "clone clamp where linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
     "conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "

@@ -152,10 +152,7 @@ def _collected(
 ) -> tuple[list[Tensor], Microbatch]:
     """All gradients first, then the sums: where nothing may be added before all is known."""
     if rule.nonfinite == "raise" and not in_place:
-        raise RuntimeError(
-            "nonfinite='raise' has to look at the numbers, which cannot be done under a torch.func "
-            "transform or torch.compile; use 'skip' or 'propagate' there, and look afterwards."
-        )
+        refuse_to_look()
     seen, shape, pull, _ = PASSES[rule.engine](loss, wrt, {}, rule.has_aux)
     entry = enter(seen, shape, rows, rule.reduction)
     weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents, wrt.scale)
@@ -182,6 +179,14 @@ def _collected(
 
 def _not_finite(label: Callable[[int | None], str] | None, where: Sequence[int | None]) -> str:
     return not_finite([label(i) for i in where] if label else ["a microbatch"])
+
+
+def refuse_to_look() -> None:
+    """Under a transform nobody can."""
+    raise RuntimeError(
+        "nonfinite='raise' has to look at the numbers, which cannot be done under a torch.func "
+        "transform or torch.compile; use 'skip' or 'propagate' there, and look afterwards."
+    )
 
 
 def not_finite(what: list[str]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._shelf import Boundary
 from ._stage import Stage, run_stage
-from ._stages import Staged
+from ._stages import Staged, given_the_batch
 from ._tree import Tree, accumulation_dtype, flatten, map, paths, unflatten
 
 
@@ -28,6 +28,7 @@ class Leg(NamedTuple):
     reads: tuple[str, ...]
     pools: tuple[Stage, ...]
     uses: frozenset[str] | None
+    of_batch: bool  # what it is given is the batch, which has no cotangent
 
 
 def legs(loss: Staged) -> list[Leg]:
@@ -51,7 +52,8 @@ def _leg(loss: Staged, stages: range) -> Leg:
     uses = [stage.uses for stage in its]
     some = None if None in uses else frozenset[str]().union(*(names or () for names in uses))
     moves = any(stage.kind != "pooled" for stage in its)
-    return Leg(stages, its[0].kind == "full", moves, tuple(reads), pools, some)
+    of_batch = given_the_batch(loss)[stages[0]]
+    return Leg(stages, its[0].kind == "full", moves, tuple(reads), pools, some, of_batch)
 
 
 def run_leg(

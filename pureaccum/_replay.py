@@ -29,7 +29,8 @@ def noting(call: Callable[[], T], devices: Iterable[torch.device]) -> tuple[T, l
     """What a call returns, and which of torch's generators it drew from."""
     if torch.compiler.is_compiling():  # the compiler sees to that itself
         return call(), []
-    before = [Drawn(device, _state(device)) for device in {torch.device("cpu"), *devices}]
+    drawing = {device for device in devices if hasattr(_owner(device), "get_rng_state")}
+    before = [Drawn(device, _state(device)) for device in {torch.device("cpu"), *drawing}]
     out = call()
     return out, [it for it in before if not torch.equal(it.state, _state(it.device))]
 
@@ -56,8 +57,8 @@ def _restore(drawn: Drawn) -> None:
 
 
 def _owner(device: torch.device) -> Any:
-    return torch if device.type == "cpu" else getattr(torch, device.type)
+    return torch if device.type == "cpu" else getattr(torch, device.type, None)
 
 
 def _which(device: torch.device) -> list[torch.device]:
-    return [] if device.type == "cpu" else [device]
+    return [] if device.type in ("cpu", "mps") else [device]

@@ -25,13 +25,13 @@ from ._accumulator import counted, empty
 from ._aux import AuxState, finish_aux, fold_aux
 from ._breadth import Kept, Pass, again, forward, inside, run_part, unchanged
 from ._donation import NOTHING
-from ._engine import Rule, not_finite
+from ._engine import Rule, not_finite, refuse_to_look
 from ._legs import Cotangents, cotangents_of, is_differentiable, legs, through_merge
 from ._loss import Read, Shape, read
 from ._passes import Wrt, prepare
 from ._shelf import Boundary, shelf
 from ._stage import Stage
-from ._stages import Staged, check_call, refuse_skip, sees_all_at_once
+from ._stages import Staged, check_call, sees_all_at_once
 from ._sums import Weighing, added_to
 from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, as_scalar_of, finite, flatten, paths, zeros
@@ -64,7 +64,8 @@ def fold_staged(
         keys: One for each row, for stages that read ``"keys"``.
     """
     leaves, rule = window.leaves, window.rule
-    _check_rule(rule)
+    if rule.nonfinite == "raise" and transform_active():
+        refuse_to_look()
     with nullcontext() if transform_active() else torch.no_grad():
         sums = zeros(leaves, window.at_least)
         straight = all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
@@ -108,16 +109,6 @@ def outs_staged(
             with unchanged(through, last, part, kept.values):
                 out, _ = run_part(through, last, p, part, kept.values)
             yield out, part.rows, _counts(through, part)
-
-
-def _check_rule(rule: Rule) -> None:
-    if rule.nonfinite == "skip":
-        refuse_skip()
-    if rule.nonfinite == "raise" and transform_active():
-        raise RuntimeError(
-            "nonfinite='raise' has to look at the numbers, which cannot be done under a torch.func "
-            "transform or torch.compile; use 'propagate' there, and look afterwards."
-        )
 
 
 def _begin(

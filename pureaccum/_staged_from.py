@@ -192,7 +192,7 @@ class _End:
         loss_fn: Callable[[Any, Tree], Any] | None,
     ) -> None:
         self.has_buffers, self.loss_fn = has_buffers, loss_fn
-        self.updates = [c for c in calls if c.layer.training and c.layer.running_mean is not None]
+        self.updates = [call for call in calls if _tracks(call.layer)]
         self.names = names
 
     def __call__(self, out: Any, read: Mapping[str, Any], batch: Tree) -> Any:
@@ -214,6 +214,10 @@ class _End:
         if is_pair(loss):
             return loss[0], (new, loss[1])
         return loss, new
+
+
+def _tracks(layer: Any) -> bool:
+    return layer.track_running_stats and layer.running_mean is not None
 
 
 # Between levels ----------------------------------------------------------------------------

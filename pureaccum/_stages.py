@@ -108,7 +108,13 @@ def staged(stages: Sequence[Stage], *, boundaries: Boundaries = "device") -> Sta
 
 def check_call(loss: Staged, rows: int, given: Mapping[str, Any]) -> None:
     """Check what a call gives before any stage runs."""
-    known = {stage.name for stage in loss.stages} | set(given)
+    pools = {stage.name for stage in loss.stages}
+    known = pools | set(given)
+    for name in pools & set(given):
+        raise ValueError(
+            f"{name!r} came as a keyword argument, and is the name of a pooled value; expected "
+            "another name for one of the two."
+        )
     for i, stage in enumerate(loss.stages):
         for name in stage.reads:
             if name not in known:

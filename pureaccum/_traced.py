@@ -119,8 +119,7 @@ class _Lost(ValueError):
 
 
 def _modes() -> tuple[bool, ...]:
-    kinds = ("cpu", "cuda")
-    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in kinds)
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
 
 
 def trace(module: nn.Module, args: list[str], kwargs: list[str]) -> tuple[nn.Module, fx.Graph]:
@@ -138,8 +137,7 @@ def trace(module: nn.Module, args: list[str], kwargs: list[str]) -> tuple[nn.Mod
                         f"{path} ({type(part).__name__}) assigns its attribute {name!r} in "
                         "forward, but a stage can hand on only what forward returns. Return it."
                     )
-        drawn = not torch.equal(numbers, torch.get_rng_state()) or python != random.getstate()
-        if drawn:
+        if not torch.equal(numbers, torch.get_rng_state()) or python != random.getstate():
             raise _Lost(
                 f"forward of module ({type(module).__name__}) draws random numbers that do not "
                 "depend on its input, and so would draw them once for ever: draw them like the "

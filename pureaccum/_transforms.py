@@ -28,7 +28,7 @@ from ._inputs import (
 from ._loss import Reduction, Shape, divisor, join_aux, read
 from ._passes import Engine, advise, outside_inference_mode
 from ._staged import fold_staged, goes_by_stages, outs_staged
-from ._stages import Staged, check_arguments
+from ._stages import Staged, check_arguments, refuse_skip
 from ._sums import added_to
 from ._tree import Tree, accumulation_dtype, as_scalar_of, flatten, unflatten
 from ._weights import weigh
@@ -91,6 +91,8 @@ def grad_and_value(
     check_disjoint(wrt, batches)
     check_aux_reduction(aux_reduction)
     size = None if microbatch_size is None else check_sizes(microbatch_size)
+    if isinstance(func, Staged) and nonfinite == "skip":
+        refuse_skip()
     torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
     @wraps(func)

@@ -12,7 +12,7 @@ class Mutant(NamedTuple):
         old: Text that occurs there exactly once.
         new: What stands there instead.
 
-    >>> MUTANTS["the short tail dropped"].says
+    >>> OF_CORE["the short tail dropped"].says
     'Rows after the last full microbatch are left out.'
     """
 
@@ -22,7 +22,7 @@ class Mutant(NamedTuple):
     new: str
 
 
-MUTANTS: dict[str, Mutant] = {
+OF_CORE: dict[str, Mutant] = {
     "a mean of means": Mutant(
         "The mean of a microbatch is not weighed by its rows.",
         "_weights.py",

@@ -12,8 +12,12 @@ import shutil
 from difflib import get_close_matches
 from pathlib import Path
 
-from ._mutants import MUTANTS as MUTANTS
+from ._mutants import OF_CORE
 from ._mutants import Mutant as Mutant
+from ._mutants_of_stages import OF_STAGES
+
+
+MUTANTS: dict[str, Mutant] = OF_CORE | OF_STAGES
 
 
 def plant(name: str, directory: str | Path) -> Path:

@@ -144,8 +144,12 @@ def allowed(problem: Problem, reference: dict[str, torch.Tensor]) -> float:
     """How far off a result may be: rounding.
 
     AdamW's first step is the sign of the gradient. In half precision rounding decides it for
-    entries near zero, a hundredth of them or so, and each is two steps off.
+    entries near zero, a hundredth of them or so, and each is two steps off. A rounding also decides
+    where a ReLU is cut, and BatchNorm after BatchNorm makes it larger: the gradient of the full
+    batch of a ResNet is 3e-3 off itself in float64, where everybody agrees to 1e-13.
     """
+    if problem.model.kind == "resnet":
+        return 1e-2
     if problem.model.precision == "fp32":
         return 1e-4
     return 0.25 * distance(problem.params, reference)

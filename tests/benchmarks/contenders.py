@@ -13,8 +13,11 @@ from torch import Tensor
 
 import pureaccum as pa
 
+from .gradcache import PAIRS
 from .models import Batch, Problem
+from .rematerialised import CHAINS
 from .rivals import RIVALS
+from .staged import NORMS
 from .steps import STEPS, Read
 
 
@@ -123,4 +126,4 @@ for _engine in ENGINES:
 ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
-CONTENDERS |= STEPS | RIVALS
+CONTENDERS |= STEPS | RIVALS | NORMS | PAIRS | CHAINS

@@ -160,7 +160,7 @@ def norms(model: Model) -> Made:
 
 
 def residual_network(model: Model) -> Made:
-    return resnet(model.width, CLASSES), F.cross_entropy, images(model, 16)
+    return resnet(model.width, CLASSES), F.cross_entropy, images(model, 32)
 
 
 def towers(model: Model) -> Made:

@@ -1,7 +1,9 @@
 """The networks whose rows are coupled, and the chain that is rematerialised.
 
-Rule: as their users write them, for ``.backward()``; nothing here knows of stages.
+Rule: as their users write them; nothing here knows of stages.
 """
+
+from itertools import pairwise
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,7 +55,7 @@ def convolution(before: int, channels: int, stride: int = 1) -> nn.Module:
 
 
 class Towers(nn.Module):
-    """A tower for queries and one for passages; each row of one is a pair with that of the other"""
+    """A tower for queries and one for passages; a row of each makes a pair."""
 
     def __init__(self, inputs: int, width: int, depth: int, outputs: int):
         super().__init__()
@@ -66,7 +68,7 @@ class Towers(nn.Module):
 
 def tower(widths: list[int]) -> nn.Module:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.GELU()]
     return nn.Sequential(*layers[:-1])
 

@@ -6,15 +6,18 @@ Rule: cells are chosen before any number is seen, and a cell that was measured i
 from typing import NamedTuple
 
 from .contenders import ALL, ENGINES, HAND, MAIN
+from .gradcache import FULL_PAIRS, GRADCACHE, PAIRS, STAGED_PAIRS
 from .models import Model, gpt
+from .rematerialised import CHAINS, CHECKPOINT, REMAT, REMAT_BACKWARD
 from .rivals import ACCELERATE, FABRIC, FUNC_ADAMW, JAX, TORCHOPT
+from .staged import FULL, NORMS, STAGED, STAGED_AUTOGRAD
 from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_APPLY, OUR_STEPS, SAFE, TORCH_APPLY
 
 
 WIDTHS, ROWS, WINDOWS = (16, 64, 256, 512, 1024, 2048), (16, 64, 256), (1, 4, 16, 64)
 
 WEIGHTS, ACTIVATIONS, FLAT = "weight-heavy", "activation-heavy", "flat"
-STEP = "whole step"
+STEP, COUPLED = "whole step", "coupled"
 
 # Whole steps: with what scaling and clipping add to them, and beside everybody.
 STEPPING = (HAND_STEP, *OUR_STEPS, *SAFE.values())
@@ -38,6 +41,11 @@ FIVE = (
     Model(512, 64, 4, depth=6),
     Model(1024, 128, 4, depth=6),
 )
+
+# Rows that are coupled, and a chain of which only some activations are kept.
+NORM, RESNET = Model(32, 16, 8, kind="norms"), Model(32, 16, 8, depth=18, kind="resnet")
+TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
+CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 
 
 class Cell(NamedTuple):
@@ -101,6 +109,18 @@ def step_cells(full: bool, device: str, size: str | None) -> list[Cell]:
     return [Cell(device, model, WHOLE, seconds) for model in models]
 
 
+def coupled_cells(full: bool, device: str) -> list[Cell]:
+    """The races of ``staged`` and ``remat``."""
+    seconds = 20.0 if full else 3.0
+    plain = (FULL, STAGED, STAGED_AUTOGRAD)
+    return [
+        Cell(device, NORM, plain, seconds),
+        Cell(device, RESNET, plain if full else (FULL, STAGED), seconds),
+        Cell(device, TOWERS, tuple(PAIRS) if full else (GRADCACHE, STAGED_PAIRS), seconds),
+        Cell(device, CHAIN, (CHECKPOINT, REMAT, REMAT_BACKWARD), seconds),
+    ]
+
+
 def conv() -> Model:
     return Model(16, 16, 8, depth=3, kind="conv")
 
@@ -150,6 +170,16 @@ def step_peaks(full: bool, device: str) -> list[Peak]:
     plan += [Peak(device, STEP, FIVE[4], name) for name in WHOLE]
     names = WHOLE if full else (*ours, COMPILED)
     return plan + [Peak(device, STEP, large, name) for name in names]
+
+
+def coupled_peaks(full: bool, device: str) -> list[Peak]:
+    """The memory of ``staged`` at batch 512, of all pairs, and of ``remat``."""
+    plan: list[Peak] = []
+    for model in (NORM, RESNET):
+        plan += [Peak(device, COUPLED, model._replace(microbatches=32), name) for name in NORMS]
+    names = PAIRS if full else (FULL_PAIRS, GRADCACHE, STAGED_PAIRS)
+    plan += [Peak(device, COUPLED, TOWERS, name) for name in names]
+    return plan + [Peak(device, COUPLED, CHAIN._replace(rows=2048), name) for name in CHAINS]
 
 
 def first_calls(full: bool) -> list[One]:

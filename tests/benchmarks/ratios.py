@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 from . import targets
 from .contenders import ENGINES, HAND, TORCH_FUNC
-from .plan import FIVE, FLAT, STEP, Cell, One, Peak
+from .gradcache import FULL_PAIRS, GRADCACHE, PAIRS
+from .plan import COUPLED, FIVE, FLAT, STEP, Cell, One, Peak
+from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
 from .rivals import JAX, RIVALS
+from .staged import FULL, NORMS
 from .steps import (
     COMPILED,
     COMPILED_HAND,
@@ -52,7 +55,13 @@ class Row(NamedTuple):
 
 
 def opponents(ours: str) -> tuple[str, ...]:
-    """Of the clock. A variant of an engine runs against the engine itself: what does it add?"""
+    """A variant of an engine runs against the engine itself: what does it add?"""
+    if ours in NORMS:
+        return () if ours == FULL else (FULL,)
+    if ours in PAIRS:
+        return {FULL_PAIRS: (), GRADCACHE: (FULL_PAIRS,)}.get(ours, (GRADCACHE, FULL_PAIRS))
+    if ours in CHAINS:
+        return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
     if ours == "func":
         return HAND, TORCH_FUNC
     if ours in ("autograd", TORCH_FUNC):
@@ -71,7 +80,8 @@ def opponents(ours: str) -> tuple[str, ...]:
 def time_rows(races: Iterable[tuple[Cell, dict]]) -> Iterator[Row]:
     for cell, result in races:
         seconds, faults, failures = result["seconds"], result["faults"], result["failures"]
-        for ours, theirs in [(x, y) for x in cell.contenders for y in opponents(x)]:
+        names = cell.contenders
+        for ours, theirs in [(x, y) for x in names for y in opponents(x) if y in names]:
             # Those of time are for memory as the system manages it.
             target = targets.time_target(ours, theirs, cell.model, cell.device)
             target = None if cell.keeping else target
@@ -81,8 +91,8 @@ def time_rows(races: Iterable[tuple[Cell, dict]]) -> Iterator[Row]:
             if failure := failures.get(ours) or failures.get(theirs):
                 yield row._replace(failure=failure)
                 continue
-            # Of a microbatch, or of a whole step.
-            k = cell.model.microbatches if ours in STEPS | RIVALS else 1
+            # Of a microbatch, or of all that is done at once.
+            k = cell.model.microbatches if ours in STEPS | RIVALS | NORMS | PAIRS | CHAINS else 1
             a, b = seconds[ours], seconds[theirs]
             ratios = [x / y for x, y in zip(a, b, strict=True)]
             low, _, high = quantiles(ratios, n=4)
@@ -115,6 +125,9 @@ def mean_rows(rows: Sequence[Row]) -> Iterator[Row]:
 def memory_rows(numbers: Mapping[Peak, dict]) -> Iterator[Row]:
     """Everybody beside the hand-written loop; where it should be flat, 64 beside 2 microbatches."""
     for peak in numbers:
+        if peak.regime == COUPLED:
+            yield from coupled_rows(peak, numbers)
+            continue
         if peak.regime == FLAT:
             other = peak._replace(model=peak.model._replace(microbatches=2))
             where = f"{peak.model.microbatches} microbatches"
@@ -128,6 +141,16 @@ def memory_rows(numbers: Mapping[Peak, dict]) -> Iterator[Row]:
         target = targets.memory_target(peak.contender, peak.regime, peak.model)
         row = Row(peak.device, "memory", where, peak.contender, theirs, target)
         yield compared(row, numbers[peak], numbers[other], "peak")
+
+
+def coupled_rows(peak: Peak, numbers: Mapping[Peak, dict]) -> Iterator[Row]:
+    """Beside the same opponents as on the clock."""
+    for theirs in opponents(peak.contender):
+        other = peak._replace(contender=theirs)
+        if other in numbers:
+            target = targets.coupled_memory_target(peak.contender, theirs)
+            row = Row(peak.device, "memory", str(peak.model), peak.contender, theirs, target)
+            yield compared(row, numbers[peak], numbers[other], "peak")
 
 
 def first_call_rows(numbers: Mapping[One, dict]) -> Iterator[Row]:

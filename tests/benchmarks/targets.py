@@ -5,9 +5,12 @@ A ratio for which there is no target is published without one. All of time are f
 """
 
 from .contenders import ENGINES, HAND, TORCH_FUNC
+from .gradcache import GRADCACHE, STAGED_PAIRS
 from .models import Model
 from .plan import FIVE, FLAT, STEP, stepping_models
+from .rematerialised import CHECKPOINT, REMAT, REMAT_BACKWARD
 from .rivals import JAX
+from .staged import FULL, STAGED, STAGED_HOST
 from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_APPLY, SAFE
 
 
@@ -17,6 +20,18 @@ COMPILED_TARGETS = dict(zip(FIVE, (0.15, 0.20, 0.72, 1.0, 1.0), strict=True))
 AGAINST_COMPILED, AGAINST_COMPILED_MEAN = 1.03, 0.6
 FIRST_CALL = 1.2  # with 1,024 microbatches, against 2
 SYNCS = 0.0
+# Of what couples its rows, and of what rematerialises: ours against theirs.
+COUPLED_TIME = {
+    (STAGED, FULL): 1.5,
+    (STAGED_PAIRS, GRADCACHE): 1.1,
+    (REMAT, CHECKPOINT): 1.1,
+    (REMAT_BACKWARD, CHECKPOINT): 1.1,
+}
+COUPLED_MEMORY = {
+    (STAGED, FULL): 0.7,
+    (STAGED_HOST, FULL): 0.35,
+    (STAGED_PAIRS, GRADCACHE): 1.03,
+}
 
 
 def time_target(ours: str, theirs: str, model: Model, device: str) -> float | None:
@@ -39,7 +54,7 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return 1.15
     if ours == COMPILED and model in FIVE:
         return compiled_target(theirs, model)
-    return None
+    return COUPLED_TIME.get((ours, theirs))
 
 
 def compiled_target(theirs: str, model: Model) -> float | None:
@@ -64,3 +79,7 @@ def memory_target(ours: str, regime: str, model: Model) -> float | None:
     if ours not in ENGINES:
         return None
     return 1.02 if regime == FLAT else 1.03
+
+
+def coupled_memory_target(ours: str, theirs: str) -> float | None:
+    return COUPLED_MEMORY.get((ours, theirs))

@@ -178,11 +178,12 @@ class OwnLoss(nn.Module):
 
 
 class Shared(nn.Module):
-    """One BatchNorm called twice, one weight in two layers, one layer at two places."""
+    """Two BatchNorms called twice, one weight in two layers, one layer at two places."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(4, momentum=None)
+        self.norm = nn.BatchNorm1d(4, momentum=0.3)
+        self.mean = nn.BatchNorm1d(4, momentum=None)
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.b.weight = self.a.weight
         self.again = nn.Sequential(self.a, nn.BatchNorm1d(4), nn.Tanh())
@@ -191,8 +192,8 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.exp() * self.mask  # of no row: computed wherever it is wanted
-        x = self.norm(self.a(x)) * scale
-        x = self.norm(self.b(x.sin())) + scale
+        x = self.norm(self.mean(self.a(x))) * scale
+        x = self.norm(self.mean(self.b(x.sin()))) + scale
         return self.again(x)
 
 

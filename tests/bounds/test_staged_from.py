@@ -27,7 +27,7 @@ Size = int | Sequence[int]
 
 
 def norm(tensors: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([x.double().norm() for x in tensors.values()]).norm())
+    return float(torch.stack([x.detach().double().norm() for x in tensors.values()]).norm())
 
 
 def apart(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -198,7 +198,7 @@ def test_any_sequence_of_layers_is_the_full_batch(kind, engine, data, seed, rows
     size = data.draw(st.integers(1, rows + 1) | st.lists(st.integers(1, 5), min_size=2).map(tuple))
     if isinstance(size, tuple):  # as many rows as they say
         x = x[:1].expand(sum(size), *x.shape[1:]) * torch.randn(sum(size), *[1] * (x.dim() - 1))
-    layers = sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module)
+    layers = sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d)) for m in module)
     event(f"{layers} batch norms")
     target(check(module, x, [size], engine=engine))
 
@@ -307,6 +307,53 @@ def test_in_eval_mode_a_batch_norm_without_running_statistics_looks_at_the_batch
     check(nn.Sequential(nn.Linear(4, 3), norm, nn.Tanh()).double(), X, [3, 11])
 
 
+def test_running_statistics_that_are_not_tracked_any_more():
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
+    module[1].track_running_stats = False
+    check(module, X, [3, 11])
+
+
+@engines
+def test_three_steps_are_those_of_torch_on_the_full_batch(engine):
+    """Weights and running statistics, through make_step."""
+    module, (x, y) = resnets.resnet18(4).double(), images(12)
+    fn, own = pa.functional(deepcopy(module)), torch.optim.SGD(module.parameters(), lr=0.1)
+    step = pa.make_step(
+        pa.staged_from(module, classify, inputs=first),
+        pa.sgd(0.1),
+        microbatch_size=5,
+        buffers="pooled",
+        engine=engine,
+    )
+    state = step.init(fn.params, buffers=fn.buffers)
+    for _ in range(3):
+        state, info = step(state, (x, y))
+        own.zero_grad()
+        want = F.cross_entropy(module(x), y)
+        want.backward()
+        own.step()
+        torch.testing.assert_close(info.loss, want.detach(), rtol=PROMISED, atol=0)
+    assert apart(state.params, dict(module.named_parameters())) <= PROMISED
+    assert apart(state.buffers, dict(module.named_buffers())) <= PROMISED
+
+
+def test_hessian_vector_products_go_through():
+    """A transform around the stages: moments and boundaries have tangents too."""
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    fn, loss = pa.functional(module), pa.staged_from(module, fit)
+    along = {name: p.cos() for name, p in fn.params.items()}
+
+    def gradient(size: int | None) -> Any:
+        func = pa.grad(loss, microbatch_size=size, has_aux=True, aux_reduction="last")
+        return lambda params: func(params, X, buffers=fn.buffers)[0]
+
+    def whole(params: Any) -> Any:
+        return torch.func.grad(lambda p: fit(fn.apply(p, fn.buffers, X)[0], X))(params)
+
+    want = torch.func.jvp(whole, (fn.params,), (along,))[1]
+    assert apart(torch.func.jvp(gradient(4), (fn.params,), (along,))[1], want) <= PROMISED
+
+
 def test_the_modes_are_those_of_the_time_of_staged_from():
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(1.0)).double()
     fn = pa.functional(module)
@@ -341,7 +388,7 @@ def test_dropout_draws_the_same_again():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_dtypes_give_narrow_gradients(dtype):
-    """Nothing is promised of their digits; with one microbatch they are torch's but for rounding."""
+    """A fault would be of the size of the gradient; half of the digits are left to rounding."""
     module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).to(dtype)
     batch = X.to(dtype)
     want, _, want_buffers = whole(module, fit, lambda module: module(batch), batch)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
-from pureaccum.testing.strategies import compositions, reduction, seeds
+from pureaccum.testing.strategies import compositions, losses, reduction, seeds
 from tests.laws.exactly import integers
 from tests.strategies import every, few, generator, powers_of_two
 
@@ -83,9 +83,9 @@ class Program(NamedTuple):
         """Gradients and value as torch.func gives them; of ``Weighted``, divided once."""
         if kind != "weighted":
             return torch.func.grad_and_value(lambda p: self.whole(kind, p, self.batch))(self.params)
-        grads, value = torch.func.grad_and_value(
-            lambda p: self.whole(kind, p, self.batch).total
-        )(self.params)
+        grads, value = torch.func.grad_and_value(lambda p: self.whole(kind, p, self.batch).total)(
+            self.params
+        )
         weight = self.batch["mask"].sum()
         by = weight if weight else 1
         return optree.tree_map(lambda g: g / by, grads), (value.double() / weight).float()
@@ -228,7 +228,8 @@ def programs(draw: st.DrawFn, rows: int, last: str, least: int = 0) -> Program:
     names: list[str] = []
 
     def reads() -> tuple[str, ...]:
-        return tuple(draw(st.lists(st.sampled_from(names), unique=True, max_size=2)) if names else ())
+        some = st.lists(st.sampled_from(names), unique=True, max_size=2) if names else st.just([])
+        return tuple(draw(some))
 
     for i in range(draw(st.integers(least, 6))):
         kind = draw(st.sampled_from(["pooled", "rowwise", "pooled", "rowwise", "full"]))
@@ -334,7 +335,9 @@ NAMED = {
     "one stage": drawn(Op("rowwise", "squared")),
     "one stage that sees all": drawn(Op("full", "squared")),
     "pooled from the batch itself": drawn(
-        Op("pooled", "sum", (), "a"), Op("rowwise", "relu", ("a",)), Op("rowwise", "squared", ("a",))
+        Op("pooled", "sum", (), "a"),
+        Op("rowwise", "relu", ("a",)),
+        Op("rowwise", "squared", ("a",)),
     ),
     "pooled reads pooled": drawn(
         Op("rowwise", "plain"),
@@ -367,9 +370,7 @@ NAMED = {
 @kinds
 @engines
 @pytest.mark.parametrize("size", [3, [1, 5, 2]], ids=str)
-def test_the_stages_that_a_reader_would_write(
-    name: str, kind: str, engine: Any, size: Any
-) -> None:
+def test_the_stages_that_a_reader_would_write(name: str, kind: str, engine: Any, size: Any) -> None:
     program = NAMED[name]
     args = program.params, program.batch
     want, _ = program.full_batch(kind)
@@ -396,8 +397,42 @@ def test_a_microbatch_alone_is_another_function(kind: str) -> None:
                 strict=True,
             )
         ]
-        coupled = any(op.reads or op.kind == "full" and op is not program.ops[-1] for op in program.ops)
+        in_the_middle = any(op.kind == "full" for op in program.ops[:-1])
+        coupled = in_the_middle or any(op.reads for op in program.ops)
         assert any(off) == coupled, name
+
+
+@kinds
+@engines
+@every(4)
+@given(st.data())
+def test_sizes_of_their_own_for_a_plain_loss(kind: str, engine: Any, data: st.DataObject) -> None:
+    """``microbatch_size`` may be the rows of every microbatch wherever a batch is at hand."""
+    model = data.draw((powers_of_two if kind == "mean" else few).flatmap(losses))
+    sizes = data.draw(compositions(model.rows))
+    want, want_value = model.full_batch(kind)
+    args, knobs = (model.params, model.batch), {"reduction": reduction(kind)}
+    for given_sizes in (sizes, tuple(sizes)):
+        run = pa.grad_and_value(
+            model.loss(kind), microbatch_size=given_sizes, engine=engine, **knobs
+        )
+        grads, value = run(*args)
+        assert_trees_bitwise_equal(grads, want)
+        alone = pa.value(model.loss(kind), microbatch_size=given_sizes, **knobs)(*args)
+        if exact_value(kind, "rowwise", sizes):
+            assert_trees_bitwise_equal((value, alone), (want_value.float(),) * 2)
+
+
+def test_boundaries_on_the_host_are_the_same_bits() -> None:
+    """For a CPU they are where they were."""
+    for program in NAMED.values():
+        loss = program.loss("weighted")
+        here, there = (
+            pa.grad(pa.staged(loss.stages, boundaries=where), microbatch_size=3)
+            for where in ("device", "host")
+        )
+        args = program.params, program.batch
+        assert_trees_bitwise_equal(there(*args), here(*args))
 
 
 # Weights -----------------------------------------------------------------------------------
@@ -431,9 +466,7 @@ def test_weights_of_any_size(engine: Any) -> None:
     batch = program.batch | {"mask": 2.0 ** torch.tensor([-3, 4, 0, 1, 2, -1, 0, 3])}
     program = program._replace(batch=batch)
     want, _ = program.full_batch("weighted")
-    got = pa.grad(program.loss("weighted"), microbatch_size=1, engine=engine)(
-        program.params, batch
-    )
+    got = pa.grad(program.loss("weighted"), microbatch_size=1, engine=engine)(program.params, batch)
     assert_trees_bitwise_equal(got, want)
 
 
@@ -535,7 +568,9 @@ def test_a_large_leaf_takes_the_other_way_into_the_sum(engine: Any) -> None:
             pa.rowwise(lambda p, x: {"x": x, "h": x @ p["large"][:, :512]}),
             pa.pooled(lambda p, x: (x["x"] @ p["large"]).sum(0)[:512], "sum"),
             pa.rowwise(
-                lambda p, x, s: (x["h"] * p["small"]).sum() + (s * x["x"] @ p["large"]).sum() * 0.25,
+                lambda p, x, s: (
+                    (x["h"] * p["small"]).sum() + (s * x["x"] @ p["large"]).sum() * 0.25
+                ),
                 reads="sum",
             ),
         ]
@@ -549,3 +584,241 @@ def test_a_large_leaf_takes_the_other_way_into_the_sum(engine: Any) -> None:
     assert max(leaf.abs().max() for leaf in want.values()) < 2**20
     got = pa.grad(loss, microbatch_size=4, reduction="sum", engine=engine)(params, x)
     assert_trees_bitwise_equal(got, want)
+
+
+# Random numbers that belong to the rows ---------------------------------------------------------
+
+
+def masked(cut: bool, end: str) -> Any:
+    """Dropout in every stage, from the keys of its rows; a half doubles, which is exact."""
+
+    def drop(x: Tensor, keys: Tensor, n: int) -> Tensor:
+        return pa.dropout(x, 0.5, pa.fold_in(keys, n))
+
+    def encode(p: Any, b: Any, keys: Tensor) -> Any:
+        return {"h": drop(b["x"] @ p["w"], keys, 0), **{k: b[k] for k in ("y", "mask")}}
+
+    def share(p: Any, x: Any, keys: Tensor) -> Tensor:
+        return drop(x["h"], keys, 1).sum(0)
+
+    def middle(p: Any, x: Any, keys: Tensor, s: Tensor) -> Any:
+        return {**x, "h": drop(x["h"], keys, 2) + s * p["gain"]}
+
+    def mixed(p: Any, x: Any, keys: Tensor) -> Any:
+        return {**x, "h": drop(x["h"], keys, 3) + x["h"].flip(0)}
+
+    def loss(p: Any, x: Any, keys: Tensor, s: Tensor) -> Any:
+        h = drop(x["h"], keys, 4)
+        return (h * x["y"]).sum(1).mean(), {"kept": h != 0, "keys": keys}
+
+    last = {"rowwise": pa.rowwise, "full": pa.full}[end]
+    if cut:
+        return pa.staged(
+            [
+                pa.rowwise(encode, reads="keys"),
+                pa.pooled(share, "s", reads="keys"),
+                pa.rowwise(middle, reads=("keys", "s")),
+                pa.full(mixed, reads="keys"),
+                last(loss, reads=("keys", "s")),
+            ]
+        )
+
+    def whole(p: Any, b: Any, keys: Tensor) -> Any:
+        x = encode(p, b, keys)
+        s = share(p, x, keys)
+        return loss(p, mixed(p, middle(p, x, keys, s), keys), keys, s)
+
+    return whole
+
+
+def small(seed: int, rows: int) -> tuple[Any, Any]:
+    g = generator(seed)
+    params = {"w": integers(g, 3, WIDTH, bound=2), "gain": integers(g, WIDTH, bound=2)}
+    batch = {
+        "x": integers(g, rows, 3, bound=2),
+        "y": integers(g, rows, WIDTH, bound=2),
+        "mask": torch.randint(0, 3, (rows,), generator=g),
+    }
+    return params, batch
+
+
+@lasts
+@engines
+@every(5)
+@given(seeds(), st.integers(1, 9), st.integers(-(2**63), 2**63))
+def test_no_cut_moves_a_mask_and_none_is_drawn_twice(
+    last: str, engine: Any, seed: int, size: int, run: int
+) -> None:
+    """The full batch, by hand, with the same keys: masks, gradients and parameters, to the bit."""
+    params, batch = small(seed, 8)
+
+    def stepped(loss: Any, size: int | None, engine: Any = "func") -> Any:
+        knobs = {"has_aux": True, "keys": True, "engine": engine, "microbatch_size": size}
+        step = pa.make_step(loss, pa.sgd(2.0**-6), **knobs)
+        state = step.init(params, seed=run)
+        for _ in range(2):  # the second step has other keys
+            state, info = step(state, batch)
+            state = state._replace(params=params)
+        return info, step(state, batch)[0].params
+
+    (got, new), (want, wanted) = (
+        stepped(masked(True, last), size, engine),
+        stepped(masked(False, last), None),
+    )
+    assert_trees_bitwise_equal(got.aux, want.aux)
+    assert_trees_bitwise_equal(new, wanted)
+    assert_trees_bitwise_equal(got.grad_norm, want.grad_norm)
+    assert len(got.aux["keys"].unique(dim=0)) == 8
+
+
+# A whole step ----------------------------------------------------------------------------------
+
+
+def everything(kind: str, end: str) -> Any:
+    """Keys, buffers, weights and aux; numbers so small that bfloat16 has them."""
+
+    def encode(p: Any, b: Any, keys: Tensor) -> Any:
+        return {"h": pa.dropout(b["x"] @ p["w"], 0.5, keys), **{k: b[k] for k in ("y", "mask")}}
+
+    def share(p: Any, x: Any) -> Any:
+        return {"sum": x["h"].sum(0), "float": x["h"].float().sum(0)}
+
+    def loss(p: Any, x: Any, s: Any, buffers: Any) -> Any:
+        rows = ((x["h"] + p["gain"] * s["sum"]) * x["y"]).float().sum(1)
+        new = {"mean": (buffers["mean"] + s["float"].detach()) / 2, "n": buffers["n"] + 1}
+        if kind == "weighted":
+            out: Any = pa.Weighted((rows * x["mask"]).sum(), x["mask"].sum())
+        else:
+            out = rows.sum() if kind == "sum" else rows.mean()
+        return out, (new, {"rows": rows, "mean": rows.mean()})
+
+    return pa.staged(
+        [
+            pa.rowwise(encode, reads="keys"),
+            pa.pooled(share, "s"),
+            {"rowwise": pa.rowwise, "full": pa.full}[end](loss, reads=("s", "buffers")),
+        ]
+    )
+
+
+def step_of(kind: str, end: str, size: int | None, **knobs: Any) -> Any:
+    return pa.make_step(
+        everything(kind, end),
+        pa.chain(pa.clip_by_global_norm(4.0), pa.sgd(2.0**-3, momentum=0.5)),
+        has_aux=True,
+        aux_reduction={"rows": "concat", "mean": "mean"},
+        microbatch_size=size,
+        reduction=reduction(kind),
+        buffers="pooled",
+        keys=True,
+        **knobs,
+    )
+
+
+BUFFERS = {"mean": torch.tensor([4.0, -2.0]), "n": torch.tensor(3)}
+
+
+def tiny(seed: int) -> tuple[Any, Any]:
+    params, batch = small(seed, 8)
+    return {k: x.sign() for k, x in params.items()}, {
+        k: x.sign() if x.is_floating_point() else x for k, x in batch.items()
+    }
+
+
+@kinds
+@lasts
+@engines
+@every(3)
+@given(data=st.data(), seed=seeds(), size=st.sampled_from([1, 2, 3, 4, 7]))
+def test_a_step_with_everything_is_the_step_over_the_full_batch(
+    kind: str, last: str, engine: Any, data: st.DataObject, seed: int, size: int
+) -> None:
+    params, batch = tiny(seed)
+    if data.draw(st.booleans()):
+        batch["mask"][: 2 * (size % 4)] = 0
+    scale = data.draw(st.sampled_from([None, 10, 2, 0]))
+    knobs: dict[str, Any] = {
+        "loss_scale": None if scale is None else pa.dynamic_loss_scale(2.0**scale),
+        "policy": data.draw(
+            st.sampled_from([None, pa.Policy(compute=torch.bfloat16), pa.Policy()])
+        ),
+        "engine": engine,
+    }
+    whole, cut = step_of(kind, last, None, **knobs), step_of(kind, last, size, **knobs)
+    donating = step_of(kind, last, size, donate=True, **knobs)
+    want, wanted = whole(whole.init(params, BUFFERS, seed=seed), batch)
+    for step in (cut, donating):
+        new, info = step(step.init(params, BUFFERS, seed=seed), batch)
+        assert_trees_bitwise_equal(new.params, want.params)
+        assert_trees_bitwise_equal(tuple(new[2:]), tuple(want[2:]))
+        assert_trees_bitwise_equal(info.aux["rows"], wanted.aux["rows"])
+        for field in ("grad_norm", "weight", "skipped", "applied", "scale"):
+            assert_trees_bitwise_equal(getattr(info, field), getattr(wanted, field))
+        cut_sizes = [size, 8 % size or size]
+        if exact_value(kind, last, cut_sizes):
+            assert_trees_bitwise_equal(info.loss, wanted.loss)
+        if exact_value("mean", last, cut_sizes) and kind != "weighted":
+            assert_trees_bitwise_equal(info.aux["mean"], wanted.aux["mean"])
+        assert info.microbatches == (1 if last == "full" else -(-8 // size))
+        assert_trees_bitwise_equal(new.buffers, want.buffers)
+        if info.applied:
+            assert new.buffers["n"] == 4  # once, and not for every microbatch
+        assert new.samples == 8
+
+
+@kinds
+@lasts
+@engines
+def test_a_step_that_is_not_finite_is_not_applied(kind: str, last: str, engine: Any) -> None:
+    params, batch = tiny(0)
+    batch["x"][5, 0] = torch.nan
+    step = step_of(kind, last, 3, engine=engine, loss_scale=pa.dynamic_loss_scale(8.0))
+    state = step.init(params, BUFFERS)
+    new, info = step(state, batch)
+    assert not info.applied
+    assert not info.loss.isfinite()
+    assert_trees_bitwise_equal((new.params, new.buffers, new.opt_state), (params, *state[1:3]))
+    assert new.loss_scale.scale == 4.0
+    assert (new.applied, new.attempts, new.samples) == (0, 1, 8)
+    clean, info = step(new, tiny(0)[1])
+    assert info.applied
+    assert all(x.isfinite().all() for x in clean.params.values())
+
+
+@engines
+@pytest.mark.parametrize("size", [1, 2, 4, None])
+def test_a_sum_over_many_tokens_fits_into_half_precision(engine: Any, size: int | None) -> None:
+    """Its cotangent, 2**10 * 512, does not: so each microbatch has a power of two of its own."""
+    g = generator(0)
+    params = {"w": integers(g, 3, 2, bound=1), "gain": torch.ones(2)}
+    batch = {"x": integers(g, 8, 3, bound=1), "mask": torch.tensor([512, 0, 256, 512] * 2)}
+
+    def loss(p: Any, x: Any, s: Tensor) -> Any:
+        rows = (x["h"] * s).sum(1)
+        return pa.Weighted((rows * x["mask"]).sum(), x["mask"].sum())
+
+    stages = [
+        pa.rowwise(lambda p, b: {"h": b["x"] @ p["w"], "mask": b["mask"].to(b["x"].dtype)}),
+        pa.pooled(lambda p, x: x["h"].sum(0) * p["gain"] / 8, "s"),
+        pa.rowwise(loss, reads="s"),
+    ]
+
+    def whole(p: Any) -> Tensor:
+        h = batch["x"] @ p["w"]
+        s = h.sum(0) * p["gain"] / 8
+        return ((h * s).sum(1) * batch["mask"]).sum() / batch["mask"].sum()
+
+    step = pa.make_step(
+        pa.staged(stages),
+        pa.sgd(1.0),
+        microbatch_size=size,
+        loss_scale=pa.static_loss_scale(2.0**10),
+        policy=pa.Policy(compute=torch.float16),
+        engine=engine,
+    )
+    new, info = step(step.init(params), batch)
+    assert info.applied
+    want = torch.func.grad(whole)(params)
+    for name, grad in want.items():
+        off = (params[name] - new.params[name] - grad).abs().max()
+        assert off <= 8 * 2.0**-11 * grad.abs().max()  # a few roundings of float16

@@ -3,6 +3,8 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -13,7 +15,8 @@ def test_variable_length() -> None:
     assert last < first
 
 
-def test_contrastive() -> None:
-    main = runpy.run_path(str(EXAMPLES / "contrastive.py"))["main"]
+@pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
+def test_coupled_losses(name: str) -> None:
+    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
     first, last = main(steps=8, rows=96)
     assert last < first

@@ -1,0 +1,61 @@
+"""The deliberate faults in stages and in rematerialisation: see ``_mutants.py``."""
+
+from ._mutants import Mutant
+
+
+OF_STAGES: dict[str, Mutant] = {
+    "a pooled value's cotangent of one microbatch": Mutant(
+        "What microbatches give back to a value that all of them read is not summed.",
+        "_staged.py",
+        "added_to(values.get(place, zero), grad, weighing)",
+        "added_to(zero, grad, weighing)",
+    ),
+    "a boundary's cotangent not handed through": Mutant(
+        "A pooled stage keeps the gradient of what stands after it from what stands before.",
+        "_staged.py",
+        "inner = [_plus(a, b) for a, b in zip(inner, after, strict=True)]",
+        "pass",
+    ),
+    "the cotangent of an unweighted microbatch kept": Mutant(
+        "A microbatch of weight zero gives NaN * 0 back to the stages before.",
+        "_staged.py",
+        "return x if keep is None else torch.where(keep.to(x.device), x, 0.0)",
+        "return x",
+    ),
+    "a stage computed again draws anew": Mutant(
+        "On the way back a stage sees other random numbers.",
+        "_breadth.py",
+        "with replaying(kept.drawn[n][p] if last is None else []):",
+        "with replaying([]):",
+    ),
+    "an in-place write to a boundary unseen": Mutant(
+        "A stage that is computed again begins from what it has written itself.",
+        "_breadth.py",
+        "if _versions(tensors) != versions:",
+        "if False:",
+    ),
+    "merged without the distance of the means": Mutant(
+        "The variance of the batch is the mean of the microbatches' variances.",
+        "_batch_norm.py",
+        "squares = parts.squares + each * (parts.mean - mean) ** 2",
+        "squares = parts.squares",
+    ),
+    "moments taken for constants": Mutant(
+        "A batch norm has no gradient through its mean and its variance.",
+        "_batch_norm.py",
+        "scale, shift = torch.sqrt((var_ + eps) / (var + eps)), (mean_ - pooled.mean)",
+        "scale, shift = torch.ones_like(var), (mean_ - mean_)",
+    ),
+    "rematerialised with other random numbers": Mutant(
+        "A function that is run again draws other numbers.",
+        "_remat.py",
+        "stack.enter_context(replaying(drawn))",
+        "stack.enter_context(replaying([]))",
+    ),
+    "a captured gradient silently zero": Mutant(
+        "What a rematerialised function captures gets no gradient, and nothing is said.",
+        "_attach.py",
+        "if any(ctx.needs_input_grad[2 + n :]):",
+        "if False:",
+    ),
+}
