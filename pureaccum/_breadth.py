@@ -117,7 +117,11 @@ def again(
     """
     leg = through.legs[n]
     at = inside(through, n, part)
-    read = {name: flatten(kept.values[name]) for name in leg.reads if name in kept.values}
+    read = {
+        name: flatten(kept.values[name])
+        for name in leg.reads
+        if name in kept.values and name not in leg.fixed
+    }
     places = [
         (name, i)
         for name, (values, _) in read.items()
@@ -133,7 +137,8 @@ def again(
         pooled = {name: list(values) for name, (values, _) in read.items()}
         for (name, i), x in zip(places, given[len(at) :], strict=True):
             pooled[name][i] = x
-        values = {name: unflatten(read[name][1], its) for name, its in pooled.items()}
+        moving = {name: unflatten(read[name][1], its) for name, its in pooled.items()}
+        values = {**kept.values, **moving}
         begun = Boundary(own, part.spec, part.rows)
         out, shares = run_part(through, n, p, begun, values, params)
         if last is not None:

@@ -26,6 +26,7 @@ class Leg(NamedTuple):
     whole: bool  # it sees the batch as a whole
     moves: bool  # the boundary after it is another one
     reads: tuple[str, ...]
+    fixed: frozenset[str]  # those of them that are constants
     pools: tuple[Stage, ...]
     uses: frozenset[str] | None
     of_batch: bool  # what it is given is the batch, which has no cotangent
@@ -49,11 +50,13 @@ def _leg(loss: Staged, stages: range) -> Leg:
     its: list[Stage] = [loss.stages[i] for i in stages]
     pools = tuple(stage for stage in its if stage.kind == "pooled")
     reads = dict.fromkeys(name for stage in its for name in stage.reads)
+    moving = {name for stage in its for name in stage.reads if name not in stage.fixed}
+    fixed = frozenset(reads) - moving
     uses = [stage.uses for stage in its]
     some = None if None in uses else frozenset[str]().union(*(names or () for names in uses))
     moves = any(stage.kind != "pooled" for stage in its)
-    of_batch = given_the_batch(loss)[stages[0]]
-    return Leg(stages, its[0].kind == "full", moves, tuple(reads), pools, some, of_batch)
+    of_batch, whole = given_the_batch(loss)[stages[0]], its[0].kind == "full"
+    return Leg(stages, whole, moves, tuple(reads), fixed, pools, some, of_batch)
 
 
 def run_leg(

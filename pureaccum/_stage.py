@@ -24,6 +24,7 @@ class Stage(NamedTuple):
     name: str = ""  # of a pooled value
     merge: Callable[[Tree], Tree] | None = None
     uses: frozenset[str] | None = None  # the entries of params that it may use; None: any
+    fixed: frozenset[str] = frozenset()  # which of the values that it reads are constants to it
 
 
 def rowwise(func: Callable[..., Any], reads: str | Sequence[str] = ()) -> Stage:

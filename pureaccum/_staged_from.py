@@ -148,7 +148,8 @@ def _stage(
 
     *does, _ = [n.name for n in graph.graph.nodes if n.op not in ("placeholder", "get_attr")]
     rows.__name__ = " to ".join([*does[:1], *does[-1:]])
-    return rowwise(rows, reads=tuple(reads))._replace(uses=frozenset(own.values()))
+    fixed = frozenset(reads) - frozenset(level.moments)  # for the running statistics
+    return rowwise(rows, reads=tuple(reads))._replace(uses=frozenset(own.values()), fixed=fixed)
 
 
 def _version(x: Tensor) -> int | None:
@@ -201,8 +202,8 @@ class _End:
             return loss
         new = dict(read["buffers"])
         for call in self.updates:  # in the order of the calls, of which one layer may have several
-            layer, pooled = call.layer, read[call.moments]
-            pooled = BatchMoments(*(x.detach() for x in pooled))
+            # Running statistics have no history, whoever differentiates.
+            layer, pooled = call.layer, BatchMoments(*(x.detach() for x in read[call.moments]))
             mean, var = (self.names[id(x)] for x in (layer.running_mean, layer.running_var))
             momentum = layer.momentum or 0.0
             if layer.num_batches_tracked is not None:
