@@ -1,10 +1,11 @@
 """Batch norm in two stages: moments that are pooled, and rows that are normalised with them.
 
-    elements, mean, squares = sum((x - mean)**2)        of each microbatch, merged without
-    x = (x - mean) / sqrt(squares / elements + eps)     cancellation (Chan et al., 1983)
+    elements, sum(x - c), sum((x - c)**2)               of each microbatch, about a c near its mean
+    x = (x - mean) / sqrt(var + eps)                    with the moments of the whole batch
 
 Sums of x**2 would lose a third of the variance in float32 where the mean is a thousand times the
-standard deviation; these lose nothing, and two ranks merge theirs as two microbatches do.
+standard deviation; about a point near the mean nothing cancels. Two ranks merge theirs as two
+microbatches do.
 """
 
 from collections.abc import Callable
@@ -18,24 +19,38 @@ from ._stage import Stage, pooled, rowwise
 from ._tree import Tree, accumulation_dtype, known
 
 
+class Share(NamedTuple):
+    """What one microbatch, or several, know of each channel."""
+
+    elements: Tensor
+    about: Tensor  # from where distances are measured, a constant
+    sums: Tensor  # of the distances
+    squares: Tensor  # of their squares
+
+
 class BatchMoments(NamedTuple):
-    """The moments of every channel over a batch, float64.
+    """The moments of every channel over a batch, and what normalises with them.
 
     Args:
         elements: How many a channel has, int64.
-        mean: Their mean.
-        squares: The sum of their squared distances from it.
+        mean: Their mean, float64.
+        var: Their variance, the biased one, float64.
+        scale: 1, with the derivative of what divides.
+        shift: 0, with the derivative of what is subtracted.
     """
 
     elements: Tensor
     mean: Tensor
-    squares: Tensor
+    var: Tensor
+    scale: Tensor
+    shift: Tensor
 
     def running(
         self, mean: Tensor, var: Tensor, momentum: float | Tensor = 0.1
     ) -> tuple[Tensor, Tensor]:
         """Running statistics after this batch, as a batch norm over all of it updates them."""
-        unbiased = self.squares / (self.elements - 1)
+        elements = self.elements.double()  # a 0-d integer would make it float32
+        unbiased = self.var * (elements / (elements - 1))
         pairs = (mean, self.mean), (var, unbiased)
         new_mean, new_var = (torch.lerp(x.double(), y, momentum).to(x.dtype) for x, y in pairs)
         return new_mean, new_var
@@ -66,61 +81,68 @@ def batch_norm(
     tensor(1.0000)
     """
 
-    def share(params: Tree, x: Tree) -> BatchMoments:
-        return moments(x if at is None else x[at])
+    def share(params: Tree, x: Tree) -> Share:
+        return share_of(x if at is None else x[at])
 
-    def normalised(params: Tree, x: Tree, pooled: BatchMoments) -> Tree:
+    def normalised(params: Tree, x: Tree, moments: BatchMoments) -> Tree:
         weight, bias = (None, None) if affine is None else affine(params)
-        y = normalise(x if at is None else x[at], pooled, weight, bias, eps)
+        y = normalise(x if at is None else x[at], moments, weight, bias, eps)
         return y if at is None else {**x, at: y}
 
-    return [pooled(share, name, merge=merge), rowwise(normalised, reads=name)]
+    return [
+        pooled(share, name, merge=lambda shares: moments_of(merge(shares), eps)),
+        rowwise(normalised, reads=name),
+    ]
 
 
-def moments(x: Tensor) -> BatchMoments:
-    """Of the channels of one microbatch: all dims but 1 are summed over."""
+def share_of(x: Tensor) -> Share:
+    """Of one microbatch: all dims but 1 are summed over."""
     x = x.to(accumulation_dtype(x.dtype))
     dims, each = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))
-    elements = x.numel() // max(x.shape[1], 1)
-    # From wherever distances are measured, the moments are the same, and so are all derivatives.
-    # From near the mean nothing cancels. (torch.var_mean takes ten times as long on a CPU.)
+    # Wherever distances are measured from, the moments are the same, and so are all derivatives.
+    # (torch.var_mean takes ten times as long on a CPU.)
     about = x[:1].detach().mean(dims)
     away = x - about.view(each)
-    mean = away.sum(dims).double() / elements
-    squares = away.square().sum(dims).double() - elements * mean**2
-    count = torch.full((), elements, dtype=torch.int64, device=x.device)
-    return BatchMoments(count, mean + about, squares)
+    count = torch.full((), x.numel() // max(x.shape[1], 1), dtype=torch.int64, device=x.device)
+    return Share(count, about, away.sum(dims), away.square().sum(dims))
 
 
-def merge(parts: BatchMoments) -> BatchMoments:
-    """Of several microbatches, or ranks, stacked along dim 0."""
-    elements, each = parts.elements.sum(0), parts.elements.double().unsqueeze(1)
-    mean = (parts.mean * (each / elements)).sum(0)
-    squares = parts.squares + each * (parts.mean - mean) ** 2
-    return BatchMoments(elements, mean, squares.sum(0))
+def merge(shares: Share) -> Share:
+    """One share out of several that are stacked along dim 0, in float64."""
+    elements, about, sums, squares = shares
+    each, about = elements.double().unsqueeze(1), about.double()
+    apart = about - about[0]
+    squares = squares + 2 * apart * sums + each * apart**2
+    return Share(elements.sum(0), about[0], (sums + each * apart).sum(0), squares.sum(0))
+
+
+def moments_of(share: Share, eps: float) -> BatchMoments:
+    """The moments of a merged share."""
+    mean = share.sums / share.elements
+    var = share.squares / share.elements - mean**2
+    mean = share.about + mean
+    # torch's kernel for batch norm takes mean and variance for constants. So it is given them as
+    # constants, and an affine map beside them, the identity in value, that has their derivatives.
+    mean_, var_ = mean.detach(), var.detach()
+    scale = torch.sqrt((var_ + eps) / (var + eps))
+    shift = (mean_ - mean) * torch.rsqrt(var + eps)
+    return BatchMoments(share.elements, mean, var, scale, shift)
 
 
 def normalise(
-    x: Tensor, pooled: BatchMoments, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, moments: BatchMoments, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Rows of a microbatch, with the moments of the batch.
-
-    torch's own kernel takes mean and variance for constants. So it is given them as constants,
-    and an affine map beside them that is the identity in value and has their derivatives.
-    """
-    if not torch.compiler.is_compiling() and known(pooled.elements) == 1:
+    """Rows of a microbatch, with the moments of the batch."""
+    if not torch.compiler.is_compiling() and known(moments.elements) == 1:
         raise ValueError(
             f"expected more than one value per channel when training, got input of shape "
             f"{tuple(x.shape)} in a batch of one row."
         )
-    var = pooled.squares / pooled.elements
-    mean_, var_ = pooled.mean.detach(), var.detach()
     wide = accumulation_dtype(x.dtype)
-    scale, shift = torch.sqrt((var_ + eps) / (var + eps)), (mean_ - pooled.mean)
-    shift = shift * torch.rsqrt(var + eps)
+    scale, shift = moments.scale.to(wide), moments.shift.to(wide)
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    fixed = mean_.to(wide), var_.to(wide)
+    fixed = moments.mean.detach().to(wide), moments.var.detach().to(wide)
     return F.batch_norm(x, *fixed, scale.to(wide), shift.to(wide), training=False, eps=eps)

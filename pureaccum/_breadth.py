@@ -12,10 +12,11 @@ import optree
 import torch
 from torch import Tensor
 
-from ._legs import Leg, is_differentiable, join, more, pooled_value, run_leg, split
+from ._legs import Leg, join, run_leg, split
 from ._passes import Engine, Wrt
 from ._pullback import Pullback, pullback
 from ._replay import Drawn, noting, replaying
+from ._shares import is_differentiable, more, pooled_value
 from ._shelf import Boundary, Shelf
 from ._stage import label
 from ._stages import Staged
@@ -73,7 +74,7 @@ def forward(through: Pass, batch: list[Boundary]) -> Kept:
             for stage in leg.pools:
                 so_far[stage.name] = more(stage, so_far.get(stage.name), shares[stage.name])
             if leg.moves:
-                known = dict(zip(map(id, part.leaves), parts[p].leaves, strict=True))
+                known = list(zip(part.leaves, parts[p].leaves, strict=True))
                 after.append(Boundary(*flatten(x), part.rows))
                 if not leg.whole:
                     after[p] = shelf.put(after[p], known)
@@ -83,7 +84,7 @@ def forward(through: Pass, batch: list[Boundary]) -> Kept:
             if stage.merge is not None:
                 kept.shares[stage.name] = so_far[stage.name]
         if leg.whole:
-            after = [shelf.put(part, {}) for part in split(after[0], sizes)]
+            after = [shelf.put(part) for part in split(after[0], sizes)]
         parts = after if leg.moves else list(parts)
     raise AssertionError("a loss has a last leg")
 

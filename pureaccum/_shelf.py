@@ -4,7 +4,7 @@ On the device they are simply kept. On the host they lie in pinned memory: each 
 while the device goes on computing, and the next one that is wanted comes back in the meantime.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,19 +31,19 @@ class Shelf(NamedTuple):
     """Somewhere to put boundaries.
 
     Args:
-        put: What stands for a boundary that is put away, given what stands for some of its
-            tensors already, by id.
+        put: What stands for a boundary that is put away; perhaps given pairs of a tensor and what
+            stands for it already.
         fetch: The boundaries again, one after the other. The list is emptied.
     """
 
-    put: Callable[[Boundary, dict[int, Any]], Boundary]
+    put: Callable[..., Boundary]
     fetch: Callable[[list[Boundary]], Iterator[Boundary]]
 
 
 def shelf(boundaries: str, device: torch.device) -> Shelf:
     """On the device itself, or on the host, which for a CPU is the same."""
     if boundaries == "device" or device.type == "cpu":
-        return Shelf(lambda boundary, known: boundary, _each)
+        return Shelf(lambda boundary, known=(): boundary, _each)
     module: Any = getattr(torch, device.type)
     side = module.Stream(device)
 
@@ -59,8 +59,9 @@ def shelf(boundaries: str, device: torch.device) -> Shelf:
         x.record_stream(side)  # its memory is not given to another before it has been copied
         return Away(pinned, x.device, side.record_event())
 
-    def put(boundary: Boundary, known: dict[int, Any]) -> Boundary:
-        return Boundary([away(x, known) for x in boundary.leaves], *boundary[1:])
+    def put(boundary: Boundary, known: Iterable[tuple[Any, Any]] = ()) -> Boundary:
+        already = {id(x): put for x, put in known}
+        return Boundary([away(x, already) for x in boundary.leaves], *boundary[1:])
 
     def back(x: Any) -> Any:
         if not isinstance(x, Away):

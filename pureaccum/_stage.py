@@ -59,8 +59,8 @@ def pooled(
             share.
         name: What later stages call it; by default the name of the function.
         reads: As for ``rowwise``.
-        merge: In place of adding: makes one share out of several, whose tensors are stacked along
-            a new dim 0. It must not matter in which order and in which groups it is done.
+        merge: In place of adding: makes the value out of the shares of all microbatches, whose
+            tensors are stacked along a new dim 0. How the batch was cut must not matter to it.
 
     >>> pooled(lambda params, h: (h.sum(0), len(h)), "mean").name
     'mean'

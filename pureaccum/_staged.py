@@ -21,14 +21,15 @@ import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import counted, empty
+from ._accumulator import AccumState, counted, empty
 from ._aux import AuxState, finish_aux, fold_aux
 from ._breadth import Kept, Pass, again, forward, inside, run_part, unchanged
 from ._donation import NOTHING
 from ._engine import Rule, not_finite, refuse_to_look
-from ._legs import Cotangents, cotangents_of, is_differentiable, legs, through_merge
+from ._legs import cotangents_of, legs
 from ._loss import Read, Shape, read
 from ._passes import Wrt, prepare
+from ._shares import Cotangents, is_differentiable, through_merge
 from ._shelf import Boundary, shelf
 from ._stage import Stage
 from ._stages import Staged, check_call, sees_all_at_once
@@ -75,7 +76,7 @@ def fold_staged(
             state = empty(sums, leaves[0].device)
             return Folded(state, 1.0, (), None, torch.get_default_dtype(), False)
         values: Values = {}
-        kept = forward(through, batch)
+        count, kept = len(batch), forward(through, batch)
         entries, aux, unit, sums, cotangents = _last_leg(through, window, kept, sums, values)
         for n in reversed(range(len(through.legs) - 1)):
             sums, cotangents = _leg_back(through, n, kept, sums, cotangents, values)
@@ -84,6 +85,8 @@ def fold_staged(
             if where := [f"the gradient of {name}" for name, x in names if not finite(x)]:
                 raise FloatingPointError(not_finite(where))
         state = counted(empty(sums, leaves[0].device), entries, rule)
+        # A last stage that is given all rows at once is called once for all microbatches.
+        state = AccumState(*state[:3], torch.full_like(state.microbatches, count), *state[4:])
         return Folded(state, unit, (), aux, entries[-1].dtype, entries[-1].weighted)
 
 
@@ -186,7 +189,7 @@ def _last_leg(
         assert weighing is not None
         sums, grads = pull([weighing.cotangent], weighing)
         inner = grads[: len(grads) - len(reads)]
-        cotangents.append(through.shelf.put(Boundary(inner, None, part.rows), {}))
+        cotangents.append(through.shelf.put(Boundary(inner, None, part.rows)))
         _add_values(values, reads, grads[len(inner) :], weighing)
         weighings.append(weighing)
         if rule.has_aux:
@@ -207,7 +210,7 @@ def _last_leg(
     weighed: list[Boundary] = []
     for part, it in zip(through.shelf.fetch(cotangents), weighings, strict=True):
         leaves = [_weighed(x, it.factor / largest, it.keep) for x in part.leaves]
-        weighed.append(through.shelf.put(part._replace(leaves=leaves), {}))
+        weighed.append(through.shelf.put(part._replace(leaves=leaves)))
     return Ended(entries, reduced, unit * largest, sums, weighed)
 
 
@@ -246,7 +249,7 @@ def _leg_back(
             _add_values(values, reads, grads[count:], _AS_IT_IS)
         if not leg.moves:
             inner = [_plus(a, b) for a, b in zip(inner, after, strict=True)]
-        before.append(shelf.put(Boundary(inner, None, rows), {}))
+        before.append(shelf.put(Boundary(inner, None, rows)))
     return sums, before
 
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ._arguments import Arguments, check_tensors
-from ._batch_norm import BatchMoments, merge, moments
+from ._batch_norm import Share, merge, moments_of, share_of
 from ._cut_graph import INPUTS, Call, Level, cut
 from ._loss import is_pair
 from ._module import Functional, functional
@@ -167,7 +167,7 @@ def _pool(call: Call) -> Stage:
     dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
     counts = layer.affine or layer.running_mean is not None
 
-    def share(params: Tree, x: Tree) -> BatchMoments:
+    def share(params: Tree, x: Tree) -> Share:
         rows = x[call.x]
         if rows.dim() < 2 or (dims and rows.dim() not in dims):
             expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
@@ -177,9 +177,10 @@ def _pool(call: Call) -> Stage:
                 f"{call.path} normalises {layer.num_features} channels, but its input has shape "
                 f"{tuple(rows.shape)}; channels are dim 1."
             )
-        return moments(rows)
+        return share_of(rows)
 
-    return pooled(share, call.moments, merge=merge)._replace(uses=frozenset())
+    stage = pooled(share, call.moments, merge=lambda its: moments_of(merge(its), layer.eps))
+    return stage._replace(uses=frozenset())
 
 
 class _End:
@@ -203,7 +204,7 @@ class _End:
         new = dict(read["buffers"])
         for call in self.updates:  # in the order of the calls, of which one layer may have several
             # Running statistics have no history, whoever differentiates.
-            layer, pooled = call.layer, BatchMoments(*(x.detach() for x in read[call.moments]))
+            layer, pooled = call.layer, map(torch.detach, read[call.moments])
             mean, var = (self.names[id(x)] for x in (layer.running_mean, layer.running_var))
             momentum = layer.momentum or 0.0
             if layer.num_batches_tracked is not None:

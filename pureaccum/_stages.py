@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ._batches import need_rows, read_batch
 from ._inputs import check_choice
+from ._shares import more, pooled_value
 from ._stage import Stage, label, run_stage
 from ._tree import Tree
 
@@ -35,7 +36,9 @@ class Staged(NamedTuple):
         x, values = batch, given
         for i in range(len(self.stages)):
             x, share = run_stage(self.stages, i, params, x, values, rows)
-            values = values | share
+            for name, its in share.items():
+                stage = self.stages[i]
+                values = values | {name: pooled_value(stage, more(stage, None, its), its)}
         return x
 
 
@@ -114,6 +117,12 @@ def check_call(loss: Staged, rows: int, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{name!r} came as a keyword argument, and is the name of a pooled value; expected "
             "another name for one of the two."
+        )
+    read = {name for stage in loss.stages for name in stage.reads}
+    for name in set(given) - read - {"keys", "buffers"}:
+        raise ValueError(
+            f"{name!r} came as a keyword argument, and no stage reads it; expected a name that "
+            f"stands in the reads of a stage. {sorted(read - pools)} do."
         )
     for i, stage in enumerate(loss.stages):
         for name in stage.reads:

@@ -35,16 +35,16 @@ OF_STAGES: dict[str, Mutant] = {
         "if False:",
     ),
     "merged without the distance of the means": Mutant(
-        "The variance of the batch is the mean of the microbatches' variances.",
+        "Squares of distances from different points are added as they stand.",
         "_batch_norm.py",
-        "squares = parts.squares + each * (parts.mean - mean) ** 2",
-        "squares = parts.squares",
+        "squares = squares + 2 * apart * sums + each * apart**2",
+        "squares = squares + 0 * apart",
     ),
     "moments taken for constants": Mutant(
         "A batch norm has no gradient through its mean and its variance.",
         "_batch_norm.py",
-        "scale, shift = torch.sqrt((var_ + eps) / (var + eps)), (mean_ - pooled.mean)",
-        "scale, shift = torch.ones_like(var), (mean_ - mean_)",
+        "mean_, var_ = mean.detach(), var.detach()",
+        "mean_, var_ = mean, var",
     ),
     "rematerialised with other random numbers": Mutant(
         "A function that is run again draws other numbers.",

@@ -145,11 +145,11 @@ def allowed(problem: Problem, reference: dict[str, torch.Tensor]) -> float:
 
     AdamW's first step is the sign of the gradient. In half precision rounding decides it for
     entries near zero, a hundredth of them or so, and each is two steps off. A rounding also decides
-    where a ReLU is cut, and BatchNorm after BatchNorm makes it larger: the gradient of the full
-    batch of a ResNet is 3e-3 off itself in float64, where everybody agrees to 1e-13.
+    where a ReLU is cut, and BatchNorm after BatchNorm makes it larger: the full batch itself is up
+    to 3e-3 off its float64, where all agree to 1e-13. Statistics of half of a batch are 0.2 off.
     """
-    if problem.model.kind == "resnet":
-        return 1e-2
+    if problem.model.kind in ("norms", "resnet"):
+        return 2e-2
     if problem.model.precision == "fp32":
         return 1e-4
     return 0.25 * distance(problem.params, reference)

@@ -59,7 +59,7 @@ def test_no_stages() -> None:
         pa.staged([])
 
 
-@pytest.mark.parametrize("what", [squares, None, "rowwise", (squares, "sums")], ids=repr)
+@pytest.mark.parametrize("what", [squares, None, "rowwise", (squares, "sums")], ids=["a function", "None", "a word", "a pair"])
 def test_what_is_no_stage(what: Any) -> None:
     helps = ["which says how the function sees the batch"] if callable(what) else []
     with refused(TypeError, "stage 1 is a", type(what).__name__, "rowwise(f)", *helps):
@@ -138,7 +138,7 @@ def test_a_name_that_nobody_gives(call: Any) -> None:
 
 @calls
 def test_all_rows_of_no_rows(call: Any) -> None:
-    """B4: a size was no different from a batch as a whole, where it was refused."""
+    """Cut or not."""
     loss = pa.staged([pa.rowwise(encode), pa.full(contrast)])
     with refused(ValueError, "stage 1, full(contrast)", "without rows"):
         call(loss, make_batch(0))
@@ -267,7 +267,7 @@ def test_a_share_is_tensors_or_numbers(call: Any, what: Any) -> None:
 
 @calls
 def test_a_share_without_a_return_statement(call: Any) -> None:
-    """B5: readers were given None."""
+    """Or readers would be given None."""
     loss = pa.staged([GOOD[0], pa.pooled(lambda p, x: None, "sums"), GOOD[2]])
     with refused(TypeError, "None", "return"), noted("stage 1"):
         call(loss)
@@ -431,3 +431,30 @@ def test_buffers_of_another_structure(size: Any) -> None:
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, buffers="pooled")
     with saying(ValueError, "buffers"):
         step(step.init(PARAMS, {"n": torch.zeros(2)}), make_batch())
+
+
+def test_a_keyword_argument_that_no_stage_reads() -> None:
+    """A misspelt name would go unnoticed."""
+    loss = pa.staged([pa.rowwise(lambda w, x, weight: (w * x).mean() * weight, reads="weight")])
+    for size in (None, 2):
+        with saying(ValueError, "'wieght' came as a keyword argument", "no stage reads", "weight"):
+            pa.grad(loss, microbatch_size=size)(torch.ones(()), torch.ones(4), wieght=1, weight=2)
+
+
+def test_a_keyword_argument_by_the_name_of_a_pooled_value() -> None:
+    loss = pa.staged(
+        [
+            pa.pooled(lambda w, x: x.sum(), "sum"),
+            pa.rowwise(lambda w, x, sum: (w * x).mean() * sum, reads="sum"),
+        ]
+    )
+    for size in (None, 2):
+        with saying(ValueError, "'sum' came as a keyword argument", "name of a pooled value"):
+            pa.grad(loss, microbatch_size=size)(torch.ones(()), torch.ones(4), sum=1)
+
+
+def test_skipping_is_refused_whatever_the_size() -> None:
+    loss = pa.staged([pa.rowwise(lambda w, x: (w * x).mean())])
+    for size in (None, 2, 8):
+        with saying(ValueError, "nonfinite='skip'", "'propagate'"):
+            pa.grad(loss, microbatch_size=size, nonfinite="skip")

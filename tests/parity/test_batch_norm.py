@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._batch_norm import BatchMoments, merge, moments
+from pureaccum._batch_norm import Share, merge, moments_of, share_of
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, merge_trees, seeds
 from tests.bounds.rounding import UNIT, gamma
@@ -112,14 +112,14 @@ def test_moments_in_any_grouping(
     x = data(seed, shape, shift, dtype)[1]["x"]
     columns = x.double().transpose(0, 1).flatten(1)
 
-    def at(tree: Any) -> BatchMoments:
+    def at(tree: Any) -> Share:
         if isinstance(tree, int):
-            return moments(x.split(sizes)[tree])
+            return share_of(x.split(sizes)[tree])
         pair = zip(*(at(side) for side in tree), strict=True)
-        return merge(BatchMoments(*(torch.stack(x) for x in pair)))
+        return merge(Share(*(torch.stack(x) for x in pair)))
 
-    got = at(tree)
-    assert got.mean.dtype == got.squares.dtype == torch.float64
+    got = moments_of(merge(Share(*(x.unsqueeze(0) for x in at(tree)))), 1e-5)
+    assert got.mean.dtype == got.var.dtype == torch.float64
     assert got.elements == columns.shape[1]
     u, largest = float(UNIT[dtype]), columns.abs().amax(1)
     n, squares = columns.shape[1], ((columns - columns.mean(1, keepdim=True)) ** 2).sum(1)
@@ -128,7 +128,7 @@ def test_moments_in_any_grouping(
     assert ((got.mean - columns.mean(1)).abs() <= mean_error).all()
     # as tests/bounds/test_pooled.py derives it
     allowed = 8 * u * squares + 4 * mean_error * (n * squares).sqrt() + 5 * n * mean_error**2
-    assert ((got.squares - squares).abs() <= allowed).all()
+    assert ((got.var * n - squares).abs() <= allowed).all()
 
 
 def test_sums_of_squares_would_not_do() -> None:
@@ -137,8 +137,8 @@ def test_sums_of_squares_would_not_do() -> None:
     var = x.double().var(0, correction=0)
     naive = (x**2).mean(0) - x.mean(0) ** 2
     assert ((naive - var).abs() / var).max() > 0.02
-    got = moments(x)
-    assert ((got.squares / got.elements - var).abs() / var).max() < 1e-4
+    got = moments_of(share_of(x), 1e-5)
+    assert ((got.var - var).abs() / var).max() < 1e-6
 
 
 # Running statistics ---------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_narrow_boundaries(dtype: torch.dtype, shape: Any) -> None:
     assert got.dtype == dtype
     unit = float(torch.finfo(dtype).eps) / 2
     assert ((got.double() - want).abs() <= 1.01 * unit * want.abs() + 1e-5).all()
-    assert seen[0][1].mean.dtype == seen[0][1].squares.dtype == torch.float64
+    assert seen[0][1].mean.dtype == seen[0][1].var.dtype == torch.float64
 
     grads = pa.grad(loss, microbatch_size=5)(params, batch)
     wide = [{k: t.double() for k, t in tree.items()} for tree in (params, batch)]

@@ -197,7 +197,7 @@ def test_a_write_where_nothing_waits_is_the_same_as_in_the_full_batch(engine: An
 def test_a_write_to_an_integer_of_the_last_boundary_is_not_silent(engine: Any) -> None:
     """It is the tensor from which earlier stages are computed again.
 
-    B3: with engine="autograd" this gave a wrong gradient without an error.
+    With engine="autograd" this gave a wrong gradient without an error.
     """
 
     def loss(inplace: bool) -> Any:
@@ -226,7 +226,7 @@ def test_a_write_to_an_integer_of_the_last_boundary_is_not_silent(engine: Any) -
 @engines
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
 def test_a_write_to_a_pooled_value_is_not_silent(engine: Any, dtype: torch.dtype) -> None:
-    """B3: every microbatch would divide it once more."""
+    """Every microbatch would divide it once more."""
 
     def loss(inplace: bool) -> Any:
         def moved(w: Tensor, x: Tensor, n: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def test_a_write_to_a_pooled_value_is_not_silent(engine: Any, dtype: torch.dtype
 
 @engines
 def test_a_write_to_a_given_value_is_not_silent(engine: Any) -> None:
-    """B3: the caller's own tensor."""
+    """The caller's own tensor."""
     t = torch.tensor(3.0)
 
     def loss(inplace: bool) -> Any:
