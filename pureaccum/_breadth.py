@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ._legs import Leg, join, run_leg, split
 from ._passes import Engine, Wrt
-from ._pullback import Pullback, pullback
+from ._pullback import Pullback, Sums, as_torch_func_would, pullback
 from ._replay import Drawn, noting, replaying
 from ._shares import is_differentiable, more, pooled_value
 from ._shelf import Boundary, Shelf
 from ._stage import label
 from ._stages import Staged
-from ._torch import version
+from ._torch import transform_active, version
 from ._tree import Tree, flatten, unflatten
 
 
@@ -66,7 +66,9 @@ def forward(through: Pass, batch: list[Boundary]) -> Kept:
         for p, part in enumerate(shelf.fetch(list(parts))):
 
             def run(p: int = p, part: Boundary = part, n: int = n) -> Any:
-                return run_part(through, n, p, part, kept.values)
+                if p > 0 or through.engine == "autograd" or transform_active():
+                    return run_part(through, n, p, part, kept.values)
+                return as_torch_func_would(lambda: run_part(through, n, p, part, kept.values))
 
             with unchanged(through, n, part, kept.values):
                 (x, shares), numbers = noting(run, through.devices)
@@ -102,7 +104,7 @@ def again(
     p: int,
     part: Boundary,
     kept: Kept,
-    sums: list[Tensor],
+    sums: Sums,
     last: Callable[[Any], tuple[list[Tensor], Any]] | None = None,
 ) -> Again:
     """One microbatch through one leg, with a way back.
@@ -149,8 +151,12 @@ def again(
             outs = outs + flatten(shares[stage.name])[0]
         return [x for x in outs if is_differentiable(x)], ()
 
+    # At top level torch.func has seen the first microbatch, and refused what it refuses; the others
+    # take half the time without it.
+    by_func = transform_active() or (last is not None and p == 0 and through.engine == "func")
     with replaying(kept.drawn[n][p] if last is None else []):
-        back = pullback(run, through.wrt, through.at[n], others, sums, through.engine)
+        engine = "func" if by_func else "autograd"
+        back = pullback(run, through.wrt, through.at[n], others, sums, engine)
     return Again(back, places)
 
 
@@ -194,17 +200,25 @@ def unchanged(through: Pass, n: int, part: Boundary, values: Mapping[str, Tree])
         "a parameter": [through.wrt.leaves[i] for i in through.at[n]],
     }
     before = [_versions(tensors) for tensors in given.values()]
-    yield
+    try:
+        yield
+    except RuntimeError as error:
+        if "mutate a captured Tensor" not in str(error):
+            raise
+        raise _written(through, n, "what it is given or captures") from error
     for what, tensors, versions in zip(given, given.values(), before, strict=True):
         if _versions(tensors) != versions:
-            its = through.legs[n].stages
-            where = " or ".join(label(through.loss.stages, i) for i in its)
-            raise RuntimeError(
-                f"{where} changed {what} in place, which other microbatches are given, too, and "
-                "the stage itself when it is computed again for the gradient. Use the operation "
-                "that gives a new tensor: relu in place of relu_, x = x + y in place of x += y, "
-                "inplace=False."
-            )
+            raise _written(through, n, what)
+
+
+def _written(through: Pass, n: int, what: str) -> RuntimeError:
+    where = " or ".join(label(through.loss.stages, i) for i in through.legs[n].stages)
+    return RuntimeError(
+        f"{where} changed {what} in place, which other microbatches are given, too, and the stage "
+        "itself when it is computed again for the gradient. Use the operation that gives a new "
+        "tensor: relu in place of relu_, x = x + y in place of x += y, inplace=False; a BatchNorm "
+        "in training mode is pa.batch_norm, or pa.staged_from(module, ...)."
+    )
 
 
 def _versions(tensors: list[Any]) -> list[int | None]:

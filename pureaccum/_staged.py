@@ -29,13 +29,14 @@ from ._engine import Rule, not_finite, refuse_to_look
 from ._legs import cotangents_of, legs
 from ._loss import Read, Shape, read
 from ._passes import Wrt, prepare
+from ._pullback import Sums
 from ._shares import Cotangents, is_differentiable, through_merge
 from ._shelf import Boundary, shelf
 from ._stage import Stage
 from ._stages import Staged, check_call, sees_all_at_once
 from ._sums import Weighing, added_to
 from ._torch import transform_active
-from ._tree import Tree, accumulation_dtype, as_scalar_of, finite, flatten, paths, zeros
+from ._tree import Tree, accumulation_dtype, as_scalar_of, finite, flatten, paths
 from ._weights import Microbatch, enter, power_of_two, total_finite, weigh
 from ._window import Cut, Folded, Window
 
@@ -49,7 +50,6 @@ class Ended(NamedTuple):
     entries: list[Microbatch]
     aux: Tree
     unit: float | Tensor
-    sums: list[Tensor]
     cotangents: list[Boundary]  # of what stands before it
 
 
@@ -68,23 +68,25 @@ def fold_staged(
     if rule.nonfinite == "raise" and transform_active():
         refuse_to_look()
     with nullcontext() if transform_active() else torch.no_grad():
-        sums = zeros(leaves, window.at_least)
-        straight = all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
-        wrt = prepare(leaves, rule.engine, set())._replace(straight=straight)
+        sums = Sums(leaves, window.at_least)
+        straight = all(x.dtype == accumulation_dtype(x.dtype, window.at_least) for x in leaves)
+        engine = rule.engine if transform_active() else "autograd"
+        wrt = prepare(leaves, engine, set())._replace(straight=straight)
         through, batch = _begin(loss, wrt, window.spec, window.batch, rule, given, keys)
         if not batch:
-            state = empty(sums, leaves[0].device)
+            state = empty(sums.all(), leaves[0].device)
             return Folded(state, 1.0, (), None, torch.get_default_dtype(), False)
         values: Values = {}
         count, kept = len(batch), forward(through, batch)
-        entries, aux, unit, sums, cotangents = _last_leg(through, window, kept, sums, values)
+        entries, aux, unit, cotangents = _last_leg(through, window, kept, sums, values)
         for n in reversed(range(len(through.legs) - 1)):
-            sums, cotangents = _leg_back(through, n, kept, sums, cotangents, values)
+            cotangents = _leg_back(through, n, kept, sums, cotangents, values)
+        grads = sums.all()
         if rule.nonfinite == "raise":
-            names = zip(paths(window.spec, "params"), sums, strict=True)
+            names = zip(paths(window.spec, "params"), grads, strict=True)
             if where := [f"the gradient of {name}" for name, x in names if not finite(x)]:
                 raise FloatingPointError(not_finite(where))
-        state = counted(empty(sums, leaves[0].device), entries, rule)
+        state = counted(empty(grads, leaves[0].device), entries, rule)
         # A last stage that is given all rows at once is called once for all microbatches.
         state = AccumState(*state[:3], torch.full_like(state.microbatches, count), *state[4:])
         return Folded(state, unit, (), aux, entries[-1].dtype, entries[-1].weighted)
@@ -156,9 +158,7 @@ def _counts(through: Pass, part: Boundary) -> int:
 # Backwards --------------------------------------------------------------------------------
 
 
-def _last_leg(
-    through: Pass, window: Window, kept: Kept, sums: list[Tensor], values: Values
-) -> Ended:
+def _last_leg(through: Pass, window: Window, kept: Kept, sums: Sums, values: Values) -> Ended:
     """Loss and gradients of every microbatch, as of a loss that is no more than this leg."""
     rule, parts, n = window.rule, kept.boundaries.pop(), len(through.legs) - 1
     most = max(_counts(through, part) for part in parts)
@@ -187,7 +187,7 @@ def _last_leg(
             raise FloatingPointError(not_finite([f"the loss of microbatch {p}"]))
         weighing = weigh(seen, counts, rule.reduction, unit, known, window.scale)
         assert weighing is not None
-        sums, grads = pull([weighing.cotangent], weighing)
+        grads = pull([weighing.cotangent], weighing)
         inner = grads[: len(grads) - len(reads)]
         cotangents.append(through.shelf.put(Boundary(inner, None, part.rows)))
         _add_values(values, reads, grads[len(inner) :], weighing)
@@ -198,11 +198,11 @@ def _last_leg(
     reduced = None if aux is None else finish_aux(aux)
     factors = [it.factor for it in weighings if isinstance(it.factor, Tensor)]
     if not factors:
-        return Ended(entries, reduced, unit, sums, cotangents)
+        return Ended(entries, reduced, unit, cotangents)
     # Weighted: each microbatch was pulled with a power of two of its own, which keeps float16 in
     # range; from here on they go together, and the largest of them is kept for the end.
     largest = torch.stack(factors).amax()
-    for i, sum_ in enumerate(sums):
+    for i, sum_ in sums.items():
         times = torch.mul if transform_active() else Tensor.mul_
         sums[i] = times(sum_, as_scalar_of(sum_, 1 / largest))
     for place, x in values.items():
@@ -211,7 +211,7 @@ def _last_leg(
     for part, it in zip(through.shelf.fetch(cotangents), weighings, strict=True):
         leaves = [_weighed(x, it.factor / largest, it.keep) for x in part.leaves]
         weighed.append(through.shelf.put(part._replace(leaves=leaves)))
-    return Ended(entries, reduced, unit * largest, sums, weighed)
+    return Ended(entries, reduced, unit * largest, weighed)
 
 
 def _weighed(x: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor | None:
@@ -226,15 +226,17 @@ def _leg_back(
     through: Pass,
     n: int,
     kept: Kept,
-    sums: list[Tensor],
+    sums: Sums,
     cotangents: list[Boundary],
     values: Values,
-) -> tuple[list[Tensor], list[Boundary]]:
+) -> list[Boundary]:
     """The cotangents of what stands before a leg, from those of what stands after it."""
     leg, parts, shelf = through.legs[n], kept.boundaries.pop(), through.shelf
     sizes = [part.rows for part in parts]
     if [part.rows for part in cotangents] != sizes:  # a leg that sees the whole batch
         cotangents = cotangents_of(list(shelf.fetch(cotangents)), sizes)
+    for i in through.at[n]:
+        sums[i]  # so that autograd itself may add to it
     shares = [_of_shares(stage, kept, values, len(parts)) for stage in leg.pools]
     before: list[Boundary] = []
     fetched = zip(shelf.fetch(parts), shelf.fetch(cotangents), strict=True)
@@ -243,14 +245,14 @@ def _leg_back(
         inner: Cotangents = [None] * len(inside(through, n, part))
         if any(c is not None for c in given):
             (_, _, pull), reads = again(through, n, p, part, kept, sums)
-            sums, grads = pull(given, _AS_IT_IS)
+            grads = pull(given, _AS_IT_IS)
             count = len(inner)
             inner = list(grads[:count])
             _add_values(values, reads, grads[count:], _AS_IT_IS)
         if not leg.moves:
             inner = [_plus(a, b) for a, b in zip(inner, after, strict=True)]
         before.append(shelf.put(Boundary(inner, None, rows)))
-    return sums, before
+    return before
 
 
 _AS_IT_IS = Weighing(NOTHING, 1.0, None)

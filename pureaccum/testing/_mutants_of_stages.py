@@ -34,6 +34,12 @@ OF_STAGES: dict[str, Mutant] = {
         "if _versions(tensors) != versions:",
         "if False:",
     ),
+    "captured writes not refused": Mutant(
+        "A stage that holds a batch norm of its own is run, and updates it twice.",
+        "_breadth.py",
+        'if p > 0 or through.engine == "autograd" or transform_active():',
+        "if True:",
+    ),
     "merged without the distance of the means": Mutant(
         "Squares of distances from different points are added as they stand.",
         "_batch_norm.py",

@@ -43,7 +43,7 @@ FIVE = (
 )
 
 # Rows that are coupled, and a chain of which only some activations are kept.
-NORM, RESNET = Model(32, 16, 8, kind="norms"), Model(32, 16, 8, depth=18, kind="resnet")
+NORM, RESNET = Model(32, 16, 32, kind="norms"), Model(32, 16, 16, depth=18, kind="resnet")
 TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 

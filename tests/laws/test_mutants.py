@@ -103,6 +103,30 @@ KILLERS = {
     "the users' guards left out": (
         "transforms/test_compiled_step.py::test_what_a_loss_captures_may_change"
     ),
+    "a pooled value's cotangent of one microbatch": (
+        "exact/test_staged.py::test_any_stages_and_any_cut_give_the_bits_of_the_full_batch"
+    ),
+    "a boundary's cotangent not handed through": (
+        "exact/test_staged.py::test_any_stages_and_any_cut_give_the_bits_of_the_full_batch"
+    ),
+    "the cotangent of an unweighted microbatch kept": (
+        "exact/test_staged.py::test_microbatches_without_weight_add_nothing"
+    ),
+    "a stage computed again draws anew": (
+        "purity/test_staged.py::test_a_stage_that_is_computed_again_draws_the_same"
+    ),
+    "an in-place write to a boundary unseen": "purity/test_staged.py",
+    "captured writes not refused": (
+        "purity/test_staged.py::test_a_captured_batch_norm_is_refused_before_it_is_written_to"
+    ),
+    "merged without the distance of the means": (
+        "parity/test_batch_norm.py::test_in_float64_it_is_the_full_batch_s"
+    ),
+    "moments taken for constants": (
+        "parity/test_batch_norm.py::test_in_float64_it_is_the_full_batch_s"
+    ),
+    "rematerialised with other random numbers": "parity/test_remat.py",
+    "a captured gradient silently zero": "faults/test_remat.py",
 }
 
 

@@ -436,3 +436,22 @@ def test_an_error_where_a_stage_is_computed_again_puts_the_generator_back(engine
         pa.grad(loss, microbatch_size=2, engine=engine)(torch.ones(3), torch.ones(4, 3))
     assert calls == 3
     assert torch.equal(torch.get_rng_state(), states[-1])
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["first leg", "last leg"])
+def test_a_captured_batch_norm_is_refused_before_it_is_written_to(at: int) -> None:
+    """It would couple the rows of a microbatch, and count them twice.
+
+    torch.func refuses it; only the first microbatch of a leg goes through torch.func.
+    """
+    norm = torch.nn.BatchNorm1d(3, affine=False)
+    funcs: list[Any] = [lambda w, x: x * w, lambda w, x: x.sum(0), lambda w, x, s: (x - s).sum()]
+    plain = funcs[at]
+    funcs[at] = lambda w, x, *values: plain(w, norm(x), *values)
+    loss = pa.staged(
+        [pa.rowwise(funcs[0]), pa.pooled(funcs[1], "sum"), pa.rowwise(funcs[2], reads="sum")]
+    )
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    with pytest.raises(RuntimeError, match=r"in place.*pa\.batch_norm"):
+        pa.grad(loss, microbatch_size=2)(torch.ones(3), torch.randn(6, 3))
+    assert_trees_bitwise_equal(dict(norm.named_buffers()), before)
