@@ -90,7 +90,7 @@ def batch_norm(
         return y if at is None else {**x, at: y}
 
     return [
-        pooled(share, name, merge=lambda shares: moments_of(merge(shares), eps)),
+        pooled(share, name, merge=lambda shares: moments_of(shares, eps)),
         rowwise(normalised, reads=name),
     ]
 
@@ -101,7 +101,8 @@ def share_of(x: Tensor) -> Share:
     dims, each = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))
     # Wherever distances are measured from, the moments are the same, and so are all derivatives.
     # (torch.var_mean takes ten times as long on a CPU.)
-    about = x[:1].detach().mean(dims)
+    about = x[0].detach()
+    about = about.flatten(1).mean(1) if x.dim() > 2 else about.clone()
     away = x - about.view(each)
     count = torch.full((), x.numel() // max(x.shape[1], 1), dtype=torch.int64, device=x.device)
     return Share(count, about, away.sum(dims), away.square().sum(dims))
@@ -116,8 +117,9 @@ def merge(shares: Share) -> Share:
     return Share(elements.sum(0), about[0], (sums + each * apart).sum(0), squares.sum(0))
 
 
-def moments_of(share: Share, eps: float) -> BatchMoments:
-    """The moments of a merged share."""
+def moments_of(shares: Share, eps: float) -> BatchMoments:
+    """The moments of a batch, from stacked shares."""
+    share, wide = merge(shares), shares.about.dtype
     mean = share.sums / share.elements
     var = share.squares / share.elements - mean**2
     mean = share.about + mean
@@ -126,7 +128,7 @@ def moments_of(share: Share, eps: float) -> BatchMoments:
     mean_, var_ = mean.detach(), var.detach()
     scale = torch.sqrt((var_ + eps) / (var + eps))
     shift = (mean_ - mean) * torch.rsqrt(var + eps)
-    return BatchMoments(share.elements, mean, var, scale, shift)
+    return BatchMoments(share.elements, mean, var, scale.to(wide), shift.to(wide))
 
 
 def normalise(
@@ -139,7 +141,7 @@ def normalise(
             f"{tuple(x.shape)} in a batch of one row."
         )
     wide = accumulation_dtype(x.dtype)
-    scale, shift = moments.scale.to(wide), moments.shift.to(wide)
+    scale, shift = moments.scale, moments.shift
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:

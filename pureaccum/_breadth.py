@@ -63,23 +63,23 @@ def forward(through: Pass, batch: list[Boundary]) -> Kept:
         drawn: list[list[Drawn]] = []
         so_far: dict[str, Any] = {}
         shares: dict[str, Tree] = {}
-        for p, part in enumerate(shelf.fetch(list(parts))):
+        with unchanged(through, n, parts, kept.values):
+            for p, part in enumerate(shelf.fetch(list(parts))):
 
-            def run(p: int = p, part: Boundary = part, n: int = n) -> Any:
-                if p > 0 or through.engine == "autograd" or transform_active():
-                    return run_part(through, n, p, part, kept.values)
-                return as_torch_func_would(lambda: run_part(through, n, p, part, kept.values))
+                def run(p: int = p, part: Boundary = part, n: int = n) -> Any:
+                    if p > 0 or through.engine == "autograd" or transform_active():
+                        return run_part(through, n, p, part, kept.values)
+                    return as_torch_func_would(lambda: run_part(through, n, p, part, kept.values))
 
-            with unchanged(through, n, part, kept.values):
                 (x, shares), numbers = noting(run, through.devices)
-            drawn.append(numbers)
-            for stage in leg.pools:
-                so_far[stage.name] = more(stage, so_far.get(stage.name), shares[stage.name])
-            if leg.moves:
-                known = list(zip(part.leaves, parts[p].leaves, strict=True))
-                after.append(Boundary(*flatten(x), part.rows))
-                if not leg.whole:
-                    after[p] = shelf.put(after[p], known)
+                drawn.append(numbers)
+                for stage in leg.pools:
+                    so_far[stage.name] = more(stage, so_far.get(stage.name), shares[stage.name])
+                if leg.moves:
+                    known = list(zip(part.leaves, parts[p].leaves, strict=True))
+                    after.append(Boundary(*flatten(x), part.rows))
+                    if not leg.whole:
+                        after[p] = shelf.put(after[p], known)
         kept.drawn.append(drawn)
         for stage in leg.pools:
             kept.values[stage.name] = pooled_value(stage, so_far[stage.name], shares[stage.name])
@@ -189,13 +189,15 @@ def _read(through: Pass, n: int, values: Mapping[str, Tree]) -> dict[str, Any]:
 
 
 @contextmanager
-def unchanged(through: Pass, n: int, part: Boundary, values: Mapping[str, Tree]) -> Generator[None]:
+def unchanged(
+    through: Pass, n: int, parts: list[Boundary], values: Mapping[str, Tree]
+) -> Generator[None]:
     """Raise if a leg writes to what it is given: other microbatches, or it itself, need that."""
     if torch.compiler.is_compiling():
         yield
         return
     given = {
-        "the boundary": part.leaves,
+        "the boundary": [x for part in parts for x in part.leaves],
         "a value that it reads": flatten(_read(through, n, values))[0],
         "a parameter": [through.wrt.leaves[i] for i in through.at[n]],
     }

@@ -5,8 +5,7 @@ pooled(r)    value += r(params, x, *values)  summed over the microbatches, for o
 full(f)      x = f(params, x, *values)       on the whole batch at once
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -99,7 +98,7 @@ def run_stage(
 ) -> tuple[Any, dict[str, Tree]]:
     """The boundary after a stage (of the last, the loss), and the share that it pooled."""
     stage = stages[i]
-    with _named(stages, i):
+    try:
         out = stage.func(params, x, *(values[name] for name in stage.reads))
         if stage.kind == "pooled":
             _check_share(out, stage.name)
@@ -107,6 +106,9 @@ def run_stage(
         if i + 1 < len(stages):
             _check_boundary(out, rows)
         return out, {}
+    except Exception as error:
+        error.add_note(f"pureaccum: in {label(stages, i)}")
+        raise
 
 
 def label(stages: Sequence[Stage], i: int) -> str:
@@ -114,15 +116,6 @@ def label(stages: Sequence[Stage], i: int) -> str:
     stage = stages[i]
     func = stage.name or getattr(stage.func, "__name__", type(stage.func).__name__)
     return f"stage {i}, {stage.kind}({func})"
-
-
-@contextmanager
-def _named(stages: Sequence[Stage], i: int) -> Generator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"pureaccum: in {label(stages, i)}")
-        raise
 
 
 def _check_boundary(x: Any, rows: int) -> None:

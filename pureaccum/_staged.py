@@ -111,7 +111,7 @@ def outs_staged(
     if batch:
         kept, last = forward(through, batch), len(through.legs) - 1
         for p, part in enumerate(through.shelf.fetch(kept.boundaries.pop())):
-            with unchanged(through, last, part, kept.values):
+            with unchanged(through, last, [part], kept.values):
                 out, _ = run_part(through, last, p, part, kept.values)
             yield out, part.rows, _counts(through, part)
 
@@ -176,7 +176,7 @@ def _last_leg(through: Pass, window: Window, kept: Kept, sums: Sums, values: Val
         return [seen.total], (seen.weight, seen.aux)
 
     for p, part in enumerate(through.shelf.fetch(parts)):
-        with unchanged(through, n, part, kept.values):
+        with unchanged(through, n, [part], kept.values):
             (outs, (weight, tensors), pull), reads = again(through, n, p, part, kept, sums, taken)
         if not transform_active():
             tensors = [x.detach() for x in tensors]

@@ -12,17 +12,17 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ._arguments import Arguments, check_tensors
-from ._batch_norm import Share, merge, moments_of, share_of
+from ._batch_norm import Share, moments_of, share_of
 from ._cut_graph import INPUTS, Call, Level, cut
+from ._held import Held, holding
 from ._loss import is_pair
 from ._module import Functional, functional
 from ._stage import Stage, pooled, rowwise
 from ._stages import Boundaries, Staged, staged
-from ._torch import innermost, version
+from ._torch import innermost, tensor_places, version
 from ._traced import trace, written_to
 from ._tree import NAMESPACE, Tree, map, unflatten
 
@@ -110,11 +110,12 @@ def _stage(
     carries: bool,
 ) -> Stage:
     graph = level.module
-    tensors = graph.named_parameters, graph.named_buffers
-    own, states = (  # constants have no name
-        {at: names[id(x)] for at, x in named(remove_duplicate=False) if id(x) in names}
-        for named in tensors
-    )
+    places = [
+        (place, {at: names.get(id(x)) for at, x in place[1][place[2]].items()}, place[1][place[2]])
+        for place in tensor_places(graph)
+    ]
+    its = {name for _, wanted, _ in places for name in wanted.values()}
+    own, states = ([name for name in those if name in its] for those in (fn.params, fn.buffers))
     shapes = [{name: x.shape for name, x in those.items()} for those in (fn.params, fn.buffers)]
     reads = dict.fromkeys(level.moments)
     if end is not None:
@@ -130,16 +131,22 @@ def _stage(
             check_tensors(buffers, shapes[1], "buffers", "buffer")
             x = {INPUTS: arguments.of(x), BATCH: _packed(x)}
         taken = [_unpacked(x[name]) for name in level.takes]
-        cloned = {at: buffers[name].clone() for at, name in states.items()}
-        before = [_version(buffer) for buffer in cloned.values()]
-        held = {at: params[name] for at, name in own.items()} | cloned
-        # Ties are known: by torch's own way with them our tensors would stay in the module.
-        out = functional_call(
-            graph, held, (*taken, *(read[name] for name in level.moments)), tie_weights=False
-        )
-        for (at, x0), count in zip(cloned.items(), before, strict=True):
-            if held[at] is not x0 or count != _version(x0):
-                raise RuntimeError(written_to(f"buffers[{states[at]!r}]"))
+        cloned = {name: buffers[name].clone() for name in states}
+        before = {name: _version(buffer) for name, buffer in cloned.items()}
+        given = {name: params[name] for name in own} | cloned
+        held: Held = {}
+        for place, wanted, constants in places:  # functional_call takes three times as long
+            tensors = {at: given.get(name, constants[at]) for at, name in wanted.items()}
+            held[place[0], place[2]] = place, tensors
+        with holding(held):
+            out = graph.forward(*taken, *(read[name] for name in level.moments))
+        for (_, tensors), (_, wanted, _) in zip(held.values(), places, strict=True):
+            for at, name in wanted.items():
+                if name in cloned and tensors[at] is not cloned[name]:
+                    raise RuntimeError(written_to(f"buffers[{name!r}]"))
+        for name, buffer in cloned.items():
+            if before[name] != _version(buffer):
+                raise RuntimeError(written_to(f"buffers[{name!r}]"))
         if end is not None:
             return end(out, read, _unpacked(x.get(BATCH)))
         after = {name: _packed(y) for name, y in zip(level.gives, out, strict=True)}
@@ -149,7 +156,7 @@ def _stage(
     *does, _ = [n.name for n in graph.graph.nodes if n.op not in ("placeholder", "get_attr")]
     rows.__name__ = " to ".join([*does[:1], *does[-1:]])
     fixed = frozenset(reads) - frozenset(level.moments)  # for the running statistics
-    return rowwise(rows, reads=tuple(reads))._replace(uses=frozenset(own.values()), fixed=fixed)
+    return rowwise(rows, reads=tuple(reads))._replace(uses=frozenset(own), fixed=fixed)
 
 
 def _version(x: Tensor) -> int | None:
@@ -179,7 +186,7 @@ def _pool(call: Call) -> Stage:
             )
         return share_of(rows)
 
-    stage = pooled(share, call.moments, merge=lambda its: moments_of(merge(its), layer.eps))
+    stage = pooled(share, call.moments, merge=lambda shares: moments_of(shares, layer.eps))
     return stage._replace(uses=frozenset())
 
 

@@ -50,7 +50,8 @@ def staged(stages: Sequence[Stage], *, boundaries: Boundaries = "device") -> Sta
     has. There, with ``microbatch_size``, all microbatches go through a stage before any goes
     through the next; only boundaries are kept, and on the way back each stage is computed again.
     The gradient is that of the full batch, for one more forward pass. Random numbers, keyed or of
-    torch's generator, are the same when a stage is computed again.
+    torch's generator, are the same when a stage is computed again. A stage that writes in place to
+    what it is given, or captures, is refused: with ``engine="func"`` before it has.
 
     Args:
         stages: ``rowwise``, ``pooled`` and ``full`` stages; the last gives the loss, and is no

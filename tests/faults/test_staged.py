@@ -59,7 +59,11 @@ def test_no_stages() -> None:
         pa.staged([])
 
 
-@pytest.mark.parametrize("what", [squares, None, "rowwise", (squares, "sums")], ids=["a function", "None", "a word", "a pair"])
+@pytest.mark.parametrize(
+    "what",
+    [squares, None, "rowwise", (squares, "sums")],
+    ids=["a function", "None", "a word", "a pair"],
+)
 def test_what_is_no_stage(what: Any) -> None:
     helps = ["which says how the function sees the batch"] if callable(what) else []
     with refused(TypeError, "stage 1 is a", type(what).__name__, "rowwise(f)", *helps):

@@ -118,7 +118,7 @@ def test_moments_in_any_grouping(
         pair = zip(*(at(side) for side in tree), strict=True)
         return merge(Share(*(torch.stack(x) for x in pair)))
 
-    got = moments_of(merge(Share(*(x.unsqueeze(0) for x in at(tree)))), 1e-5)
+    got = moments_of(Share(*(x.unsqueeze(0) for x in at(tree))), 1e-5)
     assert got.mean.dtype == got.var.dtype == torch.float64
     assert got.elements == columns.shape[1]
     u, largest = float(UNIT[dtype]), columns.abs().amax(1)
@@ -137,7 +137,7 @@ def test_sums_of_squares_would_not_do() -> None:
     var = x.double().var(0, correction=0)
     naive = (x**2).mean(0) - x.mean(0) ** 2
     assert ((naive - var).abs() / var).max() > 0.02
-    got = moments_of(share_of(x), 1e-5)
+    got = moments_of(Share(*(y.unsqueeze(0) for y in share_of(x))), 1e-5)
     assert ((got.var - var).abs() / var).max() < 1e-6
 
 
