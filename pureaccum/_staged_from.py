@@ -111,7 +111,11 @@ def _stage(
 ) -> Stage:
     graph = level.module
     places = [
-        (place, {at: names.get(id(x)) for at, x in place[1][place[2]].items()}, place[1][place[2]])
+        (
+            place,
+            {at: names.get(id(x), "") for at, x in place[1][place[2]].items()},
+            place[1][place[2]],
+        )
         for place in tensor_places(graph)
     ]
     its = {name for _, wanted, _ in places for name in wanted.values()}
