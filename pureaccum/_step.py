@@ -73,7 +73,7 @@ def make_step(
         loss_fn: ``loss_fn(params, batch)`` gives a scalar or ``Weighted``; with ``has_aux``,
             that and anything else. With ``buffers`` it also takes ``buffers=`` and returns
             ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``. With ``keys`` it also takes
-            ``keys=``, one key a row.
+            ``keys=``, one key a row. Or a loss in stages: see ``staged``.
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
         has_aux: Whether the loss returns aux.
@@ -86,7 +86,8 @@ def make_step(
             it is, a step whose gradient is not finite is not applied.
         buffers: How buffers go through the microbatches: ``"freeze"``, ``"sequential"`` or
             ``"pooled"``, which updates BatchNorm's running statistics once, from the moments of
-            all microbatches: the full batch's, for a BatchNorm with no other above it.
+            all microbatches: the full batch's, for a BatchNorm with no other above it (for all of
+            them with ``staged_from``).
         keys: Hand each row of a batch a key of its own, made of the run's seed, the number of the
             step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
