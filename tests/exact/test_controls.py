@@ -3,7 +3,7 @@
 import optree
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pureaccum as pa
@@ -46,6 +46,7 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
     """A quarter of the models that we draw, at least, have sums that 16 bits cannot hold."""
     caught = []
 
+    @settings(max_examples=40)  # a share wants many, whatever the profile
     @given(losses(8, sparse=True))
     def draw(model: ExactModel) -> None:
         grad = torch.func.grad(model.loss("sum"))
