@@ -19,6 +19,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ._donation import Refusing
+from ._replay import generators, restore
 from ._torch import Place, tensor_places
 
 
@@ -45,7 +46,7 @@ def call_watched(
     ``recomputes`` remembers the answer for the next microbatch.
     """
     if not recomputes:
-        generators = _random_states(devices)
+        before = generators(devices)
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_WANTED):
                 return loss(), {}
@@ -53,23 +54,12 @@ def call_watched(
             if _WANTED not in str(error):
                 raise
         recomputes.add(True)
-        for restore, state in generators:
-            restore(state)
+        restore(before)
     with _remembering() as held:
         return loss(), held
 
 
 _WANTED = "pureaccum: saved-tensor hooks are wanted"
-
-
-def _random_states(devices: frozenset[torch.device]) -> list[tuple[Callable[[Any], None], Any]]:
-    states: list[tuple[Callable[[Any], None], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
-    for device in devices:
-        if device.type != "cpu" and (module := getattr(torch, device.type, None)):
-            states.append(
-                (lambda s, m=module, d=device: m.set_rng_state(s, d), module.get_rng_state(device))
-            )
-    return states
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ._held import call_watched, holding
 from ._passes import Engine, Wrt, advise
+from ._shares import Cotangents
 from ._sums import Weighing, add_, add_all_, added_to, nothing_like
 from ._tree import flatten, unflatten, zeros
 
 
 Func = Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], Any]]
-Cotangents = Sequence[Tensor | None]
-Pull = Callable[[Cotangents, Weighing], list[Tensor | None]]
+Pull = Callable[[Cotangents, Weighing], Cotangents]
 
 
 class Sums(dict[int, Tensor]):
@@ -127,7 +127,7 @@ def _by_func(func: Func, wrt: Wrt, at: Sequence[int], others: list[Tensor], sums
         advise(error)
         raise
 
-    def pull(cotangents: Cotangents, weighing: Weighing) -> list[Tensor | None]:
+    def pull(cotangents: Cotangents, weighing: Weighing) -> Cotangents:
         nonlocal how
         how = weighing
         given = tuple(
@@ -152,7 +152,7 @@ def _by_autograd(
         )
     inputs = [*(wrt.leaves[i] for i in at), *others]
 
-    def pull(cotangents: Cotangents, weighing: Weighing) -> list[Tensor | None]:
+    def pull(cotangents: Cotangents, weighing: Weighing) -> Cotangents:
         roots: list[Tensor] = []
         given: list[Tensor] = []
         for out, c in zip(outs, cotangents, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._attach import attach
 from ._replay import noting, replaying
-from ._torch import innermost, version
+from ._torch import version
 from ._tree import Tree, flatten, leaves, unflatten
 
 
@@ -150,12 +150,12 @@ def _noted(
 ) -> tuple[Tree, Callable[[], ExitStack]]:
     """What ``call`` returns for inputs without history, and how to be again as it was then."""
     detached = [x.detach() for x in inputs]
-    versions = [version(innermost(x)) for x in detached]
+    versions = [version(x) for x in detached]
     devices = {x.device for x in inputs if hasattr(getattr(torch, x.device.type, None), "Stream")}
     casts = [_autocast(kind) for kind in {"cpu", *(device.type for device in devices)}]
     cached = torch.is_autocast_cache_enabled()
     out, drawn = noting(lambda: call(detached), devices)
-    if versions != [version(innermost(x)) for x in detached]:
+    if versions != [version(x) for x in detached]:
         raise RuntimeError(
             "func changed one of its arguments in place, and would find it changed when it is "
             "run again in the backward pass. Write x = x + y for x += y."

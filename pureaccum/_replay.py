@@ -29,8 +29,7 @@ def noting(call: Callable[[], T], devices: Iterable[torch.device]) -> tuple[T, l
     """What a call returns, and which of torch's generators it drew from."""
     if torch.compiler.is_compiling():  # the compiler sees to that itself
         return call(), []
-    drawing = {device for device in devices if hasattr(_owner(device), "get_rng_state")}
-    before = [Drawn(device, _state(device)) for device in {torch.device("cpu"), *drawing}]
+    before = generators(devices)
     out = call()
     return out, [it for it in before if not torch.equal(it.state, _state(it.device))]
 
@@ -40,20 +39,26 @@ def replaying(drawn: list[Drawn]) -> Generator[None]:
     """Let the generators draw the same numbers again; afterwards they stand where they stood."""
     now = [Drawn(it.device, _state(it.device)) for it in drawn]
     try:
-        for it in drawn:
-            _restore(it)
+        restore(drawn)
         yield
     finally:
-        for it in now:
-            _restore(it)
+        restore(now)
+
+
+def generators(devices: Iterable[torch.device]) -> list[Drawn]:
+    """The states of the CPU's generator and of those of some devices."""
+    drawing = {device for device in devices if hasattr(_owner(device), "get_rng_state")}
+    return [Drawn(device, _state(device)) for device in {torch.device("cpu"), *drawing}]
+
+
+def restore(states: Iterable[Drawn]) -> None:
+    """Let generators go on from there."""
+    for it in states:
+        _owner(it.device).set_rng_state(it.state, *_which(it.device))
 
 
 def _state(device: torch.device) -> Tensor:
     return _owner(device).get_rng_state(*_which(device))
-
-
-def _restore(drawn: Drawn) -> None:
-    _owner(drawn.device).set_rng_state(drawn.state, *_which(drawn.device))
 
 
 def _owner(device: torch.device) -> Any:

@@ -22,7 +22,7 @@ from ._loss import is_pair
 from ._module import Functional, functional
 from ._stage import Stage, pooled, rowwise
 from ._stages import Boundaries, Staged, staged
-from ._torch import innermost, tensor_places, version
+from ._torch import tensor_places, version
 from ._traced import trace, written_to
 from ._tree import NAMESPACE, Tree, map, unflatten
 
@@ -136,7 +136,7 @@ def _stage(
             x = {INPUTS: arguments.of(x), BATCH: _packed(x)}
         taken = [_unpacked(x[name]) for name in level.takes]
         cloned = {name: buffers[name].clone() for name in states}
-        before = {name: _version(buffer) for name, buffer in cloned.items()}
+        before = {name: version(buffer) for name, buffer in cloned.items()}
         given = {name: params[name] for name in own} | cloned
         held: Held = {}
         for place, wanted, constants in places:  # functional_call takes three times as long
@@ -149,7 +149,7 @@ def _stage(
                 if name in cloned and tensors[at] is not cloned[name]:
                     raise RuntimeError(written_to(f"buffers[{name!r}]"))
         for name, buffer in cloned.items():
-            if before[name] != _version(buffer):
+            if before[name] != version(buffer):
                 raise RuntimeError(written_to(f"buffers[{name!r}]"))
         if end is not None:
             return end(out, read, _unpacked(x.get(BATCH)))
@@ -161,10 +161,6 @@ def _stage(
     rows.__name__ = " to ".join([*does[:1], *does[-1:]])
     fixed = frozenset(reads) - frozenset(level.moments)  # for the running statistics
     return rowwise(rows, reads=tuple(reads))._replace(uses=frozenset(own), fixed=fixed)
-
-
-def _version(x: Tensor) -> int | None:
-    return None if torch.compiler.is_compiling() else version(innermost(x))
 
 
 # Batch norm -------------------------------------------------------------------------------

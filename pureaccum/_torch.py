@@ -181,7 +181,10 @@ def compiler_stack(error: BaseException) -> list[FrameSummary]:
 
 
 def version(x: Tensor) -> int | None:
-    """How often a tensor was written to; nobody counts that for inference tensors."""
+    """How often a tensor was written to; nobody counts that for inference tensors, or compiling."""
+    if torch.compiler.is_compiling():
+        return None
+    x = innermost(x)
     return None if x.is_inference() else x._version
 
 

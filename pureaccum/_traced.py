@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ._torch import innermost, module_vars, version
+from ._torch import module_vars, version
 from ._tree import leaves as leaves_of
 
 
@@ -264,10 +264,10 @@ def watched(func: Any) -> Any:
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
-        before = _versions(given)
+        before = [version(x) for x in given]
         with _NoBatchNorm():
             out = func(*args, **kwargs)
-        if _versions(given) != before:
+        if [version(x) for x in given] != before:
             raise RuntimeError(
                 f"{func.__name__}, which torch.fx does not look into, writes in place to what it "
                 "is given, and would do it twice; expected one that gives a new tensor."
@@ -275,10 +275,6 @@ def watched(func: Any) -> Any:
         return out
 
     return call
-
-
-def _versions(given: list[Tensor]) -> list[int | None]:
-    return [] if torch.compiler.is_compiling() else [version(innermost(x)) for x in given]
 
 
 class _NoBatchNorm(TorchFunctionMode):

@@ -19,6 +19,18 @@ Tensors = dict[str, Tensor]
 PARAMS: Tensors = {"b": torch.tensor(1.0), "w": torch.tensor([1.0, -2.0])}
 
 
+class Old(torch.autograd.Function):
+    """A Function as they were before setup_context, which torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
 class Loss:
     """Counts its calls."""
 

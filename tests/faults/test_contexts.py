@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
@@ -13,6 +12,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import (
     PARAMS,
     Loss,
+    Old,
     Receiver,
     Tensors,
     make_batch,
@@ -94,18 +94,6 @@ def test_what_has_to_look_cannot_under_a_transform(
 
 
 # What torch.func itself refuses ----------------------------------------------------------
-
-
-class Old(Function):
-    """A Function as they were before setup_context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return 2 * grad
 
 
 def doubled(params: Tensors, batch: Any) -> Tensor:

@@ -10,7 +10,7 @@ import pureaccum
 
 
 FLOORS = (
-    {"_torch", "_tree", "_donation"},
+    {"_torch", "_tree", "_donation", "_replay"},
     {
         "_batches",
         "_explain",
@@ -19,7 +19,6 @@ FLOORS = (
         "_held",
         "_sums",
         "_random",
-        "_replay",
         "_attach",
         "_shelf",
         "_loss_scale",

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.faults.refusals import Old
 
 
 W, X = torch.randn(3, 3), torch.randn(4, 3)
@@ -103,15 +104,6 @@ def test_without_gradients_it_is_the_function(mode: Any) -> None:
 
 def test_a_function_that_torch_func_cannot_run() -> None:
     """Plain autograd runs the backward pass where no transform is active."""
-
-    class Old(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-            return 2 * grad
 
     y = x.clone().requires_grad_()
     for create_graph in (False, True):

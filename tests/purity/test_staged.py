@@ -455,3 +455,18 @@ def test_a_captured_batch_norm_is_refused_before_it_is_written_to(at: int) -> No
     with pytest.raises(RuntimeError, match=r"in place.*pa\.batch_norm"):
         pa.grad(loss, microbatch_size=2)(torch.ones(3), torch.randn(6, 3))
     assert_trees_bitwise_equal(dict(norm.named_buffers()), before)
+
+
+def test_a_write_is_seen_under_vmap_too() -> None:
+    """Its wrappers count no writes; what they wrap does."""
+    loss = pa.staged(
+        [
+            pa.rowwise(lambda w, x: x * w),
+            pa.pooled(lambda w, x: x.sum(0), "sum"),
+            pa.rowwise(lambda w, x, s: x.mul_(2) + s, reads="sum"),
+            pa.full(lambda w, x: x.sum()),
+        ]
+    )
+    gradient = pa.grad(loss, microbatch_size=2)
+    with pytest.raises(RuntimeError, match="in place"):
+        torch.func.vmap(gradient, in_dims=(0, None))(torch.ones(4, 3), torch.ones(6, 3))

@@ -19,12 +19,18 @@ import pureaccum as pa
 from pureaccum.testing.strategies import compositions, seeds
 from tests.bounds.staged_losses import FAMILIES, batch_of, params_of
 from tests.strategies import every
-from tests.transforms.problems import functional, jvp
+from tests.transforms.problems import (
+    FACTORS,
+    grad,
+    grad_batch,
+    jvp,
+    times,
+    vmap_params,
+)
 
 
 BOUND = 1e-10
 ROWS = 6
-FACTORS = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
 
 
 # One loss with everything: rows that move, sums that are read by two, all rows in the middle ----
@@ -107,28 +113,12 @@ def near(got: Any, want: Any) -> None:
     assert torch.stack([(x - y).norm() for x, y in zip(xs, ys, strict=True)]).norm() <= BOUND * size
 
 
-def times(params: Any, factor: Tensor) -> Any:
-    return {name: x * factor for name, x in params.items()}
-
-
 def stretched(batch: Any, factor: Tensor) -> Any:
     """Not by much: batch norms would take a factor out again."""
     return {**batch, "x": batch["x"] + factor * batch["other"] / 3}
 
 
 # Each makes another function out of one of (params, batch) ---------------------------------------
-
-
-def grad(f: Any) -> Any:
-    return torch.func.grad(lambda p, b: functional(f(p, b)))
-
-
-def grad_batch(f: Any) -> Any:
-    return lambda p, b: torch.func.grad(lambda x: functional(f(p, {**b, "x": x})))(b["x"])
-
-
-def vmap_params(f: Any) -> Any:
-    return lambda p, b: torch.func.vmap(lambda c: f(times(p, c), b))(FACTORS)
 
 
 def vmap_batch(f: Any) -> Any:
