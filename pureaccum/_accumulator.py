@@ -33,6 +33,7 @@ from ._passes import Engine, Loss, outside_inference_mode, prepare
 from ._stages import refuse_stream
 from ._torch import transform_active
 from ._tree import Tree, add, as_scalar_of, flatten, map, paths, unflatten, zeros
+from ._tree import leaves as leaves_of
 from ._weights import Microbatch, settle
 
 
@@ -48,6 +49,9 @@ class AccumState(NamedTuple):
         skipped: How many of them ``nonfinite="skip"`` left out.
         nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
             anywhere in the gradient for ``"skip"``.
+        squares: With ``squares=True``, a float64 vector: for each leaf of params the sum of
+            |weight * gradient|² / weight, and last the number of microbatches with any weight.
+            It is what ``noise_scale`` needs; else ``()``.
 
     >>> acc = accumulator(lambda w, x: (w * x).mean())
     >>> state = acc.update(acc.init(torch.tensor(2.0)), torch.tensor(2.0), torch.tensor([1.0, 3.0]))
@@ -61,6 +65,7 @@ class AccumState(NamedTuple):
     microbatches: Tensor
     skipped: Tensor
     nonfinite: Tensor
+    squares: Tensor | tuple[()] = ()
 
 
 class Accumulator(NamedTuple):
@@ -81,6 +86,7 @@ def accumulator(
     dtype: torch.dtype | None = None,
     nonfinite: Nonfinite = "propagate",
     engine: Engine = "func",
+    squares: bool = False,
 ) -> Accumulator:
     """Accumulate the gradient of a loss over a stream of microbatches.
 
@@ -101,6 +107,7 @@ def accumulator(
         engine: ``"func"`` differentiates by torch.func and composes with transforms;
             ``"autograd"`` runs what torch.func refuses. (A loss with checkpoints is begun twice
             in its first microbatch, with the same random numbers, to find that out.)
+        squares: Also sum the squared norms of the microbatches' gradients, for ``noise_scale``.
 
     Returns:
         ``init(params)``, ``update(state, params, *args, donate=False)``, ``merge(a, b)`` and
@@ -115,7 +122,7 @@ def accumulator(
     (tensor(9.3333), tensor(4.6667, dtype=torch.float64))
     """
     refuse_stream(loss_fn)
-    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
+    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine, squares))
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")
     _check_not_params(batches, batch_argnums)
@@ -125,7 +132,9 @@ def accumulator(
     def init(params: Tree) -> AccumState:
         leaves, _ = read_params(params)
         with outside_inference_mode():
-            return empty(zeros(params, at_least), leaves[0].device)
+            return empty(
+                zeros(params, at_least), leaves[0].device, len(leaves) if squares else None
+            )
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         leaves, spec = read_params(params)
@@ -146,6 +155,8 @@ def accumulator(
     def merge(a: AccumState, b: AccumState) -> AccumState:
         names = ("the second state's grads", "the first state's grads")
         check_fits(*flatten(read_state(b).grads), *flatten(read_state(a).grads), names, _FOREIGN)
+        check_squares(a, squares)
+        check_squares(b, squares)
         return add(a, b)
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
@@ -154,7 +165,8 @@ def accumulator(
         if not donate or transform_active():
             return map(lambda x: x / as_scalar_of(x, by), state.grads), value
         sums, spec = flatten(state.grads)
-        grads = hand_over([*sums, *state[1:]], [x.div_(as_scalar_of(x, by)) for x in sums])
+        divided = [x.div_(as_scalar_of(x, by)) for x in sums]
+        grads = hand_over(leaves_of(state), divided)
         return unflatten(spec, grads), value
 
     return Accumulator(init, update, merge, finalize)
@@ -209,6 +221,7 @@ def updated(
         what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
         return f"{what} of microbatch {int(state.microbatches)}"
 
+    check_squares(state, rule.squares)
     sums = flatten(state.grads)[0]
     before: list[Tensor] | None = None
     in_place = not transform_active()
@@ -219,15 +232,27 @@ def updated(
         grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
         new = counted(state, [entry], rule)
         if in_place and donate:
-            grads = hand_over([*sums, *state[1:]], grads)
+            grads = hand_over([*sums, *leaves_of(state[1:])], grads)
     return AccumState(unflatten(spec, grads), *new[1:]), entry
 
 
-def empty(grads: Tree, device: torch.device) -> AccumState:
-    """Those sums, and nothing else counted yet."""
+def check_squares(state: AccumState, squares: bool) -> None:
+    """Check that a state has squares where they are asked for."""
+    if isinstance(state.squares, Tensor) != squares:
+        raise ValueError(
+            f"the state was made with squares={not squares}, this accumulator with "
+            f"squares={squares}; expected a state from its own init."
+        )
+
+
+def empty(grads: Tree, device: torch.device, squares: int | None = None) -> AccumState:
+    """Those sums, and nothing else counted yet; squares of so many leaves, or none."""
     amounts = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
     counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
-    return AccumState(grads, *amounts, *counts)
+    if squares is None:
+        return AccumState(grads, *amounts, *counts)
+    each = torch.zeros(squares + 1, dtype=torch.float64, device=device)
+    return AccumState(grads, *amounts, *counts)._replace(squares=each)
 
 
 def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumState:
@@ -241,4 +266,7 @@ def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumS
         # no two states may share a tensor: donating the one would take it from the other
         state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
         state.nonfinite + nonfinite,
+        state.squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
+        if isinstance(state.squares, Tensor)
+        else (),
     )

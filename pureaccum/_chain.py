@@ -24,11 +24,13 @@ from ._update import Optimizer
 class GradientMap(NamedTuple):
     """``init(params) -> state`` and ``update(grads, state) -> (grads, state)``.
 
-    ``update`` also takes ``donate=True``: grads are given up.
+    ``update`` also takes ``donate=True``: grads are given up. ``factor(norm)`` is what it
+    multiplies gradients of a global norm by, where that is all it does.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[..., tuple[Tree, Any]]
+    factor: Callable[[Tensor], Tensor] | None = None
 
 
 def clip_by_global_norm(max_norm: float) -> GradientMap:
@@ -53,16 +55,19 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
     def init(params: Tree) -> tuple[()]:
         return ()
 
+    def factor_of(norm: Tensor) -> Tensor:
+        # torch's formula, small constant included: the same bits
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
     def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
         leaves, spec = flatten(grads)
-        # torch's formula, small constant included: the same bits
-        factor = (max_norm / (global_norm(leaves) + 1e-6)).clamp(max=1.0)
+        factor = factor_of(global_norm(leaves))
         if donate and not transform_active():
             scaled = [x.mul_(as_scalar_of(x, factor)) for x in leaves]
             return unflatten(spec, hand_over(leaves, scaled)), ()
         return unflatten(spec, [x * as_scalar_of(x, factor) for x in leaves]), ()
 
-    return GradientMap(init, update)
+    return GradientMap(init, update, factor_of)
 
 
 def chain(*parts: Any) -> Optimizer:

@@ -232,6 +232,11 @@ def check_compilable(rule: Rule, settings: Any) -> None:
             "leave compile out, or use engine='func' without them: a graph computes again by "
             "itself what is cheap."
         )
+    if rule.squares:
+        raise ValueError(
+            "noise=True came with compile; a graph adds gradients to sums without looking at them. "
+            "Measure with an eager step now and then: the state is the same."
+        )
     if rule.nonfinite == "raise":
         raise ValueError(
             "nonfinite='raise' came with compile; it has to look at the numbers, which a graph "

@@ -18,8 +18,8 @@ from ._inputs import check_choice
 from ._loss import Reduction
 from ._passes import PASSES, Engine, Hook, Loss, Wrt
 from ._sums import add_, add_all_, added_to, nothing_like
-from ._tree import finite, known
-from ._weights import Microbatch, enter, judged, kept, total_finite, weigh
+from ._tree import finite, known, norm
+from ._weights import Microbatch, enter, judged, kept, total_finite, weigh, with_squares
 
 
 Nonfinite = Literal["propagate", "skip", "raise"]
@@ -32,6 +32,7 @@ class Rule(NamedTuple):
     reduction: Reduction
     nonfinite: Nonfinite
     engine: Engine
+    squares: bool = False  # whether the squared norms of gradients are summed: see _weights.py
 
 
 def check_rule(rule: Rule) -> Rule:
@@ -88,6 +89,7 @@ def _streamed(
     """In place, each gradient as it comes."""
     watched = rule.nonfinite != "propagate"
     flags: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     begun = False
 
     def hook_for(i: int) -> Hook:
@@ -96,6 +98,8 @@ def _streamed(
             begun = True
             if watched:
                 flags[i] = finite(grad)
+            if rule.squares:
+                norms[i] = norm(grad)
             add_(sums[i], grad, how)
             return nothing_like(grad)
 
@@ -103,7 +107,7 @@ def _streamed(
 
     large = {i: hook_for(i) for i in wrt.large}
     seen, shape, pull, push = PASSES[rule.engine](loss, wrt, large, rule.has_aux)
-    entry = enter(seen, shape, rows, rule.reduction)
+    entry = enter(seen, shape, rows, rule.reduction, rule.squares)
     if rule.nonfinite == "raise" and not total_finite(entry):
         raise FloatingPointError(_not_finite(label, [None]))
     weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents, wrt.scale)
@@ -121,6 +125,9 @@ def _streamed(
         if begun and before is None:
             mark(sums, Spoiled)
         raise
+    if rule.squares:
+        norms |= {i: norm(grad) for i, grad in small.items()}
+        entry = with_squares(entry, [norms.get(i) for i in range(len(sums))], how, wrt.unit)
     if not watched:
         return sums, entry
     flags |= {i: finite(grad) for i, grad in small.items()}
@@ -154,11 +161,14 @@ def _collected(
     if rule.nonfinite == "raise" and not in_place:
         refuse_to_look()
     seen, shape, pull, _ = PASSES[rule.engine](loss, wrt, {}, rule.has_aux)
-    entry = enter(seen, shape, rows, rule.reduction)
+    entry = enter(seen, shape, rows, rule.reduction, rule.squares)
     weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents, wrt.scale)
     if weighing is None:
         return sums if in_place else [x.clone() for x in sums], entry
     grads = list(pull(weighing.cotangent))
+    if rule.squares:
+        norms = [None if g is None else norm(g) for g in grads]
+        entry = with_squares(entry, norms, weighing, wrt.unit)
     if rule.nonfinite == "skip":
         entry = judged(entry, [finite(g) for g in grads if g is not None], weighing.keep)
         ok = entry.finite

@@ -16,9 +16,20 @@ from ._accumulator import AccumState
 from ._buffers import finish
 from ._donation import mark
 from ._loss import divisor, mean_value
+from ._noise_scale import BatchNoise, noise_of
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, TrainState
-from ._tree import Tree, all_finite, as_scalar_of, flatten, global_norm, map, unflatten, where
+from ._tree import (
+    Tree,
+    all_finite,
+    as_scalar_of,
+    flatten,
+    global_norm,
+    map,
+    norm,
+    unflatten,
+    where,
+)
 from ._tree import leaves as leaves_of
 
 
@@ -45,7 +56,7 @@ def finished(
         rows: What the weight is still to be multiplied by.
         own: Whether the sums may be changed in place.
     """
-    grads, total, weight, microbatches, skipped, nonfinite = accum
+    grads, total, weight, microbatches, skipped, nonfinite = accum[:6]
     in_place = not transform_active()
     divide = Tensor.div_ if own and in_place else torch.div
     by = divisor(weight) / unit
@@ -60,16 +71,17 @@ def finished(
     # a plain sum has no weight
     any_weight = weight != 0 if plan.rule.reduction == "mean" else microbatches > skipped
     applied = sound & any_weight
-    norm = global_norm(grads)
+    length = global_norm(grads)
     info = StepInfo(
         mean_value(total, weight, plan.rule.reduction),
-        norm,
+        length,
         weight * rows,
         microbatches.clone(),
         skipped.clone(),
         applied,
-        torch.ones_like(norm) if scale is None else scale.clone(),
+        torch.ones_like(length) if scale is None else scale.clone(),
         () if aux is None else aux,
+        _noise(accum, grads, scale) if plan.rule.squares else (),
     )
     buffers, scaling = state.buffers, state.loss_scale
     if plan.buffers is not None:
@@ -100,6 +112,13 @@ def finished(
         rest = (state.buffers, state.loss_scale, *state[4:])
         mark(leaves_of(rest))
     return new, info
+
+
+def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> BatchNoise:
+    squares = accum.squares
+    assert isinstance(squares, Tensor)
+    each = squares[:-1] if scale is None else squares[:-1] / scale.double() ** 2
+    return noise_of([norm(x) for x in grads], each, accum.weight, squares[-1])
 
 
 def _apart(aux: Tree, state: TrainState) -> Tree:

@@ -23,7 +23,8 @@ class Weighted(NamedTuple):
     A loss returns it in place of a scalar, and it overrides ``reduction``. Totals and weights
     are summed over the microbatches and divided once, so the result is the mean over the whole
     batch however unevenly the weight is spread. A microbatch of weight zero adds exactly
-    nothing, even where its total is NaN. The weight is a constant of differentiation.
+    nothing, even where its total is NaN. The weight is a constant of the gradient; a transform
+    around it (a meta-gradient with respect to the weights of samples) sees what it depends on.
 
     Args:
         total: The sum of the losses, a 0-d tensor.
@@ -146,7 +147,7 @@ def _weight(weight: Any, total: Tensor) -> Tensor:
             f"the weight of Weighted is {came}; expected a real 0-d tensor or a number: the sum of "
             "the mask, say, and not the mask itself."
         )
-    weight = weight.detach().to(total.device, torch.float64)
+    weight = weight.to(total.device, torch.float64)
     # A weight below zero, infinite or NaN has no mean. Nothing may stop to look at it, so it
     # makes the result NaN.
     return torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ._held import call_watched, holding
 from ._loss import Read, Shape, read
 from ._torch import transform_active
+from ._tree import map
 
 
 Engine = Literal["func", "autograd"]
@@ -91,7 +92,7 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
         raise
     assert shape is not None
     if wrt.records:
-        total, aux = total.detach(), [x.detach() for x in aux]
+        total, weight, aux = map(torch.detach, (total, weight, aux))
     # retain_graph=False frees activations as the pass goes. create_graph stays at its default:
     # False would silently drop second-order terms under an outer transform.
     seen = Read(total, weight, aux)
@@ -128,7 +129,7 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             torch.autograd.backward(total, cotangent, inputs=leaves)
         return [leaf.grad for leaf in leaves]
 
-    seen = Read(total.detach(), weight, [x.detach() for x in aux])
+    seen = Read(*map(torch.detach, (total, weight, aux)))
     return Forward(seen, shape, pull, push)
 
 

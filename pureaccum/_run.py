@@ -90,7 +90,8 @@ def begin_window(plan: Plan, state: TrainState) -> StepWindow:
     leaves, _ = _read(plan, state)
     with outside_inference_mode():
         buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()
-        sums = empty(zeros(state.params), leaves[0].device)
+        count = len(leaves) if plan.rule.squares else None
+        sums = empty(zeros(state.params), leaves[0].device, count)
         return StepWindow(sums, map(torch.clone, buffers), state.samples.clone())
 
 

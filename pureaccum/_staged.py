@@ -36,7 +36,7 @@ from ._stage import Stage
 from ._stages import Staged, check_call, sees_all_at_once
 from ._sums import Weighing, added_to
 from ._torch import transform_active
-from ._tree import Tree, accumulation_dtype, as_scalar_of, finite, flatten, paths
+from ._tree import Tree, accumulation_dtype, as_scalar_of, finite, flatten, map, paths
 from ._weights import Microbatch, enter, power_of_two, total_finite, weigh
 from ._window import Cut, Folded, Window
 
@@ -179,7 +179,7 @@ def _last_leg(through: Pass, window: Window, kept: Kept, sums: Sums, values: Val
         with unchanged(through, n, [part], kept.values):
             (outs, (weight, tensors), pull), reads = again(through, n, p, part, kept, sums, taken)
         if not transform_active():
-            tensors = [x.detach() for x in tensors]
+            weight, tensors = map(torch.detach, (weight, tensors))
         seen, counts = Read(outs[0], weight, tensors), _counts(through, part)
         assert shape is not None
         entry = enter(seen, shape, counts, rule.reduction)

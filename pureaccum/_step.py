@@ -64,6 +64,7 @@ def make_step(
     buffers: Threading | None = None,
     keys: bool = False,
     engine: Engine = "func",
+    noise: bool = False,
     donate: bool = False,
     compile: bool | Mapping[str, Any] = False,
 ) -> Step:
@@ -91,6 +92,8 @@ def make_step(
         keys: Hand each row of a batch a key of its own, made of the run's seed, the number of the
             step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+        noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
+            ``noise_scale`` and ``running_noise_scale``.
         donate: Each call gives up the state that it is given, and its memory is used again.
         compile: The step compiles itself, when it is first called with a batch of new sizes: the
             microbatches are a loop inside one graph, or where gradients are large a graph that
@@ -111,7 +114,7 @@ def make_step(
     >>> step.form(state, torch.tensor([1.0, 2.0, 3.0]))  # with compile: scan, unrolled or loop
     'eager'
     """
-    rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine))
+    rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine, noise))
     check_aux_reduction(aux_reduction)
     check_policy(buffers)
     if microbatch_size is not None:
@@ -128,7 +131,7 @@ def make_step(
     if policy is not None:
         check_precision(policy)
     if isinstance(loss_fn, Staged):
-        _check_staged(buffers, nonfinite, compile is not False)
+        _check_staged(buffers, nonfinite, compile is not False, noise)
     plan = Plan(
         under(policy, loss_fn),
         as_optimizer(optimizer),
@@ -149,7 +152,13 @@ def make_step(
     return Step(init, begin, *compiled(plan, {} if compile is True else compile))
 
 
-def _check_staged(buffers: Threading | None, nonfinite: Nonfinite, compiles: bool) -> None:
+def _check_staged(
+    buffers: Threading | None, nonfinite: Nonfinite, compiles: bool, noise: bool
+) -> None:
+    if noise:
+        raise ValueError(
+            "noise=True came with a staged loss, whose microbatches have no gradients of their own."
+        )
     if buffers == "sequential":
         raise ValueError(
             "buffers='sequential' came with a staged loss, whose buffers do not go from one "

@@ -50,6 +50,8 @@ class StepInfo(NamedTuple):
         applied: Whether the step was.
         scale: The loss scale it was computed with.
         aux: What the loss returned beside it, reduced; ``()`` without.
+        noise: How much the microbatches' gradients scatter, for ``noise_scale`` and
+            ``running_noise_scale``; ``()`` without ``noise=True``.
     """
 
     loss: Tensor
@@ -60,6 +62,7 @@ class StepInfo(NamedTuple):
     applied: Tensor
     scale: Tensor
     aux: Tree
+    noise: Any = ()
 
 
 class StepWindow(NamedTuple):

@@ -143,14 +143,16 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
-    norms = [_norm(x.coalesce().values() if x.is_sparse else x) for x in leaves(tree)]
+    norms = [norm(x) for x in leaves(tree)]
     if not norms:
         return torch.zeros(())
     widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, widest) for n in norms]))
 
 
-def _norm(x: Tensor) -> Tensor:
+def norm(x: Tensor) -> Tensor:
+    """The same of one tensor."""
+    x = x.coalesce().values() if x.is_sparse else x
     return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype))
 
 

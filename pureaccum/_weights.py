@@ -29,6 +29,7 @@ class Microbatch(NamedTuple):
     aux: Any
     dtype: torch.dtype  # of the loss
     weighted: bool = False  # whether the loss is ``Weighted``
+    squares: Tensor | tuple[()] = ()  # see with_squares
 
 
 class Tally(NamedTuple):
@@ -44,12 +45,20 @@ def power_of_two(rows: int) -> float:
     return float(1 << max(rows - 1, 0).bit_length())
 
 
-def enter(seen: Read, shape: Shape, rows: int | None, reduction: Reduction) -> Microbatch:
+def enter(
+    seen: Read, shape: Shape, rows: int | None, reduction: Reduction, squares: bool = False
+) -> Microbatch:
     """Write down what a loss returned."""
     aux = join_aux(seen.aux, shape)
     if not isinstance(seen.weight, tuple):
         value = torch.where(seen.weight != 0, seen.total, 0.0)
         return Microbatch(value, 1.0, seen.weight, seen.weight, None, aux, shape.dtype, True)
+    if reduction == "sum" and squares:
+        raise ValueError(
+            "squares=True (noise=True of a step) came with reduction='sum': the noise of a "
+            "gradient is that of a mean, and a plain sum does not say over what. Use "
+            "reduction='mean', or return Weighted."
+        )
     if reduction == "sum":  # has no weight: there is nothing to divide by
         return Microbatch(seen.total, 1.0, 0.0, float(rows or 0), None, aux, shape.dtype)
     if rows is None:
@@ -86,7 +95,7 @@ def weigh(
     total = seen.total
     if not isinstance(seen.weight, tuple):
         weight = seen.weight
-        power = _power_of_two(weight)
+        power = _power_of_two(weight.detach())
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
         return Weighing(scaled(cotangent, scale), power / (unit or 1.0), weight != 0)
     if reduction == "mean" and not rows:
@@ -105,6 +114,21 @@ def weigh(
         if cotangents is not None:
             cotangents[pulled] = cotangent
     return Weighing(cotangent, power / (unit or 1.0), None)
+
+
+def with_squares(
+    entry: Microbatch, norms: Sequence[Tensor | None], weighing: Weighing, unit: float | None
+) -> Microbatch:
+    """A microbatch with |s|² / w of what it adds to each sum, s, and last a 1 for having weight.
+
+    Summed over microbatches, these tell how much gradients scatter: see _noise_scale.py.
+    """
+    none = torch.zeros_like(entry.value, dtype=torch.float64)
+    weight = none + entry.weight
+    wide = torch.stack([none if n is None else n.to(none.device).double() for n in norms])
+    wide = wide * (weighing.factor * (unit or 1.0))
+    squares = torch.where(weight != 0, wide * wide / weight, 0.0)
+    return entry._replace(squares=torch.cat([squares, (weight != 0).double().unsqueeze(0)]))
 
 
 def scaled(cotangent: Tensor, scale: Tensor | None) -> Tensor:
@@ -160,6 +184,13 @@ def kept(entry: Microbatch, finite: Tensor) -> Microbatch:
         return torch.where(finite, wide + weight, wide)
 
     value = torch.where(finite, entry.value, 0.0)
+    squares = entry.squares
+    if isinstance(squares, Tensor):
+        squares = torch.where(finite, squares, 0.0)
     return entry._replace(
-        value=value, weight=selected(entry.weight), share=selected(entry.share), finite=finite
+        value=value,
+        weight=selected(entry.weight),
+        share=selected(entry.share),
+        finite=finite,
+        squares=squares,
     )

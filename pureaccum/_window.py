@@ -206,6 +206,7 @@ def _fold_all(window: Window) -> Folded:
     straight = (
         rule.engine == "autograd"
         and rule.nonfinite == "propagate"
+        and not rule.squares
         and all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
     )
     # Compilers share what is alike by themselves.
@@ -229,7 +230,7 @@ def _fold_all(window: Window) -> Folded:
             aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
             entry = entry._replace(aux=())
         seen.append(entry)
-    state = empty(sums, leaves[0].device)
+    state = empty(sums, leaves[0].device, len(sums) if rule.squares else None)
     if not seen:
         return Folded(state, unit, carried, None, torch.get_default_dtype(), False)
     aux_tree = None if aux is None else finish_aux(aux)

@@ -73,7 +73,9 @@ class Accumulation(RuleBasedStateMachine):
 
         self.w = w
         self.params = {"w": torch.tensor(w, dtype=torch.float32)}
-        self.acc = pa.accumulator(loss, batch_argnums=(1, 2), nonfinite="skip", engine=engine)
+        self.acc = pa.accumulator(
+            loss, batch_argnums=(1, 2), nonfinite="skip", engine=engine, squares=True
+        )
         return self.remember(self.acc.init(self.params), [])
 
     def remember(self, state: pa.AccumState, terms: list[Term]) -> Kept:

@@ -1,0 +1,190 @@
+"""What the gradients of samples are reduced to, a chunk at a time.
+
+    state = init(one gradient)
+    state = add(state, chunk)
+    state = merge(state, another)
+    result = finalize(state)
+
+Sums are float32 at least, and hold all that is kept of a chunk. A sample without weight adds
+exactly nothing, even where its gradient is NaN.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._loss import divisor
+from ._samples import Chunk
+from ._torch import transform_active
+from ._tree import Tree, accumulation_dtype, add, as_scalar_of, map, unflatten, zeros
+from ._tree import leaves as leaves_of
+
+
+class Moments(NamedTuple):
+    """The first two moments of the samples' gradients.
+
+    Args:
+        mean: A tree like params: the gradient of the full batch, float32 at least.
+        second: The same of |gradient|², number by number; real.
+        weight: How many samples there were, or their summed weight where they say ``Weighted``.
+        samples: How many had any weight.
+
+    >>> from pureaccum import per_sample_grad
+    >>> moments = per_sample_grad(lambda w, x: w * x, reduce="moments")
+    >>> moments(torch.tensor(2.0), torch.tensor([1.0, 3.0])).variance()
+    tensor(2.)
+    """
+
+    mean: Tree
+    second: Tree
+    weight: Tensor
+    samples: Tensor
+
+    def variance(self) -> Tree:
+        """Of one sample's gradient, number by number: unbiased, and NaN where there was but one."""
+        each = self.weight / (self.samples - 1)
+
+        def of(mean: Tensor, second: Tensor) -> Tensor:
+            return (second - _power(mean)) * as_scalar_of(second, each)
+
+        return map(of, self.mean, self.second)
+
+
+class Reducer(NamedTuple):
+    """A way to reduce chunks."""
+
+    init: Callable[[Tree, torch.dtype], Any]  # from what is like one gradient, and the least dtype
+    add: Callable[[Any, Chunk], Any]  # writes to the state, except under a transform
+    merge: Callable[[Any, Any], Any]
+    finalize: Callable[[Any, Tensor], Any]  # and the weight
+
+
+def read_reduce(reduce: Any) -> Reducer:
+    """What a word or four functions mean."""
+    if isinstance(reduce, str) and reduce in REDUCERS:
+        return REDUCERS[reduce]
+    if isinstance(reduce, tuple) and len(reduce) == 4 and all(callable(f) for f in reduce):  # pyright: ignore
+        return _of_functions(*reduce)
+    raise ValueError(
+        f"reduce is {reduce!r}; expected {', '.join(map(repr, REDUCERS))} or a tuple of four "
+        "functions, (init, update, merge, finalize); per_sample_grad also knows 'concat'."
+    )
+
+
+def weights(chunk: Chunk) -> Tensor:
+    """What each sample weighs: 1, or what ``Weighted`` says."""
+    if isinstance(chunk.weight, Tensor):
+        return chunk.weight
+    return torch.ones_like(chunk.value, dtype=torch.float64)
+
+
+def terms(chunk: Chunk) -> list[Tensor]:
+    """What each sample adds to a sum, written out; the chunk is used up."""
+    factor = chunk.factor
+
+    def of(x: Tensor) -> Tensor:
+        return x if isinstance(factor, tuple) else x * as_scalar_of(x, _along(factor, x))
+
+    return [of(x) for x in _leaf_by_leaf(chunk)]
+
+
+def squares_of(chunk: Chunk) -> Tensor:
+    """|term|² / weight over samples, for each leaf; last, how many samples had weight."""
+    weight = weights(chunk)
+    factor = 1.0 if isinstance(chunk.factor, tuple) else chunk.factor.double()
+    sums: list[Tensor] = []
+    for x in chunk.grads:
+        rows, dtype = x.reshape(len(weight), -1), accumulation_dtype(x.dtype)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(weight.device).double()
+        sums.append(torch.where(weight != 0, (norms * factor) ** 2 / weight, 0.0).sum())
+    return torch.stack([*sums, (weight != 0).double().sum()])
+
+
+# The reducers --------------------------------------------------------------------------
+
+
+def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
+    factor = torch.ones_like(chunk.value) if isinstance(chunk.factor, tuple) else chunk.factor
+    columns = zip(leaves_of(sums), _leaf_by_leaf(chunk), strict=True)
+    return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])
+
+
+def _no_moments(like: Tree, dtype: torch.dtype) -> Tree:
+    first = zeros(like, dtype)
+    second = map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
+    return first, second, torch.zeros((), dtype=torch.float64, device=leaves_of(like)[0].device)
+
+
+def _add_to_moments(state: Any, chunk: Chunk) -> Any:
+    first, second, samples = state
+    weight = weights(chunk)
+    factor = torch.ones_like(weight) if isinstance(chunk.factor, tuple) else chunk.factor.double()
+    power = torch.where(weight != 0, factor * factor / weight, 0.0)
+    ones: list[Tensor] = []
+    twos: list[Tensor] = []
+    columns = zip(leaves_of(first), leaves_of(second), _leaf_by_leaf(chunk), strict=True)
+    for one, two, x in columns:
+        ones.append(_added(one, x, factor))
+        twos.append(_added(two, _power(x.to(one.dtype)), power))
+    count = samples + (weight != 0).sum()
+    return unflatten(chunk.spec, ones), unflatten(chunk.spec, twos), count
+
+
+def _of_functions(
+    init: Callable[..., Any],
+    update: Callable[..., Any],
+    merge: Callable[..., Any],
+    finalize: Callable[..., Any],
+) -> Reducer:
+    def add(state: Any, chunk: Chunk) -> Any:
+        return update(state, unflatten(chunk.spec, terms(chunk)), weights(chunk))
+
+    return Reducer(lambda like, _: init(like), add, merge, lambda state, _: finalize(state))
+
+
+def _divided(sums: Tree, weight: Tensor) -> Tree:
+    by = divisor(weight)
+    return map(lambda x: x / as_scalar_of(x, by), sums)
+
+
+def _finished_moments(state: Any, weight: Tensor) -> Moments:
+    mean, second = _divided(state[:2], weight)
+    return Moments(mean, second, weight.clone(), state[2].clone())
+
+
+REDUCERS = {
+    "sum": Reducer(zeros, _add_to_sums, add, lambda sums, _: map(torch.clone, sums)),
+    "mean": Reducer(zeros, _add_to_sums, add, _divided),
+    "moments": Reducer(_no_moments, _add_to_moments, add, _finished_moments),
+}
+
+
+# Pieces --------------------------------------------------------------------------------
+
+
+def _leaf_by_leaf(chunk: Chunk) -> Any:
+    """The gradients, zero of samples without weight; each is dropped before the next one."""
+    for i, x in enumerate(chunk.grads):
+        chunk.grads[i] = x.new_empty(0)
+        if isinstance(chunk.weight, Tensor):
+            x = torch.where(_along(chunk.weight.to(x.device) != 0, x), x, 0.0)
+        yield x
+        del x
+
+
+def _added(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """``total + (factor * x).sum(0)``, without another tensor as large as x."""
+    rows = x.reshape(len(x), -1).to(total.dtype)
+    term = torch.mv(rows.T, factor.to(total.device, total.dtype)).view(total.shape)
+    return total + term if transform_active() else total.add_(term)
+
+
+def _power(x: Tensor) -> Tensor:
+    return (x * x.conj()).real if x.is_complex() else x * x
+
+
+def _along(each: Tensor, x: Tensor) -> Tensor:
+    """One number a sample, beside a gradient of each."""
+    return each.view(-1, *[1] * (x.dim() - 1))

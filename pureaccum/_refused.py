@@ -1,0 +1,68 @@
+"""What vmap refuses in a loss: which module it was, why, and the way out."""
+
+from traceback import walk_tb
+
+from torch import nn
+
+
+ONE_BY_ONE = "engine='autograd' takes the samples one by one"
+RULES = (  # words of torch, and what they mean
+    (
+        "randomness error mode",
+        "draws random numbers, and vmap has to be told whether samples share them: "
+        "randomness='different' or 'same'. With a key for each row of the batch (pa.dropout) they "
+        "do not depend on the chunks either.",
+    ),
+    (
+        ".item()",
+        f"takes a number out of a tensor, of which vmap has many: keep it a tensor; {ONE_BY_ONE}.",
+    ),
+    (
+        "data-dependent control flow",
+        "decides by a number, which differs from sample to sample: torch.where takes both sides; "
+        f"{ONE_BY_ONE}.",
+    ),
+    (
+        "mutate a captured tensor",
+        "writes to a tensor that is no argument of the loss: a running statistic, a cache. Pass it "
+        "as an argument (pureaccum.functional), or have it stay as it is: net.eval().",
+    ),
+    ("batching rule", f"calls what torch has no rule for under vmap: {ONE_BY_ONE}."),
+    ("vmap support", f"calls what torch has no rule for under vmap: {ONE_BY_ONE}."),
+    ("setup_context", f"has a custom Function or a checkpoint: {ONE_BY_ONE}."),
+    ("saved tensor hooks", f"has a custom Function or a checkpoint: {ONE_BY_ONE}."),
+)
+
+
+def explained(error: Exception) -> str | None:
+    """A message for what vmap refused; None where the error is the loss's own."""
+    text = str(error)
+    where, module = _module_of(error)
+    said = f"\n\ntorch said: {text}"
+    if isinstance(module, nn.RNNBase) and "broadcast shape" in text:
+        return (
+            f"{where} cannot go through vmap, for which torch has no rule; {ONE_BY_ONE}, and an "
+            f"LSTM or a loop over cells (GRUCell, RNNCell) goes through vmap.{said}"
+        )
+    statistics = "Batch norm got a batched tensor", "more than 1 value per channel when training"
+    if (module and "BatchNorm" in type(module).__name__) or any(x in text for x in statistics):
+        return (
+            f"{where} normalises with the statistics of a whole batch, so that no sample has a "
+            "gradient of its own. In eval mode (net.eval()) it is a function of one sample; "
+            f"GroupNorm and LayerNorm always are.{said}"
+        )
+    for words, meaning in RULES:
+        if words in text.lower():
+            return f"{where} {meaning}{said}"
+    return None
+
+
+def _module_of(error: Exception) -> tuple[str, nn.Module | None]:
+    """The innermost module that was being called, by its name in the outermost."""
+    called = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    modules = [x for x in called if isinstance(x, nn.Module)]
+    if not modules:
+        return "the loss", None
+    root, at = modules[0], modules[-1]
+    name = next((name for name, module in root.named_modules() if module is at), "")
+    return f"{type(at).__name__} {name!r}" if name else type(at).__name__, at

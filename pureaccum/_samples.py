@@ -1,0 +1,222 @@
+"""The gradient of each sample by itself, a chunk of samples at a time.
+
+    for chunk in microbatches(batch, chunk_size):
+        yield vmap(gradient of one sample)(chunk)
+
+What a sample adds to the sum of its batch is the gradient of its loss; of ``Weighted``, that of its
+total. All that comes out has the samples along dim 0.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ._batches import Batch, check_size, cut, need_rows, read_batch
+from ._chain import GradientMap
+from ._inputs import check_choice, check_disjoint, positions, read_params, refuse_autocast_cache
+from ._loss import join_aux
+from ._passes import PASSES, Wrt, prepare
+from ._refused import explained
+from ._stages import refuse_stream
+from ._torch import transform_active
+from ._tree import Tree, flatten, global_norm, map, paths, unflatten
+from ._tree import leaves as leaves_of
+
+
+Randomness = Literal["error", "different", "same"]
+SampleEngine = Literal["vmap", "autograd"]
+Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] | None
+
+
+Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
+
+
+class Sampling(NamedTuple):
+    """How the gradients of samples are taken: what stays the same for all of them."""
+
+    has_aux: bool
+    chunk_size: int | None
+    transform: Transform
+    metrics: Metrics
+    keep_batch_dim: bool
+    randomness: Randomness
+    engine: SampleEngine
+
+
+class Chunk(NamedTuple):
+    """What some samples came to."""
+
+    grads: list[Tensor]  # as transformed, but still to be multiplied by
+    factor: Tensor | tuple[()]  # one number a sample
+    spec: optree.PyTreeSpec  # of one sample's gradient
+    value: Tensor  # losses, or the totals of ``Weighted``
+    weight: Tensor | tuple[()]  # of ``Weighted``
+    aux: Tree
+    metrics: Tree
+
+
+Call = Callable[[list[Tensor], Tree], Any]  # a loss, of leaves and a sample
+
+
+def check_sampling(func: Any, how: Sampling) -> Sampling:
+    """The same, or an error that says what is wrong with it."""
+    refuse_stream(func)
+    if how.chunk_size is not None:
+        check_size(how.chunk_size, "chunk_size")
+    check_choice(how.randomness, ("error", "different", "same"), "randomness")
+    check_choice(how.engine, ("vmap", "autograd"), "engine")
+    transform: Any = how.transform
+    if isinstance(transform, str):
+        check_choice(transform, ("normalize", "sign"), "transform")
+    elif transform is not None and not callable(getattr(transform, "factor", transform)):
+        raise TypeError(
+            f"transform is {transform!r}; expected a function of one sample's gradient, "
+            "clip_by_global_norm(...), 'normalize' or 'sign'."
+        )
+    return how
+
+
+def sampled(
+    func: Callable[..., Any],
+    params: Tree,
+    args: tuple[Any, ...],
+    at: tuple[int, ...],
+    batches: tuple[int, ...],
+    how: Sampling,
+) -> tuple[Iterator[Chunk], list[Tree]]:
+    """The chunks of a call, and what will lie beside their gradients as they come."""
+    leaves, spec = read_params(params)
+    cut_at = positions(batches, len(args), "batch_argnums")
+    check_disjoint(at, cut_at)
+    batch = read_batch({i: args[i] for i in cut_at}, "args")
+    if need_rows(batch, "args") == 0 and (how.has_aux or callable(how.metrics)):
+        raise ValueError(
+            "the batch has no rows, so the loss is never called and there are no aux or metrics to "
+            "return; they need one row at least."
+        )
+    if how.chunk_size is not None:
+        refuse_autocast_cache(leaves)
+    beside: list[Tree] = []
+
+    def call(leaves: list[Tensor], sample: Tree) -> Any:
+        return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
+
+    def watched() -> Iterator[Chunk]:
+        for chunk in _chunks(call, leaves, spec, batch, how):
+            beside.append((chunk.aux, chunk.metrics))
+            yield chunk
+
+    return watched(), beside
+
+
+def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
+    """A result, and aux and metrics where there are any."""
+    if not how.has_aux and how.metrics is None:
+        return result
+    nothing = ((), leaves_of(result)[0].new_zeros(0, dtype=torch.float32))
+    aux, metrics = map(lambda *parts: torch.cat(parts), *beside) if beside else nothing
+    return result, aux if how.metrics is None else (aux, metrics) if how.has_aux else metrics
+
+
+def _chunks(
+    call: Call, leaves: list[Tensor], spec: optree.PyTreeSpec, batch: Batch, how: Sampling
+) -> Iterator[Chunk]:
+    """The samples of a batch, a chunk at a time.
+
+    With a ``chunk_size`` what comes out carries no outer graph; without, it is what
+    ``torch.func.vmap`` of ``torch.func.grad`` gives, graph and all.
+    """
+    if how.engine == "autograd":
+        wrt = prepare(leaves, "autograd", set())
+    elif how.chunk_size is None or transform_active():
+        wrt = Wrt(leaves, [], None, set(), frozenset())
+    else:
+        wrt = prepare(leaves, "func", set())
+    size = how.chunk_size or max(batch.rows or 0, 1)
+    for part in cut(batch, size):
+        with nullcontext() if wrt.records is None else torch.no_grad():
+            chunk = _chunk(call, wrt, spec, part, how)
+        yield chunk
+        del chunk  # before the next one is made
+
+
+def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:
+    given, part_spec = flatten(part)
+    forward = PASSES["autograd" if how.engine == "autograd" else "func"]
+    specs: dict[str, optree.PyTreeSpec] = {}
+
+    def one(*tensors: Tensor) -> Any:
+        rows = iter([x.unsqueeze(0) for x in tensors] if how.keep_batch_dim else tensors)
+        sample = unflatten(part_spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
+        seen, shape, pull, _ = forward(lambda leaves: call(leaves, sample), wrt, {}, how.has_aux)
+        pulled = pull(torch.ones_like(seen.total))
+        pairs = zip(wrt.leaves, pulled, strict=True)
+        grads = unflatten(spec, [torch.zeros_like(x) if g is None else g for x, g in pairs])
+        metrics = (
+            () if how.metrics is None or how.metrics == "norm" else how.metrics(grads, seen.total)
+        )
+        changed, factor, norm = transformed(grads, how.transform)
+        if how.metrics == "norm":
+            metrics = norm if isinstance(norm, Tensor) else global_norm(grads)
+        noted, specs["metrics"] = _tensors(metrics, "metrics")
+        kept, specs["grads"] = _tensors(changed, "what transform returned")
+        aux, specs["aux"] = _tensors(join_aux(seen.aux, shape), "aux")
+        return kept, factor, seen.total, seen.weight, aux, noted
+
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    kept, factor, value, weight, aux, metrics = _each(one, tensors, how)
+    return Chunk(
+        kept,
+        factor,
+        specs["grads"],
+        value,
+        weight,
+        unflatten(specs["aux"], aux),
+        unflatten(specs["metrics"], metrics),
+    )
+
+
+def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
+    if how.engine == "autograd":
+        outs = [one(*row) for row in zip(*tensors, strict=True)]
+        return map(lambda *xs: torch.stack(xs), *outs)
+    try:
+        return torch.func.vmap(one, randomness=how.randomness)(*tensors)
+    except (RuntimeError, ValueError) as error:
+        if (why := explained(error)) is None:
+            raise
+        raise RuntimeError(why) from error
+
+
+def _tensors(tree: Tree, what: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    leaves, spec = flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{paths(spec, what)[i]} is a {type(leaf).__name__}; expected a tensor: there is "
+                "one for each sample."
+            )
+    return leaves, spec
+
+
+def transformed(
+    grads: Tree, transform: Transform
+) -> tuple[Tree, Tensor | tuple[()], Tensor | tuple[()]]:
+    """A gradient, what it is still to be multiplied by, and its norm where that was computed."""
+    if transform is None:
+        return grads, (), ()
+    if transform == "sign":
+        return map(torch.sgn, grads), (), ()
+    if transform == "normalize":
+        norm = global_norm(grads)
+        return grads, torch.where(norm > 0, 1 / norm, 0.0), norm
+    if isinstance(transform, GradientMap):
+        assert transform.factor is not None
+        norm = global_norm(grads)
+        return grads, transform.factor(norm), norm
+    assert not isinstance(transform, str)
+    return transform(grads), (), ()
