@@ -30,7 +30,6 @@ from ._samples import (
     Transform,
     check_sampling,
     sampled,
-    transformed,
     with_beside,
 )
 from ._torch import transform_active
@@ -102,6 +101,7 @@ def per_sample_grad(
         func,
         Sampling(has_aux, chunk_size, transform, metrics, keep_batch_dim, randomness, engine),
     )
+    how = how._replace(carries_graph=chunk_size is None)
     reducer = None if reduce == "concat" else read_reduce(reduce)
     at_least = check_dtype(dtype)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
@@ -179,6 +179,7 @@ def per_sample_accumulator(
         func,
         Sampling(has_aux, chunk_size, transform, metrics, keep_batch_dim, randomness, engine),
     )
+    how = how._replace(carries_graph=False)
     reducer = read_reduce(reduce)
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")
@@ -241,7 +242,7 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
 
 def _like(params: Tree, how: Sampling) -> Tree:
     """A tree like one gradient, as transformed."""
-    return transformed(map(torch.zeros_like, params), how.transform)[0]
+    return how.transform(map(torch.zeros_like, params)) if callable(how.transform) else params
 
 
 def _nothing(

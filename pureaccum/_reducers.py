@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._inputs import check_fits
 from ._loss import divisor
 from ._samples import Chunk
 from ._torch import transform_active
-from ._tree import Tree, accumulation_dtype, add, as_scalar_of, map, unflatten, zeros
+from ._tree import Tree, accumulation_dtype, add, as_scalar_of, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
 
 
@@ -106,6 +107,7 @@ def squares_of(chunk: Chunk) -> Tensor:
 
 
 def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
+    _check_fits(sums, chunk)
     factor = torch.ones_like(chunk.value) if isinstance(chunk.factor, tuple) else chunk.factor
     columns = zip(leaves_of(sums), _leaf_by_leaf(chunk), strict=True)
     return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])
@@ -119,6 +121,7 @@ def _no_moments(like: Tree, dtype: torch.dtype) -> Tree:
 
 def _add_to_moments(state: Any, chunk: Chunk) -> Any:
     first, second, samples = state
+    _check_fits(first, chunk)
     weight = weights(chunk)
     factor = torch.ones_like(weight) if isinstance(chunk.factor, tuple) else chunk.factor.double()
     power = torch.where(weight != 0, factor * factor / weight, 0.0)
@@ -162,6 +165,12 @@ REDUCERS = {
 
 
 # Pieces --------------------------------------------------------------------------------
+
+
+def _check_fits(sums: Tree, chunk: Chunk) -> None:
+    names = "state.grads", "a sample's gradient"
+    cause = "A state belongs to the params, and to the transform, that init made it for."
+    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names, cause)
 
 
 def _leaf_by_leaf(chunk: Chunk) -> Any:

@@ -45,6 +45,7 @@ class Sampling(NamedTuple):
     keep_batch_dim: bool
     randomness: Randomness
     engine: SampleEngine
+    carries_graph: bool = False  # as torch.func's own results do
 
 
 class Chunk(NamedTuple):
@@ -125,14 +126,10 @@ def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
 def _chunks(
     call: Call, leaves: list[Tensor], spec: optree.PyTreeSpec, batch: Batch, how: Sampling
 ) -> Iterator[Chunk]:
-    """The samples of a batch, a chunk at a time.
-
-    With a ``chunk_size`` what comes out carries no outer graph; without, it is what
-    ``torch.func.vmap`` of ``torch.func.grad`` gives, graph and all.
-    """
+    """The samples of a batch, a chunk at a time."""
     if how.engine == "autograd":
         wrt = prepare(leaves, "autograd", set())
-    elif how.chunk_size is None or transform_active():
+    elif how.carries_graph or transform_active():
         wrt = Wrt(leaves, [], None, set(), frozenset())
     else:
         wrt = prepare(leaves, "func", set())
@@ -159,7 +156,7 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
         metrics = (
             () if how.metrics is None or how.metrics == "norm" else how.metrics(grads, seen.total)
         )
-        changed, factor, norm = transformed(grads, how.transform)
+        changed, factor, norm = _transformed(grads, how.transform)
         if how.metrics == "norm":
             metrics = norm if isinstance(norm, Tensor) else global_norm(grads)
         noted, specs["metrics"] = _tensors(metrics, "metrics")
@@ -203,7 +200,7 @@ def _tensors(tree: Tree, what: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
     return leaves, spec
 
 
-def transformed(
+def _transformed(
     grads: Tree, transform: Transform
 ) -> tuple[Tree, Tensor | tuple[()], Tensor | tuple[()]]:
     """A gradient, what it is still to be multiplied by, and its norm where that was computed."""

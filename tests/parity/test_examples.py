@@ -20,3 +20,9 @@ def test_coupled_losses(name: str) -> None:
     main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
     first, last = main(steps=8, rows=96)
     assert last < first
+
+
+def test_meta_gradients() -> None:
+    main = runpy.run_path(str(EXAMPLES / "meta_gradients.py"))["main"]
+    first, last = main(steps=3, rows=60)
+    assert last < first
