@@ -86,8 +86,8 @@ OF_CORE: dict[str, Mutant] = {
     "the weight kept on skip": Mutant(
         "A skipped microbatch leaves its weight behind.",
         "_weights.py",
-        "value=value, weight=selected(entry.weight),",
-        "value=value, weight=entry.weight,",
+        "weight=selected(entry.weight),",
+        "weight=entry.weight,",
     ),
     "a skipped gradient not taken back": Mutant(
         "A skipped microbatch leaves its gradient behind.",
