@@ -30,8 +30,6 @@ from ._tree import leaves as leaves_of
 Randomness = Literal["error", "different", "same"]
 SampleEngine = Literal["vmap", "autograd"]
 Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] | None
-
-
 Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
 
 
@@ -77,6 +75,11 @@ def check_sampling(func: Any, how: Sampling) -> Sampling:
         raise TypeError(
             f"transform is {transform!r}; expected a function of one sample's gradient, "
             "clip_by_global_norm(...), 'normalize' or 'sign'."
+        )
+    if not (how.metrics is None or how.metrics == "norm" or callable(how.metrics)):
+        raise TypeError(
+            f"metrics is {how.metrics!r}; expected a function of one sample's gradient and value, "
+            "or 'norm'."
         )
     return how
 
@@ -153,12 +156,8 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
         pulled = pull(torch.ones_like(seen.total))
         pairs = zip(wrt.leaves, pulled, strict=True)
         grads = unflatten(spec, [torch.zeros_like(x) if g is None else g for x, g in pairs])
-        metrics = (
-            () if how.metrics is None or how.metrics == "norm" else how.metrics(grads, seen.total)
-        )
         changed, factor, norm = _transformed(grads, how.transform)
-        if how.metrics == "norm":
-            metrics = norm if isinstance(norm, Tensor) else global_norm(grads)
+        metrics = _noted(how.metrics, grads, seen.total, norm)
         noted, specs["metrics"] = _tensors(metrics, "metrics")
         kept, specs["grads"] = _tensors(changed, "what transform returned")
         aux, specs["aux"] = _tensors(join_aux(seen.aux, shape), "aux")
@@ -166,6 +165,8 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
 
     tensors = [x for x in given if isinstance(x, Tensor)]
     kept, factor, value, weight, aux, metrics = _each(one, tensors, how)
+    if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where a gradient is
+        factor = torch.where(weight != 0, factor, 0.0)
     return Chunk(
         kept,
         factor,
@@ -198,6 +199,15 @@ def _tensors(tree: Tree, what: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
                 "one for each sample."
             )
     return leaves, spec
+
+
+def _noted(metrics: Metrics, grads: Tree, value: Tensor, norm: Tensor | tuple[()]) -> Tree:
+    if metrics is None:
+        return ()
+    if metrics == "norm":
+        return norm if isinstance(norm, Tensor) else global_norm(grads)
+    assert not isinstance(metrics, str)
+    return metrics(grads, value)
 
 
 def _transformed(

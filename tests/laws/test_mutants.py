@@ -15,27 +15,30 @@ import pytest
 
 import pureaccum
 from pureaccum.testing.mutants import MUTANTS, plant
+from tests.laws.planted import run_tests
 
 
 ROOT = Path(__file__).parents[2]
 
 
 KILLERS = {
-    "a mean of means": "exact/test_splits.py::test_any_history_gives_the_bits_of_the_full_batch",
+    "a mean of means": (
+        "exact/test_splits.py::test_any_history_gives_the_bits_of_the_full_batch[mean-func]"
+    ),
     "the value a mean of means": (
-        "exact/test_splits.py::test_the_state_counts_rows_masks_and_microbatches"
+        "exact/test_splits.py::test_the_state_counts_rows_masks_and_microbatches[mean]"
     ),
     "the short tail dropped": "laws/test_invariance.py::test_any_microbatch_size_is_the_full_batch",
     "the power of two not put back": (
-        "exact/test_splits.py::test_any_history_gives_the_bits_of_the_full_batch"
+        "exact/test_splits.py::test_any_history_gives_the_bits_of_the_full_batch[mean-func]"
     ),
     "scaled before the cast": (
-        "exact/test_narrow.py::test_a_gradient_whose_sum_overflows_float16_is_right"
+        "exact/test_narrow.py::test_a_gradient_whose_sum_overflows_float16_is_right[weighted-func]"
     ),
     "sums as narrow as the parameters": (
         "exact/test_narrow.py::test_sums_are_float32_and_right_beyond_the_parameters_range"
     ),
-    "totals in float32": "bounds/test_amounts.py",
+    "totals in float32": "bounds/test_amounts.py::test_token_counts_add_up_exactly",
     "zero weight by multiplication": (
         "exact/test_zero_weight.py::test_masked_microbatches_add_nothing_anywhere"
     ),
@@ -45,35 +48,61 @@ KILLERS = {
     "division by a weight of zero": (
         "exact/test_zero_weight.py::test_a_batch_of_weight_zero_has_gradient_zero_and_value_nan"
     ),
-    "the weight kept on skip": "exact/test_skip.py::test_a_skipped_microbatch_leaves_no_trace",
+    "the weight kept on skip": (
+        "exact/test_skip.py::test_a_skipped_microbatch_leaves_no_trace[mean-func]"
+    ),
     "a skipped gradient not taken back": (
         "exact/test_skip.py::test_a_skipped_microbatch_leaves_no_trace"
     ),
     "speculation never redone": "exact/test_skip.py::test_streaming_and_speculating_skip_alike",
-    "speculation with other random numbers": "purity/test_random.py",
+    "speculation with other random numbers": (
+        "purity/test_random.py::test_a_window_that_is_done_again_draws_the_same_numbers_once"
+    ),
     "large leaves not summed": "exact/test_leaves.py::test_any_history_sums_every_kind_of_leaf",
-    "second-order terms dropped": "transforms/test_derivatives.py::test_one_transform",
-    "the caller's sums changed": "laws/test_machine.py",
-    "a donated state not marked": "purity/test_donation.py",
-    "states that share a count": "purity/test_donation.py",
+    "second-order terms dropped": "transforms/test_derivatives.py::test_one_transform[grad]",
+    "the caller's sums changed": "laws/test_machine.py::TestAccumulation",
+    "a donated state not marked": (
+        "purity/test_donation.py::test_whatever_the_history_only_donated_states_are_gone"
+    ),
+    "states that share a count": (
+        "purity/test_donation.py::test_whatever_the_history_only_donated_states_are_gone"
+    ),
     "functional_call not kept open": (
         "purity/test_checkpoint.py::test_the_gradient_is_that_without_checkpoints"
     ),
     "aux means that are not weighted": "laws/test_aux.py::test_mean_is_weighted_as_the_loss_is",
-    "an autocast cache around the microbatches": "faults/test_contexts.py",
-    "a scale that is not undone": "exact/test_step.py",
-    "a step applied whatever its gradient": "exact/test_step.py",
-    "a step of no weight applied": "exact/test_step.py",
-    "a loss scale that skipped microbatches do not tell": "exact/test_step.py",
-    "a loss scale that learns from nothing": "exact/test_step.py",
-    "buffers of a step not applied": "exact/test_step.py",
-    "keys that start anew in every microbatch": "exact/test_step_keys.py",
-    "keys that are the same in every step": "exact/test_step_keys.py",
-    "an optimizer that counts steps not applied": "purity/test_optimizers.py",
-    "momentum that is dampened from the start": "parity/test_optimizers.py",
-    "moments pooled without what lies between means": "bounds/test_pooled.py",
-    "one round of the cipher less": "exact/test_random.py",
-    "a loss scale without a floor": "exact/test_loss_scale.py",
+    "an autocast cache around the microbatches": (
+        "faults/test_contexts.py::test_autocast_around_a_call_holds_on_to_weights"
+    ),
+    "a scale that is not undone": "exact/test_step.py::test_any_cut_is_the_full_batch_update",
+    "a step applied whatever its gradient": (
+        "exact/test_step.py::test_a_step_not_applied_changes_no_bit"
+    ),
+    "a step of no weight applied": (
+        "exact/test_step.py::test_any_cut_is_the_full_batch_update[weighted]"
+    ),
+    "a loss scale that skipped microbatches do not tell": (
+        "exact/test_step.py::test_skip_leaves_a_microbatch_out_with_its_weight"
+    ),
+    "a loss scale that learns from nothing": (
+        "exact/test_step.py::test_any_cut_is_the_full_batch_update[weighted]"
+    ),
+    "buffers of a step not applied": "exact/test_step.py::test_a_step_not_applied_changes_no_bit",
+    "keys that start anew in every microbatch": "exact/test_step_keys.py::test_no_cut_moves_a_mask",
+    "keys that are the same in every step": (
+        "exact/test_step_keys.py::test_an_attempt_alone_makes_other_keys"
+    ),
+    "an optimizer that counts steps not applied": (
+        "purity/test_optimizers.py::test_a_step_not_applied_leaves_every_bit"
+    ),
+    "momentum that is dampened from the start": (
+        "parity/test_optimizers.py::test_every_combination_of_flags_has_the_bits_of_the_class"
+    ),
+    "moments pooled without what lies between means": (
+        "bounds/test_pooled.py::test_any_cut_gives_the_full_batch_s"
+    ),
+    "one round of the cipher less": "exact/test_random.py::test_known_answers",
+    "a loss scale without a floor": "exact/test_loss_scale.py::test_after_overflows_in_a_row",
     "a check that forgives too much": (
         "laws/test_check_parts.py::test_the_bound_is_the_root_of_a_unit_and_what_float32_loses"
     ),
@@ -84,15 +113,17 @@ KILLERS = {
         "laws/test_check_parts.py"
         "::test_rows_are_compared_with_the_same_rows_in_the_order_of_the_batch"
     ),
-    "an experiment that says yes too soon": "laws/test_check_parts.py::test_an_experiment_tells",
+    "an experiment that says yes too soon": (
+        "laws/test_check_parts.py::test_an_experiment_tells[a norm]"
+    ),
     "two calls on the same rows": (
         "laws/test_check_parts.py::test_each_of_two_calls_sees_the_rows_in_another_order"
     ),
     "variables left as the loss assigned them": (
-        "purity/test_put_back.py::test_what_a_loss_keeps_is_put_back"
+        "purity/test_put_back.py::test_what_a_loss_keeps_is_put_back[a cell]"
     ),
     "the tail forgotten in a scan": (
-        "exact/test_compiled_step.py::test_every_form_is_the_full_batch_update[weighted-scan]"
+        "exact/test_compiled_step.py::test_every_form_is_the_full_batch_update[sum-scan]"
     ),
     "0-d leaves written in place": (
         "exact/test_compiled_step.py::test_a_stream_is_the_full_batch_update[True]"
@@ -127,46 +158,24 @@ KILLERS = {
     "moments taken for constants": (
         "parity/test_batch_norm.py::test_in_float64_it_is_the_full_batch_s"
     ),
-    "rematerialised with other random numbers": "parity/test_remat.py",
-    "a captured gradient silently zero": "faults/test_remat.py",
+    "rematerialised with other random numbers": (
+        "parity/test_remat.py::test_a_module_to_the_bit[func-dropout]"
+    ),
+    "a captured gradient silently zero": (
+        "faults/test_remat.py::test_what_needs_a_gradient_is_an_argument[a parameter]"
+    ),
 }
 
 
-# A process for each takes half of the ten minutes that a change is given.
-SOME = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
-REASON = "profile ci plants every other fault; dev, the default, and thorough plant all"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(SOME and i % 2 == 1, reason=REASON))
-        for i, name in enumerate(KILLERS)
-    ],
-)
+@pytest.mark.parametrize("name", KILLERS)
 def test_the_fault_is_found(name: str, tmp_path: Path) -> None:
     plant(name, tmp_path)
-    shutil.copytree(ROOT / "tests", tmp_path / "tests")
+    unused = shutil.ignore_patterns("__pycache__", "benchmarks")
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=unused)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"tests/{KILLERS[name]}",
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"HYPOTHESIS_PROFILE": "mutants", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 1, run.stdout[-2000:] + run.stderr[-2000:]
-    assert " failed" in run.stdout.splitlines()[-1], run.stdout[-2000:]
+    code, output = run_tests(tmp_path, KILLERS[name])
+    assert code == 1, output[-2000:]
+    assert " failed" in output.splitlines()[-1], output[-2000:]
 
 
 def test_every_mutant_has_a_killer() -> None:

@@ -1,0 +1,58 @@
+"""Tests run on a copy of the package, each time in a new process that need not import torch.
+
+To import torch, its compiler and hypothesis takes longer than most of the tests do. One process
+imports them, once, and each run is a fork of it; it never imports pureaccum or its tests.
+"""
+
+import gc
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+
+# Where processes cannot be forked, or not safely once torch is loaded, each run imports anew.
+CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+IMPORTED = ["torch._dynamo", "optree", "hypothesis.stateful", "pytest"]
+SECONDS = 300
+
+
+def run_tests(root: Path, tests: str) -> tuple[int | None, str]:
+    """The exit code of pytest and what it wrote; ``root`` has the copy, tests, pyproject.toml.
+
+    After ``SECONDS`` it is killed, which the exit code tells.
+    """
+    if CONTEXT.get_start_method() == "forkserver":
+        CONTEXT.set_forkserver_preload(IMPORTED)
+    run = CONTEXT.Process(target=_run, args=(root, tests))
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # what has threads is not to be forked
+        run.start()
+    try:
+        run.join(SECONDS)
+    finally:
+        run.kill()  # nothing, if it is done
+        run.join()
+    return run.exitcode, (root / "output").read_text(encoding="utf-8")
+
+
+def _run(root: Path, tests: str) -> None:
+    """In the new process: as if pytest had been started in ``root``."""
+    gc.freeze()  # otherwise each collection goes through all that torch consists of
+    output = os.open(root / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+        del sys.modules[name]  # the packages that this file was found in
+    assert "pureaccum" not in sys.modules
+    sys.path.insert(0, str(root))
+    os.environ |= {"HYPOTHESIS_PROFILE": "mutants", "PYTHONPATH": str(root)}
+    os.chdir(root)
+    # pytest would rewrite the assertions of hypothesis, and warns that it cannot any more.
+    warned = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *warned, f"tests/{tests}"])
+    found = sys.modules["pureaccum"].__file__
+    assert found == str(root / "pureaccum" / "__init__.py"), found
+    sys.exit(code)
