@@ -67,7 +67,9 @@ class _Attach(Function):
             raise RuntimeError(_CAPTURED)
         with forward_ad():  # which torch turns off for the rules of Functions
             outs = ctx.again([x.view_as(x) for x in ctx.saved_tensors])
-            return tuple(unpack_dual(x).tangent for x in outs)
+            # torch takes no None for an output that no tangent reaches
+            pairs = [(x, unpack_dual(x).tangent) for x in outs]
+            return tuple(torch.zeros_like(x) if t is None else t for x, t in pairs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], rerun: Any, n: int, *operands: Tensor) -> Any:  # pyright: ignore

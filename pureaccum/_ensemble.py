@@ -30,6 +30,8 @@ def stack(trees: Sequence[Tree]) -> Tree:
     >>> stack([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}])
     {'w': tensor([1., 2.])}
     """
+    if not isinstance(trees, (list, tuple)):
+        raise TypeError(f"trees is a {type(trees).__name__}; expected a list, a tree a member.")
     if not trees:
         raise ValueError("stack got no trees; expected one for each member.")
     columns: list[list[Any]] = []
@@ -39,10 +41,11 @@ def stack(trees: Sequence[Tree]) -> Tree:
         names = ("trees[0]", f"trees[{i}]")
         check_same_structure(spec, came, *names, "Members are made by one and the same init.")
         for j, (x, like) in enumerate(zip(leaves, first, strict=True)):
-            if (said := _said(x)) != (wanted := _said(like)) or not isinstance(x, Tensor):
+            wanted = f"{_said(like)}, as in trees[0]" if isinstance(like, Tensor) else "a tensor"
+            if not isinstance(x, Tensor) or _said(x) != _said(like):
                 raise ValueError(
-                    f"{paths(spec, names[1])[j]} is {said}; expected {wanted}, as in trees[0]: "
-                    "members differ in the numbers that their tensors hold."
+                    f"{paths(spec, names[1])[j]} is {_said(x)}; expected {wanted}: members differ "
+                    "in the numbers that their tensors hold."
                 )
         columns.append(leaves)
     return unflatten(spec, [torch.stack(column) for column in zip(*columns, strict=True)])

@@ -211,14 +211,20 @@ def _each(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: Tree) -> Any
     if like is None:
         return NoiseScale(*fields[:, 0])
     names = paths(flatten(like)[1], "params")
+    if len(names) != len(signal) - 1:
+        raise ValueError(
+            f"like has {len(names)} leaves; expected params, of which {len(signal) - 1} were seen."
+        )
     return {name: NoiseScale(*fields[:, i + 1]) for i, name in enumerate(names)}
 
 
 def _interval(mean: NoiseAverages) -> tuple[Tensor, Tensor]:
     """Fieller: all r for which ``noise - r * signal`` is zero, within what batches differ by."""
     a, b = mean.noise, mean.signal
-    count = mean.share**2 / mean.squares  # as many batches of equal share would be as good
-    spread = _student(count - 1) ** 2 / (count - 1)
+    # one less than how many batches of equal share would be as good; rounding leaves 1e-16 of one
+    freedom = mean.share**2 / mean.squares - 1
+    told = freedom > 1e-9
+    spread = torch.where(told, _student(freedom) ** 2 / freedom, 0.0)
     aa, ab, bb = (
         (second - one * other) * spread
         for second, one, other in (
@@ -229,8 +235,8 @@ def _interval(mean: NoiseAverages) -> tuple[Tensor, Tensor]:
     )
     p, q, r = b * b - bb, a * b - ab, a * a - aa
     root = (q * q - p * r).clamp(min=0).sqrt()
-    low = torch.where((q > 0) & (r > 0), r / (q + root), 0.0)
-    high = torch.where((q > 0) & (p > 0), (q + root) / p, torch.inf)
+    low = torch.where(told & (q > 0) & (r > 0), r / (q + root), 0.0)
+    high = torch.where(told & (q > 0) & (p > 0), (q + root) / p, torch.inf)
     return low, high
 
 

@@ -22,6 +22,7 @@ from ._loss import mean_value
 from ._passes import outside_inference_mode
 from ._reducers import Reducer, read_reduce, squares_of, terms, weights
 from ._samples import (
+    TRANSFORMED,
     Chunk,
     Metrics,
     Randomness,
@@ -30,6 +31,7 @@ from ._samples import (
     Transform,
     check_sampling,
     sampled,
+    tensors_of,
     with_beside,
 )
 from ._torch import transform_active
@@ -206,8 +208,7 @@ def per_sample_accumulator(
                     mark(leaves_of(state.grads), Spoiled)
                 raise
         if in_place:
-            kept, spec = flatten(new)
-            new = unflatten(spec, hand_over(leaves_of(state), kept))
+            new = _handed_over(state, new)
         return with_beside(new, beside, how)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
@@ -242,7 +243,10 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
 
 def _like(params: Tree, how: Sampling) -> Tree:
     """A tree like one gradient, as transformed."""
-    return how.transform(map(torch.zeros_like, params)) if callable(how.transform) else params
+    if not callable(how.transform):
+        return params
+    leaves, spec = tensors_of(how.transform(map(torch.zeros_like, params)), TRANSFORMED)
+    return unflatten(spec, leaves)
 
 
 def _nothing(
@@ -270,6 +274,14 @@ def _added(state: AccumState, reducer: Reducer, chunk: Chunk) -> AccumState:
         state.nonfinite + ((value - value) != 0).sum(),
         squares,
     )
+
+
+def _handed_over(state: AccumState, new: AccumState) -> AccumState:
+    """The same, and the old one is marked; a state of the user's own may also hold numbers."""
+    kept, spec = flatten(new)
+    tensors = [[x for x in each if isinstance(x, Tensor)] for each in (leaves_of(state), kept)]
+    renewed = iter(hand_over(*tensors))
+    return unflatten(spec, [next(renewed) if isinstance(x, Tensor) else x for x in kept])
 
 
 def _cloned(x: Any) -> Any:

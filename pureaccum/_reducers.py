@@ -10,6 +10,7 @@ exactly nothing, even where its gradient is NaN.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +46,20 @@ class Moments(NamedTuple):
 
     def variance(self) -> Tree:
         """Of one sample's gradient, number by number: unbiased, and NaN where there was but one."""
-        each = self.weight / (self.samples - 1)
+        each = torch.where(self.samples > 1, self.weight / (self.samples - 1), torch.nan)
 
         def of(mean: Tensor, second: Tensor) -> Tensor:
             return (second - _power(mean)) * as_scalar_of(second, each)
 
         return map(of, self.mean, self.second)
+
+
+class MomentSums(NamedTuple):
+    """What ``Moments`` are made of, before any division."""
+
+    first: Tree
+    second: Tree
+    samples: Tensor
 
 
 class Reducer(NamedTuple):
@@ -107,19 +116,22 @@ def squares_of(chunk: Chunk) -> Tensor:
 
 
 def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
+    _check_kind(sums, moments=False)
     _check_fits(sums, chunk)
     factor = torch.ones_like(chunk.value) if isinstance(chunk.factor, tuple) else chunk.factor
     columns = zip(leaves_of(sums), _leaf_by_leaf(chunk), strict=True)
     return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])
 
 
-def _no_moments(like: Tree, dtype: torch.dtype) -> Tree:
+def _no_moments(like: Tree, dtype: torch.dtype) -> MomentSums:
     first = zeros(like, dtype)
     second = map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
-    return first, second, torch.zeros((), dtype=torch.float64, device=leaves_of(like)[0].device)
+    none = torch.zeros((), dtype=torch.float64, device=leaves_of(like)[0].device)
+    return MomentSums(first, second, none)
 
 
-def _add_to_moments(state: Any, chunk: Chunk) -> Any:
+def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
+    _check_kind(state, moments=True)
     first, second, samples = state
     _check_fits(first, chunk)
     weight = weights(chunk)
@@ -132,7 +144,7 @@ def _add_to_moments(state: Any, chunk: Chunk) -> Any:
         ones.append(_added(one, x, factor))
         twos.append(_added(two, _power(x.to(one.dtype)), power))
     count = samples + (weight != 0).sum()
-    return unflatten(chunk.spec, ones), unflatten(chunk.spec, twos), count
+    return MomentSums(unflatten(chunk.spec, ones), unflatten(chunk.spec, twos), count)
 
 
 def _of_functions(
@@ -147,30 +159,51 @@ def _of_functions(
     return Reducer(lambda like, _: init(like), add, merge, lambda state, _: finalize(state))
 
 
+def _merged(a: Tree, b: Tree, moments: bool) -> Tree:
+    _check_kind(a, moments)
+    names = "the second state's grads", "the first state's grads"
+    check_fits(*flatten(b), *flatten(a), names, _FOREIGN)
+    return add(a, b)
+
+
+_merge_sums, _merge_moments = partial(_merged, moments=False), partial(_merged, moments=True)
+_FOREIGN = "A state belongs to the params, and to the transform, that init made it for."
+
+
 def _divided(sums: Tree, weight: Tensor) -> Tree:
     by = divisor(weight)
     return map(lambda x: x / as_scalar_of(x, by), sums)
 
 
-def _finished_moments(state: Any, weight: Tensor) -> Moments:
-    mean, second = _divided(state[:2], weight)
-    return Moments(mean, second, weight.clone(), state[2].clone())
+def _finished_moments(state: MomentSums, weight: Tensor) -> Moments:
+    mean, second = _divided((state.first, state.second), weight)
+    return Moments(mean, second, weight.clone(), state.samples.clone())
 
 
 REDUCERS = {
-    "sum": Reducer(zeros, _add_to_sums, add, lambda sums, _: map(torch.clone, sums)),
-    "mean": Reducer(zeros, _add_to_sums, add, _divided),
-    "moments": Reducer(_no_moments, _add_to_moments, add, _finished_moments),
+    "sum": Reducer(zeros, _add_to_sums, _merged, lambda sums, _: map(torch.clone, sums)),
+    "mean": Reducer(zeros, _add_to_sums, _merged, _divided),
+    "moments": Reducer(
+        _no_moments, _add_to_moments, partial(_merged, moments=True), _finished_moments
+    ),
 }
 
 
 # Pieces --------------------------------------------------------------------------------
 
 
+def _check_kind(state: Any, moments: bool) -> None:
+    if isinstance(state, MomentSums) != moments:
+        came, expected = ("'sum' or 'mean'", "'moments'")[:: 1 if moments else -1]
+        raise ValueError(
+            f"state.grads is a {type(state).__name__}: the state was made with reduce={came}, and "
+            f"this accumulator with {expected}; expected a state from its own init."
+        )
+
+
 def _check_fits(sums: Tree, chunk: Chunk) -> None:
     names = "state.grads", "a sample's gradient"
-    cause = "A state belongs to the params, and to the transform, that init made it for."
-    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names, cause)
+    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names, _FOREIGN)
 
 
 def _leaf_by_leaf(chunk: Chunk) -> Any:

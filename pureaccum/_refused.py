@@ -6,6 +6,7 @@ from torch import nn
 
 
 ONE_BY_ONE = "engine='autograd' takes the samples one by one"
+STATISTICS = "Batch norm got a batched tensor", "more than 1 value per channel when training"
 RULES = (  # words of torch, and what they mean
     (
         "randomness error mode",
@@ -21,6 +22,15 @@ RULES = (  # words of torch, and what they mean
         "data-dependent control flow",
         "decides by a number, which differs from sample to sample: torch.where takes both sides; "
         f"{ONE_BY_ONE}.",
+    ),
+    (
+        "doesn't have storage",
+        f"takes numbers out of a tensor, of which vmap has many: keep it a tensor; {ONE_BY_ONE}.",
+    ),
+    (
+        "dynamic shape",
+        "makes a tensor whose size depends on its numbers: a mask keeps the size (torch.where, or "
+        f"Weighted); {ONE_BY_ONE}.",
     ),
     (
         "mutate a captured tensor",
@@ -44,8 +54,8 @@ def explained(error: Exception) -> str | None:
             f"{where} cannot go through vmap, for which torch has no rule; {ONE_BY_ONE}, and an "
             f"LSTM or a loop over cells (GRUCell, RNNCell) goes through vmap.{said}"
         )
-    statistics = "Batch norm got a batched tensor", "more than 1 value per channel when training"
-    if (module and "BatchNorm" in type(module).__name__) or any(x in text for x in statistics):
+    of_a_batch = "BatchNorm" in type(module).__name__ and "mutate a captured" in text
+    if of_a_batch or any(words in text for words in STATISTICS):
         return (
             f"{where} normalises with the statistics of a whole batch, so that no sample has a "
             "gradient of its own. In eval mode (net.eval()) it is a function of one sample; "

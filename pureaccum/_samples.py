@@ -158,9 +158,9 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
         grads = unflatten(spec, [torch.zeros_like(x) if g is None else g for x, g in pairs])
         changed, factor, norm = _transformed(grads, how.transform)
         metrics = _noted(how.metrics, grads, seen.total, norm)
-        noted, specs["metrics"] = _tensors(metrics, "metrics")
-        kept, specs["grads"] = _tensors(changed, "what transform returned")
-        aux, specs["aux"] = _tensors(join_aux(seen.aux, shape), "aux")
+        noted, specs["metrics"] = tensors_of(metrics, "metrics")
+        kept, specs["grads"] = tensors_of(changed, TRANSFORMED)
+        aux, specs["aux"] = tensors_of(join_aux(seen.aux, shape), "aux")
         return kept, factor, seen.total, seen.weight, aux, noted
 
     tensors = [x for x in given if isinstance(x, Tensor)]
@@ -190,7 +190,11 @@ def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
         raise RuntimeError(why) from error
 
 
-def _tensors(tree: Tree, what: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+TRANSFORMED = "what transform returned"
+
+
+def tensors_of(tree: Tree, what: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Flatten what a user's function returned for a sample, or say which leaf is no tensor."""
     leaves, spec = flatten(tree)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
