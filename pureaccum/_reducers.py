@@ -181,11 +181,9 @@ def _finished_moments(state: MomentSums, weight: Tensor) -> Moments:
 
 
 REDUCERS = {
-    "sum": Reducer(zeros, _add_to_sums, _merged, lambda sums, _: map(torch.clone, sums)),
-    "mean": Reducer(zeros, _add_to_sums, _merged, _divided),
-    "moments": Reducer(
-        _no_moments, _add_to_moments, partial(_merged, moments=True), _finished_moments
-    ),
+    "sum": Reducer(zeros, _add_to_sums, _merge_sums, lambda sums, _: map(torch.clone, sums)),
+    "mean": Reducer(zeros, _add_to_sums, _merge_sums, _divided),
+    "moments": Reducer(_no_moments, _add_to_moments, _merge_moments, _finished_moments),
 }
 
 

@@ -35,8 +35,8 @@ from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers
 from ._tree import Tree, map
 
 
-class Step(NamedTuple):
-    """``step(state, batch)``, and the functions that it is made of: see ``make_step``."""
+class Functions(NamedTuple):
+    """What a step is made of."""
 
     init: Callable[..., TrainState]
     begin: Callable[[TrainState], StepWindow]
@@ -44,6 +44,14 @@ class Step(NamedTuple):
     apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
     whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
     form: Callable[[TrainState, Tree], str] = lambda state, batch: "eager"
+
+
+class Step(Functions):
+    """``step(state, batch)``, and the functions that it is made of: see ``make_step``."""
+
+    __slots__ = ()
+    # vmap asks for a name, and else for repr, of all that the loss is bound to; dynamo has none.
+    __name__ = "step"
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
         """One step over a whole batch."""

@@ -32,6 +32,8 @@ def main() -> None:
             peaks += plan.peaks(full, device) + plan.step_peaks(full, device)
         if options.only in (None, "memory", "staged"):
             peaks += plan.coupled_peaks(full, device)
+        if options.only in (None, "memory", "samples"):
+            peaks += plan.sample_peaks(device)
         if options.only in (None, "time"):
             cells += plan.cells(full, device)
         if options.only in (None, "time", "step"):
@@ -39,6 +41,8 @@ def main() -> None:
             checks += plan.sync_checks(device, size)
         if options.only in (None, "time", "staged"):
             cells += plan.coupled_cells(full, device)
+        if options.only in (None, "time", "samples"):
+            cells += plan.sample_cells(full, device)
     if options.only in (None, "time", "compile"):
         firsts = plan.first_calls(full)
 
@@ -106,13 +110,14 @@ def named(item: plan.Cell | plan.Peak | plan.One) -> dict:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", action="store_true", help="about ten minutes (the default)")
+    length.add_argument("--quick", action="store_true", help="about twelve minutes (the default)")
     length.add_argument("--full", action="store_true", help="every width, row count and window")
     parser.add_argument(
         "--only",
-        choices=("time", "memory", "step", "compile", "staged"),
+        choices=("time", "memory", "step", "compile", "staged", "samples"),
         help="leave out the rest; step: only the time of whole steps, compile: of first calls, "
-        "staged: time and memory of losses in stages, and of remat",
+        "staged: time and memory of losses in stages, and of remat, samples: of single samples' "
+        "gradients, and the time of many runs as one",
     )
     parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every raw number")

@@ -15,6 +15,7 @@ import pureaccum as pa
 
 from .gradcache import PAIRS
 from .models import Batch, Problem
+from .per_sample import SAMPLES
 from .rematerialised import CHAINS
 from .rivals import RIVALS
 from .staged import NORMS
@@ -126,4 +127,4 @@ for _engine in ENGINES:
 ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
-CONTENDERS |= STEPS | RIVALS | NORMS | PAIRS | CHAINS
+CONTENDERS |= STEPS | RIVALS | NORMS | PAIRS | CHAINS | SAMPLES

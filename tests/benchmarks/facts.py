@@ -14,7 +14,7 @@ import torch
 import pureaccum
 
 
-OPTIONAL = ("accelerate", "jax", "lightning", "optax", "torchopt")
+OPTIONAL = ("accelerate", "jax", "lightning", "opacus", "optax", "torchopt")
 
 
 def facts() -> dict:
@@ -30,10 +30,7 @@ def facts() -> dict:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "optree": optree.__version__,
         "pureaccum": pureaccum.__version__,
-        **{
-            name: installed(name)
-            for name in ("accelerate", "jax", "lightning", "optax", "torchopt")
-        },
+        **{name: installed(name) for name in OPTIONAL},
     }
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .networks import Residual, Towers, convolutions, resnet
+from .networks import Residual, Tokens, Towers, convolutions, dense, grouped, resnet
 
 
 Batch = tuple[Tensor, Tensor]
@@ -19,6 +19,7 @@ Batch = tuple[Tensor, Tensor]
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CLASSES = 10  # of images
 BEFORE, AFTER = 256, 128  # the widths of what towers are given, and of what they give
+VOCABULARY, LENGTH = 1000, 32  # of the texts that are classified
 
 
 class Model(NamedTuple):
@@ -53,6 +54,12 @@ class Model(NamedTuple):
                 name = f"two towers, {self.depth} x {self.width} wide"
             case "chain":
                 name = f"{self.depth} residual MLPs {self.width} wide"
+            case "dense":
+                name = f"MLP {self.width} wide"
+            case "grouped":
+                name = f"conv-GroupNorm {self.width} wide"
+            case "tokens":
+                name = f"embedding-LayerNorm-MLP {self.width} wide"
             case size:
                 name = f"GPT {size}"
         return name if self.precision == "fp32" else f"{name} in {self.precision}"
@@ -180,6 +187,21 @@ def chain(model: Model) -> Made:
     return nn.Sequential(*(Residual(model.width) for _ in range(model.depth))), F.mse_loss, (x, y)
 
 
+def classifier(model: Model) -> Made:
+    """Of vectors, images or texts."""
+    rows = model.rows * model.microbatches
+    y = torch.randint(CLASSES, (rows,))
+    match model.kind:
+        case "dense":
+            net, x = dense(64, model.width, CLASSES), torch.randn(rows, 64)
+        case "grouped":
+            net, (x, y) = grouped(model.width, CLASSES), images(model, 32)
+        case _:
+            net = Tokens(VOCABULARY, model.width, CLASSES)
+            x = torch.randint(VOCABULARY, (rows, LENGTH))
+    return net, F.cross_entropy, (x, y)
+
+
 MAKE: dict[str, Callable[[Model], Made]] = {
     "mlp": stack,
     "conv": convnet,
@@ -187,6 +209,7 @@ MAKE: dict[str, Callable[[Model], Made]] = {
     "resnet": residual_network,
     "towers": towers,
     "chain": chain,
+    **dict.fromkeys(("dense", "grouped", "tokens"), classifier),
 }
 
 

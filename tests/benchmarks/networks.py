@@ -1,6 +1,6 @@
-"""The networks whose rows are coupled, and the chain that is rematerialised.
+"""Networks whose rows are coupled, a chain to rematerialise, and three to clip the samples of.
 
-Rule: as their users write them; nothing here knows of stages.
+Rule: as their users write them; nothing here knows of stages, and nothing of samples.
 """
 
 from itertools import pairwise
@@ -83,3 +83,30 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def dense(inputs: int, width: int, classes: int) -> nn.Module:
+    widths = [(inputs, width), (width, width), (width, classes)]
+    first, second, last = (nn.Linear(*w) for w in widths)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
+
+def grouped(width: int, classes: int) -> nn.Module:
+    """Two convolutions, the second under GroupNorm; images of 32 by 32 become 8 by 8."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(width, 2 * width, 3, padding=1), nn.GroupNorm(4, 2 * width)),
+        *(nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2 * width * 64, classes)),
+    )
+
+
+class Tokens(nn.Module):
+    """An embedding and a residual MLP, averaged over tokens."""
+
+    def __init__(self, vocabulary: int, width: int, classes: int):
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(vocabulary, width), Residual(width)
+        self.out = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.block(self.embedding(tokens)).mean(1))

@@ -8,6 +8,17 @@ from typing import NamedTuple
 from .contenders import ALL, ENGINES, HAND, MAIN
 from .gradcache import FULL_PAIRS, GRADCACHE, PAIRS, STAGED_PAIRS
 from .models import Model, gpt
+from .per_sample import (
+    AT_ONCE,
+    CLIPPED,
+    COMPILED_CLIPPED,
+    CONCAT,
+    GHOST,
+    HOOKS,
+    MOMENTS,
+    ONE_BY_ONE,
+    SUM,
+)
 from .rematerialised import CHAINS, CHECKPOINT, REMAT, REMAT_BACKWARD
 from .rivals import ACCELERATE, FABRIC, FUNC_ADAMW, JAX, TORCHOPT
 from .staged import FULL, NORMS, STAGED, STAGED_AUTOGRAD
@@ -17,7 +28,7 @@ from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_APPLY, OUR_STEPS, SAF
 WIDTHS, ROWS, WINDOWS = (16, 64, 256, 512, 1024, 2048), (16, 64, 256), (1, 4, 16, 64)
 
 WEIGHTS, ACTIVATIONS, FLAT = "weight-heavy", "activation-heavy", "flat"
-STEP, COUPLED = "whole step", "coupled"
+STEP, COUPLED, SINGLE = "whole step", "coupled", "single samples"
 
 # Whole steps: with what scaling and clipping add to them, and beside everybody.
 STEPPING = (HAND_STEP, *OUR_STEPS, *SAFE.values())
@@ -46,6 +57,18 @@ FIVE = (
 NORM, RESNET = Model(32, 16, 32, kind="norms"), Model(32, 16, 16, depth=18, kind="resnet")
 TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
+
+# Gradients of single samples, by chunks of as many rows as are fastest; and 32 runs as one.
+CLIPPING = (
+    Model(256, 64, 8, depth=3, kind="dense"),
+    Model(16, 128, 1, depth=3, kind="grouped"),
+    Model(64, 64, 4, depth=1, kind="tokens"),
+)
+# 4,096 samples: 1.6 GB of gradients; and so wide that a gradient is more than what a process
+# happens to hold, for memory that is counted in gradients.
+MANY = Model(128, 16, 256, depth=6)
+WIDE = Model(512, 16, 256, depth=6)
+ENSEMBLE = Model(32, 8, 4, depth=3)
 
 
 class Cell(NamedTuple):
@@ -121,6 +144,14 @@ def coupled_cells(full: bool, device: str) -> list[Cell]:
     ]
 
 
+def sample_cells(full: bool, device: str) -> list[Cell]:
+    """The races of ``clipped_sum``, and of many runs as one."""
+    seconds = 20.0 if full else 3.0
+    names = (HOOKS, GHOST, CLIPPED, COMPILED_CLIPPED) if full else (HOOKS, GHOST, CLIPPED)
+    plan = [Cell(device, model, names, seconds) for model in CLIPPING]
+    return [*plan, Cell(device, ENSEMBLE, (ONE_BY_ONE, AT_ONCE), seconds)]
+
+
 def conv() -> Model:
     return Model(16, 16, 8, depth=3, kind="conv")
 
@@ -180,6 +211,12 @@ def coupled_peaks(full: bool, device: str) -> list[Peak]:
     names = PAIRS if full else (FULL_PAIRS, GRADCACHE, STAGED_PAIRS)
     plan += [Peak(device, COUPLED, TOWERS, name) for name in names]
     return plan + [Peak(device, COUPLED, CHAIN._replace(rows=2048), name) for name in CHAINS]
+
+
+def sample_peaks(device: str) -> list[Peak]:
+    """The memory of gradients of single samples."""
+    plan = [Peak(device, SINGLE, MANY, name) for name in (CONCAT, SUM)]
+    return plan + [Peak(device, SINGLE, WIDE, name) for name in (SUM, CLIPPED, MOMENTS)]
 
 
 def first_calls(full: bool) -> list[One]:

@@ -11,7 +11,19 @@ from typing import NamedTuple
 from . import targets
 from .contenders import ENGINES, HAND, TORCH_FUNC
 from .gradcache import FULL_PAIRS, GRADCACHE, PAIRS
-from .plan import COUPLED, FIVE, FLAT, STEP, Cell, One, Peak
+from .per_sample import (
+    AT_ONCE,
+    CLIPPED,
+    COMPILED_CLIPPED,
+    CONCAT,
+    GHOST,
+    HOOKS,
+    ONE_BY_ONE,
+    ONE_GRADIENT,
+    SAMPLES,
+    SUM,
+)
+from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
 from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
 from .rivals import JAX, RIVALS
 from .staged import FULL, NORMS
@@ -25,6 +37,10 @@ from .steps import (
     STEPS,
     TORCH_APPLY,
 )
+
+
+# Whose time is of all that a call does, and not of a microbatch.
+AT_ONE_GO = STEPS | RIVALS | NORMS | PAIRS | CHAINS | SAMPLES
 
 
 class Row(NamedTuple):
@@ -62,6 +78,9 @@ def opponents(ours: str) -> tuple[str, ...]:
         return {FULL_PAIRS: (), GRADCACHE: (FULL_PAIRS,)}.get(ours, (GRADCACHE, FULL_PAIRS))
     if ours in CHAINS:
         return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
+    if ours in SAMPLES:
+        of = {CLIPPED: (HOOKS, GHOST), COMPILED_CLIPPED: (HOOKS, GHOST), AT_ONCE: (ONE_BY_ONE,)}
+        return of.get(ours, (HOOKS,) if ours == GHOST else ())
     if ours == "func":
         return HAND, TORCH_FUNC
     if ours in ("autograd", TORCH_FUNC):
@@ -91,8 +110,7 @@ def time_rows(races: Iterable[tuple[Cell, dict]]) -> Iterator[Row]:
             if failure := failures.get(ours) or failures.get(theirs):
                 yield row._replace(failure=failure)
                 continue
-            # Of a microbatch, or of all that is done at once.
-            k = cell.model.microbatches if ours in STEPS | RIVALS | NORMS | PAIRS | CHAINS else 1
+            k = cell.model.microbatches if ours in AT_ONE_GO else 1
             a, b = seconds[ours], seconds[theirs]
             ratios = [x / y for x, y in zip(a, b, strict=True)]
             low, _, high = quantiles(ratios, n=4)
@@ -128,6 +146,9 @@ def memory_rows(numbers: Mapping[Peak, dict]) -> Iterator[Row]:
         if peak.regime == COUPLED:
             yield from coupled_rows(peak, numbers)
             continue
+        if peak.regime == SINGLE:
+            yield from sample_rows(peak, numbers)
+            continue
         if peak.regime == FLAT:
             other = peak._replace(model=peak.model._replace(microbatches=2))
             where = f"{peak.model.microbatches} microbatches"
@@ -151,6 +172,18 @@ def coupled_rows(peak: Peak, numbers: Mapping[Peak, dict]) -> Iterator[Row]:
             target = targets.coupled_memory_target(peak.contender, theirs)
             row = Row(peak.device, "memory", str(peak.model), peak.contender, theirs, target)
             yield compared(row, numbers[peak], numbers[other], "peak")
+
+
+def sample_rows(peak: Peak, numbers: Mapping[Peak, dict]) -> Iterator[Row]:
+    """Beside all gradients, or in gradients: a sum is as large as one of them."""
+    theirs, size = CONCAT, numbers.get(peak._replace(contender=CONCAT))
+    if size is None:
+        one = numbers[peak._replace(contender=SUM)]
+        theirs, size = ONE_GRADIENT, one if "failure" in one else {"peak": one["result"]}
+    if theirs != peak.contender:
+        target = targets.sample_memory_target(peak.contender, theirs)
+        row = Row(peak.device, "memory", str(peak.model), peak.contender, theirs, target)
+        yield compared(row, numbers[peak], size, "peak")
 
 
 def first_call_rows(numbers: Mapping[One, dict]) -> Iterator[Row]:

@@ -7,7 +7,8 @@ A ratio for which there is no target is published without one. All of time are f
 from .contenders import ENGINES, HAND, TORCH_FUNC
 from .gradcache import GRADCACHE, STAGED_PAIRS
 from .models import Model
-from .plan import FIVE, FLAT, STEP, stepping_models
+from .per_sample import AT_ONCE, CLIPPED, CONCAT, HOOKS, ONE_BY_ONE, ONE_GRADIENT, SUM
+from .plan import FIVE, FLAT, STEP, WIDE, stepping_models
 from .rematerialised import CHECKPOINT, REMAT, REMAT_BACKWARD
 from .rivals import JAX
 from .staged import FULL, STAGED, STAGED_HOST
@@ -33,6 +34,10 @@ COUPLED_MEMORY = {
     (STAGED_PAIRS, GRADCACHE): 1.03,
 }
 
+# Of gradients of single samples, and of many runs as one: a chunk of gradients, the sums, the next.
+SAMPLES_TIME = {(CLIPPED, HOOKS): 0.8, (AT_ONCE, ONE_BY_ONE): 0.1}
+SAMPLES_MEMORY = {(SUM, CONCAT): 0.01, (SUM, ONE_GRADIENT): WIDE.rows + 2.0}
+
 
 def time_target(ours: str, theirs: str, model: Model, device: str) -> float | None:
     if device != "cpu":
@@ -54,7 +59,7 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return 1.15
     if ours == COMPILED and model in FIVE:
         return compiled_target(theirs, model)
-    return COUPLED_TIME.get((ours, theirs))
+    return (COUPLED_TIME | SAMPLES_TIME).get((ours, theirs))
 
 
 def compiled_target(theirs: str, model: Model) -> float | None:
@@ -83,3 +88,7 @@ def memory_target(ours: str, regime: str, model: Model) -> float | None:
 
 def coupled_memory_target(ours: str, theirs: str) -> float | None:
     return COUPLED_MEMORY.get((ours, theirs))
+
+
+def sample_memory_target(ours: str, theirs: str) -> float | None:
+    return SAMPLES_MEMORY.get((ours, theirs))

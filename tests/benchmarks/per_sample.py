@@ -1,0 +1,168 @@
+"""The contenders for the gradients of single samples, and for many training runs as one.
+
+Rule: as in ``contenders.py``. Whoever clips gives the sum of clipped gradients, so that what runs
+has agreed on it; Opacus does so with its own optimizer, which is asked for no noise and no step.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+import pureaccum as pa
+
+from .absent import optional
+from .models import Batch, Problem
+from .staged import Grads
+from .steps import ADAMW, Training
+
+
+MAX_NORM = 1.0
+MEMBERS = 32
+SAID = {"loss_reduction": "sum", "max_grad_norm": MAX_NORM}  # twice, to module and optimizer
+
+
+def streamed(problem: Problem, reduce: str) -> Grads:
+    """``pa.per_sample_grad``, reduced; of moments both."""
+    gradient = pa.per_sample_grad(
+        problem.loss, chunk_size=problem.rows, reduce=reduce, keep_batch_dim=True
+    )
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        got = gradient(problem.params, batch)
+        if not isinstance(got, pa.Moments):
+            return got
+        return got.mean | {f"{name}, second": x for name, x in got.second.items()}
+
+    return window
+
+
+def concatenated(problem: Problem) -> Grads:
+    """``torch.func.vmap`` with the same chunks; its user sums afterwards."""
+
+    def one(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return problem.loss(params, (x[None], y[None]))
+
+    gradient = vmap(grad(one), in_dims=(None, 0, 0), chunk_size=problem.rows)
+    return lambda batch: gradient(problem.params, *batch)
+
+
+def clipped(problem: Problem, *, compiled: bool = False) -> Grads:
+    """``pa.clipped_sum``."""
+    summed = pa.clipped_sum(problem.loss, MAX_NORM, chunk_size=problem.rows, keep_batch_dim=True)
+    summed = torch.compile(summed) if compiled else summed
+    return lambda batch: summed(problem.params, batch)[0]
+
+
+def hooks(problem: Problem) -> Grads:
+    """Opacus, which keeps a gradient for each sample of the batch."""
+    opacus = optional("opacus")
+    net = opacus.GradSampleModule(copy.deepcopy(problem.net), loss_reduction="sum")
+    optimizer = private(net, opacus.optimizers.DPOptimizer)
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        x, y = batch
+        problem.criterion(net(x), y, reduction="sum").backward()
+        optimizer.clip_and_accumulate()
+        return sums(net, optimizer, "summed_grad")
+
+    return window
+
+
+def ghost(problem: Problem) -> Grads:
+    """Opacus, which keeps norms alone, and goes backwards a second time."""
+    opacus = optional("opacus")
+    utils = optional("opacus.utils.fast_gradient_clipping_utils")
+    of = optional("opacus.grad_sample").GradSampleModuleFastGradientClipping
+    net = of(copy.deepcopy(problem.net), use_ghost_clipping=True, **SAID)
+    optimizer = private(net, opacus.optimizers.DPOptimizerFastGradientClipping)
+    criterion = utils.DPLossFastGradientClipping(
+        net, optimizer, nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum"
+    )
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        x, y = batch
+        criterion(net(x), y).backward()
+        return sums(net, optimizer, "grad")
+
+    return window
+
+
+def private(net: nn.Module, optimizer: Callable[..., Any]) -> Any:
+    """Opacus' optimizer around one of torch."""
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # the input has no gradient
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    return optimizer(inner, noise_multiplier=0.0, expected_batch_size=None, **SAID)
+
+
+def sums(net: nn.Module, optimizer: Any, attribute: str) -> dict[str, Tensor]:
+    """The clipped sums; nothing stays behind."""
+    named = net._module.named_parameters()
+    got = {name: getattr(parameter, attribute).detach() for name, parameter in named}
+    optimizer.zero_grad(set_to_none=True)
+    return got
+
+
+def members(problem: Problem) -> tuple[Any, list[pa.TrainState]]:
+    """A step, and the states of runs that begin with different parameters."""
+    torch.manual_seed(0)  # the same for every contender
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        return problem.loss(params, batch)
+
+    step = pa.make_step(loss, pa.adamw(**ADAMW), microbatch_size=problem.rows)
+    inits = [
+        {name: x + 0.01 * torch.randn_like(x) for name, x in problem.params.items()}
+        for _ in range(MEMBERS)
+    ]
+    return step, [step.init(params) for params in inits]
+
+
+def one_by_one(problem: Problem) -> Training:
+    """A loop over the members."""
+    step, states = members(problem)
+
+    def training(batch: Batch) -> Callable[[], dict[str, Tensor]]:
+        for i, state in enumerate(states):
+            states[i], _ = step(state, batch)
+        return lambda: pa.stack([state.params for state in states])
+
+    return training
+
+
+def at_once(problem: Problem) -> Training:
+    """All of them as one, compiled."""
+    step, states = members(problem)
+    every = torch.compile(vmap(step, in_dims=(0, None)))
+    stacked = pa.stack(states)
+
+    def training(batch: Batch) -> Callable[[], dict[str, Tensor]]:
+        nonlocal stacked
+        stacked, _ = every(stacked, batch)
+        return lambda: stacked.params
+
+    return training
+
+
+SUM, MOMENTS, CONCAT = "per_sample_grad, sum", "per_sample_grad, moments", "torch.func.vmap"
+CLIPPED, COMPILED_CLIPPED = "clipped_sum", "clipped_sum, compiled"
+HOOKS, GHOST = "Opacus, hooks", "Opacus, ghost"
+ONE_BY_ONE, AT_ONCE = f"{MEMBERS} eager steps", "vmap(step), compiled"
+ONE_GRADIENT = "one gradient"  # and no contender: what memory is counted in
+
+SAMPLES: dict[str, Callable[[Problem], Grads | Training]] = {
+    CONCAT: concatenated,
+    SUM: partial(streamed, reduce="sum"),
+    MOMENTS: partial(streamed, reduce="moments"),
+    CLIPPED: clipped,
+    COMPILED_CLIPPED: partial(clipped, compiled=True),
+    HOOKS: hooks,
+    GHOST: ghost,
+    ONE_BY_ONE: one_by_one,
+    AT_ONCE: at_once,
+}
