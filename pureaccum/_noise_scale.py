@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._accumulator import AccumState
+from ._inputs import check_state, read_params
 from ._reducers import Moments
 from ._tree import Tree, flatten, norm, paths
 from ._tree import leaves as leaves_of
@@ -136,11 +137,12 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         raise ValueError(f"decay is {decay!r}; expected a number from 0, and below 1.")
 
     def init(params: Tree) -> NoiseAverages:
-        leaves = leaves_of(params)
+        leaves, _ = read_params(params)
         each = torch.zeros(5, len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
         return _averages([*map(torch.clone, each), *map(torch.clone, each[:4, 0])])
 
     def update(averages: NoiseAverages, seen: Any) -> NoiseAverages:
+        check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         batch = read_noise(seen)
         signal, noise = batch.signal, batch.noise
         if signal.shape != averages.signal.shape:
@@ -157,6 +159,7 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         return _averages([torch.where(ok, x, old) for x, old in later])
 
     def read(averages: NoiseAverages, like: Tree = None) -> Any:
+        check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         mean = _averages([*(x / averages.share for x in averages[:7]), *averages[7:]])
         batch = BatchNoise(mean.signal, mean.noise, mean.weight, mean.pieces)
         return _each(batch, _interval(mean), like)
@@ -173,6 +176,12 @@ def _averages(fields: list[Tensor]) -> NoiseAverages:
 
 def read_noise(seen: Any) -> BatchNoise:
     """What one batch says, however it was seen."""
+    counted = {BatchNoise: "pieces", Moments: "samples", AccumState: "total"}.get(type(seen))
+    if counted is not None and getattr(seen, counted).dim() != 0:
+        raise ValueError(
+            f"the {type(seen).__name__} is stacked: each member has a noise scale of its own; "
+            "torch.func.vmap(noise_scale)(...) gives them all."
+        )
     if isinstance(seen, BatchNoise):
         return seen
     if isinstance(seen, Moments):
@@ -182,7 +191,7 @@ def read_noise(seen: Any) -> BatchNoise:
     if not isinstance(seen, AccumState):
         raise TypeError(
             f"the noise scale was asked of a {type(seen).__name__}; expected the AccumState of an "
-            "accumulator with squares=True, Moments, or the noise of a StepInfo."
+            "accumulator with squares=True, Moments, or the noise of a StepInfo (with noise=True)."
         )
     sums = leaves_of(seen.grads)
     if not isinstance(seen.squares, Tensor) or len(seen.squares) != len(sums) + 1:
