@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ._chain import clip_by_global_norm
-from ._inputs import check_at_least
+from ._inputs import check_at_least, read_params
 from ._per_sample import per_sample_grad
 from ._random import fold_in, normal
 from ._samples import Randomness, SampleEngine
-from ._tree import Tree, accumulation_dtype, as_scalar_of, flatten, unflatten
+from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
 
 
 def clipped_sum(
@@ -96,7 +96,11 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
     """
     if not isinstance(std, Tensor):
         check_at_least(0.0, std=std)
-    leaves, spec = flatten(tree)
+    else:  # what is below zero cannot be seen without waiting for the device
+        std = torch.where(std >= 0, std, torch.nan)
+    if not isinstance(key, Tensor) or key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"key is {key!r}; expected one key of shape (2,): pureaccum.key(seed).")
+    leaves, spec = read_params(tree, "tree")
 
     def noisy(i: int, x: Tensor) -> Tensor:
         parts = torch.view_as_real(x) if x.is_complex() else x

@@ -246,6 +246,8 @@ def _like(params: Tree, how: Sampling) -> Tree:
     if not callable(how.transform):
         return params
     leaves, spec = tensors_of(how.transform(map(torch.zeros_like, params)), TRANSFORMED)
+    if not leaves:
+        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
     return unflatten(spec, leaves)
 
 

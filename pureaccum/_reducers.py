@@ -46,6 +46,10 @@ class Moments(NamedTuple):
 
     def variance(self) -> Tree:
         """Of one sample's gradient, number by number: unbiased, and NaN where there was but one."""
+        if self.weight.dim() != 0:
+            raise ValueError(
+                "the Moments are stacked; torch.func.vmap(Moments.variance)(...) does."
+            )
         each = torch.where(self.samples > 1, self.weight / (self.samples - 1), torch.nan)
 
         def of(mean: Tensor, second: Tensor) -> Tensor:
@@ -107,6 +111,8 @@ def squares_of(chunk: Chunk) -> Tensor:
     sums: list[Tensor] = []
     for x in chunk.grads:
         rows, dtype = x.reshape(len(weight), -1), accumulation_dtype(x.dtype)
+        if not (x.is_floating_point() or x.is_complex()):
+            rows = rows.to(dtype)
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(weight.device).double()
         sums.append(torch.where(weight != 0, (norms * factor) ** 2 / weight, 0.0).sum())
     return torch.stack([*sums, (weight != 0).double().sum()])
@@ -170,20 +176,27 @@ _merge_sums, _merge_moments = partial(_merged, moments=False), partial(_merged, 
 _FOREIGN = "A state belongs to the params, and to the transform, that init made it for."
 
 
-def _divided(sums: Tree, weight: Tensor) -> Tree:
+def _finish_sums(sums: Tree, _: Tensor) -> Tree:
+    _check_kind(sums, moments=False)
+    return map(torch.clone, sums)
+
+
+def _finish_mean(sums: Tree, weight: Tensor) -> Tree:
+    _check_kind(sums, moments=False)
     by = divisor(weight)
     return map(lambda x: x / as_scalar_of(x, by), sums)
 
 
-def _finished_moments(state: MomentSums, weight: Tensor) -> Moments:
-    mean, second = _divided((state.first, state.second), weight)
+def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
+    _check_kind(state, moments=True)
+    mean, second = _finish_mean((state.first, state.second), weight)
     return Moments(mean, second, weight.clone(), state.samples.clone())
 
 
 REDUCERS = {
-    "sum": Reducer(zeros, _add_to_sums, _merge_sums, lambda sums, _: map(torch.clone, sums)),
-    "mean": Reducer(zeros, _add_to_sums, _merge_sums, _divided),
-    "moments": Reducer(_no_moments, _add_to_moments, _merge_moments, _finished_moments),
+    "sum": Reducer(zeros, _add_to_sums, _merge_sums, _finish_sums),
+    "mean": Reducer(zeros, _add_to_sums, _merge_sums, _finish_mean),
+    "moments": Reducer(_no_moments, _add_to_moments, _merge_moments, _finish_moments),
 }
 
 

@@ -51,8 +51,8 @@ def explained(error: Exception) -> str | None:
     said = f"\n\ntorch said: {text}"
     if isinstance(module, nn.RNNBase) and "broadcast shape" in text:
         return (
-            f"{where} cannot go through vmap, for which torch has no rule; {ONE_BY_ONE}, and an "
-            f"LSTM or a loop over cells (GRUCell, RNNCell) goes through vmap.{said}"
+            f"{where} cannot go through vmap, for which torch has no rule; {ONE_BY_ONE}, and a "
+            f"loop over cells (GRUCell, RNNCell) goes through vmap.{said}"
         )
     of_a_batch = "BatchNorm" in type(module).__name__ and "mutate a captured" in text
     if of_a_batch or any(words in text for words in STATISTICS):

@@ -24,7 +24,6 @@ from ._refused import explained
 from ._stages import refuse_stream
 from ._torch import transform_active
 from ._tree import Tree, flatten, global_norm, map, paths, unflatten
-from ._tree import leaves as leaves_of
 
 
 Randomness = Literal["error", "different", "same"]
@@ -105,6 +104,8 @@ def sampled(
     if how.chunk_size is not None:
         refuse_autocast_cache(leaves)
     beside: list[Tree] = []
+    if batch.rows == 0 and how.metrics == "norm":
+        beside.append(((), global_norm(leaves).new_zeros(0)))
 
     def call(leaves: list[Tensor], sample: Tree) -> Any:
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
@@ -121,8 +122,7 @@ def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
     """A result, and aux and metrics where there are any."""
     if not how.has_aux and how.metrics is None:
         return result
-    nothing = ((), leaves_of(result)[0].new_zeros(0, dtype=torch.float32))
-    aux, metrics = map(lambda *parts: torch.cat(parts), *beside) if beside else nothing
+    aux, metrics = map(lambda *parts: torch.cat(parts), *beside)
     return result, aux if how.metrics is None else (aux, metrics) if how.has_aux else metrics
 
 
@@ -155,11 +155,17 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
         seen, shape, pull, _ = forward(lambda leaves: call(leaves, sample), wrt, {}, how.has_aux)
         pulled = pull(torch.ones_like(seen.total))
         pairs = zip(wrt.leaves, pulled, strict=True)
-        grads = unflatten(spec, [torch.zeros_like(x) if g is None else g for x, g in pairs])
-        changed, factor, norm = _transformed(grads, how.transform)
-        metrics = _noted(how.metrics, grads, seen.total, norm)
+        grads = unflatten(spec, [_dense(x, g) for x, g in pairs])
+        scaling = _scaling(how.transform)
+        norm = None if scaling is None and how.metrics != "norm" else global_norm(grads)
+        metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
         noted, specs["metrics"] = tensors_of(metrics, "metrics")
-        kept, specs["grads"] = tensors_of(changed, TRANSFORMED)
+        if callable(how.transform):
+            grads = how.transform(grads)
+        elif how.transform == "sign":
+            grads = map(torch.sgn, grads)
+        kept, specs["grads"] = tensors_of(grads, TRANSFORMED)
+        factor = () if scaling is None or norm is None else scaling(norm)
         aux, specs["aux"] = tensors_of(join_aux(seen.aux, shape), "aux")
         return kept, factor, seen.total, seen.weight, aux, noted
 
@@ -190,6 +196,12 @@ def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
         raise RuntimeError(why) from error
 
 
+def _dense(leaf: Tensor, grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(leaf)
+    return grad.to_dense() if grad.is_sparse else grad
+
+
 TRANSFORMED = "what transform returned"
 
 
@@ -205,29 +217,8 @@ def tensors_of(tree: Tree, what: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
     return leaves, spec
 
 
-def _noted(metrics: Metrics, grads: Tree, value: Tensor, norm: Tensor | tuple[()]) -> Tree:
-    if metrics is None:
-        return ()
-    if metrics == "norm":
-        return norm if isinstance(norm, Tensor) else global_norm(grads)
-    assert not isinstance(metrics, str)
-    return metrics(grads, value)
-
-
-def _transformed(
-    grads: Tree, transform: Transform
-) -> tuple[Tree, Tensor | tuple[()], Tensor | tuple[()]]:
-    """A gradient, what it is still to be multiplied by, and its norm where that was computed."""
-    if transform is None:
-        return grads, (), ()
-    if transform == "sign":
-        return map(torch.sgn, grads), (), ()
+def _scaling(transform: Transform) -> Callable[[Tensor], Tensor] | None:
+    """What a gradient is multiplied by, given its norm, where that is all that becomes of it."""
     if transform == "normalize":
-        norm = global_norm(grads)
-        return grads, torch.where(norm > 0, 1 / norm, 0.0), norm
-    if isinstance(transform, GradientMap):
-        assert transform.factor is not None
-        norm = global_norm(grads)
-        return grads, transform.factor(norm), norm
-    assert not isinstance(transform, str)
-    return transform(grads), (), ()
+        return lambda norm: torch.where(norm > 0, 1 / norm, 0.0)
+    return transform.factor if isinstance(transform, GradientMap) else None
