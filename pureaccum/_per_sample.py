@@ -181,7 +181,6 @@ def per_sample_accumulator(
         func,
         Sampling(has_aux, chunk_size, transform, metrics, keep_batch_dim, randomness, engine),
     )
-    how = how._replace(carries_graph=False)
     reducer = read_reduce(reduce)
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")

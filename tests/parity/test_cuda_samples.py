@@ -1,0 +1,57 @@
+"""On CUDA: what is made of single samples has the bits of the CPU, and nothing waits for it."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+
+
+pytestmark = pytest.mark.cuda
+
+
+def moved(tree: Any, device: str) -> Any:
+    return optree.tree_map(lambda x: x.to(device), tree, namespace="pureaccum")
+
+
+def problem(rows: int = 11) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(-3, 4, shape, generator=generator).float()  # noqa: E731
+    return {"w": draw(5, 4), "b": draw(4)}, {"x": draw(rows, 5), "y": draw(rows, 4)}
+
+
+def loss(params: Any, sample: Any) -> Tensor:
+    return ((sample["x"] @ params["w"] + params["b"] - sample["y"]) ** 2).sum()
+
+
+@pytest.mark.parametrize("reduce", ["concat", "sum", "moments"])
+@pytest.mark.parametrize("engine", ["vmap", "autograd"])
+def test_the_bits_of_the_cpu(reduce: str, engine: Any) -> None:
+    params, batch = problem()
+    of = pa.per_sample_grad(loss, chunk_size=4, reduce=reduce, engine=engine)
+    got = of(moved(params, "cuda"), moved(batch, "cuda"))
+    assert_trees_bitwise_equal(moved(got, "cpu"), of(params, batch))
+
+
+def test_nothing_waits() -> None:
+    params, batch = (moved(tree, "cuda") for tree in problem())
+    acc = pa.per_sample_accumulator(loss, chunk_size=4, transform="normalize", squares=True)
+    step = pa.make_step(lambda p, b: loss(p, b) / 11, pa.sgd(0.1), microbatch_size=4, noise=True)
+    running, key = pa.running_noise_scale(), pa.key(0, "cuda")
+    state, averages = step.init(params), running.init(params)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = acc.update(acc.init(params), params, batch, donate=True)
+        clipped, _ = pa.clipped_sum(loss, 1.0, chunk_size=4)(params, batch)
+        pa.add_noise(clipped, 1.0, key)
+        state, info = step(state, batch)
+        read = running.read(running.update(averages, info.noise))
+        pa.noise_scale(sums, like=params)
+        pa.unstack(pa.stack([state, state]))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert read.noise > 0
