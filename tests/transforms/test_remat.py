@@ -200,3 +200,16 @@ def test_compiled_in_one_graph(transform: str) -> None:
     else:
         ours = run(compiled(lambda w, x: lean(w, x)))
     torch.testing.assert_close(ours, run(curved))
+
+
+def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero() -> None:
+    """torch asserts where a Function returns None for it."""
+
+    def f(w: Tensor, x: Tensor) -> Any:
+        return curved(w, x), 2 * x, torch.tensor(3)
+
+    def both(f: Any) -> Any:
+        primals, tangents = jvp(lambda w: f(w, x)[:2], (W,), (W,))
+        return primals, tangents, jacfwd(lambda w: f(w, x)[:2])(W)
+
+    assert_trees_bitwise_equal(both(pa.remat(f)), both(f))
