@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ._inputs import check_choice, check_fits
+from ._inputs import check_choice, check_fits, read_tensors
 from ._tree import Tree, flatten, paths, unflatten
 
 
@@ -73,7 +73,7 @@ def check_policy(policy: Threading | None) -> None:
 
 def begin(policy: Threading, buffers: Tree) -> Carried:
     """Before the first microbatch."""
-    leaves, spec = _read(buffers, "buffers")
+    leaves, spec = read_tensors(buffers, "buffers", _CAUSE)
     layers = _layers(leaves, spec) if policy == "pooled" else []
     return Carried(buffers, _moments([None] * len(layers), [leaves[at.mean] for at in layers]))
 
@@ -84,7 +84,7 @@ def collect(policy: Threading, seen: list["Seen"], new_buffers: Tree, buffers: T
     To be called at the transform level of the loss.
     """
     given, given_spec = flatten(buffers)
-    leaves, spec = _read(new_buffers, "new_buffers")
+    leaves, spec = read_tensors(new_buffers, "new_buffers", _CAUSE)
     check_fits(leaves, spec, given, given_spec, ("new_buffers", "buffers"), _CAUSE)
     for i, (leaf, other) in enumerate(zip(leaves, given, strict=True)):
         if leaf.dtype != other.dtype:
@@ -288,13 +288,3 @@ _CAUSE = (
     "With buffers, aux is (new_buffers, aux), and new_buffers are like buffers: return what "
     "functional(module).apply returned."
 )
-
-
-def _read(buffers: Tree, root: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    leaves, spec = flatten(buffers)
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. {_CAUSE}"
-            )
-    return leaves, spec

@@ -34,6 +34,17 @@ def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optre
     return leaves, spec
 
 
+def read_tensors(tree: Tree, root: str, cause: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Flatten what a user's function returned, or say which leaf is no tensor."""
+    leaves, spec = flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. {cause}"
+            )
+    return leaves, spec
+
+
 def check_fits(
     leaves: list[Tensor],
     spec: optree.PyTreeSpec,

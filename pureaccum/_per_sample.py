@@ -22,7 +22,6 @@ from ._loss import mean_value
 from ._passes import outside_inference_mode
 from ._reducers import Reducer, read_reduce, squares_of, terms, weights
 from ._samples import (
-    TRANSFORMED,
     Chunk,
     Metrics,
     Randomness,
@@ -31,7 +30,7 @@ from ._samples import (
     Transform,
     check_sampling,
     sampled,
-    tensors_of,
+    transformed_like,
     with_beside,
 )
 from ._torch import transform_active
@@ -242,12 +241,7 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
 
 def _like(params: Tree, how: Sampling) -> Tree:
     """A tree like one gradient, as transformed."""
-    if not callable(how.transform):
-        return params
-    leaves, spec = tensors_of(how.transform(map(torch.zeros_like, params)), TRANSFORMED)
-    if not leaves:
-        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
-    return unflatten(spec, leaves)
+    return transformed_like(how.transform, params) if callable(how.transform) else params
 
 
 def _nothing(

@@ -17,13 +17,20 @@ from torch import Tensor
 
 from ._batches import Batch, check_size, cut, need_rows, read_batch
 from ._chain import GradientMap
-from ._inputs import check_choice, check_disjoint, positions, read_params, refuse_autocast_cache
+from ._inputs import (
+    check_choice,
+    check_disjoint,
+    positions,
+    read_params,
+    read_tensors,
+    refuse_autocast_cache,
+)
 from ._loss import join_aux
 from ._passes import PASSES, Wrt, prepare
 from ._refused import explained
 from ._stages import refuse_stream
 from ._torch import transform_active
-from ._tree import Tree, flatten, global_norm, map, paths, unflatten
+from ._tree import Tree, flatten, global_norm, map, unflatten
 
 
 Randomness = Literal["error", "different", "same"]
@@ -159,14 +166,14 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
         scaling = _scaling(how.transform)
         norm = None if scaling is None and how.metrics != "norm" else global_norm(grads)
         metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
-        noted, specs["metrics"] = tensors_of(metrics, "metrics")
+        noted, specs["metrics"] = read_tensors(metrics, "metrics", OF_EACH)
         if callable(how.transform):
             grads = how.transform(grads)
         elif how.transform == "sign":
             grads = map(torch.sgn, grads)
-        kept, specs["grads"] = tensors_of(grads, TRANSFORMED)
+        kept, specs["grads"] = read_tensors(grads, TRANSFORMED, OF_EACH)
         factor = () if scaling is None or norm is None else scaling(norm)
-        aux, specs["aux"] = tensors_of(join_aux(seen.aux, shape), "aux")
+        aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
         return kept, factor, seen.total, seen.weight, aux, noted
 
     tensors = [x for x in given if isinstance(x, Tensor)]
@@ -202,19 +209,15 @@ def _dense(leaf: Tensor, grad: Tensor | None) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-TRANSFORMED = "what transform returned"
+TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample."
 
 
-def tensors_of(tree: Tree, what: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """Flatten what a user's function returned for a sample, or say which leaf is no tensor."""
-    leaves, spec = flatten(tree)
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{paths(spec, what)[i]} is a {type(leaf).__name__}; expected a tensor: there is "
-                "one for each sample."
-            )
-    return leaves, spec
+def transformed_like(transform: Callable[[Tree], Tree], params: Tree) -> Tree:
+    """A tree like what a transform makes of one gradient."""
+    like = transform(map(torch.zeros_like, params))
+    if not read_tensors(like, TRANSFORMED, OF_EACH)[0]:
+        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
+    return like
 
 
 def _scaling(transform: Transform) -> Callable[[Tensor], Tensor] | None:
