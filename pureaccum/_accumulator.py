@@ -138,7 +138,7 @@ def accumulator(
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         leaves, spec = read_params(params)
-        check_belongs(state, leaves, spec)
+        check_belongs(state, leaves, spec, squares)
         called = (params, *args)
         at = positions(batches, len(called), "batch_argnums")
         _check_not_params(at, batch_argnums)
@@ -196,10 +196,11 @@ def read_state(state: Any) -> AccumState:
 # Pieces that a window shares with the accumulator ----------------------------------------
 
 
-def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None:
+def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
     """Check that a state is one, and of these params."""
     sums, sums_spec = flatten(read_state(state).grads)
     check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
+    check_squares(state, squares)
 
 
 def updated(
@@ -221,7 +222,6 @@ def updated(
         what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
         return f"{what} of microbatch {int(state.microbatches)}"
 
-    check_squares(state, rule.squares)
     sums = flatten(state.grads)[0]
     before: list[Tensor] | None = None
     in_place = not transform_active()
@@ -240,8 +240,8 @@ def check_squares(state: AccumState, squares: bool) -> None:
     """Check that a state has squares where they are asked for."""
     if isinstance(state.squares, Tensor) != squares:
         raise ValueError(
-            f"the state was made with squares={not squares}, this accumulator with "
-            f"squares={squares}; expected a state from its own init."
+            f"the state was made with squares={not squares}; expected squares={squares}, as in a "
+            f"state of this accumulator's own init (of a step: noise={squares}, its own begin)."
         )
 
 

@@ -92,7 +92,7 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
 
     >>> from pureaccum import key
     >>> add_noise({"w": torch.zeros(3)}, 2.0, key(0))
-    {'w': tensor([...])}
+    {'w': tensor([-1.1624,  1.0674,  4.3052])}
     """
     if not isinstance(std, Tensor):
         check_at_least(0.0, std=std)

@@ -80,6 +80,13 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
     return Read(total, weight, tensors), shape
 
 
+def detached(seen: Read) -> Read:
+    """The same without what was recorded of it."""
+    total, weight, aux = seen
+    weight = weight.detach() if isinstance(weight, Tensor) else weight
+    return Read(total.detach(), weight, [x.detach() for x in aux])
+
+
 def is_pair(out: Any) -> bool:
     """Whether a loss returned two things; ``Weighted`` is one."""
     return isinstance(out, tuple) and not isinstance(out, Weighted) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]

@@ -37,6 +37,11 @@ class NoiseScale(NamedTuple):
         cosine: Between the gradients of two microbatches: mean inner product by mean square.
         low: With ``high``, a 95 % confidence interval of ``scale``; 0 and inf for one batch.
         high: See there.
+
+    >>> from pureaccum import per_sample_grad
+    >>> x = torch.tensor([1.0, 3.0, 2.0, 2.0])
+    >>> noise_scale(per_sample_grad(lambda w, x: w * x, reduce="moments")(x[0], x)).signal
+    tensor(3.8333, dtype=torch.float64)
     """
 
     scale: Tensor

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ._held import call_watched, holding
-from ._loss import Read, Shape, read
+from ._loss import Read, Shape, detached, read
 from ._torch import transform_active
-from ._tree import map
 
 
 Engine = Literal["func", "autograd"]
@@ -91,11 +90,10 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
         advise(error)
         raise
     assert shape is not None
-    if wrt.records:
-        total, weight, aux = map(torch.detach, (total, weight, aux))
+    seen = Read(total, weight, aux)
+    seen = detached(seen) if wrt.records else seen
     # retain_graph=False frees activations as the pass goes. create_graph stays at its default:
     # False would silently drop second-order terms under an outer transform.
-    seen = Read(total, weight, aux)
     return Forward(seen, shape, lambda cotangent: vjp(cotangent, retain_graph=False), None)
 
 
@@ -129,8 +127,7 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             torch.autograd.backward(total, cotangent, inputs=leaves)
         return [leaf.grad for leaf in leaves]
 
-    seen = Read(*map(torch.detach, (total, weight, aux)))
-    return Forward(seen, shape, pull, push)
+    return Forward(detached(Read(total, weight, aux)), shape, pull, push)
 
 
 def advise(error: RuntimeError) -> None:

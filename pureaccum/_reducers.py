@@ -224,7 +224,6 @@ def _leaf_by_leaf(chunk: Chunk) -> Any:
         if isinstance(chunk.weight, Tensor):
             x = torch.where(_along(chunk.weight.to(x.device) != 0, x), x, 0.0)
         yield x
-        del x
 
 
 def _added(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def _carried_by(
     plan: Plan, state: TrainState, window: Any, leaves: list[Tensor], spec: optree.PyTreeSpec
 ) -> tuple[Any, Tensor]:
     check_state(window, StepWindow, "this step", "the window")
-    check_belongs(window.accum, leaves, spec)
+    check_belongs(window.accum, leaves, spec, plan.rule.squares)
     expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
     specs = flatten(expected)[1], flatten(window.buffers)[1]
     cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"

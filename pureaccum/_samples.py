@@ -148,7 +148,6 @@ def _chunks(
         with nullcontext() if wrt.records is None else torch.no_grad():
             chunk = _chunk(call, wrt, spec, part, how)
         yield chunk
-        del chunk  # before the next one is made
 
 
 def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:

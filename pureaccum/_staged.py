@@ -27,7 +27,7 @@ from ._breadth import Kept, Pass, again, forward, inside, run_part, unchanged
 from ._donation import NOTHING
 from ._engine import Rule, not_finite, refuse_to_look
 from ._legs import cotangents_of, legs
-from ._loss import Read, Shape, read
+from ._loss import Read, Shape, detached, read
 from ._passes import Wrt, prepare
 from ._pullback import Sums
 from ._shares import Cotangents, is_differentiable, through_merge
@@ -36,7 +36,7 @@ from ._stage import Stage
 from ._stages import Staged, check_call, sees_all_at_once
 from ._sums import Weighing, added_to
 from ._torch import transform_active
-from ._tree import Tree, accumulation_dtype, as_scalar_of, finite, flatten, map, paths
+from ._tree import Tree, accumulation_dtype, as_scalar_of, finite, flatten, paths
 from ._weights import Microbatch, enter, power_of_two, total_finite, weigh
 from ._window import Cut, Folded, Window
 
@@ -178,9 +178,8 @@ def _last_leg(through: Pass, window: Window, kept: Kept, sums: Sums, values: Val
     for p, part in enumerate(through.shelf.fetch(parts)):
         with unchanged(through, n, [part], kept.values):
             (outs, (weight, tensors), pull), reads = again(through, n, p, part, kept, sums, taken)
-        if not transform_active():
-            weight, tensors = map(torch.detach, (weight, tensors))
         seen, counts = Read(outs[0], weight, tensors), _counts(through, part)
+        seen = seen if transform_active() else detached(seen)
         assert shape is not None
         entry = enter(seen, shape, counts, rule.reduction)
         if rule.nonfinite == "raise" and not total_finite(entry):

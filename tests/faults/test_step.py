@@ -210,6 +210,16 @@ def test_a_loss_scale_is_there_or_not(donate: bool) -> None:
     assert plain(plain.init(PARAMS), BATCH)[1].applied
 
 
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_window_that_looked_at_other_norms_is_refused(noise: bool) -> None:
+    ours, theirs = make(noise=noise), make(noise=not noise)
+    state = ours.init(PARAMS)
+    window = theirs.begin(state)
+    for call in (lambda: ours.update(state, window, BATCH), lambda: ours.apply(state, window)):
+        with refused(ValueError, f"expected squares={noise}", "begin", given=(state, window)):
+            call()
+
+
 @donations
 def test_buffers_are_there_or_not(donate: bool) -> None:
     plain, threaded = make(donate=donate), threading(donate=donate)
