@@ -137,6 +137,7 @@ def test_a_leaf_that_is_added_by_a_hook(engine: Any, nonfinite: Any) -> None:
 @every(2)
 @given(problems, st.integers(1, 9), engines, st.integers(-20, 20))
 @example(make("weighted", "propagate", 0, 7, 2), 1, "func", 3)  # the fourth row has no weight
+@example(make("mean", "propagate", 0, 7, 2), 2, "autograd", 0)  # which could add by itself
 def test_a_step(problem: Problem, size: int, engine: Any, exponent: int) -> None:
     """Whole, as a stream, donated, under vmap; and no bit of it depends on the loss scale."""
     rule = {"microbatch_size": size, "nonfinite": problem.nonfinite, "engine": engine}
