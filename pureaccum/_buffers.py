@@ -19,37 +19,21 @@ that each see the whole batch give it the full batch's (see ``_staged_from.py``)
     buffers = finish(carried)
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ._inputs import check_choice, check_fits, read_tensors
+from ._moments import Moments, Seen, joined, layers, merged, moments_of
 from ._tree import Tree, flatten, paths, unflatten
 
 
 Threading = Literal["freeze", "sequential", "pooled"]
-
-
-class Moments(NamedTuple):
-    """What batch norm saw so far: one float64 number a channel, all its layers end to end.
-
-    Args:
-        elements: How many there were; zero for a layer that was not called.
-        mean: Their mean.
-        squares: The sum of their squared distances from it, which does not cancel.
-        momentum: What the last call was to update the running statistics with.
-    """
-
-    elements: Tensor
-    mean: Tensor
-    squares: Tensor
-    momentum: Tensor
 
 
 class Carried(NamedTuple):
@@ -74,11 +58,11 @@ def check_policy(policy: Threading | None) -> None:
 def begin(policy: Threading, buffers: Tree) -> Carried:
     """Before the first microbatch."""
     leaves, spec = read_tensors(buffers, "buffers", _CAUSE)
-    layers = _layers(leaves, spec) if policy == "pooled" else []
-    return Carried(buffers, _moments([None] * len(layers), [leaves[at.mean] for at in layers]))
+    found = layers(leaves, spec) if policy == "pooled" else []
+    return Carried(buffers, moments_of([None] * len(found), [leaves[at.mean] for at in found]))
 
 
-def collect(policy: Threading, seen: list["Seen"], new_buffers: Tree, buffers: Tree) -> Carried:
+def collect(policy: Threading, seen: list[Seen], new_buffers: Tree, buffers: Tree) -> Carried:
     """What one microbatch came to, from the ``buffers`` that its loss got and those it returned.
 
     To be called at the transform level of the loss.
@@ -99,7 +83,7 @@ def collect(policy: Threading, seen: list["Seen"], new_buffers: Tree, buffers: T
     if policy == "sequential":
         return Carried(unflatten(spec, values), ())
     calls: list[Seen | None] = []
-    for at in (layers := _layers(leaves, spec)):
+    for at in (found := layers(leaves, spec)):
         here = [call for call in seen if call.running_mean is leaves[at.mean]]
         if len(here) > 1:
             raise ValueError(
@@ -116,7 +100,7 @@ def collect(policy: Threading, seen: list["Seen"], new_buffers: Tree, buffers: T
             "Call each module once in a microbatch, through functional(module).apply, and return "
             "the new_buffers that it returned as they are, 'running_mean' beside 'running_var'."
         )
-    return Carried(unflatten(spec, values), _moments(calls, [leaves[at.mean] for at in layers]))
+    return Carried(unflatten(spec, values), moments_of(calls, [leaves[at.mean] for at in found]))
 
 
 def advance(
@@ -130,7 +114,7 @@ def advance(
         return carried
     a, b, new = carried.moments, collected.moments, collected
     if a and b:
-        new = new._replace(moments=_merge(a, b))
+        new = new._replace(moments=merged(a, b))
     if keep is None:
         return new
     (leaves, spec), (old, _) = flatten(new), flatten(carried)
@@ -147,32 +131,22 @@ def finish(carried: Carried) -> Tree:
     if not moments:
         return carried.values
     leaves, spec = flatten(carried.values)
-    layers = _layers(leaves, spec)
-    sizes = [leaves[at.mean].numel() for at in layers]
+    found = layers(leaves, spec)
+    sizes = [leaves[at.mean].numel() for at in found]
     called, var = moments.elements > 0, moments.squares / (moments.elements - 1)
-    for statistic, at in ((moments.mean, [x.mean for x in layers]), (var, [x.var for x in layers])):
-        old = _joined([leaves[i] for i in at])
+    for statistic, at in ((moments.mean, [x.mean for x in found]), (var, [x.var for x in found])):
+        old = joined([leaves[i] for i in at])
         new = torch.where(called, torch.lerp(old, statistic, moments.momentum), old)
         for i, part in zip(at, new.split(sizes), strict=True):
             x = leaves[i]
             leaves[i] = part.view_as(x).to(x.device, x.dtype, copy=True)  # memory of its own
-    for at, flags in zip(layers, called.split(sizes), strict=True):
+    for at, flags in zip(found, called.split(sizes), strict=True):
         if at.tracked is not None:
             leaves[at.tracked] = leaves[at.tracked] + flags.any().to(leaves[at.tracked].device)
     return unflatten(spec, leaves)
 
 
 # Batch norm, watched --------------------------------------------------------------------
-
-
-class Seen(NamedTuple):
-    """A call of batch norm: whose running statistics it was to update, and with what."""
-
-    running_mean: Tensor
-    elements: int
-    mean: Tensor
-    var: Tensor
-    momentum: float
 
 
 @contextmanager
@@ -220,65 +194,6 @@ class _Watch(TorchFunctionMode):
         elements = x.numel() // max(x.shape[1], 1)
         self.seen.append(Seen(running_mean, elements, mean, var, call.get("momentum", 0.1)))
         return out
-
-
-# Moments --------------------------------------------------------------------------------
-
-
-class _Layer(NamedTuple):
-    """Where the buffers of one batch norm lie among the leaves."""
-
-    mean: int
-    var: int
-    tracked: int | None
-
-
-def _layers(leaves: list[Tensor], spec: optree.PyTreeSpec) -> list[_Layer]:
-    """Every ``…running_mean`` with a ``…running_var`` of its shape beside it."""
-    at: dict[Any, int] = {path: i for i, path in enumerate(spec.paths())}
-    found: list[_Layer] = []
-    for path, mean in at.items():
-        *above, name = path or ("",)
-        if isinstance(name, str) and name.endswith("running_mean"):
-            stem = name.removesuffix("running_mean")
-            var = at.get((*above, stem + "running_var"))
-            if var is not None and leaves[var].shape == leaves[mean].shape:
-                found.append(_Layer(mean, var, at.get((*above, stem + "num_batches_tracked"))))
-    return found
-
-
-def _moments(calls: Sequence[Seen | None], means: list[Tensor]) -> Moments | tuple[()]:
-    """The moments of some layers; the variance that batch norm keeps is the unbiased one."""
-    if not means:
-        return ()
-    rows: list[tuple[Tensor, ...]] = []
-    for call, mean in zip(calls, means, strict=True):
-        zeros = torch.zeros_like(mean, dtype=torch.float64)
-        if call is None:
-            rows.append((zeros,) * 4)
-        else:
-            squares = call.var.double() * (call.elements - 1)
-            rows.append((zeros + call.elements, call.mean, squares, zeros + call.momentum))
-    return Moments(*(_joined(column) for column in zip(*rows, strict=True)))
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All their numbers in one float64 vector, on the device of the first."""
-    device = tensors[0].device
-    return torch.cat([x.to(device).reshape(-1) for x in tensors]).double()
-
-
-def _merge(a: Moments, b: Moments) -> Moments:
-    """The moments of two groups together (Chan, Golub and LeVeque, 1983)."""
-    elements = a.elements + b.elements
-    share = b.elements / elements.clamp(min=1)
-    apart = b.mean - a.mean
-    return Moments(
-        elements,
-        a.mean + apart * share,
-        a.squares + b.squares + apart * apart * (a.elements * share),
-        torch.where(b.elements > 0, b.momentum, a.momentum),
-    )
 
 
 # Checks ---------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from ._engine import Rule
 from ._explain import explained
 from ._forms import Recipe, form_of, is_tensor, recipe_for
 from ._inputs import refuse_autocast_cache
-from ._programs import Program, has_cuda_graphs, programs, renewed
-from ._run import apply, check_window, update, whole
+from ._programs import Program, has_cuda_graphs, programs, renewed, unit_of
+from ._ranks import before_this_rank, window_of_all_ranks
+from ._run import apply, check_window, first_row, update, whole
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
 from ._tree import Tree, flatten, unflatten
@@ -33,7 +34,7 @@ REMEMBERED = 1000  # kinds of batches
 class Compiled(NamedTuple):
     """The functions of a step that compiles itself."""
 
-    update: Callable[[TrainState, StepWindow, Tree], Any]
+    update: Callable[..., Any]
     apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
     whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
     form: Callable[[TrainState, Tree], str]
@@ -47,6 +48,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     """The functions of a plan; each graph is made when it is first needed."""
     get = programs(plan, settings)
     undonated = plan._replace(donate=False)
+    alone = undonated._replace(group=None)  # the other ranks do not run eagerly what fails here
     recipes: dict[Any, Recipe] = {}
     fitting: set[Any] = set()
     recorded = has_cuda_graphs(settings)
@@ -75,7 +77,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         refuse_autocast_cache([state.samples])
 
         def eagerly() -> object:
-            return whole(undonated, state, batch)
+            return whole(alone, state, batch)
 
         given = recipe.arrange(leaves)
         if recipe.form == "loop":
@@ -118,8 +120,13 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         pieces: tuple[Tree, ...],
         eagerly: Callable[[], object],
     ) -> tuple[TrainState, StepInfo]:
+        began = state
+        if plan.group is not None and plan.keys:
+            rows = sum(read_batch(part).rows or 0 for part in pieces)
+            first = state.samples + before_this_rank(plan, state.samples, rows)
+            began = state._replace(samples=first)
         program = get("first_of_a_batch", False)
-        window, out = attempt(program, (state, pieces[0]), state, eagerly)
+        window, out = attempt(program, (began, pieces[0]), state, eagerly)
         aux = folded(None, pieces[0], *out) if plan.has_aux else None
         for part in pieces[1:]:
             program = get("more_of_a_batch", True)
@@ -130,6 +137,9 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
                 aux = folded(aux, part, *out)
         reduced = () if aux is None else finish_aux(aux)
         name = "applied_of_a_batch"
+        if plan.group is not None:
+            window = window_of_all_ranks(plan, state, window, began.samples, unit_of(plan))
+            name = "applied"
         return finishing(name, None, state, flat_state, (window, reduced), eagerly)
 
     def folded(aux: AuxState | None, part: Tree, out: Tree, share: Tensor, ok: Any) -> AuxState:
@@ -147,23 +157,30 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         refuse_autocast_cache([state.samples])
         return True
 
-    def update_compiled(state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
+    def update_compiled(
+        state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
+    ) -> Any:
         if transform_active() or not fits(state, window):
-            return update(plan, state, window, microbatch)
+            return update(plan, state, window, microbatch, offset)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return update_compiled(state, window, microbatch)
+                return update_compiled(state, window, microbatch, offset)
         if not read_batch(microbatch, "microbatch").rows:
-            return update(plan, state, window, microbatch)
+            return update(plan, state, window, microbatch, offset)
+        at = first_row(plan, state, window, offset)
 
         def eagerly() -> object:
-            return update(undonated, state, window, microbatch)
+            return update(alone, state, window, microbatch)
 
+        samples = window.samples + (read_batch(microbatch).rows or 0)
         own = window if plan.donate else map_tree(torch.clone, window)
+        own = own._replace(samples=at)
         leaves, spec = flatten(own)
         args = own, state, microbatch
         left, aux = attempt(get("more", True), args, state, eagerly, plan.donate)
         new = unflatten(spec, renewed(leaves, left))
+        if offset is not None:
+            new = new._replace(samples=samples)
         if plan.donate:
             mark(leaves)
         return (new, aux) if plan.has_aux else new
@@ -176,9 +193,13 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
                 return apply_compiled(state, window)
 
         def eagerly() -> object:
-            return apply(undonated, state, window)
+            return apply(alone, state, window)
 
-        result = finishing("applied", None, state, flatten(state), (window, ()), eagerly)
+        given = window
+        if plan.group is not None:
+            own = window if plan.donate else map_tree(torch.clone, window)
+            given = window_of_all_ranks(plan, state, own, state.samples)
+        result = finishing("applied", None, state, flatten(state), (given, ()), eagerly)
         if plan.donate:
             mark(leaves_of(window))
         return result

@@ -6,7 +6,8 @@ It follows from sizes, and can be read off (``step.form(state, batch)``):
                 leanest form, for a few of a model of few leaves
     "scan"      one graph with one loop, which holds three gradient trees: where they are small
     "loop"      a graph of one microbatch, which adds to the sums in place, and one that applies
-                them; streams of microbatches use the same two
+                them; streams of microbatches use the same two, and so do ranks, which add up their
+                sums between them
 
 A graph knows how many rows a microbatch has, and a loop takes any number of microbatches: a
 handful of batch sizes is compiled a handful of times.
@@ -56,6 +57,9 @@ def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
     leaves = leaves_of(state.params)
     size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
     tiny = size <= TINY
+    if plan.group is not None:  # what reaches other ranks cannot stand in a graph
+        count, rest = divmod(flat.rows or 0, plan.size or flat.rows or 1)
+        return Form("loop", count, rest, tiny)
     if plan.size is None or flat.rows is None or flat.rows <= plan.size:
         return Form("unrolled", 1, 0, tiny)
     count, rest = divmod(flat.rows, plan.size)

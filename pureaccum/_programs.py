@@ -33,9 +33,8 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
 
     Graphs with separate keys never count towards one another's limit of recompilations.
     """
-    plan = plan._replace(donate=False)
-    size = plan.size or 1
-    unit = power_of_two(size) if plan.rule.reduction == "mean" else 1.0
+    plan = plan._replace(donate=False, group=None)
+    size, unit = plan.size or 1, unit_of(plan)
     made: dict[Any, Program] = {}
 
     def scanned(state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int) -> Any:
@@ -78,6 +77,11 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
         return known
 
     return get
+
+
+def unit_of(plan: Plan) -> float:
+    """What the sums of a batch that is looped over are still to be multiplied by."""
+    return power_of_two(plan.size or 1) if plan.rule.reduction == "mean" else 1.0
 
 
 def has_cuda_graphs(settings: Mapping[str, Any]) -> bool:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ._accumulator import check_belongs, empty, updated
-from ._batches import read_batch
+from ._batches import need_rows, read_batch
 from ._buffers import begin, collect
 from ._call import attempt_key, caller, onwards, row_keys
 from ._donation import Spoiled, hand_over, mark
 from ._finish import finished
 from ._inputs import check_state, read_params, refuse_autocast_cache
 from ._passes import outside_inference_mode
+from ._ranks import before_this_rank, of_all_ranks
 from ._scan import Stacked, fold_scanned
 from ._staged import fold_staged, goes_by_stages
 from ._stages import Staged, refuse_stream, sees_all_at_once
@@ -28,16 +29,26 @@ from ._tree import Tree, check_same_structure, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
 from ._window import Cut, Folded, Pieces, Window, fold, read_cut
+from .distributed import check_group
 
 
 def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
     """One step over a whole batch."""
-    return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
+    if plan.group is None:
+        return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
+    cut = read_cut(batch, plan.size, False, "batch")
+    if need_rows(cut.batch, "batch") == 0:  # nothing to call the loss with
+        cut = cut._replace(size=1)
+    return over(plan, state, cut._replace(alone=False))
 
 
 def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[TrainState, StepInfo]:
     """One step over a batch that is cut."""
     leaves, spec = _read(plan, state)
+    first = state.samples
+    if plan.group is not None and plan.keys:
+        assert isinstance(cut, Cut)
+        first = first + before_this_rank(plan, first, cut.rows or 0)
     window = Window(
         caller(plan, state, spec),
         leaves,
@@ -47,7 +58,7 @@ def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[Tr
         torch.float32,
         plan.aux_reduction,
         _scale(plan, state),
-        (begin(plan.buffers, state.buffers) if plan.buffers else (), state.samples),
+        (begin(plan.buffers, state.buffers) if plan.buffers else (), first),
         partial(onwards, plan),
     )
     with outside_inference_mode():
@@ -61,6 +72,9 @@ def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[Tr
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
         rows = window.batch.rows or 1 if weighs_one and not folded.weighted else 1
         accum, unit, carried, aux, _, _ = folded
+        if plan.group is not None:
+            accum, carried = of_all_ranks(plan, state, accum, carried, first, unit)
+            unit = 1.0
         return finished(plan, state, accum, carried, aux, unit=unit, rows=float(rows), own=True)
 
 
@@ -95,9 +109,15 @@ def begin_window(plan: Plan, state: TrainState) -> StepWindow:
         return StepWindow(sums, map(torch.clone, buffers), state.samples.clone())
 
 
-def update(plan: Plan, state: TrainState, window: StepWindow, microbatch: Tree) -> Any:
+def update(
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    microbatch: Tree,
+    offset: int | None = None,
+) -> Any:
     """One microbatch more."""
-    window, entry = updated_window(plan, state, window, microbatch)
+    window, entry = updated_window(plan, state, window, microbatch, offset=offset)
     return (window, entry.aux) if plan.has_aux else window
 
 
@@ -107,15 +127,17 @@ def updated_window(
     window: StepWindow,
     microbatch: Tree,
     unit: float | None = None,
+    offset: int | None = None,
 ) -> tuple[StepWindow, Microbatch]:
     """The window with one microbatch more, and what that came to."""
     leaves, spec = _read(plan, state)
     carried = _carried_by(plan, state, window, leaves, spec)
     rows = read_batch(microbatch, "microbatch").rows
     call = caller(plan, state, spec)
+    at = first_row(plan, state, window, offset)
 
     def loss(leaves: list[Tensor]) -> Any:
-        return call(leaves, microbatch, carried)
+        return call(leaves, microbatch, (carried[0], at))
 
     accum, entry = updated(
         window.accum,
@@ -144,12 +166,17 @@ def apply(
     """The next state, from the sums of a window, which are still to be multiplied by ``unit``."""
     leaves, spec = _read(plan, state)
     carried = _carried_by(plan, state, window, leaves, spec)
-    own = plan.donate and not transform_active()
+    own, shared = plan.donate and not transform_active(), plan.group is not None
     sums = flatten(window.accum.grads)[0]
-    accum = window.accum._replace(grads=[x.detach() for x in sums] if own else sums)
+    work = [x.detach() for x in sums] if own else [x.clone() for x in sums] if shared else sums
+    accum = window.accum._replace(grads=work)
     try:
         with outside_inference_mode():
-            result = finished(plan, state, accum, carried, aux, unit=unit, own=own)
+            if shared:
+                accum, carried = of_all_ranks(plan, state, accum, carried, state.samples, unit)
+                unit = 1.0
+            given = plan, state, accum, carried, aux
+            result = finished(*given, unit=unit, own=own or shared)
     except BaseException:
         if own:
             mark(sums, Spoiled)
@@ -165,10 +192,30 @@ def check_window(plan: Plan, state: TrainState, window: StepWindow) -> None:
     _carried_by(plan, state, window, leaves, spec)
 
 
+def first_row(plan: Plan, state: TrainState, window: StepWindow, offset: int | None) -> Tensor:
+    """The number in the run of a microbatch's first row."""
+    if offset is not None:
+        if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(
+                f"offset is {offset!r}; expected the number of rows of this step that come before "
+                "this microbatch's, on any rank: an int of at least 0."
+            )
+        return state.samples + offset
+    if plan.keys and plan.group is not None:
+        raise ValueError(
+            "a step with keys over several ranks cannot know which rows of the batch a microbatch "
+            "holds, and rows of two ranks would get the same keys. Say how many rows come before "
+            "it, on all ranks: step.update(state, window, microbatch, offset=...)."
+        )
+    return window.samples
+
+
 # Pieces --------------------------------------------------------------------------------
 
 
 def _read(plan: Plan, state: TrainState) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    if plan.group is not None:
+        check_group(plan.group)
     check_train_state(plan, state)
     leaves, spec = read_params(state.params, "state.params")
     refuse_autocast_cache(leaves)

@@ -28,11 +28,13 @@ from ._loss_scale import LossScale
 from ._passes import Engine
 from ._precision import Policy, check_precision, under
 from ._random import key
+from ._ranks import check_same
 from ._run import apply, begin_window, update, whole
 from ._stages import Staged, refuse_skip
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers
 from ._tree import Tree, map
+from .distributed import check_group
 
 
 class Functions(NamedTuple):
@@ -40,7 +42,7 @@ class Functions(NamedTuple):
 
     init: Callable[..., TrainState]
     begin: Callable[[TrainState], StepWindow]
-    update: Callable[[TrainState, StepWindow, Tree], Any]
+    update: Callable[..., Any]
     apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
     whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
     form: Callable[[TrainState, Tree], str] = lambda state, batch: "eager"
@@ -73,6 +75,7 @@ def make_step(
     keys: bool = False,
     engine: Engine = "func",
     noise: bool = False,
+    group: Any = None,
     donate: bool = False,
     compile: bool | Mapping[str, Any] = False,
 ) -> Step:
@@ -102,6 +105,10 @@ def make_step(
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
         noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
             ``noise_scale`` and ``running_noise_scale``.
+        group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
+            is initialised. Every rank calls the step with its own rows, as many as it has, perhaps
+            none; sums are added up over the ranks once a step, and all ranks come to the same
+            state. Counts are those of all ranks; ``aux`` is this rank's own.
         donate: Each call gives up the state that it is given, and its memory is used again.
         compile: The step compiles itself, when it is first called with a batch of new sizes: the
             microbatches are a loop inside one graph, or where gradients are large a graph that
@@ -111,7 +118,9 @@ def make_step(
     Returns:
         The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch)``, and the same for
         a stream of microbatches: ``begin(state)``, ``update(state, window, microbatch)``, which
-        with ``has_aux`` returns ``(window, aux)``, and ``apply(state, window)``.
+        with ``has_aux`` returns ``(window, aux)``, and ``apply(state, window)``. With keys,
+        ``update(..., offset=n)`` says that n rows of the step come before the microbatch, where
+        ranks share them out, or they come in another order.
 
     >>> from pureaccum import sgd
     >>> step = make_step(lambda w, x: ((w * x) ** 2).mean(), sgd(0.1), microbatch_size=2)
@@ -138,6 +147,8 @@ def make_step(
         )
     if policy is not None:
         check_precision(policy)
+    if group is not None:
+        _check_shared(group, loss_fn, buffers)
     if isinstance(loss_fn, Staged):
         _check_staged(buffers, nonfinite, compile is not False, noise)
     plan = Plan(
@@ -153,11 +164,26 @@ def make_step(
         keys,
         donate,
         set(),
+        group,
     )
     init, begin = partial(_init, plan), partial(begin_window, plan)
     if compile is False:
         return Step(init, begin, partial(update, plan), partial(apply, plan), partial(whole, plan))
     return Step(init, begin, *compiled(plan, {} if compile is True else compile))
+
+
+def _check_shared(group: Any, loss_fn: Any, buffers: Threading | None) -> None:
+    check_group(group)
+    if isinstance(loss_fn, Staged):
+        raise ValueError(
+            "group came with a staged loss, which couples all rows of a batch, and those of other "
+            "ranks are not here. Its batch has to be on one rank."
+        )
+    if buffers == "sequential":
+        raise ValueError(
+            "buffers='sequential' came with group, but ranks work at the same time: expected "
+            "'pooled', one update from the rows of all ranks, or 'freeze'."
+        )
 
 
 def _check_staged(
@@ -189,6 +215,8 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
         begin_buffers(plan.buffers, buffers)  # names what is no tensor
     leaves, _ = read_params(params)
     device = leaves[0].device
+    if plan.group is not None:
+        check_same(params, plan.group)
     if plan.policy is not None:
         params = plan.policy.cast_to_param(params)
     params = map(_own, params)

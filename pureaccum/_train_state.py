@@ -94,6 +94,7 @@ class Plan(NamedTuple):
     keys: bool
     donate: bool
     recomputes: set[bool]  # what is learned of the loss: see _held.py
+    group: Any = None  # the ranks that share a batch
 
 
 def check_train_state(plan: Plan, state: Any) -> None:

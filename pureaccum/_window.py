@@ -27,6 +27,7 @@ class Cut(NamedTuple):
 
     batch: Batch
     size: int | list[int] | None  # None: it is not cut
+    alone: bool = True  # whether there are no rows beside these, on another rank
 
     @property
     def rows(self) -> int | None:
@@ -42,6 +43,8 @@ class Cut(NamedTuple):
     @property
     def untouched(self) -> bool:
         """Whether it fits into one microbatch."""
+        if not self.alone:
+            return False
         if self.size is None or isinstance(self.size, int):
             return self.size is None or self.size >= (self.batch.rows or 0)
         return len(self.size) <= 1
@@ -49,13 +52,13 @@ class Cut(NamedTuple):
     @property
     def most(self) -> int:
         """The most rows that a microbatch counts for."""
-        if self.size is None or self.untouched:
+        if self.untouched:
             return 1
-        return self.size if isinstance(self.size, int) else max(self.size)
+        return self.size if isinstance(self.size, int) else max(self.sizes)
 
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
-        batch, size = self
+        batch, size, _ = self
         whole = [unflatten(batch.spec, batch.leaves)]
         parts = whole if size is None else cut(batch, size)
         for rows, part in zip(self.sizes, parts, strict=True):

@@ -1,0 +1,184 @@
+"""What was accumulated on several ranks, merged: the sums of all, once a window.
+
+    state = all_reduce(state)  # on every rank: sums of gradients, totals, weights and counts
+
+Accumulation is a monoid, so ranks are one more way to cut a batch: they may have had different
+numbers of rows and of microbatches, or none, and what comes out is the state of one process that
+had all of them. ``make_step(..., group=...)`` does this where it belongs.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._accumulator import AccumState, read_state
+from ._batches import cut, need_rows, read_batch
+from ._buckets import sum_over_ranks_
+from ._donation import hand_over, mark
+from ._torch import transform_active
+from ._tree import Tree, flatten, paths, unflatten
+from ._tree import leaves as leaves_of
+
+
+class Pending(NamedTuple):
+    """A reduction under way: ``wait()`` gives the merged state."""
+
+    wait: Callable[[], AccumState]
+
+
+def all_reduce(
+    state: AccumState,
+    group: Any = None,
+    *,
+    merge: Callable[[AccumState, AccumState], AccumState] | None = None,
+    donate: bool = False,
+    async_op: bool = False,
+) -> Any:
+    """Merge the states of all ranks; every rank gets the whole.
+
+    Rule: what ``merge`` gives for the states of rank 0, 1, 2, … Gradients travel in flat buckets,
+    one for each dtype, device and 25 MiB; totals, weights and counts travel with them, are added
+    in float64, and have the same bits on all ranks.
+
+    Args:
+        state: What ``update`` returned, of any accumulator; with no update yet it adds nothing.
+        group: A process group; None is all processes.
+        merge: The ``merge`` of an accumulator whose ``reduce`` is the user's own functions, for
+            which adding numbers may not be right: the states of all ranks come together first.
+        donate: The state is given up, and its memory is used.
+        async_op: Return at once, with the reduction under way: ``.wait()`` gives the state.
+
+    Returns:
+        The merged state.
+
+    >>> from pureaccum import accumulator
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> acc = accumulator(lambda w, x: (w * x).mean())
+    >>> w = torch.tensor(2.0)
+    >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))  # this rank's rows
+    >>> acc.finalize(all_reduce(state))
+    (tensor(2.), tensor(4., dtype=torch.float64))
+    >>> dist.destroy_process_group()
+    """
+    read_state(state)
+    check_group(group)
+    leaves, spec = flatten(state.grads)
+    for i, leaf in enumerate(leaves):
+        if merge is None and leaf.dtype == torch.bool:
+            raise TypeError(
+                f"{paths(spec, 'state.grads')[i]} is torch.bool, which has no sum. Pass the "
+                "accumulator's own merge=acc.merge, which knows what becomes of it."
+            )
+    if merge is not None:
+        if async_op:
+            raise ValueError("async_op=True came with merge, which has to wait for every rank.")
+        merged = reduce(merge, _gathered(state, group))
+        if donate:
+            mark(leaves_of(state))
+        return merged
+    sums = [x.detach() if donate else x.clone() for x in leaves]
+    wait = begin_sum(state._replace(grads=sums), group, ahead=len(sums) + 2 if async_op else 2)
+    if donate:
+        sums = hand_over(leaves_of(state), sums)
+
+    def finish() -> AccumState:
+        summed, _ = wait()
+        return AccumState(unflatten(spec, sums), *summed[1:])
+
+    return Pending(finish) if async_op else finish()
+
+
+def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
+    """The rows of a batch that one of several ranks takes.
+
+    Consecutive rows, as ``torch.tensor_split`` cuts: where the rows do not divide, the first ranks
+    have one more; where there are too few, the last ones have none.
+
+    Args:
+        batch: A pytree whose tensors have one row per sample along dim 0, the same on all ranks.
+        rank: Which part to take.
+        world: How many parts there are.
+
+    Returns:
+        A tree like ``batch``, of views.
+
+    >>> [shard_batch(torch.arange(5), rank, 3).tolist() for rank in range(3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    if not 0 <= rank < world:
+        raise ValueError(
+            f"rank is {rank!r} and world {world!r}; expected a rank from 0 to world - 1, as "
+            "torch.distributed.get_rank() and get_world_size() give."
+        )
+    flat = read_batch(batch)
+    rows = need_rows(flat)
+    return list(cut(flat, [rows // world + (i < rows % world) for i in range(world)]))[rank]
+
+
+# Pieces that a step shares --------------------------------------------------------------
+
+
+def begin_sum(
+    state: AccumState, group: Any, *more: Tensor, ahead: int = 2
+) -> Callable[[], tuple[AccumState, Tensor]]:
+    """Begin to add up states whose gradients are a list, and may be written to.
+
+    Args:
+        state: Of this rank.
+        group: The ranks.
+        more: Further 0-d numbers of this rank.
+        ahead: See ``sum_over_ranks_``.
+
+    Returns:
+        A function that waits, and gives the sum, and the further numbers of all ranks.
+    """
+    amounts = state[1:6]
+    numbers = torch.stack([x.double() for x in (*amounts, *more)])
+    squares = state.squares.clone() if isinstance(state.squares, Tensor) else ()
+    tensors = [*state.grads, *([squares] if isinstance(squares, Tensor) else [])]
+    with torch.no_grad():
+        wait = sum_over_ranks_(tensors, numbers, group, ahead=ahead)
+
+    def finish() -> tuple[AccumState, Tensor]:
+        with torch.no_grad():
+            of_all = wait()
+        sums = of_all[:, : len(amounts)].sum(0).unbind()
+        summed = [new.to(old.dtype, copy=True) for new, old in zip(sums, amounts, strict=True)]
+        return AccumState(state.grads, *summed)._replace(squares=squares), of_all[:, len(amounts) :]
+
+    return finish
+
+
+def check_group(group: Any) -> None:
+    """Check that this process is one of a group."""
+    if transform_active():
+        raise RuntimeError(
+            "ranks cannot be reached from under a torch.func transform or torch.compile; reduce "
+            "what comes out of it."
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) "
+            "first, in a program that torchrun starts."
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
+            "dist.new_group(...) returned, or mesh.get_group(...)."
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not a rank of the group that was passed.")
+
+
+def _gathered(state: AccumState, group: Any) -> list[AccumState]:
+    leaves, spec = flatten(state)
+    columns: list[list[Tensor]] = []
+    for leaf in leaves:
+        column = [torch.empty_like(leaf) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(column, leaf.contiguous(), group=group)
+        columns.append(column)
+    return [unflatten(spec, list(row)) for row in zip(*columns, strict=True)]
