@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ._accumulator import AccumState, read_state
 from ._batches import cut, need_rows, read_batch
-from ._buckets import sum_over_ranks_
-from ._donation import hand_over, mark
+from ._buckets import AHEAD, sum_over_ranks_
+from ._donation import mark
 from ._torch import transform_active
 from ._tree import Tree, flatten, paths, unflatten
 from ._tree import leaves as leaves_of
@@ -80,14 +80,15 @@ def all_reduce(
         if donate:
             mark(leaves_of(state))
         return merged
-    sums = [x.detach() if donate else x.clone() for x in leaves]
-    wait = begin_sum(state._replace(grads=sums), group, ahead=len(sums) + 2 if async_op else 2)
-    if donate:
-        sums = hand_over(leaves_of(state), sums)
+    own = [x.detach() if donate else x.clone() for x in leaves_of(state)]
+    work = unflatten(flatten(state)[1], own)._replace(grads=own[: len(leaves)])
+    if donate:  # before anything is written, so that an error leaves nothing half added
+        mark(leaves_of(state))
+    wait = begin_sum(work, group, ahead=len(own) if async_op else AHEAD)
 
     def finish() -> AccumState:
-        summed, _ = wait()
-        return AccumState(unflatten(spec, sums), *summed[1:])
+        merged, _ = wait()
+        return merged._replace(grads=unflatten(spec, merged.grads))
 
     return Pending(finish) if async_op else finish()
 
@@ -123,9 +124,9 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
 
 
 def begin_sum(
-    state: AccumState, group: Any, *more: Tensor, ahead: int = 2
+    state: AccumState, group: Any, *more: Tensor, ahead: int = AHEAD
 ) -> Callable[[], tuple[AccumState, Tensor]]:
-    """Begin to add up states whose gradients are a list, and may be written to.
+    """Begin to add up states whose gradients are a list, and are written to.
 
     Args:
         state: Of this rank.
@@ -165,13 +166,17 @@ def check_group(group: Any) -> None:
             "torch.distributed is not initialised: call torch.distributed.init_process_group(...) "
             "first, in a program that torchrun starts."
         )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and not outside and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
             "dist.new_group(...) returned, or mesh.get_group(...)."
         )
-    if dist.get_rank(group) < 0:
-        raise ValueError("this process is not a rank of the group that was passed.")
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError(
+            "this process is not a rank of the group that was passed; leave the call to those that "
+            "are."
+        )
 
 
 def _gathered(state: AccumState, group: Any) -> list[AccumState]:

@@ -1,0 +1,117 @@
+"""What travels between ranks: any tensors, in few collectives, and numbers to the bit."""
+
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum import _buckets, distributed
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.exact.given import every_kind_of_leaf
+from tests.ranks import in_step, on_ranks
+from tests.strategies import generator
+
+
+bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(numbers=st.lists(bits, min_size=1), rank=st.integers(0, 2))
+@example(numbers=[-0.0, math.nan, math.inf, -math.inf, 5e-324, 2.0**53 + 2], rank=1)
+def test_numbers_travel_to_the_bit(dtype, numbers, rank):
+    """Through a sum with the zeros of other ranks, in the bucket's own dtype."""
+    given_ = torch.tensor(numbers, dtype=torch.float64)
+    sent = sum(
+        _buckets._encode(given_ if r == rank else torch.zeros_like(given_), r, 3).to(dtype)
+        for r in range(3)
+    )
+    came = _buckets._decode(sent, 3)[rank]
+    assert torch.equal(came.view(torch.int64), given_.view(torch.int64))
+
+
+def some_tensors(seed: int, rank: int) -> list[Tensor]:
+    """Every kind of leaf, and every dtype that a sum may have."""
+    random = generator(seed + rank)
+
+    def filled(x: Tensor) -> Tensor:
+        values = torch.randint(-9, 10, x.shape, generator=random)
+        return torch.empty_like(x).copy_(values.to(x.dtype))
+
+    leaves = list(every_kind_of_leaf().values())
+    image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    odd = [torch.zeros(3, dtype=d) for d in (torch.complex64, torch.float16, torch.int64)]
+    return [filled(x) for x in (*leaves, image, *odd)]
+
+
+@on_ranks(2)
+@in_step()
+@given(
+    seed=st.integers(0, 99),
+    cap=st.sampled_from([0, 64, 2**20, 2**25]),
+    ahead=st.sampled_from([1, 2, 100]),
+    order=st.permutations(range(12)),
+    keep=st.integers(0, 12),
+)
+@example(seed=0, cap=2**25, ahead=2, order=[*range(12)], keep=0)
+def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
+    tensors = some_tensors(seed, rank)
+    kept = [tensors[i] for i in order[:keep]]
+    looks = [(x.stride(), x.dtype, x.data_ptr()) for x in kept]
+    of_all = [some_tensors(seed, r) for r in range(world)]
+    want = [sum(others[i] for others in of_all) for i in order[:keep]]
+    _buckets.CAP = cap
+    numbers = torch.tensor([rank + 0.5, -rank], dtype=torch.float64)
+    came = _buckets.sum_over_ranks_(kept, numbers, None, ahead=ahead)()
+    assert came.tolist() == [[r + 0.5, -r] for r in range(world)]
+    assert_trees_bitwise_equal(kept, want)
+    assert [(x.stride(), x.dtype, x.data_ptr()) for x in kept] == looks
+
+
+@on_ranks(2)
+def test_one_collective_and_no_more_bytes_than_needed(rank, world):
+    sent: list[Tensor] = []
+    plain = dist.all_reduce
+
+    def noted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(x)
+        return plain(x, *args, **kwargs)
+
+    dist.all_reduce = noted
+    acc = pa.accumulator(lambda p, x: sum((p[k] * x.sum()).sum() for k in p))
+    params = {str(i): torch.ones(100) for i in range(50)}
+    state = acc.update(acc.init(params), params, torch.ones(3))
+    distributed.all_reduce(state)
+    assert [x.nbytes for x in sent] == [5000 * 4 + world * 5 * 16]
+    sent.clear()
+    params = {str(i): torch.ones(7 * 2**20) for i in range(3)}  # each 28 MiB: a bucket of its own
+    state = acc.update(acc.init(params), params, torch.ones(3), donate=True)
+    where = [x.data_ptr() for x in state.grads.values()]
+    merged = distributed.all_reduce(state, donate=True)
+    assert len(sent) == 3
+    assert [x.data_ptr() for x in merged.grads.values()] == where  # in place …
+    assert {x.data_ptr() for x in sent} >= set(where[1:])  # … and two of them without a copy
+
+
+@on_ranks(4)
+@in_step(2)
+@given(seed=st.integers(0, 99))
+def test_all_ranks_have_the_same_bits_of_rounded_sums(rank, world, seed):
+    """Where the order of a sum matters, it is one order."""
+    acc = pa.accumulator(lambda w, x: (w * x).sum() ** 2)
+    w = torch.randn(1000, generator=generator(seed))
+    x = torch.randn(8, 1000, generator=generator(seed + 1 + rank))
+    state = acc.init(w)
+    for part in x.split(3):
+        state = acc.update(state, w, part)
+    merged = distributed.all_reduce(state)
+    for leaf in (merged.grads, *merged[1:6]):
+        of_all = [torch.empty_like(leaf) for _ in range(world)]
+        dist.all_gather(of_all, leaf)
+        assert all(torch.equal(other, leaf) for other in of_all)

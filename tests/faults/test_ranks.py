@@ -1,0 +1,152 @@
+"""Ranks that were set up wrongly, that raise, and that die."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pureaccum as pa
+from pureaccum import distributed
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.ranks import ENDED, on_ranks, run_on_ranks
+
+
+def loss(w: Any, x: Any) -> Any:
+    return (w * x).mean()
+
+
+def test_without_a_group():
+    state = pa.accumulator(loss).init(torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\.\.\.\) first"):
+        distributed.all_reduce(state)
+    with pytest.raises(RuntimeError, match="torchrun"):
+        pa.make_step(loss, pa.sgd(), group="world")
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_shard_of_no_rank(rank, world):
+    with pytest.raises(ValueError, match=f"rank is {rank} and world {world}; expected a rank from"):
+        distributed.shard_batch(torch.ones(4), rank, world)
+
+
+def test_a_shard_of_what_has_no_rows():
+    with pytest.raises(ValueError, match="a 0-d tensor"):
+        distributed.shard_batch(torch.tensor(1.0), 0, 2)
+
+
+@on_ranks(2)
+def test_what_is_refused(rank, world):
+    everyone = dist.group.WORLD
+    acc = pa.accumulator(loss)
+    state = acc.init(torch.ones(2))
+    with pytest.raises(TypeError, match=r"group is a str; expected a process group: dist\.group"):
+        distributed.all_reduce(state, "world")
+    with pytest.raises(TypeError, match="expected the AccumState"):
+        distributed.all_reduce((state, ()))
+    with pytest.raises(ValueError, match="async_op=True came with merge"):
+        distributed.all_reduce(state, merge=acc.merge, async_op=True)
+    flags = state._replace(grads={"seen": torch.ones(2, dtype=torch.bool)})
+    with pytest.raises(TypeError, match=r"state\.grads\['seen'\] is torch\.bool, which has no sum"):
+        distributed.all_reduce(flags)
+    with pytest.raises(RuntimeError, match="ranks cannot be reached from under a"):
+        torch.func.vmap(lambda g: distributed.all_reduce(state._replace(grads=g)).grads)(
+            torch.ones(3, 2)
+        )
+    with pytest.raises(ValueError, match="buffers='sequential' came with group"):
+        pa.make_step(loss, pa.sgd(), group=everyone, buffers="sequential")
+    with pytest.raises(ValueError, match="group came with a staged loss"):
+        pa.make_step(pa.staged([pa.rowwise(loss)]), pa.sgd(), group=everyone)
+
+    step = pa.make_step(lambda w, x, keys: loss(w, x), pa.sgd(), keys=True, group=everyone)
+    begun = step.init(torch.ones(2))
+    window = step.begin(begun)
+    with pytest.raises(ValueError, match=r"the same keys\. Say how many rows come before it, on"):
+        step.update(begun, window, torch.ones(3, 2))
+    for offset in (-1, 1.0, True):
+        with pytest.raises(ValueError, match=f"offset is {offset!r}; expected the number of rows"):
+            step.update(begun, window, torch.ones(3, 2), offset=offset)
+    alone = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="not a rank of the group"):
+            distributed.all_reduce(state, alone)
+
+
+@on_ranks(2)
+def test_ranks_that_begin_apart(rank, world):
+    """The error comes on all of them, and names the leaf."""
+    step = pa.make_step(loss, pa.sgd(), group=dist.group.WORLD)
+    apart = {"a": torch.ones(2), "b": torch.tensor([1.0, 2.0 + rank])}
+    with pytest.raises(ValueError, match=r"params\['b'\] is not the same on all ranks .*1 of 2"):
+        step.init(apart)
+    shapes = {"a": torch.ones(2 + rank)}
+    with pytest.raises(ValueError, match=r"different names, shapes or dtypes.*params\['a'\]"):
+        step.init(shapes)
+    step.init({"a": torch.tensor([torch.nan, -0.0])})  # the same bits
+
+
+def raises_in_mid_window(rank: int, world: int) -> None:
+    step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD, donate=bool(rank % 2))
+    state = step.init(torch.ones(2))
+    state, _ = step(state, torch.ones(2, 2))
+    before = state.params.clone()
+    window = step.update(state, step.begin(state), torch.ones(2, 2))
+    if rank == 0:
+        raise ZeroDivisionError("a fault of rank 0")
+    with pytest.raises(RuntimeError) as caught:
+        step.apply(state, window)
+    assert any("could not be added up" in note for note in caught.value.__notes__)
+    assert_trees_bitwise_equal(state.params, before)  # usable
+    pa.make_step(loss, pa.sgd(0.5))(state, torch.ones(2, 2))
+
+
+raises_in_mid_window.in_rank = raises_in_mid_window
+
+
+def dies_in_mid_window(rank: int, world: int) -> None:
+    step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
+    state = step.init(torch.ones(2))
+    window = step.update(state, step.begin(state), torch.ones(2, 2))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        step.apply(state, window)
+    assert any("could not be added up" in note for note in caught.value.__notes__)
+    assert_trees_bitwise_equal(step.begin(state).accum.grads, torch.zeros(2))
+
+
+dies_in_mid_window.in_rank = dies_in_mid_window
+
+
+def never_comes(rank: int, world: int) -> None:
+    step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
+    state = step.init(torch.ones(2))
+    if rank == 1:  # catches its own error, say, and goes on without the step
+        time.sleep(8)
+        return
+    with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+        step(state, torch.ones(2, 2))
+
+
+never_comes.in_rank = never_comes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_raises(world):
+    first, *others = run_on_ranks(world, __name__, "raises_in_mid_window")
+    assert "a fault of rank 0" in first
+    assert others == [ENDED] * (world - 1), others
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_dies(world):
+    first, second, *others = run_on_ranks(world, __name__, "dies_in_mid_window")
+    assert second == "died with exit code -9"
+    assert {first, *others} == {ENDED}, [first, *others]
+
+
+def test_a_rank_that_does_not_come():
+    assert run_on_ranks(2, __name__, "never_comes", timeout=3) == [ENDED, ENDED]
