@@ -1,9 +1,14 @@
 """The examples run, and learn what they say."""
 
+import os
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -26,3 +31,16 @@ def test_meta_gradients() -> None:
     main = runpy.run_path(str(EXAMPLES / "meta_gradients.py"))["main"]
     first, last = main(steps=3, rows=60)
     assert last < first
+
+
+def test_distributed() -> None:
+    """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", str(EXAMPLES / "distributed.py")]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+    assert run.returncode == 0, run.stderr
+    apart = re.search(r"from the one process: (\S+)", run.stdout)
+    assert apart, run.stdout
+    assert float(apart[1]) < torch.finfo(torch.float64).eps * 2**20  # 31 steps of AdamW
+    assert "10 microbatches on 2 ranks" in run.stdout
