@@ -160,9 +160,9 @@ def _refuse(module: Any) -> None:
         if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise TypeError(
                 f"{path} is a {type(part).__name__}; pass {path}.module, which it wraps: "
-                "functional_call on it gives unsynchronised gradients. To add them up over the ranks, "
-                "make_step(..., group=torch.distributed.group.WORLD), or distributed.all_reduce of an "
-                "accumulator's state."
+                "functional_call on it gives unsynchronised gradients. To add them up over the "
+                "ranks, make_step(..., group=torch.distributed.group.WORLD), or "
+                "distributed.all_reduce of an accumulator's state."
             )
         if isinstance(part, sharded):
             raise TypeError(
