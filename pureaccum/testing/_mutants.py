@@ -217,7 +217,7 @@ OF_CORE: dict[str, Mutant] = {
     ),
     "moments pooled without what lies between means": Mutant(
         "Pooled variances leave out how far apart the means are.",
-        "_buffers.py",
+        "_moments.py",
         "a.squares + b.squares + apart * apart * (a.elements * share)",
         "a.squares + b.squares",
     ),
