@@ -103,7 +103,7 @@ def memory_report(
     params, _ = read_params(state.params, "state.params")
     if getattr(step, "form", _eager)(state, batch) != "eager":
         raise ValueError(
-            "memory_report came with a step that compiles itself, and a graph plans its own memory. "
+            "memory_report came with a step that compiles itself; graphs plan their own memory. "
             "Report the same step without compile."
         )
     sums = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in params)
@@ -137,9 +137,16 @@ def _run(step: Callable[..., Any], state: TrainState, batch: Tree) -> tuple[int,
 
 
 def _memory(state: TrainState, sums: int, before_backward: int, peak: int) -> Memory:
-    kept = (_bytes(it) for it in (state.params, state.buffers, state.opt_state))
     activations = max(before_backward - sums, 0)
-    return Memory(*kept, sums, activations, max(peak - sums - activations, 0))
+    workspace = max(peak - sums - activations, 0)
+    return Memory(
+        _bytes(state.params),
+        _bytes(state.buffers),
+        _bytes(state.opt_state),
+        sums,
+        activations,
+        workspace,
+    )
 
 
 def _bytes(tree: Tree) -> int:
