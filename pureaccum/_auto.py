@@ -22,6 +22,7 @@ from torch import Tensor
 from ._batches import need_rows, read_batch
 from ._inputs import check_argnums, positions
 from ._live import counting
+from ._passes import outside_inference_mode
 from ._replay import generators, restore
 from ._torch import transform_active
 from ._tree import Tree, flatten
@@ -71,7 +72,7 @@ def by_memory(
         rows = max(need_rows(read_batch(batch)), 1)
         kind, device = _kind(batch, rest)
         known, outer = kinds.get(kind, Known()), sys.exception()
-        before = generators([] if device is None else [device])
+        before, drain = generators([] if device is None else [device]), _oldest()
         size, tried = rows if rows < known.fails else max(known.fits, 1), list[int]()
         while True:
             tried.append(size)
@@ -90,6 +91,7 @@ def by_memory(
                     raise
                 _let_go(error, outer)
             # Here, since until its except block is left an error is kept by the interpreter.
+            drain()
             gc.collect()
             torch.cuda.empty_cache()
             restore(before)
@@ -170,6 +172,18 @@ def _let_go(error: BaseException, outer: BaseException | None) -> None:
         held += [each.__cause__, each.__context__]
         traceback.clear_frames(each.__traceback__)
         each.__traceback__ = None
+
+
+def _oldest() -> Callable[[], object]:
+    """A function that empties autograd's queue of what is made from now on.
+
+    A backward pass that fails leaves in its thread's queue the nodes that were ready, with the
+    tensors that they saved. The next pass drops those that come before its own: the younger ones.
+    """
+    with outside_inference_mode(), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        out = leaf * 1
+    return partial(torch.autograd.grad, out, leaf, retain_graph=True)
 
 
 # Where it may be asked for -------------------------------------------------------------------

@@ -32,8 +32,9 @@ FLOORS = (
         "_traced",
         "_arguments",
     },
-    {"_auto", "_weights", "_passes", "_update", "_buffers", "_shares", "_remat"},
+    {"_weights", "_passes", "_update", "_buffers", "_shares", "_remat"},
     {
+        "_auto",
         "_aux",
         "_batch_norm",
         "_engine",
