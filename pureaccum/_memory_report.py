@@ -75,7 +75,8 @@ def memory_report(
 
     The prediction computes nothing and allocates nothing: a model need not fit. Give it a state
     and a batch on the ``meta`` device, and only that is done. Code that reads a number of a tensor
-    is told 1 then; operations whose shapes depend on numbers (``nonzero``) cannot be predicted.
+    is told 1 then, or True; operations whose shapes depend on numbers (``nonzero``) cannot be
+    predicted.
 
     The measurement runs the step once and drops what it returns; one that donates is given copies.
     On a CPU it is of the tensors that are alive, and leaves out what a kernel allocates for itself;

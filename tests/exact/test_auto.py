@@ -5,28 +5,32 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
 from pureaccum._live import counting
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import saying
+from tests.faults.shortage import few_to_collect
 from tests.strategies import every, few, generator
 
 
 WIDTH = 64
 
+pytestmark = pytest.mark.usefixtures(few_to_collect.__name__)
+
 
 class Counted:
-    """A loss that notes the rows of each microbatch."""
+    """A loss that notes the rows of each microbatch, and keeps so many activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: int = 1) -> None:
+        self.terms = terms
         self.rows: list[int] = []
 
     def __call__(self, params: Tensor, batch: Tensor) -> Tensor:
         self.rows.append(len(batch))
-        return (torch.tanh(batch * params) ** 2).mean()
+        means = [(torch.tanh(batch * params) ** 2).mean() for _ in range(self.terms)]
+        return torch.stack(means).sum()
 
     def tried(self) -> list[int]:
         rows, self.rows = self.rows, []
@@ -40,9 +44,9 @@ def make_batch(rows: int) -> Tensor:
 PARAMS = torch.linspace(0.5, 2, WIDTH)
 
 
-def peak(size: int, batch: Tensor, params: Tensor = PARAMS) -> int:
-    step = pa.make_step(Counted(), pa.adamw(), microbatch_size=size)
-    state = step.init(params)
+def peak(size: int, batch: Tensor, loss: Any = None) -> int:
+    step = pa.make_step(loss or Counted(), pa.adamw(), microbatch_size=size)
+    state = step.init(PARAMS)
     with counting() as live:
         step(state, batch)
     return live.peak
@@ -52,7 +56,7 @@ def made(loss: Any, budget: int | None = None) -> Any:
     return pa.make_step(loss, pa.adamw(), microbatch_size="auto", memory_budget=budget)
 
 
-@every(2)
+@every(3)
 @given(few, few)
 def test_the_largest_of_the_halves_that_the_budget_allows(rows: int, fits: int) -> None:
     """And one byte less than it needs is too little."""
@@ -61,11 +65,12 @@ def test_the_largest_of_the_halves_that_the_budget_allows(rows: int, fits: int) 
     while sizes[-1] > 1:
         sizes.append(sizes[-1] // 2)
     size = sizes[fits % len(sizes)]
-    for budget in (peak(size, batch), peak(size, batch) - 1):
+    needs = {it: peak(it, batch) for it in sizes}
+    for budget in (needs[size], needs[size] - 1):
         loss = Counted()
         step = made(loss, budget)
         state = step.init(PARAMS)
-        expected = next((it for it in sizes if peak(it, batch) <= budget), None)
+        expected = next((it for it in sizes if needs[it] <= budget), None)
         if expected is None:
             with saying(torch.OutOfMemoryError, f"memory_budget is {budget}", "alive"):
                 step(state, batch)
@@ -103,28 +108,21 @@ def test_later_batches_begin_at_what_is_known() -> None:
     assert loss.tried()[0] == 12
 
 
-def test_memory_that_has_become_tighter_is_noticed(monkeypatch: Any) -> None:
-    """Rows of the same shape, of which more is kept: a size that once fitted does not."""
-    copies = 1
-
-    def loss(params: Tensor, batch: Tensor) -> Tensor:
-        rows.append(len(batch))
-        return sum((torch.tanh(batch * params * i) ** 2).mean() for i in range(copies))  # type: ignore
-
-    rows: list[int] = []
-    step = made(loss, 5 * peak(1, make_batch(1)))
+def test_a_size_that_fits_no_longer_is_forgotten() -> None:
+    """Rows of the same shape, of which more is kept than before."""
+    loss = Counted()
+    step = made(loss, peak(1, make_batch(8), Counted(30)))
     state = step.init(PARAMS)
-    step(state, make_batch(4))
-    assert rows == [4]
-    step(state, make_batch(4))
-    copies = 20
-    rows.clear()
-    step(state, make_batch(4))  # known to fit, and not counted
-    assert rows == [4]
-    rows.clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        step(state, make_batch(8))
-    assert rows == [8, 4, 4, 2, 1] or rows[:2] == [8, 4]
+    for rows in (4, 4):
+        step(state, make_batch(rows))
+        assert loss.tried() == [rows]
+    loss.terms = 30
+    step(state, make_batch(4))  # known to fit, and so not counted
+    assert loss.tried() == [4]
+    step(state, make_batch(8))
+    assert loss.tried() == [8, 4, 2, *[1] * 8]
+    step(state, make_batch(8))
+    assert loss.tried() == [1] * 8
 
 
 def test_a_proven_size_is_not_counted() -> None:
@@ -184,8 +182,10 @@ def test_refused(error: Any, knobs: dict[str, Any], words: tuple[str, ...]) -> N
 def test_transforms_are_refused(transform: Any) -> None:
     loss = Counted()
 
+    batch = make_batch(3)
+
     def value(params: Tensor) -> Tensor:
-        return pa.value(loss, microbatch_size="auto")(params, make_batch(3))
+        return pa.value(loss, microbatch_size="auto")(params, batch)
 
     with saying(RuntimeError, "'auto' came under a torch.func transform", "that number"):
         transform(value)(torch.stack([PARAMS]))

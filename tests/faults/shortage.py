@@ -1,10 +1,12 @@
 """Memory that runs out where a test says."""
 
+import gc
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from pureaccum._live import counting
@@ -57,3 +59,12 @@ def shortage(*points: Point, error: Callable[[], BaseException] = failing) -> Ge
 
     with counting() as live, Seeing(see):
         yield tries
+
+
+@pytest.fixture(scope="module")
+def few_to_collect() -> Iterator[None]:
+    """Each try that fails is followed by a collection: not of all that a test session imports."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,10 +1,9 @@
 """Memory runs out in the middle of a step: nothing is lost, nothing is kept, no bit is another."""
 
-import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -17,11 +16,13 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum._torch import in_backward
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
-from tests.faults.shortage import Point, failing, inside, shortage
+from tests.faults.shortage import Point, failing, few_to_collect, inside, shortage
 from tests.strategies import every, generator
 
 
 ROWS = 8
+
+pytestmark = pytest.mark.usefixtures(few_to_collect.__name__)
 Tensors = dict[str, Tensor]
 
 
@@ -138,15 +139,6 @@ def check(name: str, *points: Point, **knobs: Any) -> None:
     torch.manual_seed(1)
     assert_trees_bitwise_equal(found, made.step(size)(state, batch))
     assert torch.equal(torch.get_rng_state(), after)
-
-
-@pytest.fixture(autouse=True)
-def few_to_collect() -> Iterator[None]:
-    """Each try that fails is followed by a collection: not of all that a test session imports."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # Every place --------------------------------------------------------------------------------
@@ -320,7 +312,7 @@ import resource
 import torch
 import pureaccum as pa
 
-ROWS, WIDTH = 64, 2**18  # 64 MiB for every activation of the whole batch
+ROWS, WIDTH = 64, 2**16  # 16 MiB for every activation of the whole batch
 sizes = []
 
 def loss(params, x):
@@ -333,7 +325,7 @@ state = explicit.init(torch.linspace(1, 2, WIDTH))
 expected = explicit(state, x)[0].params
 sizes.clear()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 80 * 2**20, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + 20 * 2**20, resource.RLIM_INFINITY))
 step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto")
 found, info = step(state, x)
 rows = ROWS // int(info.microbatches)
