@@ -130,7 +130,7 @@ def test_steps_of_all_kinds(donate: bool) -> None:
         has_aux=True,
         microbatch_size=4,
         loss_scale=pa.dynamic_loss_scale(),
-        policy=pa.Policy(compute=torch.bfloat16),
+        policy=pa.Policy(autocast=torch.bfloat16),
         nonfinite="skip",
         buffers="pooled",
         keys=True,
