@@ -20,6 +20,9 @@ from ._loss import Weighted as Weighted
 from ._loss_scale import LossScaleState as LossScaleState
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._loss_scale import static_loss_scale as static_loss_scale
+from ._memory_report import Memory as Memory
+from ._memory_report import MemoryReport as MemoryReport
+from ._memory_report import memory_report as memory_report
 from ._module import functional as functional
 from ._noise_scale import NoiseScale as NoiseScale
 from ._noise_scale import noise_scale as noise_scale

@@ -92,7 +92,7 @@ def check_size(size: int, name: str = "microbatch_size") -> int:
     return size
 
 
-def check_sizes(size: int | Sequence[int]) -> int | list[int]:
+def check_sizes(size: int | Sequence[int] | str) -> int | list[int]:
     """The same for a size that each microbatch has of its own."""
     if not isinstance(size, (list, tuple)):
         return check_size(size)  # pyright: ignore[reportArgumentType]

@@ -123,10 +123,10 @@ def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> Batc
 
 def _apart(aux: Tree, state: TrainState) -> Tree:
     """Aux that may be parameters or buffers, before their memory is written to."""
-    held = {x.untyped_storage().data_ptr() for x in leaves_of((state.params, state.buffers))}
+    held = {id(x.untyped_storage()) for x in leaves_of((state.params, state.buffers))}
 
     def apart(x: Any) -> Any:
         shared = isinstance(x, torch.Tensor) and not x.is_sparse
-        return x.clone() if shared and x.untyped_storage().data_ptr() in held else x
+        return x.clone() if shared and id(x.untyped_storage()) in held else x
 
     return map(apart, aux)

@@ -10,11 +10,12 @@ for the device.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._auto import by_memory, check_auto
 from ._aux import check_aux_reduction
 from ._batches import check_size
 from ._buffers import Threading, check_policy
@@ -32,7 +33,7 @@ from ._ranks import check_same
 from ._run import apply, begin_window, update, whole
 from ._stages import Staged, refuse_skip
 from ._torch import transform_active
-from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers
+from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
 from ._tree import Tree, map
 from .distributed import check_group
 
@@ -65,7 +66,8 @@ def make_step(
     optimizer: Any,
     *,
     has_aux: bool = False,
-    microbatch_size: int | None = None,
+    microbatch_size: int | Literal["auto"] | None = None,
+    memory_budget: int | None = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
     loss_scale: LossScale | None = None,
@@ -89,7 +91,14 @@ def make_step(
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
         has_aux: Whether the loss returns aux.
-        microbatch_size: Rows per microbatch; None takes a batch whole.
+        microbatch_size: Rows per microbatch; None takes a batch whole. ``"auto"`` takes as many as
+            memory allows: the whole batch, and after an out-of-memory error half of that, and so
+            on; the next batches begin there. The result is that of the size which went well. A
+            loss is then called again, with the same random numbers. At size 1 the error comes out.
+        memory_budget: For ``"auto"``: bytes that a step may hold beyond its arguments, such as
+            gradients, activations and the next state. A CPU needs it, since Linux promises more
+            memory than there is. Sizes that are not yet known to fit are tried under a count of
+            what is alive, which takes longer; later steps are not counted.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: see ``grad_and_value``.
         loss_scale: ``dynamic_loss_scale`` or ``static_loss_scale``; None scales nothing.
@@ -134,8 +143,9 @@ def make_step(
     rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine, noise))
     check_aux_reduction(aux_reduction)
     check_policy(buffers)
-    if microbatch_size is not None:
-        check_size(microbatch_size)
+    given = {"donate": donate, "compile": compile, "noise": noise, "group": group}
+    check_auto(microbatch_size, memory_budget, given)
+    size = None if microbatch_size in (None, "auto") else check_size(microbatch_size)
     if compile is not False:
         check_compilable(rule, compile)
     if not callable(loss_fn):
@@ -155,7 +165,7 @@ def make_step(
         under(policy, loss_fn),
         as_optimizer(optimizer),
         has_aux,
-        microbatch_size,
+        size,
         rule,
         aux_reduction,
         loss_scale,
@@ -168,7 +178,12 @@ def make_step(
     )
     init, begin = partial(_init, plan), partial(begin_window, plan)
     if compile is False:
-        return Step(init, begin, partial(update, plan), partial(apply, plan), partial(whole, plan))
+        over_batch = partial(whole, plan)
+        if microbatch_size == "auto":
+            over_batch = by_memory(
+                partial(_in_size, plan), partial(_looked_at, plan), memory_budget
+            )
+        return Step(init, begin, partial(update, plan), partial(apply, plan), over_batch)
     return Step(init, begin, *compiled(plan, {} if compile is True else compile))
 
 
@@ -184,6 +199,15 @@ def _check_shared(group: Any, loss_fn: Any, buffers: Threading | None) -> None:
             "buffers='sequential' came with group, but ranks work at the same time: expected "
             "'pooled', one update from the rows of all ranks, or 'freeze'."
         )
+
+
+def _in_size(plan: Plan, size: int, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+    return whole(plan._replace(size=size), state, batch)
+
+
+def _looked_at(plan: Plan, state: TrainState, batch: Tree) -> tuple[Tree, Tree]:
+    check_train_state(plan, state)
+    return batch, state.params
 
 
 def _check_staged(

@@ -18,20 +18,24 @@ name                               what for                                check
 ``torch._higher_order_ops.scan``   a loop in compiled code                 2.11, 2.13, 2.15
 ``torch._dynamo``                  dims that vary; the compiler's errors   2.11, 2.13, 2.15
 ``torch._inductor.exc``            the same                                2.11, 2.13, 2.15
+``torch.utils._python_dispatch``   see every operation                     2.11, 2.13, 2.15
+``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
+``torch._subclasses.fake_tensor``  tensors that hold no numbers            2.11, 2.13, 2.15
 =================================  ======================================  ================
 
 ``tests/parity/test_private_torch.py`` fails when one of them moves.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from traceback import FrameSummary
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -211,3 +215,65 @@ def hooks_of_all_modules() -> dict[str, list[Any]]:
 def saved_tensors_hooks_allowed() -> bool:
     """Whether ``torch.autograd.graph.saved_tensors_hooks`` may be entered."""
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore
+
+
+# What can be seen of a computation ----------------------------------------------------------
+
+
+class Seeing(TorchDispatchMode):
+    """Calls ``see(arguments, out)`` after every operation.
+
+    It stands below torch.func's transforms and autograd: forward, backward, in-place and foreach
+    operations all come by, with plain tensors.
+    """
+
+    def __init__(self, see: Callable[[tuple[Any, ...], Any], None]) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see((*args, *(kwargs or {}).values()), out)
+        return out
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work on a backward pass, in this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+@contextmanager
+def imagining() -> Generator[Callable[[Tensor], Tensor]]:
+    """Compute nothing: tensors have shapes and no numbers, and who reads a number is told 1.
+
+    Yields what makes such a tensor out of another one; on a CPU where that is on no device.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def imagined(x: Tensor) -> Tensor:
+        device = "cpu" if x.is_meta else x.device
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Telling():
+        yield imagined
+
+
+class Telling(TorchDispatchMode):
+    """Answers 1 where code reads a number that is not there, and that what is compared is equal."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        from torch._subclasses.fake_tensor import DataDependentOutputException
+
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is torch.ops.aten.equal.default:
+                return True
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

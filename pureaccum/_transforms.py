@@ -7,13 +7,14 @@
 The same monoid as ``accumulator``, for a batch that is at hand as a whole.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._auto import Size, automatic
 from ._aux import check_aux_reduction
 from ._batches import check_sizes
 from ._engine import Nonfinite, Rule, check_rule
@@ -35,13 +36,14 @@ from ._weights import weigh
 from ._window import Cut, Window, divided, evaluate, fold, read_cut
 
 
+@automatic
 def grad_and_value(
     func: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: int | Sequence[int] | None = None,
+    microbatch_size: Size = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
     dtype: torch.dtype | None = None,
@@ -65,7 +67,8 @@ def grad_and_value(
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along dim 0. All other arguments are handed to every microbatch whole.
         microbatch_size: Rows per microbatch; the last one may be shorter. Or the rows of every
-            microbatch, one after the other.
+            microbatch, one after the other. Or ``"auto"``, as large as memory allows: see
+            ``make_step``.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
             ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one word, or
@@ -142,7 +145,7 @@ def grad(
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: int | Sequence[int] | None = None,
+    microbatch_size: Size = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
     dtype: torch.dtype | None = None,
@@ -191,12 +194,13 @@ def grad(
     return wrapped
 
 
+@automatic
 def value(
     func: Callable[..., Any],
     has_aux: bool = False,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: int | Sequence[int] | None = None,
+    microbatch_size: Size = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
 ) -> Callable[..., Any]:

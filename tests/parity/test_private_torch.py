@@ -297,3 +297,35 @@ def test_what_a_graph_writes_to_a_0d_float64_tensor_is_lost(dims: int) -> None:
     x, y = torch.zeros([1] * dims, dtype=torch.float64), torch.ones([1] * dims).double()
     torch.compile(function, backend="aot_eager", fullgraph=True)(x, y)
     assert x.item() == (2 if dims else 0)
+
+
+def test_every_operation_is_seen_below_transforms_and_in_backward_passes() -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def see(arguments: tuple[Any, ...], out: Any) -> None:
+        assert type(out) is torch.Tensor
+        seen.append((_torch.in_backward(), len(arguments)))
+
+    x = torch.ones(3)
+    with _torch.Seeing(see):
+        torch.func.vmap(torch.func.grad(lambda x: x.sin()))(x)
+    assert {backward for backward, _ in seen} == {False, True}
+    assert not _torch.in_backward()
+    count = len(seen)
+    x.add(1)
+    assert len(seen) == count
+
+
+def test_what_is_imagined_holds_no_numbers() -> None:
+    """And does not draw any."""
+    before = torch.get_rng_state()
+    huge = torch.empty(2**30, 2**10, device="meta", dtype=torch.bool)
+    with _torch.imagining() as imagined:
+        x = imagined(torch.ones(3, 2).T)
+        assert (x.shape, x.stride(), x.device.type) == ((2, 3), (1, 2), "cpu")
+        assert imagined(huge).device.type == "cpu"
+        assert x.sum().item() == 1.0
+        assert (x.sum() > 2).item() is True
+        assert torch.equal(x, x + 1)
+        assert nn.functional.dropout(x).untyped_storage().device.type == "meta"
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,202 @@
+"""``microbatch_size="auto"``: what is tried, what is remembered, what a budget means."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum._live import counting
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.faults.refusals import saying
+from tests.faults.shortage import few_to_collect
+from tests.strategies import every, few, generator
+
+
+WIDTH = 64
+
+pytestmark = pytest.mark.usefixtures(few_to_collect.__name__)
+
+
+class Counted:
+    """A loss that notes the rows of each microbatch, and keeps so many activations."""
+
+    def __init__(self, terms: int = 1) -> None:
+        self.terms = terms
+        self.rows: list[int] = []
+
+    def __call__(self, params: Tensor, batch: Tensor) -> Tensor:
+        self.rows.append(len(batch))
+        means = [(torch.tanh(batch * params) ** 2).mean() for _ in range(self.terms)]
+        return torch.stack(means).sum()
+
+    def tried(self) -> list[int]:
+        rows, self.rows = self.rows, []
+        return rows
+
+
+def make_batch(rows: int) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=generator(rows))
+
+
+PARAMS = torch.linspace(0.5, 2, WIDTH)
+
+
+def peak(size: int, batch: Tensor, loss: Any = None) -> int:
+    step = pa.make_step(loss or Counted(), pa.adamw(), microbatch_size=size)
+    state = step.init(PARAMS)
+    with counting() as live:
+        step(state, batch)
+    return live.peak
+
+
+def made(loss: Any, budget: int | None = None) -> Any:
+    return pa.make_step(loss, pa.adamw(), microbatch_size="auto", memory_budget=budget)
+
+
+@every(3)
+@given(few, few)
+def test_the_largest_of_the_halves_that_the_budget_allows(rows: int, fits: int) -> None:
+    """And one byte less than it needs is too little."""
+    batch = make_batch(8 * rows)
+    sizes = [8 * rows]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    size = sizes[fits % len(sizes)]
+    needs = {it: peak(it, batch) for it in sizes}
+    for budget in (needs[size], needs[size] - 1):
+        loss = Counted()
+        step = made(loss, budget)
+        state = step.init(PARAMS)
+        expected = next((it for it in sizes if needs[it] <= budget), None)
+        if expected is None:
+            with saying(torch.OutOfMemoryError, f"memory_budget is {budget}", "alive"):
+                step(state, batch)
+            continue
+        with unchanged(state, batch):
+            found = step(state, batch)
+        explicit = pa.make_step(loss, pa.adamw(), microbatch_size=expected)
+        assert_trees_bitwise_equal(found, explicit(state, batch))
+
+
+def test_without_a_shortage_a_batch_is_one_microbatch() -> None:
+    loss = Counted()
+    step = made(loss)
+    step(step.init(PARAMS), make_batch(24))
+    assert loss.tried() == [24]
+    assert pa.grad(loss, microbatch_size="auto")(PARAMS, make_batch(7)) is not None
+    assert loss.tried() == [7]
+
+
+def test_later_batches_begin_at_what_is_known() -> None:
+    loss = Counted()
+    step = made(loss, peak(8, make_batch(32)))
+    state = step.init(PARAMS)
+    step(state, make_batch(32))
+    assert loss.tried() == [32, 16, *[8] * 4]
+    step(state, make_batch(32))
+    assert loss.tried() == [8] * 4
+    step(state, make_batch(20))  # 32 did not fit, nor did 16
+    assert loss.tried() == [8, 8, 4]
+    step(state, make_batch(12))  # but this was not tried
+    assert loss.tried() == [12, 8, 4]
+    step(state, make_batch(12))
+    assert loss.tried() == [8, 4]
+    step(state, torch.zeros(12, 2 * WIDTH)[:, ::2].double())  # another kind of row
+    assert loss.tried()[0] == 12
+
+
+def test_a_size_that_fits_no_longer_is_forgotten() -> None:
+    """Rows of the same shape, of which more is kept than before."""
+    loss = Counted()
+    step = made(loss, peak(1, make_batch(8), Counted(30)))
+    state = step.init(PARAMS)
+    for rows in (4, 4):
+        step(state, make_batch(rows))
+        assert loss.tried() == [rows]
+    loss.terms = 30
+    step(state, make_batch(4))  # known to fit, and so not counted
+    assert loss.tried() == [4]
+    step(state, make_batch(8))
+    assert loss.tried() == [8, 4, 2, *[1] * 8]
+    step(state, make_batch(8))
+    assert loss.tried() == [1] * 8
+
+
+def test_a_proven_size_is_not_counted() -> None:
+    seen: list[bool] = []
+
+    def loss(params: Tensor, batch: Tensor) -> Tensor:
+        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+        seen.append(is_in_torch_dispatch_mode())
+        return (batch * params).mean()
+
+    step = made(loss, 10**9)
+    state = step.init(PARAMS)
+    for rows in (8, 8, 4, 9, 9):
+        step(state, make_batch(rows))
+    assert seen == [True, False, False, True, False]
+
+
+def test_a_batch_without_rows() -> None:
+    loss = Counted()
+    step = made(loss)
+    state, info = step(step.init(PARAMS), make_batch(0))
+    assert not info.applied
+    assert_trees_bitwise_equal(state.params, PARAMS)
+
+
+def test_a_stream_takes_what_it_is_given() -> None:
+    loss = Counted()
+    step = made(loss)
+    state = step.init(PARAMS)
+    window = step.update(state, step.begin(state), make_batch(3))
+    step.apply(state, window)
+    assert loss.tried() == [3]
+
+
+@pytest.mark.parametrize(
+    ("error", "knobs", "words"),
+    [
+        (ValueError, {"donate": True}, ("donate came", "'auto'", "used up", "give that number")),
+        (ValueError, {"compile": True}, ("compile came", "'auto'", "each size")),
+        (ValueError, {"noise": True}, ("noise came", "'auto'", "between microbatches")),
+        (ValueError, {"memory_budget": 0}, ("memory_budget is 0", "one byte")),
+        (TypeError, {"memory_budget": 2.0}, ("memory_budget is 2.0, a float", "bytes")),
+        (TypeError, {"memory_budget": True}, ("memory_budget is True, a bool", "bytes")),
+        (ValueError, {"memory_budget": 9, "microbatch_size": 2}, ("=9", "=2", "'auto'")),
+        (TypeError, {"microbatch_size": "all"}, ("microbatch_size is 'all', a str", "int")),
+    ],
+)
+def test_refused(error: Any, knobs: dict[str, Any], words: tuple[str, ...]) -> None:
+    with saying(error, *words):
+        pa.make_step(Counted(), pa.sgd(0.1), **{"microbatch_size": "auto"} | knobs)
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd], ids=lambda it: it.__name__
+)
+def test_transforms_are_refused(transform: Any) -> None:
+    loss = Counted()
+
+    batch = make_batch(3)
+
+    def value(params: Tensor) -> Tensor:
+        return pa.value(loss, microbatch_size="auto")(params, batch)
+
+    with saying(RuntimeError, "'auto' came under a torch.func transform", "that number"):
+        transform(value)(torch.stack([PARAMS]))
+    assert not loss.rows
+
+
+def test_knobs_of_transforms_are_checked_at_once() -> None:
+    with saying(ValueError, "reduction"):
+        pa.grad(Counted(), microbatch_size="auto", reduction="median")  # type: ignore
+    assert pa.grad(mean, microbatch_size="auto").__name__ == "mean"
+
+
+def mean(params: Tensor, batch: Tensor) -> Tensor:
+    return (params * batch).mean()

@@ -1,0 +1,70 @@
+"""Memory that runs out where a test says."""
+
+import gc
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from pureaccum._live import counting
+from pureaccum._torch import Seeing
+
+
+Point = int | Callable[[], bool]
+
+
+class Tries(NamedTuple):
+    """For each try: the bytes alive after its first operation, and how many operations it had.
+
+    Those of the engine, and not what is done between tries.
+    """
+
+    alive: list[int]
+    operations: list[int]
+
+
+def inside(*functions: str) -> bool:
+    """Whether one of them is being called, by the end of its qualified name."""
+    frame: Any = sys._getframe()
+    while frame is not None and not frame.f_code.co_qualname.endswith(functions):
+        frame = frame.f_back
+    return frame is not None
+
+
+def failing() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+
+@contextmanager
+def shortage(*points: Point, error: Callable[[], BaseException] = failing) -> Generator[Tries]:
+    """One point for each try that fails: an operation's number, or the first where it is true."""
+    left, tries, begins = list(points), Tries([], []), True
+
+    def see(arguments: Any, out: Any) -> None:
+        nonlocal begins
+        if begins:
+            if not inside("over", "evaluate", "fold"):
+                return
+            tries.alive.append(live.now)
+            tries.operations.append(0)
+            begins = False
+        tries.operations[-1] += 1
+        if left and (left[0]() if callable(left[0]) else tries.operations[-1] >= left[0]):
+            del left[0]
+            begins = True
+            raise error()
+
+    with counting() as live, Seeing(see):
+        yield tries
+
+
+@pytest.fixture(scope="module")
+def few_to_collect() -> Iterator[None]:
+    """Each try that fails is followed by a collection: not of all that a test session imports."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
