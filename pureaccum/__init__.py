@@ -56,6 +56,8 @@ from ._transforms import grad_and_value as grad_and_value
 from ._transforms import value as value
 from ._tree import all_finite as all_finite
 from ._tree import global_norm as global_norm
+from .checkpoint import load as load
+from .checkpoint import save as save
 
 
 if _TYPE_CHECKING:

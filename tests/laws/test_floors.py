@@ -10,7 +10,7 @@ import pureaccum
 
 
 FLOORS = (
-    {"_torch", "_tree", "_donation", "_replay"},
+    {"_torch", "_tree", "_donation", "_replay", "_safetensors", "_whole_file"},
     {
         "_batches",
         "_explain",
@@ -30,6 +30,7 @@ FLOORS = (
         "_stage",
         "_traced",
         "_arguments",
+        "checkpoint",
     },
     {"_weights", "_passes", "_update", "_buffers", "_shares", "_remat"},
     {
