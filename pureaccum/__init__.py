@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import _loadable as _loadable  # names the classes of states to torch.load
 from ._accumulator import AccumState as AccumState
 from ._accumulator import accumulator as accumulator
 from ._batch_norm import batch_norm as batch_norm

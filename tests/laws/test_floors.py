@@ -46,7 +46,7 @@ FLOORS = (
     {"_accumulator", "_cut_graph", "_legs", "_partition", "_precision", "_samples"},
     {"_breadth", "_window", "_staged_from", "_train_state", "_together", "_reducers"},
     {"_call", "_noise_scale", "_per_sample", "_scan", "_staged"},
-    {"_clipped", "_finish"},
+    {"_clipped", "_finish", "_loadable"},
     {"_run", "_transforms"},
     {"_forms", "_programs"},
     {"_compile"},
