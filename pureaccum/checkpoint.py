@@ -163,7 +163,7 @@ def _check_alike(path: str | os.PathLike[str], leaves: list[Leaf], wanted: list[
 def _said(leaf: Leaf) -> str:
     if "value" in leaf:
         return f"a Python {type(leaf['value']).__name__}"
-    return f"a {leaf['dtype']} tensor of shape {tuple(leaf['shape'])}"
+    return f"{leaf['dtype']} of shape {tuple(leaf['shape'])}"
 
 
 # Bytes ------------------------------------------------------------------------------------
