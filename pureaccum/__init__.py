@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import _loadable as _loadable  # names the classes of states to torch.load
 from . import distributed as distributed
 from ._accumulator import AccumState as AccumState
 from ._accumulator import accumulator as accumulator
@@ -60,6 +61,8 @@ from ._transforms import grad_and_value as grad_and_value
 from ._transforms import value as value
 from ._tree import all_finite as all_finite
 from ._tree import global_norm as global_norm
+from .checkpoint import load as load
+from .checkpoint import save as save
 
 
 if _TYPE_CHECKING:

@@ -166,16 +166,15 @@ def check_group(group: Any) -> None:
             "torch.distributed is not initialised: call torch.distributed.init_process_group(...) "
             "first, in a program that torchrun starts."
         )
-    outside = group is dist.GroupMember.NON_GROUP_MEMBER
-    if group is not None and not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
-            "dist.new_group(...) returned, or mesh.get_group(...)."
-        )
-    if outside or dist.get_rank(group) < 0:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "this process is not a rank of the group that was passed; leave the call to those that "
             "are."
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
+            "dist.new_group(...) returned, or mesh.get_group(...)."
         )
 
 

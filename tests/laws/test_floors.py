@@ -10,8 +10,9 @@ import pureaccum
 
 
 FLOORS = (
-    {"_torch", "_tree", "_donation", "_replay"},
+    {"_torch", "_tree", "_donation", "_replay", "_safetensors", "_whole_file"},
     {
+        "checkpoint",
         "_batches",
         "_explain",
         "_ensemble",
@@ -57,7 +58,7 @@ FLOORS = (
         "distributed",
     },
     {"_memory_report", "_call", "_noise_scale", "_per_sample", "_ranks", "_scan", "_staged"},
-    {"_clipped", "_finish"},
+    {"_loadable", "_clipped", "_finish"},
     {"_run", "_transforms"},
     {"_forms", "_programs"},
     {"_compile"},

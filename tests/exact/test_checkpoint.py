@@ -1,0 +1,258 @@
+"""What ``save`` wrote, ``load`` gives back: every leaf, to the bit, in memory of its own."""
+
+import math
+import os
+import re
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import pureaccum as pa
+from pureaccum.checkpoint import PIECE
+from pureaccum.testing import unchanged
+from pureaccum.testing.strategies import seeds
+from tests.states import STATES
+from tests.strategies import generator
+
+
+# Without those of which torch itself cannot copy or print tensors, or warns.
+ODD = re.compile("q|bits|int[1-7]$|complex32")
+DTYPES = sorted(
+    (x for x in vars(torch).values() if type(x) is torch.dtype and not ODD.search(str(x))), key=str
+)
+TWOS = torch.full((2,), 2.0)
+
+
+def bits(x: Any) -> Any:
+    """What equality does not tell apart: zeros, True and 1, the NaNs in tensors."""
+    if isinstance(x, Tensor):
+        x = x.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
+        return x.dtype, x.shape, x.flatten().view(torch.uint8).tolist()
+    return type(x), repr(x)
+
+
+def flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten(tree, namespace="pureaccum")
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """The same classes all the way down, the same bits, the order in memory that a clone has."""
+    (xs, spec), (ys, wanted) = flat(got), flat(want)
+    assert spec == wanted
+    assert [bits(x) for x in xs] == [bits(y) for y in ys]
+    for x, y in zip(xs, ys, strict=True):
+        if isinstance(y, Tensor):
+            assert x.stride() == y.detach().clone().stride()
+            assert type(x) is Tensor
+            assert x.is_leaf
+            assert not x.requires_grad
+
+
+def places(tree: Any) -> list[int]:
+    tensors = [x for x in flat(tree)[0] if isinstance(x, Tensor) and x.numel()]
+    return [x.untyped_storage().data_ptr() for x in tensors]
+
+
+def again(path: str | Path, tree: Any, like: Any) -> Any:
+    with unchanged(tree, like):
+        pa.save(path, tree)
+        loaded = pa.load(path, like=like)
+    assert_same(loaded, tree)
+    mine = places(loaded)
+    assert len(set(mine)) == len(mine)
+    assert not set(mine) & set(places(like))
+    return loaded
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+def test_every_state(make: Callable[[], Any], tmp_path: Path) -> None:
+    state = make()
+    again(tmp_path / "run", state, optree.tree_map(torch.zeros_like, state, namespace="pureaccum"))
+    # and every other reader of the format reads the same
+    xs, spec = flat({"state": state, "epoch": 3})
+    pa.save(tmp_path / "run", {"state": state, "epoch": 3})
+    theirs = load_file(tmp_path / "run")
+    names = [accessor.codify("tree") for accessor in spec.accessors()]
+    assert theirs.pop("crc32").shape == (8,)
+    assert {n: bits(x) for n, x in theirs.items()} == {
+        n: bits(x) for n, x in zip(names, xs, strict=True) if isinstance(x, Tensor)
+    }
+
+
+# Any tree -----------------------------------------------------------------------------------
+
+
+@st.composite
+def tensors(draw: Any) -> Tensor:
+    """Any bits, of any dtype, in any order, with holes, or the same memory many times."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=4))
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 256, (size,), generator=generator(draw(seeds())), dtype=torch.uint8)
+    if dtype == torch.bool:
+        raw = raw % 2
+    x = raw.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+    x = x.permute(draw(st.permutations(range(x.dim()))))
+    if x.dim() and x.shape[0] > 1:
+        kind = draw(st.sampled_from(["whole", "some", "again"]))
+        x = {"whole": x, "some": x[::2], "again": x[:1].expand(x.shape)}[kind]
+    return x.conj() if dtype.is_complex and draw(st.booleans()) else x
+
+
+scalars = (
+    st.integers()
+    | st.floats(allow_nan=True)
+    | st.booleans()
+    | st.text()
+    | st.sampled_from([2**200, -0.0, 1e-320, "\ud800", '"\\'])
+)
+keys = st.text(max_size=3) | st.sampled_from(["__metadata__", "crc32", "tree", "'", '"', "\n", "."])
+any_tree = st.recursive(
+    tensors() | scalars | st.none(),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(keys, x, max_size=3) | st.tuples(x, x),
+    max_leaves=6,
+)
+
+
+def blank(x: Any) -> Any:
+    """Something of the same kind, with other numbers and another order in memory."""
+    return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else type(x)()
+
+
+@given(any_tree)
+@example({})
+@example(torch.tensor([math.nan, -math.nan, -0.0]))
+@example(())
+def test_any_tree(tree: Any) -> None:
+    with TemporaryDirectory() as folder:
+        xs, spec = flat(tree)
+        again(f"{folder}/run", tree, optree.tree_unflatten(spec, [blank(x) for x in xs]))
+
+
+@pytest.mark.parametrize("x", [0.1, -0.0, math.inf, -math.inf, 5e-324, True, 1, -(10**4000), "é\0"])
+def test_scalars_are_exact(x: Any, tmp_path: Path) -> None:
+    again(tmp_path / "run", [x], [type(x)()])
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.bits16])
+def test_dtypes_that_torch_can_only_hold(dtype: torch.dtype, tmp_path: Path) -> None:
+    x = torch.arange(8, dtype=torch.uint8)
+    pa.save(tmp_path / "run", x.view(dtype))
+    loaded = pa.load(tmp_path / "run", torch.zeros_like(x).view(dtype))
+    assert torch.equal(loaded.view(torch.uint8), x)
+
+
+def test_what_shares_memory_is_loaded_apart(tmp_path: Path) -> None:
+    w = torch.arange(6.0)
+    tree = {"a": w, "b": w, "rows": w.view(2, 3), "tail": w[2:], "window": w.unfold(0, 3, 1)}
+    again(tmp_path / "run", tree, {k: torch.zeros_like(x) for k, x in tree.items()})
+    again(tmp_path / "run", tree, tree)  # where like itself shares, too
+
+
+def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    thin = torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last)
+    like = [torch.zeros(2, 3, 4, 5), torch.zeros(2, 1, 4, 5)]
+    for loaded in again(tmp_path / "run", [x, thin], like):
+        assert loaded.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_parameters_are_loaded_as_plain_tensors(tmp_path: Path) -> None:
+    module = nn.Linear(2, 3)
+    again(tmp_path / "run", dict(module.named_parameters()), dict(module.named_parameters()))
+
+
+def test_a_dict_is_found_by_its_keys_whatever_their_order(tmp_path: Path) -> None:
+    pa.save(tmp_path / "run", {"a": torch.zeros(2), "b": torch.ones(2)})
+    loaded = pa.load(tmp_path / "run", like={"b": torch.zeros(2), "a": torch.zeros(2)})
+    assert list(loaded) == ["b", "a"]
+    assert torch.equal(loaded["b"], torch.ones(2))
+
+
+def test_where_tensors_are_made_by_default_does_not_matter(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        pa.save(tmp_path / "run", torch.ones(2, device="cpu"))
+        loaded = pa.load(tmp_path / "run", torch.zeros(2, device="cpu"))
+    assert torch.equal(loaded, torch.ones(2))
+
+
+# The file -----------------------------------------------------------------------------------
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_permissions_are_those_of_open(tmp_path: Path) -> None:
+    pa.save(tmp_path / "run", TWOS)
+    (tmp_path / "plain").write_text("")
+    assert mode(tmp_path / "run") == mode(tmp_path / "plain")
+    (tmp_path / "run").chmod(0o640)
+    pa.save(tmp_path / "run", TWOS)
+    assert mode(tmp_path / "run") == 0o640
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    (tmp_path / "latest").symlink_to("run")
+    pa.save(tmp_path / "latest", TWOS)
+    assert (tmp_path / "latest").is_symlink()
+    assert torch.equal(pa.load(tmp_path / "run", TWOS), TWOS)
+
+
+def test_a_name_alone_is_a_file_in_the_folder_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pa.save("run", TWOS)
+    assert torch.equal(pa.load("run", TWOS), TWOS)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl", reason="no such locks on Windows")
+    dead, living, others = (tmp_path / f".{x}.tmp" for x in ("run.dead", "run.living", "other.0"))
+    for path in (dead, living, others):
+        path.touch()
+    with open(living, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        pa.save(tmp_path / "run", TWOS)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", living.name, others.name}
+
+
+def test_writers_to_one_path_do_not_mix(tmp_path: Path) -> None:
+    """Each reader sees the file of one writer, whole."""
+    like = torch.zeros(40_000)
+    pa.save(tmp_path / "run", like)
+
+    def write(number: float) -> None:
+        for _ in range(15):
+            pa.save(tmp_path / "run", torch.full_like(like, number))
+
+    writers = [threading.Thread(target=write, args=(float(i),)) for i in range(1, 4)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert len(pa.load(tmp_path / "run", like).unique()) == 1
+    for writer in writers:
+        writer.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_large_tensors_are_written_in_pieces(tmp_path: Path) -> None:
+    sizes = [x + PIECE // 4 for x in (-1, 0, 1, 3 * PIECE // 4)]
+    tree = [torch.randn(size) for size in sizes]
+    pa.save(tmp_path / "run", tree)
+    loaded = pa.load(tmp_path / "run", tree)
+    assert all(torch.equal(x, y) for x, y in zip(loaded, tree, strict=True))

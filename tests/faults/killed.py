@@ -1,0 +1,127 @@
+"""``python -m tests.faults.killed FOLDER KILLS``: kill a training run again and again.
+
+A run saves after each microbatch, and goes on from the file that it finds. It is a fork of this
+process, which has imported torch once, and is killed at random moments or, every third time, where
+a file is being written for sure: it is stopped, looked at, and only then killed. Prints what came
+of it as JSON.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.states import batch_of, first_state, full_step
+
+
+STEP = full_step(engine="autograd")
+STEPS, PARTS = 10, 3
+LONGEST = 0.03  # seconds between a start and a kill: some saves
+
+
+def start() -> dict[str, Any]:
+    state = first_state(STEP)
+    return {"state": state, "window": STEP.begin(state), "done": 0, "part": 0}
+
+
+def go_on(tree: dict[str, Any]) -> dict[str, Any]:
+    """One microbatch; after the last of a window, the step."""
+    state, done, part = tree["state"], tree["done"], tree["part"] + 1
+    window = STEP.update(state, tree["window"], batch_of(2 + part, 3 * done + part))
+    if part == PARTS:
+        state, _ = STEP.apply(state, window)
+        window, done, part = STEP.begin(state), done + 1, 0
+    return {"state": state, "window": window, "done": done, "part": part}
+
+
+def train(path: Path) -> None:
+    tree = pa.load(path, like=start()) if path.exists() else start()
+    while tree["done"] < STEPS:
+        tree = go_on(tree)
+        pa.save(path, tree)
+
+
+def fork(path: Path) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            train(path)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return child
+
+
+def half_written(path: Path) -> set[str]:
+    return {name for name in os.listdir(path.parent) if name.endswith(".tmp")}
+
+
+def kill_at_random(child: int, path: Path) -> int:
+    time.sleep(random.uniform(0, LONGEST))
+    os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def kill_in_a_save(child: int, path: Path) -> int:
+    left = half_written(path)  # by one that was killed before
+    while True:
+        time.sleep(random.uniform(0, LONGEST / 10))
+        os.kill(child, signal.SIGSTOP)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            return status  # it had ended
+        if half_written(path) - left:
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
+        os.kill(child, signal.SIGCONT)
+
+
+def main(folder: str, kills: int) -> None:
+    path = Path(folder) / "run"
+    want = start()
+    while want["done"] < STEPS:
+        want = go_on(want)
+    like = start()
+    killed = writing = runs = without = leftovers = 0
+    at = (-1, 0)  # where the file is
+    while killed < kills or at != (-1, 0):
+        left = half_written(path)
+        child = fork(path)
+        if killed < kills:
+            status = (kill_at_random if killed % 3 else kill_in_a_save)(child, path)
+        else:
+            status = os.waitpid(child, 0)[1]
+        if not os.WIFSIGNALED(status):
+            assert status == 0, "a run failed"
+            assert_trees_bitwise_equal(pa.load(path, like), want)
+            path.unlink()
+            at, runs = (-1, 0), runs + 1
+            continue
+        killed += 1
+        writing += bool(half_written(path) - left)
+        leftovers = max(leftovers, len(half_written(path)))
+        if path.exists():
+            tree = pa.load(path, like)
+            assert (tree["done"], tree["part"]) >= at
+            at = (tree["done"], tree["part"])
+        else:
+            assert at == (-1, 0), "the file is gone"
+            without += 1
+    counts = {"killed": killed, "writing": writing, "runs": runs, "without": without}
+    print(json.dumps(counts | {"leftovers": leftovers}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    random.seed(0)
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,174 @@
+"""What cannot be saved, or loaded like this, is named before anything is written or read."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import pureaccum as pa
+from tests.faults.refusals import refused, saying
+from tests.optimizers import Unread
+from tests.states import batch_of, first_state, full_step
+
+
+np = pytest.importorskip("numpy")
+OLD = {"w": torch.arange(3.0)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    pa.save(tmp_path / "run", OLD)
+    return str(tmp_path / "run")
+
+
+def assert_untouched(path: str) -> None:
+    assert torch.equal(pa.load(path, OLD)["w"], OLD["w"])
+    assert os.listdir(os.path.dirname(path)) == ["run"]
+
+
+UNSAVABLE: dict[str, Callable[[], Any]] = {
+    "function": lambda: batch_of,
+    "Linear": lambda: nn.Linear(1, 1),
+    "ndarray": lambda: np.zeros(2),
+    "float64": lambda: np.float64(1.0),
+    "complex": lambda: 1j,
+    "bytes": lambda: b"x",
+    "dtype": lambda: torch.float32,
+    "object": object,
+    "Unread": lambda: torch.zeros(()).as_subclass(Unread),
+    "torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "meta": lambda: torch.empty(2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("what", UNSAVABLE)
+def test_what_cannot_be_saved_is_named(what: str, path: str) -> None:
+    tree = {"a": torch.ones(2), "bad": [UNSAVABLE[what]()]}
+    with refused(TypeError, "tree['bad'][0] is a", what, "expected"):
+        pa.save(path, tree)
+    assert_untouched(path)
+    with refused(TypeError, "like['bad'][0] is a", what, "expected"):
+        pa.load(path, like=tree)
+
+
+def test_sharded_states_come_later(path: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+        with refused(TypeError, "tree['w'] is a DTensor", "cannot be saved yet"):
+            pa.save(path, {"w": x})
+    finally:
+        dist.destroy_process_group()
+    assert_untouched(path)
+
+
+def test_a_donated_state_says_so_itself(path: str) -> None:
+    step = full_step(donate=True)
+    old = first_state(step)
+    new, _ = step(old, batch_of(8))
+    with saying(RuntimeError, "given up with donate=True"):
+        pa.save(path, {"new": new, "old": old})
+    assert_untouched(path)
+    with saying(RuntimeError, "given up with donate=True"):
+        pa.load(path, like=old)
+
+
+def test_two_leaves_of_one_name_are_refused(path: str) -> None:
+    class Key(str):
+        def __repr__(self) -> str:
+            return "'a'"
+
+    with refused(ValueError, "two leaves are called tree['a']", "keys"):
+        pa.save(path, {Key("b"): torch.ones(1), "a": torch.ones(1)})
+    assert_untouched(path)
+
+
+def test_under_a_transform(path: str) -> None:
+    def saves(x: Tensor) -> Tensor:
+        pa.save(path, x)
+        return x.sum()
+
+    def loads(x: Tensor) -> Tensor:
+        return pa.load(path, {"w": x})["w"].sum()
+
+    for func, word in ((saves, "save"), (loads, "load")):
+        for transform in (torch.func.grad, torch.func.vmap):
+            with saying(RuntimeError, f"{word} works on files", "outside"):
+                transform(func)(torch.ones(3))
+    assert_untouched(path)
+
+
+# The path -----------------------------------------------------------------------------------
+
+
+def test_paths_that_are_no_files(tmp_path: Path) -> None:
+    with saying(FileNotFoundError, "nowhere"):
+        pa.load(tmp_path / "nowhere", OLD)
+    with saying(FileNotFoundError, "nowhere"):
+        pa.save(tmp_path / "nowhere" / "run", OLD)
+    with refused(ValueError, str(tmp_path), "not a whole", "not a file"):
+        pa.load(tmp_path, OLD)
+    with refused(ValueError, str(tmp_path), "is not a file"):
+        pa.save(tmp_path, OLD)
+    os.mkfifo(tmp_path / "pipe")
+    with refused(ValueError, "pipe", "not a file"):
+        pa.load(tmp_path / "pipe", OLD)
+    with refused(ValueError, "pipe", "not a file"):
+        pa.save(tmp_path / "pipe", OLD)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_full_disk(path: str) -> None:
+    """A file may not grow beyond 64 KiB here: a real error in the middle of a real write."""
+    resource = pytest.importorskip("resource", reason="Windows has no such limits")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with saying(OSError, "too large"):
+            pa.save(path, {"w": torch.zeros(2**20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_untouched(path)
+
+
+# Another tree -------------------------------------------------------------------------------
+
+
+def test_every_leaf_that_is_off_is_named(path: str) -> None:
+    tree = {"epoch": 3, "kept": torch.ones(2), "lost": torch.ones(1), "x": torch.ones(2, 3)}
+    pa.save(path, tree | {"dtype": torch.ones(2), "lr": 1})
+    like = {"kept": torch.ones(2), "new": torch.ones(1), "x": torch.ones(3, 2), "lr": 1.0}
+    like |= {"dtype": torch.ones(2, dtype=torch.float64), "epoch": torch.tensor(3)}
+    with saying(ValueError, "another tree than like: 6 leaves", "optimizer") as caught:
+        pa.load(path, like)
+    assert str(caught.value).splitlines()[1:] == [
+        "  tree['new'] is not in the file",
+        "  tree['lost'] is only in the file",
+        "  tree['dtype'] is float32 of shape (2,) in the file and float64 of shape (2,) in like",
+        "  tree['epoch'] is a Python int in the file and int64 of shape () in like",
+        "  tree['lr'] is a Python int in the file and a Python float in like",
+        "  tree['x'] is float32 of shape (2, 3) in the file and float32 of shape (3, 2) in like",
+    ]
+
+
+def test_not_more_lines_than_one_reads(path: str) -> None:
+    pa.save(path, [torch.ones(1)] * 50)
+    with saying(ValueError, "50 leaves") as caught:
+        pa.load(path, [torch.ones(2)] * 50)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 22
+    assert lines[-1] == "  and 30 more"
+
+
+def test_a_run_with_another_loss_scale(path: str) -> None:
+    state = first_state(full_step())
+    pa.save(path, state)
+    with refused(ValueError, "tree.loss_scale.scale is only in the file", "3 leaves"):
+        pa.load(path, like=state._replace(loss_scale=()))
