@@ -190,13 +190,17 @@ def test_in_every_place(place: str) -> None:
 KEPT: list[BaseException] = []
 
 
+def squared(rows: Tensor) -> Tensor:
+    return (rows**2).mean()
+
+
 def keeping(params: Tensors, batch: Tensors) -> Tensor:
     """A loss that keeps what it raised, with a chain behind it and a cycle in a frame."""
     out = rows_of(params, batch)
     cycle: list[Any] = [out]
     cycle.append(cycle)
     try:
-        return (out**2).mean()
+        return squared(out)
     except RuntimeError as error:
         KEPT.append(error)
         try:
@@ -211,7 +215,8 @@ MADE["keeping"] = Made(keeping, {})
 
 def test_an_error_that_someone_keeps_holds_no_tensors() -> None:
     KEPT.clear()
-    check("keeping", at("keeping"), at("keeping"))
+    check("keeping", at("squared"), at("squared"))
+    assert len(KEPT) == 2
 
 
 TEXTS = [
