@@ -163,9 +163,16 @@ def later(point: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: len(SEEN) == 2 and point()
 
 
+def deep_in_backward() -> bool:
+    """Where a branch of the graph waits in autograd's queue, while another one is gone through."""
+    SEEN.extend([-1] * in_backward())
+    return SEEN.count(-1) == 4
+
+
 PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
     "the first forward pass": ("plain", (at("mean_loss"),)),
     "the first backward pass": ("plain", (in_backward,)),
+    "a branch of the backward pass": ("plain", (deep_in_backward,)),
     "autograd's backward pass": ("autograd", (in_backward,)),
     "a later forward pass": ("plain", (1, later(at("mean_loss")))),
     "a later backward pass": ("plain", (1, later(in_backward))),
