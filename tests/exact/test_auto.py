@@ -139,6 +139,10 @@ def test_a_proven_size_is_not_counted() -> None:
     for rows in (8, 8, 4, 9, 9):
         step(state, make_batch(rows))
     assert seen == [True, False, False, True, False]
+    step = made(loss, peak(8, make_batch(64), loss))
+    for rows, counted in ((32, True), (32, False), (64, True), (64, False), (32, False)):
+        step(state, make_batch(rows))  # with 8 rows a microbatch, in longer and longer batches
+        assert seen[-1] == counted
 
 
 def test_a_batch_without_rows() -> None:

@@ -145,7 +145,7 @@ def check(name: str, *points: Point, **knobs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-@every(2)
+@every(4)
 @given(st.data())
 def test_at_any_operation(name: str, data: st.DataObject) -> None:
     first = data.draw(st.integers(1, operations(name, ROWS)))
@@ -163,9 +163,16 @@ def later(point: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: len(SEEN) == 2 and point()
 
 
+def deep_in_backward() -> bool:
+    """Where a branch of the graph waits in autograd's queue, while another one is gone through."""
+    SEEN.extend([-1] * in_backward())
+    return SEEN.count(-1) == 10
+
+
 PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
     "the first forward pass": ("plain", (at("mean_loss"),)),
     "the first backward pass": ("plain", (in_backward,)),
+    "a branch of the backward pass": ("plain", (deep_in_backward,)),
     "autograd's backward pass": ("autograd", (in_backward,)),
     "a later forward pass": ("plain", (1, later(at("mean_loss")))),
     "a later backward pass": ("plain", (1, later(in_backward))),
@@ -190,13 +197,17 @@ def test_in_every_place(place: str) -> None:
 KEPT: list[BaseException] = []
 
 
+def squared(rows: Tensor) -> Tensor:
+    return (rows**2).mean()
+
+
 def keeping(params: Tensors, batch: Tensors) -> Tensor:
     """A loss that keeps what it raised, with a chain behind it and a cycle in a frame."""
     out = rows_of(params, batch)
     cycle: list[Any] = [out]
     cycle.append(cycle)
     try:
-        return (out**2).mean()
+        return squared(out)
     except RuntimeError as error:
         KEPT.append(error)
         try:
@@ -211,7 +222,8 @@ MADE["keeping"] = Made(keeping, {})
 
 def test_an_error_that_someone_keeps_holds_no_tensors() -> None:
     KEPT.clear()
-    check("keeping", at("keeping"), at("keeping"))
+    check("keeping", at("squared"), at("squared"))
+    assert len(KEPT) == 2
 
 
 TEXTS = [
