@@ -233,7 +233,6 @@ def check_auto(size: object, budget: object, given: Mapping[str, object]) -> Non
         ("donate", "a try that runs out of memory has used up the state that it was given"),
         ("compile", "each size would be compiled, and a graph has a memory of its own"),
         ("noise", "noise is measured between microbatches, and 'auto' begins with one"),
-        ("group", "a rank that tries again would wait for others, which went on"),
     ):
         if given[name] not in (None, False):
             raise ValueError(

@@ -4,6 +4,7 @@ Each function is given the plan of the step first. All are pure; with a plan tha
 the memory of the state that they are given.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,33 +35,14 @@ from .distributed import check_group
 
 def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
     """One step over a whole batch."""
-    if plan.group is None:
-        return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
-    cut = read_cut(batch, plan.size, False, "batch")
-    if need_rows(cut.batch, "batch") == 0:  # nothing to call the loss with
-        cut = cut._replace(size=1)
-    return over(plan, state, cut._replace(alone=False))
+    if plan.group is not None:
+        return whole_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
+    return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
 
 
 def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[TrainState, StepInfo]:
     """One step over a batch that is cut."""
-    leaves, spec = _read(plan, state)
-    first = state.samples
-    if plan.group is not None and plan.keys:
-        assert isinstance(cut, Cut)
-        first = first + before_this_rank(plan, first, cut.rows or 0)
-    window = Window(
-        caller(plan, state, spec),
-        leaves,
-        spec,
-        cut,
-        plan.rule,
-        torch.float32,
-        plan.aux_reduction,
-        _scale(plan, state),
-        (begin(plan.buffers, state.buffers) if plan.buffers else (), first),
-        partial(onwards, plan),
-    )
+    window = _window(plan, state, cut, state.samples)
     with outside_inference_mode():
         if isinstance(cut, Stacked):
             folded, weighs_one = fold_scanned(window, cut), False
@@ -72,10 +54,52 @@ def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[Tr
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
         rows = window.batch.rows or 1 if weighs_one and not folded.weighted else 1
         accum, unit, carried, aux, _, _ = folded
-        if plan.group is not None:
-            accum, carried = of_all_ranks(plan, state, accum, carried, first, unit)
-            unit = 1.0
         return finished(plan, state, accum, carried, aux, unit=unit, rows=float(rows), own=True)
+
+
+def whole_of_ranks(
+    plan: Plan, summed: Callable[..., Folded], state: TrainState, batch: Tree
+) -> tuple[TrainState, StepInfo]:
+    """One step over a batch of which each rank has some rows; ``summed`` are those of this rank.
+
+    That may be tried more than once: no other rank is spoken to meanwhile.
+    """
+    rows = need_rows(read_batch(batch, "batch"), "batch")
+    _read(plan, state)
+    first = state.samples
+    if plan.keys:
+        first = first + before_this_rank(plan, first, rows)
+    with outside_inference_mode():
+        accum, unit, carried, aux, _, _ = summed(state, batch, first)
+        accum, carried = of_all_ranks(plan, state, accum, carried, first, unit)
+        return finished(plan, state, accum, carried, aux, own=True)
+
+
+def rows_of_this_rank(
+    plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
+) -> Folded:
+    """The rows of one rank, summed; ``first`` is the number of the first in the run."""
+    cut = read_cut(batch, size, False, "batch")._replace(alone=False)
+    if not cut.rows:  # nothing to call the loss with
+        cut = cut._replace(size=1)
+    with outside_inference_mode():
+        return fold(_window(plan, state, cut, first))
+
+
+def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor) -> Window:
+    leaves, spec = _read(plan, state)
+    return Window(
+        caller(plan, state, spec),
+        leaves,
+        spec,
+        cut,
+        plan.rule,
+        torch.float32,
+        plan.aux_reduction,
+        _scale(plan, state),
+        (begin(plan.buffers, state.buffers) if plan.buffers else (), first),
+        partial(onwards, plan),
+    )
 
 
 def _over_stages(plan: Plan, state: TrainState, window: Window, rows: int, loss: Staged) -> Folded:

@@ -30,7 +30,7 @@ from ._passes import Engine
 from ._precision import Policy, check_precision, under
 from ._random import key
 from ._ranks import check_same
-from ._run import apply, begin_window, update, whole
+from ._run import apply, begin_window, rows_of_this_rank, update, whole, whole_of_ranks
 from ._stages import Staged, refuse_skip
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
@@ -143,7 +143,7 @@ def make_step(
     rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine, noise))
     check_aux_reduction(aux_reduction)
     check_policy(buffers)
-    given = {"donate": donate, "compile": compile, "noise": noise, "group": group}
+    given = {"donate": donate, "compile": compile, "noise": noise}
     check_auto(microbatch_size, memory_budget, given)
     size = None if microbatch_size in (None, "auto") else check_size(microbatch_size)
     if compile is not False:
@@ -180,9 +180,12 @@ def make_step(
     if compile is False:
         over_batch = partial(whole, plan)
         if microbatch_size == "auto":
-            over_batch = by_memory(
-                partial(_in_size, plan), partial(_looked_at, plan), memory_budget
-            )
+            look = partial(_looked_at, plan)
+            if group is None:
+                over_batch = by_memory(partial(_in_size, plan), look, memory_budget)
+            else:
+                summed = by_memory(partial(rows_of_this_rank, plan), look, memory_budget)
+                over_batch = partial(whole_of_ranks, plan, summed)
         return Step(init, begin, partial(update, plan), partial(apply, plan), over_batch)
     return Step(init, begin, *compiled(plan, {} if compile is True else compile))
 
@@ -205,7 +208,7 @@ def _in_size(plan: Plan, size: int, state: TrainState, batch: Tree) -> tuple[Tra
     return whole(plan._replace(size=size), state, batch)
 
 
-def _looked_at(plan: Plan, state: TrainState, batch: Tree) -> tuple[Tree, Tree]:
+def _looked_at(plan: Plan, state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
     check_train_state(plan, state)
     return batch, state.params
 

@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -326,3 +326,25 @@ def test_a_compiled_step_of_all_ranks(rank, world, data, size, donate):
         window, _ = step.update(state, window, part, offset=at)
         at += len(part)
     assert_trees_bitwise_equal(step.apply(state, window)[0], want)
+
+
+@on_ranks(2)
+@in_step(2)
+@given(data=st.data(), budgets=st.tuples(*[st.sampled_from([2000, 4000, 2**20])] * 2))
+@example(data=None, budgets=(2000, 2**20))
+def test_each_rank_finds_its_own_size(rank, world, data, budgets):
+    """No other rank hears of a try that failed."""
+    rows = data.draw(st.sampled_from([2, 4, 8, 16])) if data else 16
+    x = torch.randint(1, 9, (rows, 64), generator=generator(rows)).float()
+
+    def loss(w: Tensor, x: Tensor, keys: Tensor) -> Tensor:
+        return (w * pa.dropout(x, 0.5, keys)).sum(1).mean()
+
+    alone = pa.make_step(loss, pa.sgd(0.25), keys=True, microbatch_size=1)
+    want, _ = alone(alone.init(torch.ones(64)), x)
+    shares = shared_out(data, x, rows, world) if data else [[part] for part in x.split(8)]
+    knobs: Any = {"microbatch_size": "auto", "memory_budget": budgets[rank], "keys": True}
+    step = pa.make_step(loss, pa.sgd(0.25), group=dist.group.WORLD, **knobs)
+    new, info = step(step.init(torch.ones(64)), whole(shares[rank], x))
+    assert_trees_bitwise_equal(new, want)
+    assert data or info.microbatches == 4 + 1
