@@ -27,6 +27,7 @@ from ._inputs import (
 )
 from ._loss import Reduction, Shape, divisor, join_aux, read
 from ._passes import Engine, advise, outside_inference_mode
+from ._sharded import any_sharded
 from ._staged import fold_staged, goes_by_stages, outs_staged
 from ._stages import Staged, check_arguments, refuse_skip
 from ._sums import added_to
@@ -114,7 +115,7 @@ def grad_and_value(
             return func(*given, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
-        if torch_does:
+        if torch_does and not any_sharded(leaves):
             grads, value, aux = _by_torch(lambda leaves: call(leaves, batch), leaves, has_aux)
         else:
             if size is not None:

@@ -10,6 +10,7 @@ import pureaccum
 
 
 FLOORS = (
+    {"_sharded"},
     {"_torch", "_tree", "_donation", "_replay"},
     {
         "_batches",
