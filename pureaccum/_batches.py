@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from ._sharded import any_sharded, cut_rows
+from ._rows_of_ranks import cut_rows
+from ._sharded import any_sharded
 from ._tree import Tree, flatten, paths, unflatten
 
 

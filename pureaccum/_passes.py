@@ -177,8 +177,9 @@ def advise(error: RuntimeError) -> None:
     """Say what to do where torch.func refuses a loss."""
     if "saved tensor hooks" in str(error) or "setup_context" in str(error):
         error.add_note(
-            "pureaccum: torch.func cannot differentiate this loss (a checkpoint, or a custom "
-            "Function without setup_context). engine='autograd' can; a checkpoint takes "
+            "pureaccum: torch.func cannot differentiate this loss (a checkpoint, a custom "
+            "Function without setup_context, or what redistributes DTensors: from_local, to_local, "
+            "the hooks of parallelize_module). engine='autograd' can; a checkpoint takes "
             "use_reentrant=False."
         )
 

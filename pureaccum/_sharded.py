@@ -51,6 +51,18 @@ def any_sharded(leaves: Sequence[Any]) -> bool:
     return tensor is not None and any(isinstance(x, tensor.DTensor) for x in leaves)
 
 
+def first_partial(leaves: Sequence[Any]) -> int | None:
+    """The first DTensor of which no rank has the numbers themselves."""
+    if not any_sharded(leaves):
+        return None
+    partial = (
+        i
+        for i, x in enumerate(leaves)
+        if is_sharded(x) and any(p.is_partial() for p in x.placements)
+    )
+    return next(partial, None)
+
+
 def layout_of(x: Any) -> Layout | None:
     """The layout of a DTensor; None for any other."""
     if not is_sharded(x):
@@ -165,55 +177,6 @@ def resolved(sums: list[Tensor]) -> list[Tensor]:
                 placements = [replicate if p.is_partial() else p for p in at.placements]
                 sums[i] = _placed(x, at._replace(placements=tuple(placements)))
     return sums
-
-
-# Rows --------------------------------------------------------------------------------------------
-
-
-def cut_rows(leaves: Sequence[Any], sizes: Sequence[int], rows: int) -> list[Any]:
-    """Each leaf of a batch in pieces of so many rows: each a share of the rows of every rank.
-
-    Nothing is communicated. Which rows come together is another matter than in a plain batch, and
-    sums over them do not depend on it.
-    """
-    layouts = [layout_of(x) if isinstance(x, Tensor) else None for x in leaves]
-    over: Any = None
-    for x, at in zip(leaves, layouts, strict=True):
-        if not isinstance(x, Tensor):
-            continue
-        dims = (
-            ()
-            if at is None
-            else (at.mesh, tuple(getattr(p, "dim", None) == 0 for p in at.placements))
-        )
-        if over is not None and over != dims:
-            raise ValueError(
-                "the tensors of a batch that is cut do not lie alike: some are DTensors whose rows "
-                "are sharded over ranks, and others are plain or replicated. Each rank cuts the "
-                "rows that it holds, so rows would be paired with others: give all of them one "
-                "placement along dim 0 (distribute_tensor), or take the batch whole."
-            )
-        over = dims
-    mesh, apart = over
-    ranks = 1
-    for i, yes in enumerate(apart):
-        ranks *= mesh.size(i) if yes else 1
-    for what, count in (("the batch has", rows), *(("a microbatch has", n) for n in sizes)):
-        if count % ranks:
-            raise ValueError(
-                f"{what} {count} rows, sharded over {ranks} ranks; expected a multiple of {ranks}: "
-                "each microbatch takes the same share of the rows of every rank."
-            )
-    pieces = [n // ranks for n in sizes]
-    return [
-        [
-            close(part, at._replace(shape=torch.Size([n, *at.shape[1:]])))
-            for part, n in zip(local(x).split(pieces), sizes, strict=True)
-        ]
-        if at is not None
-        else [x] * len(sizes)
-        for x, at in zip(leaves, layouts, strict=True)
-    ]
 
 
 # Scalars that all ranks agree on ---------------------------------------------------------------

@@ -11,7 +11,7 @@ import pureaccum
 
 FLOORS = (
     {"_sharded"},
-    {"_torch", "_tree", "_donation", "_replay"},
+    {"_torch", "_tree", "_donation", "_replay", "_rows_of_ranks"},
     {
         "_batches",
         "_explain",
