@@ -171,12 +171,18 @@ def resolved(sums: list[Tensor]) -> list[Tensor]:
     place of its parts in the list, so that there are never two trees of them.
     """
     if any_sharded(sums):
-        replicate = module().Replicate()
         for i, x in enumerate(sums):
-            if (at := layout_of(x)) is not None:
-                placements = [replicate if p.is_partial() else p for p in at.placements]
-                sums[i] = _placed(x, at._replace(placements=tuple(placements)))
+            sums[i] = _placed(x, whole_layout(layout_of(x)))
     return sums
+
+
+def whole_layout(at: Layout | None) -> Layout | None:
+    """The layout of a sum of which no rank holds a part of its own."""
+    if at is None:
+        return None
+    replicate = module().Replicate()
+    placements = [replicate if p.is_partial() else p for p in at.placements]
+    return at._replace(placements=tuple(placements))
 
 
 # Scalars that all ranks agree on ---------------------------------------------------------------

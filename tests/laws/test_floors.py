@@ -32,7 +32,7 @@ FLOORS = (
         "_traced",
         "_arguments",
     },
-    {"_weights", "_passes", "_update", "_buffers", "_shares", "_remat"},
+    {"_weights", "_passes", "_update", "_buffers", "_shares", "_remat", "_sharded_checkpoint"},
     {
         "_aux",
         "_batch_norm",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
+from pureaccum._sharded_checkpoint import load_sharded, save_sharded
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
@@ -566,6 +568,67 @@ def norms_and_flags() -> None:
         flag = pa.all_finite(tree | {name: spoiled})
         same_on_all_ranks([flag])
         assert not flag
+
+
+# Checkpoints ---------------------------------------------------------------------------------
+
+
+def in_mid_window(layout: str) -> tuple[Any, Any, Any]:
+    """A step, its state after one step, and a window with sums in it; plain where no ranks are."""
+    params, batch = problem()
+    if layout:
+        params, batch = spread(params, layout), spread(batch, layout, batch=True)
+    step = pa.make_step(
+        mean, pa.adamw(0.125), microbatch_size=8, loss_scale=pa.dynamic_loss_scale()
+    )
+    state, _ = step(step.init(params), batch)
+    return step, state, step.update(state, step.begin(state), batch)
+
+
+def saves(folder: str) -> None:
+    for layout in ("replicated", "fsdp"):
+        _, *tree = in_mid_window(layout)
+        save_sharded(f"{folder}/{layout}", tree)
+        with refused(FileExistsError, "exists", "under a new name"):
+            save_sharded(f"{folder}/{layout}", tree)
+        full = gathered(tree)
+        if dist.get_rank() == 0:
+            torch.save(pa._tree.leaves(full), f"{folder}/{layout}.pt")
+            names = sorted(path.name for path in Path(folder).iterdir())
+            assert layout in names
+            assert not [name for name in names if "unfinished" in name]
+            written = [path.suffix for path in Path(folder, layout).iterdir()]
+            assert written == [".safetensors"] * len(written)
+        with refused(OSError):  # the folder cannot be made: all ranks hear of it
+            save_sharded(f"{folder}/{layout}/{'x' * 300}", tree)
+
+
+def loads(folder: str) -> None:
+    """On another number of ranks, and as they lie there; the window goes on."""
+    for layout in ("replicated", "fsdp"):
+        step, state, _ = in_mid_window(layout)
+        like = [step.init(state.params), step.begin(state)]
+        before = gathered(like)
+        state, window = load_sharded(f"{folder}/{layout}", like)
+        kept = torch.load(f"{folder}/{layout}.pt")
+        assert_trees_bitwise_equal(pa._tree.leaves(gathered([state, window])), kept)
+        assert_trees_bitwise_equal(gathered(like), before)
+        for x, y in zip(*map(pa._tree.leaves, ([state, window], like)), strict=True):
+            assert type(x) is type(y)
+            assert not isinstance(x, DTensor) or x.placements == y.placements
+        _, info = step.apply(state, window)
+        assert info.applied
+        same_on_all_ranks(info)
+        with refused(ValueError, "has tree[1]", "which like has not"):
+            load_sharded(f"{folder}/{layout}", like[:1])
+
+
+def checkpoints(folder: str) -> dict[int, dict[str, Callable[[], object]]]:
+    """What two ranks save, four load."""
+    return {
+        2: {"saves": partial(saves, folder)},
+        4: {"loads what two ranks saved": partial(loads, folder)},
+    }
 
 
 # What torch does that this leans on ---------------------------------------------------------
