@@ -222,11 +222,10 @@ def trains(layout: str, optimizer: str, engine: Any) -> None:
         "engine": engine,
     }
     step = pa.make_step(weighted, pa.chain(pa.clip_by_global_norm(2.0), make[optimizer]()), **knobs)
-    donating = optimizer != "from_torch"
     dstep = pa.make_step(
         weighted,
         pa.chain(pa.clip_by_global_norm(2.0), make[optimizer]()),
-        donate=donating,
+        donate=True,
         **knobs,
     )
     state, new = step.init(params), dstep.init(dparams)
@@ -493,6 +492,23 @@ def modules() -> None:
             assert new.params["0.weight"].placements == (S0,)
 
 
+def optimizers_take_gradients_as_they_lie() -> None:
+    """Partial, replicated or sharded otherwise than the parameters."""
+    params, _ = problem()
+    grads = {name: whole_numbers(*x.shape) for name, x in params.items()}
+    opt = pa.chain(pa.clip_by_global_norm(1e6), pa.sgd(0.25, momentum=0.5))
+    want, _ = opt.apply(grads, opt.init(params), params)
+    dparams, world = spread(params, "fsdp"), dist.get_world_size()
+    for placement in (P, R, S0):
+        dgrads = {
+            name: DTensor.from_local(g / world, mesh_of(), [P]).redistribute(placements=[placement])
+            for name, g in grads.items()
+        }
+        new, _ = opt.apply(dgrads, opt.init(dparams), dparams)
+        assert_trees_bitwise_equal(gathered(new), want)
+        assert all(x.placements == (S0,) for x in new.values())
+
+
 def refusals() -> None:
     params, batch = problem()
     dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
@@ -696,6 +712,7 @@ IN_A_LINE: dict[str, Callable[[], object]] = {
     "transforms at top level": transforms_at_top_level,
     "what was donated refuses": what_was_donated_refuses,
     "modules": modules,
+    "optimizers take gradients as they lie": optimizers_take_gradients_as_they_lie,
     "refusals": refusals,
     "hazards": hazards,
 }
