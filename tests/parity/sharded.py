@@ -381,7 +381,10 @@ def transforms_at_top_level() -> None:
     for size in (None, 8):
         grads, value = pa.grad_and_value(weighted, microbatch_size=size)(dparams, dbatch)
         assert_trees_bitwise_equal((gathered(grads), value), (want, number))
-        assert pa.value(weighted, microbatch_size=size)(dparams, dbatch) == number
+        assert all(x.placements == (S0,) for x in grads.values())
+        alone = pa.value(weighted, microbatch_size=size)(dparams, dbatch)
+        assert type(value) is type(alone) is Tensor
+        assert alone == number
 
     def loss(p: Tensors, b: Tensors) -> Any:
         e = errors(p, b)
@@ -395,6 +398,7 @@ def transforms_at_top_level() -> None:
     expected, whole = run(params, batch, microbatch_size=16, aux_reduction=words)
     assert value == expected
     assert torch.equal(aux["most"], whole["most"])
+    assert type(aux["most"]) is type(aux["each"]) is Tensor
     assert aux["each"].shape == (8,)
     words["most"] = "mean"
     _, aux = run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
