@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ._batches import read_batch
-from ._donation import hand_over
-from ._engine import Nonfinite, Rule, add_microbatch, check_rule
+from ._donation import Spoiled, hand_over, mark
+from ._engine import Nonfinite, Rule, add_microbatch, check_rule, check_sharded
 from ._inputs import (
     check_argnums,
     check_dtype,
@@ -30,9 +30,10 @@ from ._inputs import (
 )
 from ._loss import Reduction, divisor, mean_value
 from ._passes import Engine, Loss, outside_inference_mode, prepare
+from ._sharded import closed, opened, resolved
 from ._stages import refuse_stream
 from ._torch import transform_active
-from ._tree import Tree, add, as_scalar_of, flatten, map, paths, unflatten, zeros
+from ._tree import Tree, add, as_scalar_of, flatten, paths, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch, settle
 
@@ -162,10 +163,10 @@ def accumulator(
     def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
         by = divisor(read_state(state).weight)
         value = mean_value(state.total, state.weight, reduction)
-        if not donate or transform_active():
-            return map(lambda x: x / as_scalar_of(x, by), state.grads), value
         sums, spec = flatten(state.grads)
-        divided = [x.div_(as_scalar_of(x, by)) for x in sums]
+        if not donate or transform_active():
+            return unflatten(spec, [x / as_scalar_of(x, by) for x in resolved(sums)]), value
+        divided = [x.div_(as_scalar_of(x, by)) for x in resolved(sums)]
         grads = hand_over(leaves_of(state), divided)
         return unflatten(spec, grads), value
 
@@ -222,17 +223,25 @@ def updated(
         what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
         return f"{what} of microbatch {int(state.microbatches)}"
 
-    sums = flatten(state.grads)[0]
+    check_sharded(leaves, rule)
+    held = flatten(state.grads)[0]
+    sums, layouts = opened(held)
     before: list[Tensor] | None = None
     in_place = not transform_active()
     with outside_inference_mode():
         if in_place and not donate:
             before, sums = sums, [x.clone() for x in sums]
         wrt = prepare(leaves, rule.engine, recomputes)._replace(scale=scale, unit=unit)
-        grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
+        try:
+            grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
+        except BaseException:
+            if type(sums[0]) is Spoiled:
+                mark(held, Spoiled)
+            raise
         new = counted(state, [entry], rule)
+        grads = closed(grads, layouts)
         if in_place and donate:
-            grads = hand_over([*sums, *leaves_of(state[1:])], grads)
+            grads = hand_over([*held, *leaves_of(state[1:])], grads)
     return AccumState(unflatten(spec, grads), *new[1:]), entry
 
 

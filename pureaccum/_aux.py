@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._inputs import check_choice
+from ._sharded import is_sharded, local
 from ._tree import Tree, accumulation_dtype, flatten, map, paths, unflatten
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
@@ -58,7 +59,7 @@ def share_of(added: Microbatch) -> Tensor:
     share = added.share
     if isinstance(share, Tensor):
         return share
-    return torch.full_like(added.value, share, dtype=torch.float64)
+    return torch.full_like(local(added.value), share, dtype=torch.float64)
 
 
 def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
@@ -102,6 +103,8 @@ def finish_aux(state: AuxState) -> Tree:
 
 
 def _reduced(part: Any, leaf: Any, how: str, stack: Stack, rows: int, i: int) -> Any:
+    if how != "concat" and is_sharded(leaf):
+        leaf = leaf.full_tensor()
     if how == "last":
         return leaf[-1] if isinstance(leaf, Tensor) else leaf
     if how in ("concat", "stack"):
@@ -109,6 +112,8 @@ def _reduced(part: Any, leaf: Any, how: str, stack: Stack, rows: int, i: int) ->
             how == "concat" and (leaf.dim() == 1 or leaf.shape[1] != rows)
         ):
             raise ValueError(_not_joined(leaf, how, rows, paths(stack.spec, "aux")[i]))
+        if part and how == "concat" and is_sharded(leaf):
+            raise ValueError(_not_in_order(paths(stack.spec, "aux")[i]))
         entries = leaf.flatten(0, 1) if how == "concat" else leaf
         if part and part[0].shape[1:] != entries.shape[1:]:
             before = part[0] if how == "concat" else part[0][0]
@@ -166,6 +171,14 @@ def _not_alike(before: Tensor, leaf: Tensor, how: str, name: str) -> str:
     return (
         f"{name} has shape {tuple(leaf.shape)} after {tuple(before.shape)} in a microbatch before, "
         f"and aux_reduction={how!r} needs one shape. A leaf with one row per sample takes 'concat'."
+    )
+
+
+def _not_in_order(name: str) -> str:
+    return (
+        f"{name} is a DTensor, and aux_reduction='concat' was asked for over several microbatches: "
+        "each of them holds some rows of every rank, so rows would come in another order than in "
+        "the batch. Name 'sum', 'mean', 'stack' or 'last', or take the batch whole."
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from ._rows_of_ranks import cut_rows
+from ._sharded import any_sharded
 from ._tree import Tree, flatten, paths, unflatten
 
 
@@ -63,11 +65,14 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
 
 def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
     """Its microbatches, as views."""
-    columns = [
-        leaf.split(size) if isinstance(leaf, torch.Tensor) else itertools.repeat(leaf)
-        for leaf in batch.leaves
-    ]
     sizes = sizes_of(batch.rows or 0, size)
+    if any_sharded(batch.leaves):
+        columns = cut_rows(batch.leaves, sizes, batch.rows or 0)
+    else:
+        columns = [
+            leaf.split(size) if isinstance(leaf, torch.Tensor) else itertools.repeat(leaf)
+            for leaf in batch.leaves
+        ]
     return (
         unflatten(batch.spec, list(leaves)) for _, *leaves in zip(sizes, *columns, strict=False)
     )

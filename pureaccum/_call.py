@@ -16,6 +16,7 @@ from ._batches import need_rows, read_batch
 from ._buffers import advance, collect, watching
 from ._loss import is_pair
 from ._random import fold_in
+from ._sharded import refuse_sharded
 from ._train_state import Plan, TrainState
 from ._tree import Tree, unflatten
 from ._weights import Microbatch
@@ -33,7 +34,9 @@ def caller(
         if plan.buffers:
             named["buffers"] = buffers.values
         if attempt is not None:
-            named["keys"] = row_keys(attempt, samples, need_rows(read_batch(part)))
+            read = read_batch(part)
+            refuse_sharded(read.leaves, "the batch", _KEYS)
+            named["keys"] = row_keys(attempt, samples, need_rows(read))
         params = unflatten(spec, leaves)
         collected: Any = ()
         if plan.buffers is None:
@@ -51,6 +54,12 @@ def caller(
         return loss, aux if plan.buffers is None else (collected, aux)
 
     return call
+
+
+_KEYS = (
+    "keys=True gives row i the key of row i, while ranks cut the rows that they hold: a row would "
+    "get the key of another. Draw random numbers from a key in the batch itself."
+)
 
 
 def attempt_key(plan: Plan, state: TrainState) -> Tensor | None:

@@ -21,6 +21,7 @@ from ._inputs import refuse_autocast_cache
 from ._programs import Program, has_cuda_graphs, programs, renewed, unit_of
 from ._ranks import before_this_rank, window_of_all_ranks
 from ._run import apply, check_window, first_row, update, whole
+from ._sharded import refuse_sharded
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
 from ._tree import Tree, flatten, unflatten
@@ -38,6 +39,9 @@ class Compiled(NamedTuple):
     apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
     whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
     form: Callable[[TrainState, Tree], str]
+
+
+_SHARDED = "compile=True makes graphs of plain tensors. Leave compile out."
 
 
 class CompileError(RuntimeError):
@@ -67,6 +71,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         if recipe is None:  # all that is looked at is the same for the next of this kind
             flat = read_batch(batch)
             check_train_state(plan, state)
+            refuse_sharded([*leaves, *flat_state[0]], "the state or the batch", _SHARDED)
             if plan.size is not None:
                 need_rows(flat, "batch")
             if flat.rows == 0:
@@ -153,6 +158,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             if not isinstance(state, TrainState) or not isinstance(window, StepWindow):
                 return False
             check_window(plan, state, window)
+            refuse_sharded(leaves_of(state), "the state", _SHARDED)
             fitting.add(kind)
         refuse_autocast_cache([state.samples])
         return True

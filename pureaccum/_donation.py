@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ._sharded import is_sharded, local, refusing
+
 
 class Refusing(torch.Tensor):
     """A tensor that refuses every use with a reason."""
@@ -68,7 +70,7 @@ def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
 
 
 def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
-    """Leave tensors behind as donated. Subclasses (DTensor, ...) cannot be marked."""
+    """Leave tensors behind as donated. Subclasses other than DTensor cannot be marked."""
     for tensor in tensors:
         kind: type = type(tensor)
         if kind is torch.Tensor:
@@ -76,3 +78,6 @@ def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
             tensor.__class__ = state
         elif kind is Donated:  # to a call that failed later
             tensor.__class__ = state
+        elif is_sharded(tensor):  # operations go by the outer tensor, to_local gives the inner one
+            mark([local(tensor)], state)
+            tensor.__class__ = refusing(state.reason)

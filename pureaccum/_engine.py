@@ -17,6 +17,7 @@ from ._donation import Spoiled, mark
 from ._inputs import check_choice
 from ._loss import Reduction
 from ._passes import PASSES, Engine, Hook, Loss, Wrt
+from ._sharded import refuse_sharded
 from ._sums import add_, add_all_, added_to, nothing_like
 from ._tree import finite, known, norm
 from ._weights import Microbatch, enter, judged, kept, total_finite, weigh, with_squares
@@ -41,6 +42,25 @@ def check_rule(rule: Rule) -> Rule:
     check_choice(rule.nonfinite, get_args(Nonfinite), "nonfinite")
     check_choice(rule.engine, get_args(Engine), "engine")
     return rule
+
+
+def check_sharded(leaves: Sequence[Tensor], rule: Rule) -> None:
+    """Refuse for DTensors what needs the gradient of each microbatch as a whole, at once."""
+    if rule.nonfinite != "propagate":
+        refuse_sharded(
+            leaves,
+            "params",
+            f"nonfinite={rule.nonfinite!r} would have to communicate the gradient of every "
+            "microbatch. Use 'propagate': a step whose gradient is not finite is not applied, on "
+            "any rank.",
+        )
+    if rule.squares:
+        refuse_sharded(
+            leaves,
+            "params",
+            "squares=True (noise=True of a step) would have to communicate the gradient of every "
+            "microbatch.",
+        )
 
 
 def add_microbatch(

@@ -17,6 +17,7 @@ from ._buffers import finish
 from ._donation import mark
 from ._loss import divisor, mean_value
 from ._noise_scale import BatchNoise, noise_of
+from ._sharded import resolved
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, TrainState
 from ._tree import (
@@ -56,7 +57,8 @@ def finished(
         rows: What the weight is still to be multiplied by.
         own: Whether the sums may be changed in place.
     """
-    grads, total, weight, microbatches, skipped, nonfinite = accum[:6]
+    sums, total, weight, microbatches, skipped, nonfinite = accum[:6]
+    grads = resolved(sums)
     in_place = not transform_active()
     divide = Tensor.div_ if own and in_place else torch.div
     by = divisor(weight) / unit

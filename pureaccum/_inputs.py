@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ._sharded import first_partial, is_sharded
 from ._tree import Tree, check_same_structure, flatten, paths
 
 
@@ -31,6 +32,12 @@ def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optre
                 "tensor, since an integer has no gradient. A buffer or an index among the "
                 "parameters? Pass it in another argument of the function."
             )
+    i = first_partial(leaves)
+    if i is not None:
+        raise ValueError(
+            f"{paths(spec, root)[i]} is a DTensor that is Partial: no rank has its numbers, only "
+            "terms of them. Redistribute it: param.redistribute(placements=[Replicate()])."
+        )
     return leaves, spec
 
 
@@ -60,6 +67,11 @@ def check_fits(
             raise ValueError(
                 f"{paths(spec, names[0])[i]} has shape {tuple(leaf.shape)}; {names[1]} has "
                 f"{tuple(other.shape)} there. {cause}"
+            )
+        if type(leaf) is not type(other) and is_sharded(leaf) is not is_sharded(other):
+            kind, expected = ("a DTensor", "plain") if is_sharded(leaf) else ("plain", "a DTensor")
+            raise ValueError(
+                f"{paths(spec, names[0])[i]} is {kind}; {names[1]} has {expected} there. {cause}"
             )
 
 

@@ -11,6 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
+from ._sharded import is_sharded, replicated, whole
+from ._torch import innermost
 from ._tree import flatten, unflatten
 
 
@@ -87,6 +89,15 @@ def detached(seen: Read) -> Read:
     return Read(total.detach(), weight, [x.detach() for x in aux])
 
 
+def agreed(seen: Read) -> Read:
+    """The same where all ranks know the weight: what is pulled and kept depends on it."""
+    total, weight, aux = seen
+    if not is_sharded(weight):
+        return seen
+    known, value = whole([weight, total])
+    return Read(replicated(value, total), sane(known), aux)
+
+
 def is_pair(out: Any) -> bool:
     """Whether a loss returned two things; ``Weighted`` is one."""
     return isinstance(out, tuple) and not isinstance(out, Weighted) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]
@@ -155,6 +166,11 @@ def _weight(weight: Any, total: Tensor) -> Tensor:
             "the mask, say, and not the mask itself."
         )
     weight = weight.to(total.device, torch.float64)
+    return weight if is_sharded(innermost(weight)) else sane(weight)
+
+
+def sane(weight: Tensor) -> Tensor:
+    """A weight, NaN where there is no such weight."""
     # A weight below zero, infinite or NaN has no mean. Nothing may stop to look at it, so it
     # makes the result NaN.
     return torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan)

@@ -167,6 +167,7 @@ def _refuse(module: Any) -> None:
         if isinstance(part, sharded):
             raise TypeError(
                 f"{path} is sharded by FSDP ({type(part).__name__}): functional_call ignores the "
-                "parameters passed to it. Pass the module without fully_shard, with DTensors for "
-                "parameters where they have to be sharded."
+                "parameters passed to it. Pass the module without fully_shard, and shard its "
+                "parameters instead: {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in "
+                "functional(module).params.items()}, with a batch sharded over the same mesh."
             )

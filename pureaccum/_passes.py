@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ._held import call_watched, holding
-from ._loss import Read, Shape, detached, read
-from ._torch import transform_active
+from ._loss import Read, Shape, agreed, detached, read
+from ._sharded import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
+from ._sums import nothing_like
+from ._torch import innermost, transform_active
 
 
 Engine = Literal["func", "autograd"]
@@ -34,27 +36,38 @@ class Wrt(NamedTuple):
     cotangents: dict[float, Tensor] | None = None
     scale: Tensor | None = None  # a loss scale
     straight: bool = False  # autograd itself may add to the sums
+    layouts: Layouts | None = None  # where the gradients of DTensors are summed
+
+    def at(self, i: int) -> Layout | None:
+        """Where the gradient of a leaf is summed, if it is a DTensor."""
+        return None if self.layouts is None else self.layouts[i]
 
 
 def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
     """Prepare leaves for an engine."""
     if transform_active():
+        refuse_sharded([innermost(x) for x in leaves], "params", _TRANSFORMS)
         if engine == "func":
             return Wrt(leaves, [], None, recomputes, frozenset())
         raise RuntimeError(
             "engine='autograd' cannot run under a torch.func transform or torch.compile; "
             "engine='func', the default, can."
         )
-    large = [i for i, leaf in enumerate(leaves) if leaf.nbytes >= LARGE]
+    large = [i for i, leaf in enumerate(leaves) if local(leaf).nbytes >= LARGE]
+    layouts = sum_layouts(leaves)
     leaves = [leaf.detach() for leaf in leaves]
     if engine == "autograd":
         devices = frozenset(leaf.device for leaf in leaves)
-        return Wrt([leaf.requires_grad_() for leaf in leaves], large, True, recomputes, devices)
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        return Wrt(leaves, large, True, recomputes, devices, layouts=layouts)
     # Detached leaves record nothing below torch.func's own level, but tensors that the loss
     # captured may. So that nothing does, no_grad; except on a CPU, where the kernel of LSTM asks
     # for the grad mode down there and without it saves nothing for its backward pass.
-    return Wrt(leaves, large, leaves[0].device.type == "cpu", recomputes, frozenset())
+    records = leaves[0].device.type == "cpu"
+    return Wrt(leaves, large, records, recomputes, frozenset(), layouts=layouts)
 
+
+_TRANSFORMS = "torch.func's transforms do not see through them: call this outside of any."
 
 Loss = Callable[[list[Tensor]], Any]
 Hook = Callable[[Tensor], Tensor]
@@ -77,7 +90,7 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
     def on_primals(*primals: Tensor) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
         nonlocal shape
         for i, hook in hooks.items():
-            primals[i].register_hook(hook)
+            primals[i].register_hook(_landing(hook, wrt.at(i)))
         seen, shape = read(loss(list(primals)), has_aux)
         return seen.total, (seen.weight, seen.aux)
 
@@ -94,7 +107,36 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
     seen = detached(seen) if wrt.records else seen
     # retain_graph=False frees activations as the pass goes. create_graph stays at its default:
     # False would silently drop second-order terms under an outer transform.
-    return Forward(seen, shape, lambda cotangent: vjp(cotangent, retain_graph=False), None)
+
+    def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
+        grads = vjp(cotangent, retain_graph=False)
+        return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
+
+    return Forward(agreed(seen), shape, pull, None)
+
+
+def _landing(hook: Hook, at: Layout | None) -> Hook:
+    """A hook that is given this rank's part of a gradient."""
+    if at is None:
+        return hook
+
+    def on_gradient(grad: Tensor) -> Tensor:
+        part = landed(grad, at)
+        if part is not None:
+            hook(part)
+        return nothing_like(grad)
+
+    return on_gradient
+
+
+def _all_landed(
+    grads: Sequence[Tensor | None], layouts: Layouts, hooks: dict[int, Hook]
+) -> list[Tensor | None]:
+    """This rank's parts of the gradients that no hook has taken."""
+    return [
+        None if grad is None or i in hooks else landed(grad, at)
+        for i, (grad, at) in enumerate(zip(grads, layouts, strict=True))
+    ]
 
 
 def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> Forward:
@@ -106,10 +148,11 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
         if not total.requires_grad:
             return [None] * len(leaves)
-        handles = [leaves[i].register_hook(hook) for i, hook in hooks.items()]
+        handles = [leaves[i].register_hook(_landing(h, wrt.at(i))) for i, h in hooks.items()]
         try:
             with holding(held):
-                return torch.autograd.grad(total, leaves, cotangent, allow_unused=True)
+                grads = torch.autograd.grad(total, leaves, cotangent, allow_unused=True)
+            return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
         finally:
             for handle in handles:
                 handle.remove()
@@ -127,15 +170,16 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             torch.autograd.backward(total, cotangent, inputs=leaves)
         return [leaf.grad for leaf in leaves]
 
-    return Forward(detached(Read(total, weight, aux)), shape, pull, push)
+    return Forward(agreed(detached(Read(total, weight, aux))), shape, pull, push)
 
 
 def advise(error: RuntimeError) -> None:
     """Say what to do where torch.func refuses a loss."""
     if "saved tensor hooks" in str(error) or "setup_context" in str(error):
         error.add_note(
-            "pureaccum: torch.func cannot differentiate this loss (a checkpoint, or a custom "
-            "Function without setup_context). engine='autograd' can; a checkpoint takes "
+            "pureaccum: torch.func cannot differentiate this loss (a checkpoint, a custom "
+            "Function without setup_context, or what redistributes DTensors: from_local, to_local, "
+            "the hooks of parallelize_module). engine='autograd' can; a checkpoint takes "
             "use_reentrant=False."
         )
 

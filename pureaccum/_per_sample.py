@@ -22,6 +22,7 @@ from ._loss import mean_value
 from ._passes import outside_inference_mode
 from ._reducers import Reducer, read_reduce, squares_of, terms, weights
 from ._samples import (
+    NO_SAMPLES,
     Chunk,
     Metrics,
     Randomness,
@@ -33,6 +34,7 @@ from ._samples import (
     transformed_like,
     with_beside,
 )
+from ._sharded import refuse_sharded
 from ._torch import transform_active
 from ._tree import Tree, add, flatten, map, unflatten
 from ._tree import leaves as leaves_of
@@ -185,7 +187,8 @@ def per_sample_accumulator(
     batches = check_argnums(batch_argnums, "batch_argnums")
 
     def init(params: Tree) -> AccumState:
-        read_params(params)
+        leaves, _ = read_params(params)
+        refuse_sharded(leaves, "params", NO_SAMPLES)
         with outside_inference_mode():
             return _nothing(reducer, params, how, at_least, squares)
 

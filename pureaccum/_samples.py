@@ -28,6 +28,7 @@ from ._inputs import (
 from ._loss import join_aux
 from ._passes import PASSES, Wrt, prepare
 from ._refused import explained
+from ._sharded import refuse_sharded
 from ._stages import refuse_stream
 from ._torch import transform_active
 from ._tree import Tree, flatten, global_norm, map, unflatten
@@ -90,6 +91,9 @@ def check_sampling(func: Any, how: Sampling) -> Sampling:
     return how
 
 
+NO_SAMPLES = "torch.func.vmap has no rule for them: there are no single samples of them."
+
+
 def sampled(
     func: Callable[..., Any],
     params: Tree,
@@ -100,6 +104,7 @@ def sampled(
 ) -> tuple[Iterator[Chunk], list[Tree]]:
     """The chunks of a call, and what will lie beside their gradients as they come."""
     leaves, spec = read_params(params)
+    refuse_sharded(leaves, "params", NO_SAMPLES)
     cut_at = positions(batches, len(args), "batch_argnums")
     check_disjoint(at, cut_at)
     batch = read_batch({i: args[i] for i in cut_at}, "args")

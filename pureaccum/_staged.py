@@ -30,6 +30,7 @@ from ._legs import cotangents_of, legs
 from ._loss import Read, Shape, detached, read
 from ._passes import Wrt, prepare
 from ._pullback import Sums
+from ._sharded import refuse_sharded
 from ._shares import Cotangents, is_differentiable, through_merge
 from ._shelf import Boundary, shelf
 from ._stage import Stage
@@ -65,6 +66,7 @@ def fold_staged(
         keys: One for each row, for stages that read ``"keys"``.
     """
     leaves, rule = window.leaves, window.rule
+    refuse_sharded(leaves, "params", "a loss in stages is not cut for them.")
     if rule.nonfinite == "raise" and transform_active():
         refuse_to_look()
     with nullcontext() if transform_active() else torch.no_grad():

@@ -61,6 +61,8 @@ def innermost(x: Tensor) -> Tensor:
 
     It counts all writes: a wrapper of vmap counts none.
     """
+    if torch.compiler.is_compiling():
+        return x
     functorch = torch._C._functorch  # pyright: ignore
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)

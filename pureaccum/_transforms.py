@@ -26,8 +26,9 @@ from ._inputs import (
     read_params,
     refuse_autocast_cache,
 )
-from ._loss import Reduction, Shape, divisor, join_aux, read
+from ._loss import Reduction, Shape, agreed, divisor, join_aux, read
 from ._passes import Engine, advise, outside_inference_mode
+from ._sharded import any_sharded, whole
 from ._staged import fold_staged, goes_by_stages, outs_staged
 from ._stages import Staged, check_arguments, refuse_skip
 from ._sums import added_to
@@ -117,7 +118,7 @@ def grad_and_value(
             return func(*given, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
-        if torch_does:
+        if torch_does and not any_sharded(leaves):
             grads, value, aux = _by_torch(lambda leaves: call(leaves, batch), leaves, has_aux)
         else:
             if size is not None:
@@ -235,7 +236,8 @@ def value(
         if size is None:
             out = func(*args, **kwargs)
             seen, shape = read(out, has_aux)
-            loss = _mean(seen.total, seen.weight).to(shape.dtype)
+            total, weight, _ = agreed(seen)
+            loss = whole([_mean(total, weight)])[0].to(shape.dtype)
             return (loss, out[1]) if has_aux else loss
         batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
 

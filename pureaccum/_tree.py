@@ -12,6 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
+from ._sharded import agreed, norms_over_ranks, opened, resolved, zeros_of_sum
+
 
 Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and reads worse
 NAMESPACE = "pureaccum"
@@ -81,8 +83,8 @@ def accumulation_dtype(leaf: torch.dtype, at_least: torch.dtype = torch.float32)
 
 
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
-    """Zeros shaped like a tree, in its accumulation dtypes."""
-    return map(lambda x: torch.zeros_like(x, dtype=accumulation_dtype(x.dtype, dtype)), tree)
+    """Zeros shaped like a tree, in its accumulation dtypes: where its gradients are summed."""
+    return map(lambda x: zeros_of_sum(x, accumulation_dtype(x.dtype, dtype)), tree)
 
 
 def cast_like(tree: Tree, like: Tree) -> Tree:
@@ -132,7 +134,8 @@ def known(scalar: Tensor) -> Any:
 def global_norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all the numbers in a tree, as one vector.
 
-    Every leaf is summed in float32 at least; the result is a 0-d real tensor.
+    Every leaf is summed in float32 at least; the result is a 0-d real tensor. Of DTensors it is
+    the norm of the whole, on all ranks.
 
     Args:
         tree: A pytree of tensors.
@@ -143,10 +146,13 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
-    norms = [norm(x) for x in leaves(tree)]
+    parts, layouts = opened(resolved(leaves(tree)))
+    norms = [norm(x) for x in parts]
     if not norms:
         return torch.zeros(())
     widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    if layouts is not None:
+        norms = norms_over_ranks(norms, layouts)
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, widest) for n in norms]))
 
 
@@ -159,6 +165,8 @@ def norm(x: Tensor) -> Tensor:
 def all_finite(tree: Tree) -> Tensor:
     """Whether no number in a tree is inf or NaN, as a 0-d bool tensor on the device.
 
+    Of DTensors it is the same on all ranks: false if any of them holds an inf or NaN.
+
     Args:
         tree: A pytree of tensors.
 
@@ -168,10 +176,12 @@ def all_finite(tree: Tree) -> Tensor:
     >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
     tensor(False)
     """
-    flags = [finite(x) for x in leaves(tree)]
+    parts, layouts = opened(resolved(leaves(tree)))
+    flags = [finite(x) for x in parts]
     if not flags:
         return torch.ones((), dtype=torch.bool)
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+    flag = torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+    return flag if layouts is None else agreed(flag, layouts)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ._donation import mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._kernels import Columns, Method
 from ._schedules import Schedule, rate_at
+from ._sharded import Layouts, any_sharded, closed, opened, placed_like
 from ._torch import transform_active
 from ._tree import Tree, as_scalar_of, flatten, known, map, unflatten
 from ._tree import leaves as leaves_of
@@ -121,6 +122,8 @@ def apply_method(
     check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), _FOREIGN)
     terms = [_dense(g, x.dtype) for g, x in zip(terms, columns[0], strict=True)]
     rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
+    given_up = columns
+    columns, terms, layouts = _on_this_rank(columns, terms)
     given = terms, columns, state.steps + 1, rate, applied
     in_place = donate and not transform_active()
     if transform_active():
@@ -132,11 +135,27 @@ def apply_method(
     lr = state.lr.clone() if keeping.rate_is_kept else ()
     if in_place:
         mark([state.steps, *leaves_of(state.lr)])
+    if layouts is not None:
+        new = [closed(column, layouts) for column in new]
+        if in_place:
+            mark(x for column in given_up for x in column)
     new_params, *trees = (unflatten(spec, column) for column in new)
     changed = dict(zip(keeping.trees, trees, strict=True))
     # not _replace, from which torch 2.11's compiler returns broken tuples
     rest = (changed.get(name, ()) for name in state._fields[len(Begun._fields) :])
     return new_params, state.__class__(steps, lr, *rest)
+
+
+def _on_this_rank(
+    columns: Columns, grads: list[Tensor]
+) -> tuple[Columns, list[Tensor], Layouts | None]:
+    """Local parts, which is all that a method looks at: it goes element by element."""
+    params = columns[0]
+    if not any_sharded(params):
+        return columns, grads, None
+    parts, layouts = opened(params)
+    rest = [opened(placed_like(column, params))[0] for column in columns[1:]]
+    return [parts, *rest], opened(placed_like(grads, params))[0], layouts
 
 
 def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._loss import Read, Reduction, Shape, join_aux
+from ._sharded import any_sharded, whole
 from ._sums import Weighing
 from ._tree import as_scalar_of
 
@@ -149,6 +150,9 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
     # Few operations for many entries; a compiler sees to that itself, and would take the number of
     # rows for a constant if two of them were compared.
     alone = torch.compiler.is_compiling()
+    if any_sharded([x.value for x in seen]):  # one reduction for all of them
+        values = whole([x.value for x in seen])
+        seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]
     alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
     totals = torch.cat(
         [torch.stack([x.value for x in group]).double() * times for times, group in alike]

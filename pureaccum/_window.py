@@ -14,9 +14,10 @@ from torch import Tensor
 from ._accumulator import AccumState, counted, empty
 from ._aux import AuxState, finish_aux, fold_aux
 from ._batches import Batch, cut, need_rows, read_batch, sizes_of
-from ._engine import Rule, add_microbatch
-from ._loss import Reduction, divisor, mean_value, read
+from ._engine import Rule, add_microbatch, check_sharded
+from ._loss import Reduction, agreed, divisor, mean_value, read
 from ._passes import prepare
+from ._sharded import closed, opened, resolved
 from ._torch import transform_active
 from ._tree import Tree, all_finite, as_scalar_of, known, paths, unflatten, zeros
 from ._weights import Microbatch, enter, power_of_two, settle
@@ -144,7 +145,7 @@ def divided(
     state, unit, _, aux, dtype, _ = folded
     value = mean_value(state.total, state.weight, reduction)
     by = divisor(state.weight) / unit
-    grads: list[Tensor] = state.grads
+    grads = resolved(state.grads)
     for i, (total, leaf) in enumerate(zip(grads, leaves, strict=True)):
         divide = torch.div if transform_active() else Tensor.div_  # the sums are the engine's own
         grads[i] = divide(total, as_scalar_of(total, by)).to(leaf.dtype)
@@ -153,6 +154,7 @@ def divided(
 
 def fold(window: Window) -> Folded:
     """All microbatches, summed and not yet divided."""
+    check_sharded(window.leaves, window.rule)
     on_cpu = window.leaves[0].device.type == "cpu"
     if window.rule.nonfinite == "skip" and on_cpu and not transform_active():
         return _speculate(window)
@@ -174,7 +176,8 @@ def evaluate(
     aux: AuxState | None = None
     with nullcontext() if transform_active() else torch.no_grad():
         for out, rows, counts in outs:
-            entry = enter(*read(out, rule.has_aux), counts, rule.reduction)
+            seen_, shape = read(out, rule.has_aux)
+            entry = enter(agreed(seen_), shape, counts, rule.reduction)
             seen.append(entry._replace(aux=()))
             if rule.has_aux:
                 aux = fold_aux(aux, entry, rows, aux_reduction, skipping=False)
@@ -205,11 +208,12 @@ def _fold_all(window: Window) -> Folded:
     call, leaves, spec, batch, rule, at_least, aux_reduction, scale, carried, advance = window
     wrt = prepare(leaves, rule.engine, set())
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
-    sums = zeros(leaves, at_least)
+    sums, layouts = opened(zeros(leaves, at_least))
     straight = (
         rule.engine == "autograd"
         and rule.nonfinite == "propagate"
         and not rule.squares
+        and layouts is None
         and all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
     )
     # Compilers share what is alike by themselves.
@@ -233,6 +237,7 @@ def _fold_all(window: Window) -> Folded:
             aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
             entry = entry._replace(aux=())
         seen.append(entry)
+    sums = closed(sums, layouts)
     state = empty(sums, leaves[0].device, len(sums) if rule.squares else None)
     if not seen:
         return Folded(state, unit, carried, None, torch.get_default_dtype(), False)

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from ._safetensors import SCALARS, Leaf, checks_of, header_of, in_file, read_header
+from ._sharded import any_sharded
+from ._sharded_checkpoint import is_saved_by_ranks, load_sharded, save_sharded
 from ._torch import transform_active
 from ._tree import Tree, flatten, paths, unflatten
+from ._tree import leaves as leaves_of
 from ._whole_file import whole_file
 
 
@@ -35,6 +38,9 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
 
     Args:
         path: Of the file; one that is there is replaced.
+            Where the tree holds DTensors, all ranks save together: to a new folder, which gets
+            its name when it is whole, by ``torch.distributed.checkpoint``. Any number of ranks
+            can load it.
         tree: A pytree of tensors, and of Python bools, ints, floats and strings beside them: a
             ``TrainState``, an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
 
@@ -45,6 +51,9 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
     {'w': tensor([1., 2.]), 'epoch': 3}
     """
     _check_outside("save")
+    if any_sharded(leaves_of(tree)):
+        save_sharded(path, tree)
+        return
     values, _, leaves = _read(tree, "tree")
     header = header_of(leaves)
     value = {leaf["path"]: x for leaf, x in zip(leaves, values, strict=True)}
@@ -63,8 +72,9 @@ def load(path: str | os.PathLike[str], like: Tree) -> Tree:
 
     Args:
         path: Of the file.
-        like: A tree such as was saved, ``step.init(params)`` for instance. It gives structure
-            and devices; its numbers are not used, and it stays as it is.
+        like: A tree such as was saved, ``step.init(params)`` for instance. It gives structure,
+            devices, and the placements of DTensors; its numbers are not used, and it stays as it
+            is.
 
     Returns:
         A tree like ``like``. Its tensors share no memory, and have the strides of the saved ones.
@@ -75,6 +85,13 @@ def load(path: str | os.PathLike[str], like: Tree) -> Tree:
             every leaf that is off is named.
     """
     _check_outside("load")
+    if is_saved_by_ranks(path):
+        return load_sharded(path, like)
+    if any_sharded(leaves_of(like)):
+        raise ValueError(
+            f"like holds DTensors, and {os.fspath(path)!r} is not what several ranks saved. "
+            "Load it with plain tensors, and spread those: distribute_tensor(x, mesh, placements)."
+        )
     values, spec, wanted = _read(like, "like")
     with _opened(path) as file:
         try:
@@ -127,7 +144,7 @@ def _leaf(x: Any, name: str, root: str) -> Leaf:
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise TypeError(
             f"{where} is a {type(x).__name__}, a tensor that may hold its numbers anywhere; "
-            "expected plain ones. States sharded over ranks (DTensor) cannot be saved yet."
+            "expected plain ones, or DTensors."
         )
     if not plain or x.is_meta or (x.numel() and not x.data_ptr()):
         raise TypeError(

@@ -5,16 +5,20 @@
 
 Properties too: all ranks draw the same examples, because they draw from the same seed and nothing
 in them depends on time. (So nothing is made smaller: the first example that fails is shown.)
+
+The ranks are forks of a process that has imported torch and has done nothing else: to import it
+in each of four would take most of the time.
 """
 
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,22 +27,32 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import multiprocessing
 
 
-PATIENCE = 120.0  # seconds until ranks that hang are killed, and the test fails
-TIMEOUT = 30.0  # seconds that a rank waits for another
+PATIENCE = 180.0  # seconds until ranks that hang are killed, and the test fails
+TIMEOUT = 60.0  # seconds that a rank waits for another
 
-ENDED = "ended"
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch.distributed.tensor.parallel", "hypothesis", "pytest", "optree"]
+)
 
-_context = multiprocessing.get_context("forkserver")  # torch is imported once, in a clean process
-_context.set_forkserver_preload(["torch.distributed", "hypothesis", "pytest", "optree"])
+
+Outcomes = dict[str, list[str]]  # by the name of a case: what went wrong, a text a rank
 
 
-def on_ranks(*worlds: int, timeout: float = TIMEOUT) -> Callable[[Any], Any]:
+class End(NamedTuple):
+    """How a rank ended: with what its function returned, or with what is to be said of it."""
+
+    returned: Any = None
+    failure: str = ""
+
+
+def on_ranks(*worlds: int) -> Callable[[Any], Any]:
     """Run a test function in groups of so many processes; it is given its rank and the world."""
 
     def decorated(test: Any) -> Any:
         def run(world: int) -> None:
-            ends = run_on_ranks(world, test.__module__, test.__name__, timeout)
-            failed = [end for end in ends if end != ENDED]
+            ends = run_on_ranks(world, partial(_test, test.__module__, test.__name__))
+            failed = [end.failure for end in ends if end.failure]
             assert not failed, "\n\n".join(failed)
 
         run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
@@ -60,46 +74,70 @@ def in_step(share: int = 1) -> settings:
     )
 
 
-def run_on_ranks(world: int, module: str, name: str, timeout: float = TIMEOUT) -> list[str]:
-    """How each rank ended: ``ENDED``, the traceback of its error, or how it died."""
+def cases_on_ranks(world: int, cases: Mapping[str, Callable[[], object]]) -> Outcomes:
+    """Call all cases on every rank, one after the other."""
+    ends = run_on_ranks(world, partial(_cases, dict(cases)))
+    failed = [end.failure for end in ends if end.failure]
+    assert not failed, "\n\n".join(failed)
+    return {name: [end.returned[name] for end in ends] for name in cases}
+
+
+def run_on_ranks(
+    world: int, call: Callable[[int, int], Any], timeout: float = TIMEOUT
+) -> list[End]:
+    """Call ``call(rank, world)``, a function of a module or a partial of one, on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_context.Pipe(duplex=False) for _ in range(world)]
         ranks: list[Any] = []
         for rank, (_, writer) in enumerate(ends):
-            args = rank, world, folder, module, name, timeout, writer
+            args = rank, world, folder, call, timeout, writer
             ranks.append(_context.Process(target=_serve, args=args, daemon=True))
             ranks[-1].start()
             writer.close()
-        said: list[str] = []
+        told: list[End] = []
         deadline = time.monotonic() + PATIENCE
         for process, (reader, _) in zip(ranks, ends, strict=True):
             try:
                 heard = reader.poll(max(0.0, deadline - time.monotonic()))
-                said.append(reader.recv() if heard else f"hung for {PATIENCE} seconds")
+                told.append(reader.recv() if heard else End(None, f"hung for {PATIENCE} seconds"))
             except EOFError:
                 process.join(5)
-                said.append(f"died with exit code {process.exitcode}")
+                told.append(End(None, f"died with exit code {process.exitcode}"))
         for process in ranks:
             process.join(5)
             process.kill()
             process.join()
-        return said
+        return told
 
 
-def _serve(
-    rank: int, world: int, folder: str, module: str, name: str, timeout: float, writer: Any
-) -> None:
+def _serve(rank: int, world: int, folder: str, call: Any, timeout: float, writer: Any) -> None:
     try:
         import tests.conftest  # noqa: F401  # the profile of hypothesis, and one thread
 
         wait = timedelta(seconds=timeout)
         store = dist.FileStore(str(Path(folder) / "store"), world)  # no port to choose
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
-        __import__(module)
-        test = getattr(sys.modules[module], name)
         torch.manual_seed(0)
-        test.in_rank(rank=rank, world=world)
+        end = End(call(rank, world))
         dist.destroy_process_group()
-        writer.send(ENDED)
     except BaseException:
-        writer.send(f"rank {rank} of {world}: {traceback.format_exc()}")
+        end = End(None, f"rank {rank} of {world}: {traceback.format_exc()}")
+    writer.send(end)
+
+
+def _test(module: str, name: str, rank: int, world: int) -> None:
+    __import__(module)
+    getattr(sys.modules[module], name).in_rank(rank=rank, world=world)
+
+
+def _cases(cases: Mapping[str, Callable[[], object]], rank: int, world: int) -> dict[str, str]:
+    told: dict[str, str] = {}
+    for name, case in cases.items():
+        torch.manual_seed(0)
+        try:
+            case()
+            told[name] = ""
+        except BaseException:
+            told[name] = f"rank {rank} of {world}: {traceback.format_exc()}"
+        dist.barrier()  # one that failed before a collective must not meet the next case in it
+    return told

@@ -58,11 +58,13 @@ def test_what_cannot_be_saved_is_named(what: str, path: str) -> None:
         pa.load(path, like=tree)
 
 
-def test_sharded_states_come_later(path: str) -> None:
+def test_a_plain_file_is_not_read_into_dtensors(path: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
-        with refused(TypeError, "tree['w'] is a DTensor", "cannot be saved yet"):
+        with refused(ValueError, "not what several ranks saved", "distribute_tensor(x, mesh"):
+            pa.load(path, {"w": x})
+        with refused(FileExistsError, "exists", "Save under a new name"):
             pa.save(path, {"w": x})
     finally:
         dist.destroy_process_group()

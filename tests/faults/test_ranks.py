@@ -12,7 +12,7 @@ import torch.distributed as dist
 import pureaccum as pa
 from pureaccum import distributed
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.ranks import ENDED, on_ranks, run_on_ranks
+from tests.ranks import End, on_ranks, run_on_ranks
 
 
 def loss(w: Any, x: Any) -> Any:
@@ -103,9 +103,6 @@ def raises_in_mid_window(rank: int, world: int) -> None:
     pa.make_step(loss, pa.sgd(0.5))(state, torch.ones(2, 2))
 
 
-raises_in_mid_window.in_rank = raises_in_mid_window
-
-
 def dies_in_mid_window(rank: int, world: int) -> None:
     step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
     state = step.init(torch.ones(2))
@@ -118,9 +115,6 @@ def dies_in_mid_window(rank: int, world: int) -> None:
     assert_trees_bitwise_equal(step.begin(state).accum.grads, torch.zeros(2))
 
 
-dies_in_mid_window.in_rank = dies_in_mid_window
-
-
 def never_comes(rank: int, world: int) -> None:
     step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
     state = step.init(torch.ones(2))
@@ -131,22 +125,19 @@ def never_comes(rank: int, world: int) -> None:
         step(state, torch.ones(2, 2))
 
 
-never_comes.in_rank = never_comes
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_that_raises(world):
-    first, *others = run_on_ranks(world, __name__, "raises_in_mid_window")
-    assert "a fault of rank 0" in first
-    assert others == [ENDED] * (world - 1), others
+    first, *others = run_on_ranks(world, raises_in_mid_window)
+    assert "a fault of rank 0" in first.failure
+    assert others == [End()] * (world - 1), others
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_that_dies(world):
-    first, second, *others = run_on_ranks(world, __name__, "dies_in_mid_window")
-    assert second == "died with exit code -9"
-    assert {first, *others} == {ENDED}, [first, *others]
+    first, second, *others = run_on_ranks(world, dies_in_mid_window)
+    assert second.failure == "died with exit code -9"
+    assert {first, *others} == {End()}, [first, *others]
 
 
 def test_a_rank_that_does_not_come():
-    assert run_on_ranks(2, __name__, "never_comes", timeout=3) == [ENDED, ENDED]
+    assert run_on_ranks(2, never_comes, timeout=3) == [End(), End()]

@@ -10,9 +10,9 @@ import pureaccum
 
 
 FLOORS = (
-    {"_torch", "_tree", "_donation", "_replay", "_safetensors", "_whole_file"},
+    {"_whole_file", "_safetensors", "_sharded"},
+    {"_torch", "_tree", "_donation", "_replay", "_rows_of_ranks"},
     {
-        "checkpoint",
         "_batches",
         "_explain",
         "_ensemble",
@@ -35,8 +35,9 @@ FLOORS = (
         "_buckets",
         "_moments",
     },
-    {"_weights", "_passes", "_update", "_buffers", "_shares", "_remat"},
+    {"_weights", "_passes", "_update", "_buffers", "_shares", "_remat", "_sharded_checkpoint"},
     {
+        "checkpoint",
         "_auto",
         "_aux",
         "_batch_norm",

@@ -1,0 +1,277 @@
+"""What the package knows of DTensors: tensors of which every rank of a mesh holds its own part.
+
+    leaf            sums of its gradients     the end of a window
+    Replicate()     Partial(): a sum a rank   one reduction
+    Shard(d)        Shard(d)                  nothing
+
+A sum of gradients is a sum over ranks too, so it may wait: whatever a microbatch gives is added to
+this rank's part, without communication wherever that can be. All arithmetic is on local parts,
+plain tensors, and ``opened`` and ``closed`` are the way there and back. Every rank runs the same
+program; what is decided (is it finite? is there any weight?) is decided by all of them together.
+
+Who has a DTensor has imported its module, so that nothing is imported here.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """How a tensor lies on its mesh, and what it is as a whole."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+Layouts = list[Layout | None]  # None: a plain tensor
+
+
+def module() -> Any:
+    """Torch's module of DTensors, if anybody has imported it."""
+    return sys.modules.get("torch.distributed.tensor")
+
+
+def is_sharded(x: object) -> TypeGuard[Any]:
+    """Whether it is a DTensor."""
+    return any_sharded([x])
+
+
+def any_sharded(leaves: Sequence[Any]) -> bool:
+    """Whether there is a DTensor among the leaves. Steps that compile themselves have none."""
+    if torch.compiler.is_compiling():
+        return False
+    tensor = module()
+    return tensor is not None and any(isinstance(x, tensor.DTensor) for x in leaves)
+
+
+def first_partial(leaves: Sequence[Any]) -> int | None:
+    """The first DTensor of which no rank has the numbers themselves."""
+    if not any_sharded(leaves):
+        return None
+    partial = (
+        i
+        for i, x in enumerate(leaves)
+        if is_sharded(x) and any(p.is_partial() for p in x.placements)
+    )
+    return next(partial, None)
+
+
+def layout_of(x: Any) -> Layout | None:
+    """The layout of a DTensor; None for any other."""
+    if not is_sharded(x):
+        return None
+    return Layout(x.device_mesh, tuple(x.placements), x.shape, x.stride())
+
+
+# There and back ----------------------------------------------------------------------------
+
+
+def local(x: Any) -> Tensor:
+    """This rank's part of a tensor: the very one that a DTensor holds."""
+    if not is_sharded(x):
+        return x
+    with torch.no_grad():  # else it is a view of it
+        return x.to_local()
+
+
+def opened(leaves: list[Tensor]) -> tuple[list[Tensor], Layouts | None]:
+    """Local parts and how they lie; plain leaves as they are, with None for all of it."""
+    if not any_sharded(leaves):
+        return leaves, None
+    return [local(x) for x in leaves], [layout_of(x) for x in leaves]
+
+
+def closed(parts: list[Tensor], layouts: Layouts | None) -> list[Tensor]:
+    """The tensors of which these are the local parts."""
+    if layouts is None:
+        return parts
+    return [close(x, at) for x, at in zip(parts, layouts, strict=True)]
+
+
+def close(part: Tensor, at: Layout | None) -> Tensor:
+    """The same of one tensor."""
+    if at is None:
+        return part
+    dtensor = module().DTensor
+    return dtensor.from_local(
+        part, at.mesh, at.placements, run_check=False, shape=at.shape, stride=at.stride
+    )
+
+
+def placed_like(leaves: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves, where they are DTensors in the placements of others."""
+    if not any_sharded(like):
+        return leaves
+    return [_placed(x, layout_of(y)) for x, y in zip(leaves, like, strict=True)]
+
+
+def _placed(x: Any, at: Layout | None) -> Tensor:
+    if at is None or x.placements == at.placements:
+        return x
+    with torch.no_grad():
+        return x.redistribute(at.mesh, at.placements)
+
+
+# Sums of gradients ---------------------------------------------------------------------------
+
+
+def sum_layout(x: Any) -> Layout | None:
+    """Where the gradients of a leaf are summed: what is replicated may stay a sum over ranks."""
+    at = layout_of(x)
+    if at is None:
+        return None
+    partial = module().Partial()
+    return at._replace(placements=tuple(partial if p.is_replicate() else p for p in at.placements))
+
+
+def zeros_of_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """No gradient of a leaf added yet."""
+    return close(torch.zeros_like(local(x), dtype=dtype), sum_layout(x))
+
+
+def sum_layouts(leaves: list[Tensor]) -> Layouts | None:
+    """The same of all leaves; None where all are plain."""
+    return [sum_layout(x) for x in leaves] if any_sharded(leaves) else None
+
+
+def landed(grad: Any, at: Layout | None) -> Tensor | None:
+    """This rank's part of what a gradient adds to a sum; None where that is nothing."""
+    if at is None:
+        return grad
+    if not is_sharded(grad):
+        raise TypeError(
+            f"the gradient of a DTensor came as a {type(grad).__name__}; expected a DTensor."
+        )
+    replicate = module().Replicate()
+    coordinate = at.mesh.get_coordinate()
+    wanted: list[Any] = []
+    mine = True
+    for i, (came, sum_) in enumerate(zip(grad.placements, at.placements, strict=True)):
+        if sum_.is_partial() and came != sum_:
+            # All ranks have the same: the first of them adds it, and no bit is lost in a division.
+            wanted.append(replicate)
+            mine = mine and coordinate[i] == 0
+        else:
+            wanted.append(sum_)
+    grad = _placed(grad, at._replace(placements=tuple(wanted)))
+    return local(grad) if mine else None
+
+
+def resolved(sums: list[Tensor]) -> list[Tensor]:
+    """Sums of which no rank holds a part of its own: one reduction for each that is ``Partial``.
+
+    What waited until the end of a window is communicated here and nowhere else. Each takes the
+    place of its parts in the list, so that there are never two trees of them.
+    """
+    if any_sharded(sums):
+        for i, x in enumerate(sums):
+            sums[i] = _placed(x, whole_layout(layout_of(x)))
+    return sums
+
+
+def whole_layout(at: Layout | None) -> Layout | None:
+    """The layout of a sum of which no rank holds a part of its own."""
+    if at is None:
+        return None
+    replicate = module().Replicate()
+    placements = [replicate if p.is_partial() else p for p in at.placements]
+    return at._replace(placements=tuple(placements))
+
+
+# Scalars that all ranks agree on ---------------------------------------------------------------
+
+
+def whole(scalars: list[Tensor]) -> list[Tensor]:
+    """0-d tensors as plain ones, the same on all ranks: one reduction for all of one layout."""
+    if not any_sharded(scalars):
+        return scalars
+    found = list(scalars)
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(scalars):
+        if is_sharded(x):
+            groups.setdefault((x.device_mesh, tuple(x.placements)), []).append(i)
+    for (mesh, placements), members in groups.items():
+        parts = torch.stack([local(scalars[i]).double() for i in members])
+        for i, x in zip(members, _full(parts, mesh, placements).unbind(), strict=True):
+            found[i] = x.to(scalars[i].dtype)
+    return found
+
+
+def replicated(x: Tensor, like: Any) -> Tensor:
+    """A plain tensor that is the same on all ranks, on the mesh of another tensor if it has one."""
+    at = layout_of(like)
+    if at is None or is_sharded(x):
+        return x
+    everywhere = [module().Replicate()] * at.mesh.ndim
+    return close(x, Layout(at.mesh, tuple(everywhere), x.shape, x.stride()))
+
+
+def _full(part: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
+    with torch.no_grad():
+        return module().DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
+
+
+def agreed(flag: Tensor, layouts: Layouts) -> Tensor:
+    """Whether a flag is true on all ranks of all meshes."""
+    least = module().Partial("min")
+    for mesh in dict.fromkeys(at.mesh for at in layouts if at is not None):
+        number = flag.to(torch.int32)  # not every backend reduces bools
+        flag = _full(number, mesh, [least] * mesh.ndim).bool()
+    return flag
+
+
+def norms_over_ranks(norms: list[Tensor], layouts: Layouts) -> list[Tensor]:
+    """Norms of which the whole norm is made, from those of local parts: one for each layout.
+
+    A part that several ranks hold counts once. The squares are float64, and do not overflow.
+    """
+    tensor = module()
+    found: list[Tensor] = []
+    groups: dict[Any, list[Tensor]] = {}
+    for x, at in zip(norms, layouts, strict=True):
+        if at is None:
+            found.append(x)
+        else:
+            apart = tuple(not p.is_replicate() for p in at.placements)
+            groups.setdefault((at.mesh, apart), []).append(x)
+    for (mesh, apart), members in groups.items():
+        square = torch.stack([x.double() for x in members]).square().sum()
+        placements = [tensor.Partial() if yes else tensor.Replicate() for yes in apart]
+        found.append(_full(square, mesh, placements).sqrt())
+    return found
+
+
+# Giving up -------------------------------------------------------------------------------------
+
+
+@cache
+def refusing(reason: str) -> type:
+    """A class of DTensors that refuse every use with a reason."""
+
+    def refuse(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(reason)
+
+    body = {"__slots__": (), "__torch_function__": classmethod(refuse)}
+    return type("Refusing", (module().DTensor,), body)
+
+
+# Refusals --------------------------------------------------------------------------------------
+
+
+def refuse_sharded(leaves: Sequence[Any], root: str, what: str) -> None:
+    """Say what is not for DTensors, and what is."""
+    if any_sharded(leaves):
+        i = next(i for i, x in enumerate(leaves) if is_sharded(x))
+        at = layout_of(leaves[i])
+        assert at is not None
+        raise ValueError(
+            f"{root} holds DTensors (leaf {i}, of shape {tuple(at.shape)}, is "
+            f"{', '.join(map(str, at.placements))}), and {what}"
+        )

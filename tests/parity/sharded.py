@@ -1,0 +1,731 @@
+"""What ranks do with DTensors beside what one process does with the full tensors.
+
+Whole numbers and powers of two, so that bits can be compared; elsewhere float64 and a bound.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+
+
+Tensors = dict[str, Tensor]
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+NAMES = ("b1", "b2", "w1", "w2")
+
+# By layout: the parameters' placements and the batch's, on a mesh of as many dimensions.
+LAYOUTS: dict[str, tuple[dict[str, list[Any]], list[Any]]] = {
+    "replicated": ({name: [R] for name in NAMES}, [S0]),
+    "fsdp": ({name: [S0] for name in NAMES}, [S0]),
+    "tensor": ({"w1": [S1], "b1": [S0], "w2": [S0], "b2": [R]}, [R]),
+    "2d": ({"w1": [R, S1], "b1": [R, S0], "w2": [R, S0], "b2": [R, R]}, [S0, R]),
+    "2d fsdp": ({"w1": [S0, S1], "b1": [S0, S0], "w2": [S1, S0], "b2": [S0, R]}, [S0, R]),
+}
+
+
+@cache
+def mesh_of(dims: int = 1) -> Any:
+    """All ranks in a line, or in two rows."""
+    world = dist.get_world_size()
+    return init_device_mesh("cpu", (world,) if dims == 1 else (2, world // 2))
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randint(-3, 4, shape).to(dtype)
+
+
+def problem(dtype: torch.dtype = torch.float32, rows: int = 16) -> tuple[Tensors, Tensors]:
+    """Parameters and a batch, the same on all ranks; no number of ranks divides five rows of w1."""
+    of = partial(whole_numbers, dtype=dtype)
+    params = {"w1": of(5, 8), "b1": of(8), "w2": of(8, 4), "b2": of(4)}
+    return params, {"x": of(rows, 5), "y": of(rows, 4), "mask": of(rows).abs()}
+
+
+def spread(tree: Tensors, layout: str, *, batch: bool = False) -> Tensors:
+    placements, of_batch = LAYOUTS[layout]
+    mesh = mesh_of(len(of_batch))
+    return {
+        name: distribute_tensor(x, mesh, of_batch if batch else placements[name])
+        for name, x in tree.items()
+    }
+
+
+def gathered(tree: Any) -> Any:
+    """The full tensors."""
+    return pa._tree.map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
+
+
+def errors(params: Tensors, batch: Tensors) -> Tensor:
+    hidden = (batch["x"] @ params["w1"] + params["b1"]).relu()
+    return (hidden @ params["w2"] + params["b2"] - batch["y"]) ** 2
+
+
+def mean(params: Tensors, batch: Tensors) -> Tensor:
+    return errors(params, batch).mean()
+
+
+def total(params: Tensors, batch: Tensors) -> Tensor:
+    return errors(params, batch).sum()
+
+
+def weighted(params: Tensors, batch: Tensors) -> pa.Weighted:
+    return pa.Weighted((errors(params, batch).sum(1) * batch["mask"]).sum(), batch["mask"].sum())
+
+
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "mean": (mean, "mean"),
+    "sum": (total, "sum"),
+    "weighted": (weighted, "mean"),
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what DTensors communicate: (operation, numbers in it), without the waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # torch goes on to local tensors, and comes back here with them
+        name = str(func)
+        if name.startswith("_c10d_functional.") and "wait" not in name:
+            self.seen.append((name.split(".")[1], args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def communicating(*wanted: tuple[str, int]) -> Iterator[None]:
+    with Collectives() as collectives:
+        yield
+    seen = [(name, n) for name, n in collectives.seen if not name.startswith("_wrap")]
+    assert sorted(seen) == sorted(wanted), seen
+
+
+@contextmanager
+def refused(error: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[None]:
+    try:
+        yield
+    except error as raised:
+        said = " ".join([str(raised), *getattr(raised, "__notes__", [])])
+        assert all(word in said for word in words), said
+        return
+    raise AssertionError(f"nothing was raised; expected {words}")
+
+
+def same_on_all_ranks(tree: Any) -> None:
+    leaves = pa._tree.leaves(tree)
+    assert all(type(x) is Tensor and x.dim() == 0 for x in leaves), leaves
+    mine = torch.stack([x.double() for x in leaves])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    assert all(torch.equal(x.view(torch.int64), mine.view(torch.int64)) for x in every), every
+
+
+def assert_near(got: Any, want: Any) -> None:
+    """In float64, leaf by leaf: the norm of the error is 2**-26 of that of the leaf."""
+    for x, y in zip(pa._tree.leaves(gathered(got)), pa._tree.leaves(want), strict=True):
+        error = (x.double() - y.double()).norm()
+        assert error <= 2.0**-26 * y.double().norm(), (error, y)
+
+
+# Cases ------------------------------------------------------------------------------------
+
+
+def accumulates(layout: str, loss: str, engine: Any, donate: bool) -> None:
+    params, batch = problem()
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    func, reduction = LOSSES[loss]
+    acc = pa.accumulator(func, reduction=reduction, engine=engine)
+    whole = acc.update(acc.init(params), params, batch)
+    # two states from different microbatches, merged
+    states = [acc.init(dparams), acc.init(dparams)]
+    for i, part in enumerate(pa.microbatches(dbatch, 4)):
+        states[i % 2] = acc.update(states[i % 2], dparams, part, donate=donate)
+    state = acc.merge(*states)
+    for name, sums in state.grads.items():
+        wanted = [P if p == R else p for p in LAYOUTS[layout][0][name]]
+        assert list(sums.placements) == wanted, (name, sums.placements)
+    same_on_all_ranks(state[1:])
+    grads, value = acc.finalize(state, donate=donate)
+    for name, grad in grads.items():
+        assert list(grad.placements) == LAYOUTS[layout][0][name]
+    assert_trees_bitwise_equal((gathered(grads), value), acc.finalize(whole))
+
+
+def steps_exactly(layout: str, loss: str, donate: bool) -> None:
+    """One step in powers of two, whole and as a stream: the bits of one process."""
+    params, batch = problem()
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    func, reduction = LOSSES[loss]
+    knobs: dict[str, Any] = {"reduction": reduction, "loss_scale": pa.static_loss_scale(8.0)}
+    make = partial(pa.make_step, func, pa.sgd(0.25, momentum=0.5), **knobs)
+    step, dstep = make(), make(microbatch_size=8, donate=donate)
+    want, told = step(step.init(params), batch)
+    first = dstep.init(dparams)
+    window = dstep.begin(first)
+    for part in pa.microbatches(dbatch, 8):
+        window = dstep.update(first, window, part)
+    streamed = dstep.apply(first, window)
+    for new, info in (streamed, dstep(dstep.init(dparams), dbatch)):
+        same_on_all_ranks(info)
+        assert_trees_bitwise_equal(gathered(new), want)
+        assert info.applied
+        assert info.loss == told.loss
+
+
+def trains(layout: str, optimizer: str, engine: Any) -> None:
+    """Two steps of an optimizer after clipping by the global norm, and one as a stream."""
+    params, batch = problem(torch.float64)
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    make: dict[str, Callable[[], Any]] = {
+        "adam": lambda: pa.adam(0.125, amsgrad=True),
+        "adamw": lambda: pa.adamw(pa.linear_warmup(0.25, 4)),
+        "fused": lambda: pa.adamw(0.125, fused=True),
+        "from_torch": lambda: pa.from_torch(torch.optim.RMSprop, lr=0.125),
+        "partition": lambda: pa.partition(
+            {"w": pa.adam(0.125), "b": pa.sgd(0.125)}, lambda path: path[0]
+        ),
+    }
+    knobs: dict[str, Any] = {
+        "microbatch_size": 8,
+        "loss_scale": pa.dynamic_loss_scale(),
+        "engine": engine,
+    }
+    step = pa.make_step(weighted, pa.chain(pa.clip_by_global_norm(2.0), make[optimizer]()), **knobs)
+    dstep = pa.make_step(
+        weighted,
+        pa.chain(pa.clip_by_global_norm(2.0), make[optimizer]()),
+        donate=True,
+        **knobs,
+    )
+    state, new = step.init(params), dstep.init(dparams)
+    for _ in range(2):
+        state, want = step(state, batch)
+        new, info = dstep(new, dbatch)
+        same_on_all_ranks(info)
+        assert_near((new, info), (state, want))
+    window = dstep.begin(new)
+    for part in pa.microbatches(dbatch, 8):
+        window = dstep.update(new, window, part)
+    new, info = dstep.apply(new, window)
+    state, want = step(state, batch)
+    assert_near((new, info), (state, want))
+    shards = [x for x in pa._tree.leaves(new.opt_state) if isinstance(x, DTensor) and x.dim()]
+    for x in shards:  # as sharded as the parameters
+        like = next(p for p in new.params.values() if p.shape == x.shape)
+        assert x.placements == like.placements
+
+
+def one_bad_row_stops_all_ranks(layout: str) -> None:
+    params, batch = problem()
+    batch["x"][13, 2] = torch.nan  # a row of the last rank
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    optimizer = pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(0.1))
+    knobs: dict[str, Any] = {"microbatch_size": 8, "loss_scale": pa.dynamic_loss_scale()}
+    step = pa.make_step(mean, optimizer, **knobs)
+    state = step.init(dparams)
+    new, info = step(state, dbatch)
+    same_on_all_ranks(info)
+    assert not info.applied
+    assert new.loss_scale.scale == state.loss_scale.scale / 2
+    assert_trees_bitwise_equal(gathered(new.params), params)
+    assert_trees_bitwise_equal(gathered(new.opt_state), gathered(state.opt_state))
+
+
+def masked_microbatches_add_nothing() -> None:
+    """All masked on all ranks, and where the total is NaN."""
+    params, batch = problem()
+    batch["mask"][:] = torch.tensor([0.0] * 4 + [1.0, 2.0] * 2).repeat(2)  # by rank
+    batch["x"][0] = torch.nan
+    dparams = spread(params, "replicated")
+    dbatch = spread(batch, "replicated", batch=True)
+
+    def loss(p: Tensors, b: Tensors) -> pa.Weighted:
+        return pa.Weighted((errors(p, b).sum(1) * b["mask"]).sum(), b["mask"].sum())
+
+    step = pa.make_step(loss, pa.sgd(0.25), microbatch_size=8)  # the first four of each, the rest
+    new, info = step(step.init(dparams), dbatch)
+    kept = {name: x.view(2, 8, -1)[:, 4:].flatten(0, 1) for name, x in batch.items()}
+    kept["mask"] = kept["mask"].squeeze(-1)
+    want, told = pa.make_step(loss, pa.sgd(0.25))(step.init(params), kept)
+    assert info.applied
+    assert info.weight == told.weight
+    assert_trees_bitwise_equal(gathered(new.params), want.params)
+
+
+def communicates_once_a_window() -> None:
+    """No gradient is communicated before the end, whatever the number of microbatches."""
+    params, batch = problem()
+    dparams = spread(params, "replicated")
+    dbatch = spread(batch, "replicated", batch=True)
+    reductions = [("all_reduce", x.numel()) for x in params.values()]
+    for loss, each in ((mean, 0), (weighted, 2)):
+        for size in (4, 16):
+            count = 16 // size
+            tiny = [("all_reduce", count)] if not each else [("all_reduce", each)] * count
+            step = pa.make_step(loss, pa.adamw(0.1), microbatch_size=size)
+            state = step.init(dparams)
+            # the losses of all microbatches; the gradients; is it finite?
+            with communicating(*tiny, *reductions, ("all_reduce", 1)):
+                step(state, dbatch)
+            acc = pa.accumulator(loss)
+            sums = acc.init(dparams)
+            with communicating(*[("all_reduce", each or 1)] * count):
+                for part in pa.microbatches(dbatch, size):
+                    sums = acc.update(sums, dparams, part)
+            with communicating(*reductions):
+                acc.finalize(sums)
+
+
+def large_leaves_go_through_hooks(engine: Any) -> None:
+    """Leaves of a MiB a rank are added as they come, also where only some are."""
+    params = {"w": whole_numbers(8, 2**16), "b": whole_numbers(2**16)}  # 2 MiB, and 1 a rank
+    batch = {"x": whole_numbers(8, 8)}
+
+    def loss(p: Tensors, b: Tensors) -> Tensor:
+        return (b["x"] @ p["w"] + p["b"]).relu().sum()
+
+    step = pa.make_step(loss, pa.sgd(0.25), reduction="sum", engine=engine, microbatch_size=4)
+    want, _ = step(step.init(params), batch)
+    mesh = mesh_of()
+    dbatch = {"x": distribute_tensor(batch["x"], mesh, [S0])}
+    for placement in (R, S0, S1):
+        dparams = {
+            "w": distribute_tensor(params["w"], mesh, [placement]),
+            "b": distribute_tensor(params["b"], mesh, [R]),
+        }
+        new, _ = step(step.init(dparams), dbatch)
+        assert_trees_bitwise_equal(gathered(new.params), want.params)
+
+
+def rows_are_cut_by_each_rank() -> None:
+    _, batch = problem()
+    dbatch = spread(batch, "replicated", batch=True) | {"training": True}
+    with communicating():
+        parts = list(pa.microbatches(dbatch, 8))
+    for i, part in enumerate(parts):
+        assert part["training"] is True
+        assert part["x"].shape == (8, 5)
+        of_rank = [batch["x"][8 * rank + 4 * i :][:4] for rank in (0, 1)]
+        assert torch.equal(part["x"].to_local(), of_rank[dist.get_rank()])
+        assert torch.equal(part["x"].full_tensor(), torch.cat(of_rank))
+    assert [len(p["x"]) for p in pa.microbatches(dbatch, 12)] == [12, 4]
+    with refused(ValueError, "a microbatch has 5 rows", "multiple of 2"):
+        pa.microbatches(dbatch, 5)
+    odd = {"x": distribute_tensor(batch["x"][:13], mesh_of(), [S0])}
+    with refused(ValueError, "the batch has 13 rows", "multiple of 2"):
+        pa.microbatches(odd, 4)
+    for other in (batch["y"], distribute_tensor(batch["y"], mesh_of(), [R])):
+        with refused(ValueError, "in different ways", "one placement along dim 0"):
+            pa.microbatches({"x": dbatch["x"], "y": other}, 8)
+
+
+def uneven_rows_go_through_whole() -> None:
+    """Thirteen rows on two ranks, seven and six, and one row, as microbatches of a stream."""
+    params, batch = problem()
+    mesh = mesh_of()
+    dparams = spread(params, "replicated")
+    for loss, reduction in LOSSES.values():
+        acc = pa.accumulator(loss, reduction=reduction)
+        want, state = acc.init(params), acc.init(dparams)
+        for rows in (13, 1):
+            part = {name: x[:rows] for name, x in batch.items()}
+            dpart = {name: distribute_tensor(x, mesh, [S0]) for name, x in part.items()}
+            want, state = acc.update(want, params, part), acc.update(state, dparams, dpart)
+        (grads, value), (expected, number) = acc.finalize(state), acc.finalize(want)
+        if loss is mean:  # torch divides by thirteen
+            grads, expected = (
+                [x.double() for x in t.values()] for t in (gathered(grads), expected)
+            )
+            for x, y in zip(grads, expected, strict=True):
+                assert (x - y).norm() <= 2.0**-20 * y.norm()
+        else:
+            assert_trees_bitwise_equal((gathered(grads), value), (expected, number))
+
+
+def transforms_at_top_level() -> None:
+    """grad, grad_and_value and value, with a size and without; aux over all ranks."""
+    params, batch = problem()
+    want, number = pa.grad_and_value(weighted)(params, batch)
+    dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
+    for size in (None, 8):
+        grads, value = pa.grad_and_value(weighted, microbatch_size=size)(dparams, dbatch)
+        assert_trees_bitwise_equal((gathered(grads), value), (want, number))
+        assert all(x.placements == (S0,) for x in grads.values())
+        alone = pa.value(weighted, microbatch_size=size)(dparams, dbatch)
+        assert type(value) is type(alone) is Tensor
+        assert alone == number
+
+    def loss(p: Tensors, b: Tensors) -> Any:
+        e = errors(p, b)
+        return e.mean(), {"most": e.sum(), "each": e.sum(1), "rows": 3}
+
+    def run(p: Tensors, b: Tensors, **knobs: Any) -> Any:
+        return pa.grad_and_value(loss, has_aux=True, **knobs)(p, b)[1]
+
+    words = {"most": "sum", "each": "last", "rows": "last"}
+    value, aux = run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
+    expected, whole = run(params, batch, microbatch_size=16, aux_reduction=words)
+    assert value == expected
+    assert torch.equal(aux["most"], whole["most"])
+    assert type(aux["most"]) is type(aux["each"]) is Tensor
+    assert aux["each"].shape == (8,)
+    words["most"] = "mean"
+    _, aux = run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
+    assert torch.equal(aux["most"] * 2, whole["most"])
+    words["each"], words["most"] = "concat", "stack"
+    _, aux = run(dparams, dbatch, microbatch_size=16, aux_reduction=words)
+    assert torch.equal(aux["each"].full_tensor(), whole["each"])
+    assert torch.equal(aux["most"], whole["most"].view(1))
+    with refused(ValueError, "aux['each'] is a DTensor", "another order"):
+        run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
+
+
+def what_was_donated_refuses() -> None:
+    params, batch = problem()
+    dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
+    step = pa.make_step(mean, pa.adamw(0.1), microbatch_size=8, donate=True)
+    uses: list[Callable[[Any], Any]] = [
+        lambda x: x + 1,
+        lambda x: x.sum(),
+        lambda x: x.clone(),
+        lambda x: x.shape,
+        lambda x: x.to_local() + 1,
+        lambda x: x.full_tensor(),
+        lambda x: x.add_(1),
+        lambda x: pa.global_norm([x]),
+    ]
+    old = step.init(dparams)
+    new, _ = step(old, dbatch)
+    window = step.begin(new)
+    step.update(new, window, dbatch)
+    given = [x for tree in (old, window) for x in pa._tree.leaves(tree) if isinstance(x, DTensor)]
+    assert len(given) == 4 * 3 + 4
+    for x in given:
+        for use in uses:
+            with refused(RuntimeError, "given up with donate=True"):
+                use(x)
+    with refused(RuntimeError, "given up with donate=True"):
+        step(old, dbatch)
+
+    large = {"w": distribute_tensor(torch.ones(8, 2**16), mesh_of(), [S1]), "a": dparams["b1"]}
+
+    def failing(p: Tensors, b: Tensors) -> Tensor:
+        p["a"].register_hook(_fail)  # after the gradient of w has been added
+        return (p["a"] @ p["w"]).sum()
+
+    acc = pa.accumulator(failing, reduction="sum")
+    sums = acc.init(large)
+    with refused(ZeroDivisionError):
+        acc.update(sums, large, {}, donate=True)
+    for x in sums.grads.values():
+        with refused(RuntimeError, "failed in the middle"):
+            x + 1
+    assert_trees_bitwise_equal(gathered(dparams), params)  # init copied
+
+
+def _fail(grad: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+def modules() -> None:
+    """A module without hooks takes DTensors; the hooks of a plan want engine='autograd'."""
+    mesh = mesh_of()
+    net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    _, batch = problem(torch.float64)
+    fn = pa.functional(net)
+    full = {name: x.clone() for name, x in fn.params.items()}
+
+    def loss_of(fn: Any) -> Any:
+        def loss(p: Tensors, b: Tensors) -> Tensor:
+            out, _ = fn.apply(p, (), b["x"])
+            return ((out - b["y"]) ** 2).mean()
+
+        return loss
+
+    step = pa.make_step(loss_of(fn), pa.adamw(0.1), microbatch_size=8)
+    want, told = step(step.init(full), batch)
+    dbatch = spread(batch, "replicated", batch=True)
+    for placement in (R, S0):
+        dparams = {name: distribute_tensor(x, mesh, [placement]) for name, x in full.items()}
+        new, info = step(step.init(dparams), dbatch)
+        assert_near((new, info), (want, told))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallel = pa.functional(parallelize_module(net, mesh, plan))
+    assert isinstance(parallel.params["0.weight"], DTensor)
+    for engine in ("autograd", "func"):
+        step = pa.make_step(loss_of(parallel), pa.adamw(0.1), microbatch_size=8, engine=engine)
+        state = step.init(parallel.params)
+        if engine == "func":
+            with refused(RuntimeError, "setup_context", "engine='autograd' can"):
+                step(state, batch)
+        else:
+            new, info = step(state, batch)  # a plain batch, the same on all ranks
+            assert_near((new, info), (want, told))
+            same_on_all_ranks(info)
+            assert new.params["0.weight"].placements == (S0,)
+
+
+def optimizers_take_gradients_as_they_lie() -> None:
+    """Partial, replicated or sharded otherwise than the parameters."""
+    params, _ = problem()
+    grads = {name: whole_numbers(*x.shape) for name, x in params.items()}
+    opt = pa.chain(pa.clip_by_global_norm(1e6), pa.sgd(0.25, momentum=0.5))
+    want, _ = opt.apply(grads, opt.init(params), params)
+    dparams, world = spread(params, "fsdp"), dist.get_world_size()
+    for placement in (P, R, S0):
+        dgrads = {
+            name: DTensor.from_local(g / world, mesh_of(), [P]).redistribute(placements=[placement])
+            for name, g in grads.items()
+        }
+        new, _ = opt.apply(dgrads, opt.init(dparams), dparams)
+        assert_trees_bitwise_equal(gathered(new), want)
+        assert all(x.placements == (S0,) for x in new.values())
+
+
+def refusals() -> None:
+    params, batch = problem()
+    dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
+    called: list[int] = []
+
+    def loss(p: Tensors, b: Tensors, keys: Any = None) -> Tensor:
+        called.append(1)
+        return mean(p, b)
+
+    def step_of(**knobs: Any) -> Any:
+        return pa.make_step(loss, pa.sgd(0.1), microbatch_size=8, **knobs)
+
+    for word in ("skip", "raise"):
+        step = step_of(nonfinite=word)
+        with refused(ValueError, "params holds DTensors", f"nonfinite='{word}'", "'propagate'"):
+            step(step.init(dparams), dbatch)
+        acc = pa.accumulator(loss, nonfinite=word)
+        with refused(ValueError, "params holds DTensors", f"nonfinite='{word}'"):
+            acc.update(acc.init(dparams), dparams, dbatch)
+    for knobs, words in (
+        ({"noise": True}, ("squares=True",)),
+        ({"keys": True}, ("the batch holds DTensors", "keys=True")),
+        ({"compile": True}, ("the state or the batch holds DTensors", "compile=True")),
+    ):
+        step = step_of(**knobs)
+        with refused(ValueError, *words):
+            step(step.init(dparams), dbatch)
+    staged = pa.staged([pa.rowwise(lambda p, b: errors(p, b)), pa.full(lambda p, e: e.mean())])
+    step = pa.make_step(staged, pa.sgd(0.1), microbatch_size=8)
+    with refused(ValueError, "params holds DTensors", "in stages"):
+        step(step.init(dparams), dbatch)
+    with refused(ValueError, "params holds DTensors", "vmap"):
+        pa.per_sample_grad(loss)(dparams, dbatch)
+    with refused(ValueError, "params holds DTensors", "vmap"):
+        pa.per_sample_accumulator(loss).init(dparams)
+
+    def outer(p: Tensors) -> Tensor:
+        return pa.grad(loss, microbatch_size=8)(p, dbatch)["b2"].sum()
+
+    with refused(ValueError, "params holds DTensors", "transforms"):
+        torch.func.grad(outer)(dparams)
+    unreduced = DTensor.from_local(torch.ones(4), mesh_of(), [P])
+    with refused(ValueError, "params['b2'] is a DTensor that is Partial"):
+        pa.accumulator(loss).init(dparams | {"b2": unreduced})
+    opt = pa.adam(0.1)
+    with refused(ValueError, "state.exp_avg['b1'] is plain; params has a DTensor there"):
+        opt.apply(dparams, opt.init(params), dparams)
+    acc = pa.accumulator(loss)
+    with refused(ValueError, "state.grads['b1'] is plain; params has a DTensor there"):
+        acc.update(acc.init(params), dparams, dbatch)
+    assert not called
+
+
+def norms_and_flags() -> None:
+    full = {"a": whole_numbers(6, 4), "b": whole_numbers(4, 5), "c": torch.tensor(3.0)}
+    line, square = mesh_of(), mesh_of(2)
+    tree = {
+        "a": distribute_tensor(full["a"], square, [S0, S1]),
+        "b": distribute_tensor(full["b"], line, [R]),
+        "c": full["c"],
+        "d": DTensor.from_local(torch.full((2,), 2.0), line, [P]),  # 8 and 8
+    }
+    norm, finite = pa.global_norm(tree), pa.all_finite(tree)
+    same_on_all_ranks([norm, finite])
+    want = pa.global_norm([*full.values(), torch.full((2,), 8.0)])
+    assert norm.dtype == want.dtype
+    assert abs(norm - want) <= 2**-20 * want
+    assert finite
+    for name, at in (("a", (5, 3)), ("b", (0, 0))):
+        bad = {k: v.clone() for k, v in full.items()}
+        bad[name][at] = torch.inf
+        spoiled = distribute_tensor(bad[name], tree[name].device_mesh, tree[name].placements)
+        flag = pa.all_finite(tree | {name: spoiled})
+        same_on_all_ranks([flag])
+        assert not flag
+
+
+# Checkpoints ---------------------------------------------------------------------------------
+
+
+def in_mid_window(layout: str) -> tuple[Any, Any, Any]:
+    """A step, its state after one step, and a window with sums in it; plain where no ranks are."""
+    params, batch = problem()
+    if layout:
+        params, batch = spread(params, layout), spread(batch, layout, batch=True)
+    step = pa.make_step(
+        mean, pa.adamw(0.125), microbatch_size=8, loss_scale=pa.dynamic_loss_scale()
+    )
+    state, _ = step(step.init(params), batch)
+    return step, state, step.update(state, step.begin(state), batch)
+
+
+def saves(folder: str) -> None:
+    for layout in ("replicated", "fsdp"):
+        _, *tree = in_mid_window(layout)
+        pa.save(f"{folder}/{layout}", tree)
+        with refused(FileExistsError, "exists", "under a new name"):
+            pa.save(f"{folder}/{layout}", tree)
+        full = gathered(tree)
+        if dist.get_rank() == 0:
+            torch.save(pa._tree.leaves(full), f"{folder}/{layout}.pt")
+            names = sorted(path.name for path in Path(folder).iterdir())
+            assert layout in names
+            assert not [name for name in names if "unfinished" in name]
+            written = [path.suffix for path in Path(folder, layout).iterdir()]
+            assert written == [".safetensors"] * len(written)
+        with refused(OSError):  # the folder cannot be made: all ranks hear of it
+            pa.save(f"{folder}/{layout}/{'x' * 300}", tree)
+
+
+def loads(folder: str) -> None:
+    """On another number of ranks, and as they lie there; the window goes on."""
+    for layout in ("replicated", "fsdp"):
+        step, state, _ = in_mid_window(layout)
+        like = [step.init(state.params), step.begin(state)]
+        before = gathered(like)
+        state, window = pa.load(f"{folder}/{layout}", like)
+        kept = torch.load(f"{folder}/{layout}.pt")
+        assert_trees_bitwise_equal(pa._tree.leaves(gathered([state, window])), kept)
+        assert_trees_bitwise_equal(gathered(like), before)
+        for x, y in zip(*map(pa._tree.leaves, ([state, window], like)), strict=True):
+            assert type(x) is type(y)
+            assert not isinstance(x, DTensor) or x.placements == y.placements
+        _, info = step.apply(state, window)
+        assert info.applied
+        same_on_all_ranks(info)
+        with refused(ValueError, "has tree[1]", "which like has not"):
+            pa.load(f"{folder}/{layout}", like[:1])
+
+
+def checkpoints(folder: str) -> dict[int, dict[str, Callable[[], object]]]:
+    """What two ranks save, four load."""
+    return {
+        2: {"saves": partial(saves, folder)},
+        4: {"loads what two ranks saved": partial(loads, folder)},
+    }
+
+
+# What torch does that this leans on ---------------------------------------------------------
+
+
+def hazards() -> None:
+    """Each of these fails when torch changes it."""
+    params, batch = problem()
+    dparams = spread(params, "replicated")
+    dbatch = spread(batch, "replicated", batch=True)
+    # a gradient of what is replicated is left as a sum over ranks, and so is the loss
+    value, pull = torch.func.vjp(lambda p: mean(p, dbatch), dparams)
+    (grads,) = pull(torch.ones_like(value))
+    assert value.placements[0].is_partial()
+    assert all(g.placements == (P,) for g in grads.values())
+    # zeros like a sum over ranks are no sum over ranks: sums are made of local zeros
+    assert torch.zeros_like(grads["b1"]).placements == (R,)
+    # to_local gives a view of what the DTensor holds, and without grad mode the very tensor
+    w = dparams["w1"].clone()
+    assert w.to_local() is not w.to_local()
+    with torch.no_grad():
+        held = w.to_local()
+        assert held is w.to_local()
+    # operations do not ask the tensor that a DTensor holds whether it may be used
+    pa._donation.mark([held])
+    assert (w + 1).shape == (5, 8)
+    with refused(RuntimeError, "given up with donate=True"):
+        w.to_local() + 1
+    # from_local, to_local and redistribute are Functions without setup_context
+    with refused(RuntimeError, "setup_context"):
+        torch.func.grad(lambda x: DTensor.from_local(x, mesh_of(), [R]).sum())(torch.ones(3))
+    # a wrapper of torch.func hides what it wraps, so that a loss cannot call a DTensor's methods
+    with refused(AttributeError, "full_tensor"):
+        torch.func.grad(lambda p: p["b2"].full_tensor().sum())(dparams)
+    with refused((IndexError, NotImplementedError)):
+        torch.func.vmap(torch.func.grad(mean), (None, 0))(dparams, dbatch)
+
+
+IN_A_LINE: dict[str, Callable[[], object]] = {
+    **{
+        f"accumulates, {layout}, {loss}, {engine}": partial(
+            accumulates, layout, loss, engine, engine == "func"
+        )
+        for layout in ("replicated", "fsdp", "tensor")
+        for loss, engine in (("mean", "func"), ("sum", "autograd"), ("weighted", "func"))
+    },
+    "steps exactly, replicated": partial(steps_exactly, "replicated", "mean", True),
+    "steps exactly, fsdp": partial(steps_exactly, "fsdp", "weighted", False),
+    "steps exactly, tensor": partial(steps_exactly, "tensor", "sum", True),
+    **{
+        f"trains, {layout}, {optimizer}": partial(trains, layout, optimizer, engine)
+        for layout, optimizer, engine in (
+            ("replicated", "adamw", "func"),
+            ("fsdp", "adam", "autograd"),
+            ("fsdp", "fused", "func"),
+            ("fsdp", "from_torch", "func"),
+            ("tensor", "partition", "func"),
+        )
+    },
+    "one bad row stops all ranks": partial(one_bad_row_stops_all_ranks, "fsdp"),
+    "masked microbatches add nothing": masked_microbatches_add_nothing,
+    "communicates once a window": communicates_once_a_window,
+    "large leaves go through hooks, func": partial(large_leaves_go_through_hooks, "func"),
+    "large leaves go through hooks, autograd": partial(large_leaves_go_through_hooks, "autograd"),
+    "rows are cut by each rank": rows_are_cut_by_each_rank,
+    "uneven rows go through whole": uneven_rows_go_through_whole,
+    "transforms at top level": transforms_at_top_level,
+    "what was donated refuses": what_was_donated_refuses,
+    "modules": modules,
+    "optimizers take gradients as they lie": optimizers_take_gradients_as_they_lie,
+    "refusals": refusals,
+    "hazards": hazards,
+}
+
+IN_TWO_ROWS: dict[str, Callable[[], object]] = {
+    "accumulates, 2d, mean, func": partial(accumulates, "2d", "mean", "func", True),
+    "accumulates, 2d fsdp, weighted, autograd": partial(
+        accumulates, "2d fsdp", "weighted", "autograd", False
+    ),
+    "steps exactly, 2d fsdp": partial(steps_exactly, "2d fsdp", "weighted", True),
+    "trains, 2d, adamw": partial(trains, "2d", "adamw", "func"),
+    "one bad row stops all ranks, 2d": partial(one_bad_row_stops_all_ranks, "2d"),
+    "norms and flags": norms_and_flags,
+}
+
+CASES: dict[int, dict[str, Callable[[], object]]] = {2: IN_A_LINE, 4: IN_TWO_ROWS}
