@@ -371,7 +371,11 @@ def transforms_at_top_level() -> None:
     """grad, grad_and_value and value, with a size and without; aux over all ranks."""
     params, batch = problem()
     want, number = pa.grad_and_value(weighted)(params, batch)
-    dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
+    dparams, dbatch = spread(params, "replicated"), spread(batch, "replicated", batch=True)
+    grads = pa.grad(weighted, microbatch_size=8)(dparams, dbatch)
+    assert all(x.placements == (R,) for x in grads.values())
+    assert_trees_bitwise_equal(gathered(grads), want)
+    dparams = spread(params, "fsdp")
     for size in (None, 8):
         grads, value = pa.grad_and_value(weighted, microbatch_size=size)(dparams, dbatch)
         assert_trees_bitwise_equal((gathered(grads), value), (want, number))
