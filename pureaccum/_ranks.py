@@ -20,6 +20,7 @@ from ._accumulator import AccumState
 from ._buffers import Carried
 from ._inputs import read_params
 from ._moments import Moments, layers, merged
+from ._sharded import refuse_sharded
 from ._train_state import Plan, StepWindow, TrainState
 from ._tree import Tree, flatten, paths, unflatten
 from .distributed import begin_sum
@@ -73,6 +74,12 @@ def window_of_all_ranks(
 def check_same(params: Tree, group: Any) -> None:
     """Check that all ranks begin with the same parameters; an error comes on all of them."""
     leaves, spec = read_params(params)
+    refuse_sharded(
+        leaves,
+        "params",
+        "group adds up what every rank holds whole. Leave group out: a batch that is sharded over "
+        "the mesh (distribute_tensor) is added up over its ranks.",
+    )
     names = paths(spec, "params")
     looks = [f"{name} {x.dtype} {tuple(x.shape)}" for name, x in zip(names, leaves, strict=True)]
     kind = crc32("\n".join(looks).encode())

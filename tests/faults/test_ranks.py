@@ -1,5 +1,6 @@
 """Ranks that were set up wrongly, that raise, and that die."""
 
+import functools
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
 import pureaccum as pa
 from pureaccum import distributed
@@ -69,6 +71,10 @@ def test_what_is_refused(rank, world):
     for offset in (-1, 1.0, True):
         with pytest.raises(ValueError, match=f"offset is {offset!r}; expected the number of rows"):
             step.update(begun, window, torch.ones(3, 2), offset=offset)
+    mesh = init_device_mesh("cpu", (world,))
+    spread = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+    with pytest.raises(ValueError, match=r"params holds DTensors .* Leave group out: a batch that"):
+        step.init({"w": spread})
     alone = dist.new_group([0])
     if rank == 1:
         with pytest.raises(ValueError, match="not a rank of the group"):
@@ -103,16 +109,27 @@ def raises_in_mid_window(rank: int, world: int) -> None:
     pa.make_step(loss, pa.sgd(0.5))(state, torch.ones(2, 2))
 
 
-def dies_in_mid_window(rank: int, world: int) -> None:
+def dies_in_mid_window(folder: str, rank: int, world: int) -> None:
+    """What the ranks had saved is enough to end the window, with what the dead one did."""
     step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
     state = step.init(torch.ones(2))
-    window = step.update(state, step.begin(state), torch.ones(2, 2))
+    window = step.update(state, step.begin(state), torch.full((2, 2), 1.0 + rank))
+    pa.save(f"{folder}/{rank}", {"state": state, "window": window})
+    dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as caught:
         step.apply(state, window)
     assert any("could not be added up" in note for note in caught.value.__notes__)
-    assert_trees_bitwise_equal(step.begin(state).accum.grads, torch.zeros(2))
+    alone = pa.make_step(loss, pa.sgd(0.5))
+    like = {"state": state, "window": step.begin(state)}
+    saved = [pa.load(f"{folder}/{r}", like) for r in range(world)]
+    assert_trees_bitwise_equal(saved[rank], {"state": state, "window": window})
+    accum = functools.reduce(pa.accumulator(loss).merge, (it["window"].accum for it in saved))
+    new, info = alone.apply(state, window._replace(accum=accum))
+    rows = torch.tensor([[1.0 + r] * 2 for r in range(world)])
+    assert_trees_bitwise_equal(new.params, alone(state, rows)[0].params)
+    assert info.microbatches == world
 
 
 def never_comes(rank: int, world: int) -> None:
@@ -133,8 +150,9 @@ def test_a_rank_that_raises(world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_dies(world):
-    first, second, *others = run_on_ranks(world, dies_in_mid_window)
+def test_a_rank_that_dies(world, tmp_path):
+    dying = functools.partial(dies_in_mid_window, str(tmp_path))
+    first, second, *others = run_on_ranks(world, dying)
     assert second.failure == "died with exit code -9"
     assert {first, *others} == {End()}, [first, *others]
 
