@@ -11,7 +11,8 @@ them up in one order. A collective of their own would double the latency of a sm
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def sum_over_ranks_(
 
     def land() -> None:
         bucket, flat, work = sent.popleft()
-        with _saying_what():
+        with between_ranks():
             work.wait()
         if bucket.extra:
             carried.append(_decode(flat[-bucket.extra :], world))
@@ -83,7 +84,7 @@ def sum_over_ranks_(
         flat = _filled(bucket)
         if i == carrier:
             flat[-bucket.extra :] = _encode(numbers.to(bucket.device), rank, world)
-        with _saying_what():
+        with between_ranks():
             work = dist.all_reduce(flat, group=group, async_op=True)
         sent.append(Sent(bucket, flat, work))
 
@@ -98,16 +99,18 @@ def sum_over_ranks_(
 def _buckets(tensors: list[Tensor]) -> list[Bucket]:
     """In order, those of one dtype and device together, each closed where it passes the cap."""
     buckets: list[Bucket] = []
-    still_open: dict[Any, list[Tensor]] = {}
+    still_open: dict[Any, int] = {}
+    filled: dict[int, int] = {}  # bytes
     for x in tensors:
         x = torch.view_as_real(x) if x.is_complex() else x
         kind = x.dtype, x.device
-        members = still_open.get(kind)
-        if members is None:
-            members = still_open[kind] = []
-            buckets.append(Bucket(members, *kind))
-        members.append(x)
-        if sum(member.nbytes for member in members) >= CAP:
+        at = still_open.get(kind)
+        if at is None:
+            at = still_open[kind] = len(buckets)
+            buckets.append(Bucket([], *kind))
+        buckets[at].members.append(x)
+        filled[at] = filled.get(at, 0) + x.nbytes
+        if filled[at] >= CAP:
             del still_open[kind]
     return buckets
 
@@ -156,15 +159,15 @@ def _decode(slots: Tensor, world: int) -> Tensor:
     return torch.stack(shifted).sum(0).view(torch.float64)
 
 
-class _saying_what:
+@contextmanager
+def between_ranks() -> Generator[None]:
     """Say what an error of a collective means here."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            error.add_note(
-                "pureaccum: the sums of the ranks could not be added up. Another rank has died or "
-                "has raised an error, or did not come to this point within the group's timeout; "
-                "its own message says more. The training state before this step is as it was."
-            )
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            "pureaccum: the sums of the ranks could not be added up. Another rank has died or has "
+            "raised an error, or did not come to this point within the group's timeout; its own "
+            "message says more. The training state before this step is as it was."
+        )
+        raise

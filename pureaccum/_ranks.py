@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._accumulator import AccumState
+from ._buckets import between_ranks
 from ._buffers import Carried
 from ._inputs import read_params
 from ._moments import Moments, layers, merged
@@ -94,12 +95,10 @@ def check_same(params: Tree, group: Any) -> None:
         )
     differs: list[Tensor] = []
     for leaf in leaves:
-        first = leaf.detach().clone(memory_format=torch.contiguous_format)
+        mine = leaf.detach().contiguous().view(-1).view(torch.uint8)
+        first = mine.clone()
         dist.broadcast(first, group=group, group_src=0)
-        same = first.view(-1).view(torch.uint8) == leaf.detach().contiguous().view(-1).view(
-            torch.uint8
-        )
-        differs.append(~same.all().to(device))
+        differs.append((mine != first).any().to(device))
     flags = torch.stack(differs).to(torch.int64)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
     wrong = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
@@ -119,7 +118,8 @@ def _pooled(carried: Carried, group: Any) -> Carried:
     for i, leaf in enumerate(leaves):
         if i not in pooled:
             leaves[i] = leaf.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(leaves[i], group=group, group_src=0)
+            with between_ranks():
+                dist.broadcast(leaves[i], group=group, group_src=0)
     moments = carried.moments
     if moments:
         of_all = _gathered(torch.stack(moments), group)
@@ -129,5 +129,6 @@ def _pooled(carried: Carried, group: Any) -> Carried:
 
 def _gathered(mine: Tensor, group: Any) -> list[Tensor]:
     of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_all, mine, group=group)
+    with between_ranks():
+        dist.all_gather(of_all, mine, group=group)
     return of_all

@@ -19,6 +19,7 @@ from ._accumulator import AccumState, read_state
 from ._batches import cut, need_rows, read_batch
 from ._buckets import AHEAD, sum_over_ranks_
 from ._donation import mark
+from ._sharded import refuse_sharded
 from ._torch import transform_active
 from ._tree import Tree, flatten, paths, unflatten
 from ._tree import leaves as leaves_of
@@ -67,6 +68,9 @@ def all_reduce(
     read_state(state)
     check_group(group)
     leaves, spec = flatten(state.grads)
+    refuse_sharded(
+        leaves, "state.grads", "finalize and the step's end add those up over their mesh."
+    )
     for i, leaf in enumerate(leaves):
         if merge is None and leaf.dtype == torch.bool:
             raise TypeError(

@@ -75,6 +75,10 @@ def test_what_is_refused(rank, world):
     spread = distribute_tensor(torch.ones(2), mesh, [Replicate()])
     with pytest.raises(ValueError, match=r"params holds DTensors .* Leave group out: a batch that"):
         step.init({"w": spread})
+    with pytest.raises(
+        ValueError, match=r"state\.grads holds DTensors .* and finalize and the step"
+    ):
+        distributed.all_reduce(acc.init({"w": spread}))
     alone = dist.new_group([0])
     if rank == 1:
         with pytest.raises(ValueError, match="not a rank of the group"):
@@ -91,7 +95,14 @@ def test_ranks_that_begin_apart(rank, world):
     shapes = {"a": torch.ones(2 + rank)}
     with pytest.raises(ValueError, match=r"different names, shapes or dtypes.*params\['a'\]"):
         step.init(shapes)
-    step.init({"a": torch.tensor([torch.nan, -0.0])})  # the same bits
+    kinds = torch.float16, torch.bfloat16, torch.float64, torch.complex64
+    alike = [
+        torch.tensor([torch.nan, -0.0]),
+        torch.ones(()),
+        torch.ones(0, 2),
+        torch.ones(2, 3).t(),
+    ]
+    step.init([*alike, *(torch.ones(2, dtype=kind) for kind in kinds)])  # the same bits
 
 
 def raises_in_mid_window(rank: int, world: int) -> None:
