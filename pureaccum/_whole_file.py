@@ -12,7 +12,9 @@ import os
 import secrets
 import stat
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from threading import Event
 from typing import BinaryIO
 
 
@@ -36,7 +38,8 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
     descriptor, temporary = _open_another(folder, name)
     try:
         with open(descriptor, "wb") as file:
-            yield file
+            with _syncing(descriptor):
+                yield file
             file.flush()
             if os.path.exists(target):
                 os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
@@ -47,6 +50,24 @@ def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
             os.remove(temporary)
         raise
     _sync_folder(folder)
+
+
+@contextmanager
+def _syncing(descriptor: int) -> Generator[None]:
+    """The disk works while the block does, and not only after it."""
+    ended = Event()
+
+    def sync() -> None:
+        while not ended.wait(0.05):
+            os.fsync(descriptor)
+
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(sync)
+        try:
+            yield
+        finally:
+            ended.set()
+        synced.result()  # an error of the disk is told once, and perhaps there
 
 
 def _open_another(folder: str, name: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import ctypes
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from typing import Any
 
@@ -26,7 +26,6 @@ from ._whole_file import whole_file
 
 
 ROOT = "tree"  # what a file calls the tree
-PIECE = 2**20  # bytes: a piece is still in the cache of the core when it is written
 SHOWN = 20  # lines of an error
 
 
@@ -57,13 +56,14 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
     values, _, leaves = _read(tree, "tree")
     header = header_of(leaves)
     value = {leaf["path"]: x for leaf, x in zip(leaves, values, strict=True)}
-    with whole_file(path) as file:
+    with whole_file(path) as file, ThreadPoolExecutor(1) as beside:
         file.write(header)
         check = 0
         for leaf in in_file(leaves):
-            for piece in _pieces(_on_host(value[leaf["path"]], leaf["strides"])):
-                check = zlib.crc32(piece, check)
-                file.write(piece)
+            x = _on_host(value[leaf["path"]], leaf["strides"])
+            summed = beside.submit(zlib.crc32, _memory(x), check)
+            file.write(_memory(x))
+            check = summed.result()
         file.write(checks_of(header, check))
 
 
@@ -109,9 +109,8 @@ def load(path: str | os.PathLike[str], like: Tree) -> Tree:
             x = torch.empty_strided(
                 like_this.shape, leaf["strides"], dtype=like_this.dtype, device="cpu"
             )
-            for piece in _pieces(x):
-                file.readinto(piece)
-                came = zlib.crc32(piece, came)
+            file.readinto(_memory(x))
+            came = zlib.crc32(_memory(x), came)
             values[place[leaf["path"]]] = x.to(like_this.device)
     if came != check:
         raise ValueError(_not_whole(path, "the checksum of its tensors is another. Damaged"))
@@ -201,12 +200,9 @@ def _on_host(x: Tensor, strides: list[int]) -> Tensor:
     return x.cpu()
 
 
-def _pieces(x: Tensor) -> Iterator[memoryview]:
-    """The memory of a dense tensor, piece by piece."""
-    if x.numel():
-        memory = memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()))
-        for i in range(0, x.nbytes, PIECE):
-            yield memory[i : i + PIECE]
+def _memory(x: Tensor) -> Any:
+    """The memory of a dense tensor, as a buffer; it is there for as long as the tensor is."""
+    return (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()) if x.nbytes else bytearray()
 
 
 def _check_outside(what: str) -> None:

@@ -16,6 +16,7 @@ from . import clock, memory, plan, plot, ratios, report
 from .facts import facts
 from .first_call import first_call
 from .models import SIZES
+from .saving import saving
 from .syncs import syncs
 
 
@@ -26,7 +27,7 @@ def main() -> None:
     if options.plot:
         plot.check()  # before the minutes, not after them
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    peaks, firsts, checks, cells = [], [], [], []
+    peaks, firsts, checks, cells, saves = [], [], [], [], []
     for device in devices:
         if options.only in (None, "memory"):
             peaks += plan.peaks(full, device) + plan.step_peaks(full, device)
@@ -43,12 +44,18 @@ def main() -> None:
             cells += plan.coupled_cells(full, device)
         if options.only in (None, "time", "samples"):
             cells += plan.sample_cells(full, device)
+        if options.only in (None, "time", "checkpoint"):
+            saves.append(device)
     if options.only in (None, "time", "compile"):
         firsts = plan.first_calls(full)
 
     begin = perf_counter()
-    with report.progress(len(peaks) + len(firsts) + len(checks) + len(cells)) as done:
+    with report.progress(sum(map(len, (peaks, firsts, checks, cells, saves)))) as done:
         peaks = run_peaks(peaks, done)
+        saved = {}
+        for device in saves:  # before we are pinned: whoever saves may use what there is
+            saved[device] = saving(device)
+            done(f"saving, {device}")
         core = clock.pin()
         firsts = run(firsts, first_call, "first call", done)
         checks = run(checks, syncs, "syncs", done)
@@ -59,7 +66,7 @@ def main() -> None:
             done(f"time, {cell.device}, {cell}")
 
     rows = [*ratios.memory_rows(peaks), *ratios.first_call_rows(firsts), *ratios.sync_rows(checks)]
-    rows += ratios.time_rows(races)
+    rows += [*ratios.saving_rows(saved), *ratios.time_rows(races)]
     rows += ratios.mean_rows(rows)
     report.show(rows)
     print(f"{perf_counter() - begin:.0f} seconds")
@@ -73,6 +80,7 @@ def main() -> None:
             "memory": [named(peak) | result for peak, result in peaks.items()],
             "first calls": [named(one) | result for one, result in firsts.items()],
             "syncs": [named(one) | result for one, result in checks.items()],
+            "saving": saved,
             "time": [named(cell) | result for cell, result in races],
         }
         report.save(options.json, content)
@@ -114,10 +122,10 @@ def arguments() -> argparse.Namespace:
     length.add_argument("--full", action="store_true", help="every width, row count and window")
     parser.add_argument(
         "--only",
-        choices=("time", "memory", "step", "compile", "staged", "samples"),
+        choices=("time", "memory", "step", "compile", "staged", "samples", "checkpoint"),
         help="leave out the rest; step: only the time of whole steps, compile: of first calls, "
         "staged: time and memory of losses in stages, and of remat, samples: of single samples' "
-        "gradients, and the time of many runs as one",
+        "gradients, and the time of many runs as one, checkpoint: of saving",
     )
     parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every raw number")

@@ -14,7 +14,7 @@ import torch
 import pureaccum
 
 
-OPTIONAL = ("accelerate", "jax", "lightning", "opacus", "optax", "torchopt")
+OPTIONAL = ("accelerate", "jax", "lightning", "opacus", "optax", "safetensors", "torchopt")
 
 
 def facts() -> dict:

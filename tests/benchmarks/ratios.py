@@ -26,6 +26,7 @@ from .per_sample import (
 from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
 from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
 from .rivals import JAX, RIVALS
+from .saving import MEGABYTES, SAFETENSORS, SAVE
 from .staged import FULL, NORMS
 from .steps import (
     COMPILED,
@@ -197,6 +198,20 @@ def first_call_rows(numbers: Mapping[One, dict]) -> Iterator[Row]:
         row = Row(one.device, "first call", where, one.contender, theirs, target)
         other = one._replace(model=one.model._replace(microbatches=few))
         yield compared(row, numbers[one], numbers[other], "seconds")
+
+
+def saving_rows(numbers: Mapping[str, dict]) -> Iterator[Row]:
+    """Device by device; the ratio of the medians, since disks have moods."""
+    for device, result in numbers.items():
+        where = f"{MEGABYTES} MB of float32"
+        row = Row(device, "saving", where, SAVE, SAFETENSORS, targets.SAVING)
+        if failure := result.get("failure"):
+            yield row._replace(failure=failure)
+            continue
+        a, b = (result["seconds"][name] for name in (SAVE, SAFETENSORS))
+        low, _, high = quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
+        ratio = median(a) / median(b)
+        yield row._replace(ratio=ratio, quartiles=(low, high), amounts=(median(a), median(b)))
 
 
 def compared(row: Row, ours: dict, theirs: dict, what: str) -> Row:

@@ -35,7 +35,13 @@ COLUMNS = (
     "amounts",
     "page faults",
 )
-UNITS = {"time": (1e3, "ms"), "memory": (1e-6, "MB"), "first call": (1, "s"), "syncs": (1, "")}
+UNITS = {
+    "time": (1e3, "ms"),
+    "memory": (1e-6, "MB"),
+    "first call": (1, "s"),
+    "syncs": (1, ""),
+    "saving": (1e3, "ms"),
+}
 ACROSS = 7  # columns of cells side by side
 
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum.checkpoint import PIECE
 from pureaccum.testing import unchanged
 from pureaccum.testing.strategies import seeds
 from tests.states import STATES
@@ -248,11 +247,3 @@ def test_writers_to_one_path_do_not_mix(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_large_tensors_are_written_in_pieces(tmp_path: Path) -> None:
-    sizes = [x + PIECE // 4 for x in (-1, 0, 1, 3 * PIECE // 4)]
-    tree = [torch.randn(size) for size in sizes]
-    pa.save(tmp_path / "run", tree)
-    loaded = pa.load(tmp_path / "run", tree)
-    assert all(torch.equal(x, y) for x, y in zip(loaded, tree, strict=True))

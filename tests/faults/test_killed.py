@@ -14,10 +14,11 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults.killed", str(tmp_path), "201"]
     root = Path(__file__).parents[2]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     counts = json.loads(ended.stdout)
     assert counts["killed"] == 201
-    assert counts["writing"] >= 50  # every third is, unless its run was just over
-    assert counts["runs"] > 1
-    assert counts["leftovers"] <= 1
+    assert counts["writing"] >= 201 // 3
+    assert counts["leftovers"] == 1
