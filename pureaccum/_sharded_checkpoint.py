@@ -87,8 +87,8 @@ def _storage() -> Any:
         import safetensors  # noqa: F401  # pyright: ignore
     except ImportError as error:
         raise ImportError(
-            "states that are spread over ranks are saved and loaded by torch.distributed.checkpoint "
-            "with safetensors, which is not installed: pip install 'pureaccum[sharded]'"
+            "states spread over ranks are saved and loaded by torch.distributed.checkpoint with "
+            "safetensors, which is not installed: pip install 'pureaccum[sharded]'"
         ) from error
     import torch.distributed.checkpoint as storage
 
