@@ -9,7 +9,6 @@ long as it lives.
 """
 
 import os
-import secrets
 import stat
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +72,7 @@ def _syncing(descriptor: int) -> Generator[None]:
 def _open_another(folder: str, name: str) -> tuple[int, str]:
     """A new file of a name that nobody else has, and a lock on it."""
     while True:
-        temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
+        temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
         # 0o666 is what open() asks for: the umask is taken off by the system
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _BINARY, 0o666)
         _lock(descriptor, wait=True)

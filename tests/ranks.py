@@ -1,4 +1,4 @@
-"""Tests on several ranks: processes of a gloo group that run one function in step.
+"""Tests on several ranks: processes of a group that run one function in step.
 
     @on_ranks(2, 4)
     def test_...(rank: int, world: int) -> None: ...  # runs in every rank
@@ -83,14 +83,17 @@ def cases_on_ranks(world: int, cases: Mapping[str, Callable[[], object]]) -> Out
 
 
 def run_on_ranks(
-    world: int, call: Callable[[int, int], Any], timeout: float = TIMEOUT
+    world: int,
+    call: Callable[[int, int], Any],
+    timeout: float = TIMEOUT,
+    backend: str = "gloo",
 ) -> list[End]:
     """Call ``call(rank, world)``, a function of a module or a partial of one, on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_context.Pipe(duplex=False) for _ in range(world)]
         ranks: list[Any] = []
         for rank, (_, writer) in enumerate(ends):
-            args = rank, world, folder, call, timeout, writer
+            args = rank, world, folder, call, timeout, backend, writer
             ranks.append(_context.Process(target=_serve, args=args, daemon=True))
             ranks[-1].start()
             writer.close()
@@ -110,13 +113,15 @@ def run_on_ranks(
         return told
 
 
-def _serve(rank: int, world: int, folder: str, call: Any, timeout: float, writer: Any) -> None:
+def _serve(
+    rank: int, world: int, folder: str, call: Any, timeout: float, backend: str, writer: Any
+) -> None:
     try:
         import tests.conftest  # noqa: F401  # the profile of hypothesis, and one thread
 
         wait = timedelta(seconds=timeout)
         store = dist.FileStore(str(Path(folder) / "store"), world)  # no port to choose
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=wait)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
         torch.manual_seed(0)
         end = End(call(rank, world))
         dist.destroy_process_group()

@@ -16,6 +16,7 @@ from . import clock, memory, plan, plot, ratios, report
 from .facts import facts
 from .first_call import first_call
 from .models import SIZES
+from .ranks import KINDS, talk
 from .saving import saving
 from .syncs import syncs
 
@@ -48,14 +49,19 @@ def main() -> None:
             saves.append(device)
     if options.only in (None, "time", "compile"):
         firsts = plan.first_calls(full)
+    talks = KINDS if options.only in (None, "time", "ranks") else ()
 
     begin = perf_counter()
-    with report.progress(sum(map(len, (peaks, firsts, checks, cells, saves)))) as done:
+    with report.progress(sum(map(len, (peaks, firsts, checks, cells, saves, talks)))) as done:
         peaks = run_peaks(peaks, done)
         saved = {}
         for device in saves:  # before we are pinned: whoever saves may use what there is
             saved[device] = saving(device)
             done(f"saving, {device}")
+        talked = {}
+        for kind in talks:  # two processes, which need not share a core
+            talked[kind] = talk(kind)
+            done(f"ranks, {kind}")
         core = clock.pin()
         firsts = run(firsts, first_call, "first call", done)
         checks = run(checks, syncs, "syncs", done)
@@ -66,7 +72,7 @@ def main() -> None:
             done(f"time, {cell.device}, {cell}")
 
     rows = [*ratios.memory_rows(peaks), *ratios.first_call_rows(firsts), *ratios.sync_rows(checks)]
-    rows += [*ratios.saving_rows(saved), *ratios.time_rows(races)]
+    rows += [*ratios.saving_rows(saved), *ratios.rank_rows(talked), *ratios.time_rows(races)]
     rows += ratios.mean_rows(rows)
     report.show(rows)
     print(f"{perf_counter() - begin:.0f} seconds")
@@ -81,6 +87,7 @@ def main() -> None:
             "first calls": [named(one) | result for one, result in firsts.items()],
             "syncs": [named(one) | result for one, result in checks.items()],
             "saving": saved,
+            "ranks": [{"model": str(kind)} | result for kind, result in talked.items()],
             "time": [named(cell) | result for cell, result in races],
         }
         report.save(options.json, content)
@@ -122,10 +129,11 @@ def arguments() -> argparse.Namespace:
     length.add_argument("--full", action="store_true", help="every width, row count and window")
     parser.add_argument(
         "--only",
-        choices=("time", "memory", "step", "compile", "staged", "samples", "checkpoint"),
+        choices=("time", "memory", "step", "compile", "staged", "samples", "checkpoint", "ranks"),
         help="leave out the rest; step: only the time of whole steps, compile: of first calls, "
         "staged: time and memory of losses in stages, and of remat, samples: of single samples' "
-        "gradients, and the time of many runs as one, checkpoint: of saving",
+        "gradients, and the time of many runs as one, checkpoint: of saving, ranks: "
+        "what two ranks say to one another in a step, and its time",
     )
     parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every raw number")

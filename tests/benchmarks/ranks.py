@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,28 @@ import pureaccum as pa
 from .apart import answer, ask
 
 
-OURS, DDP = "step, group", "DDP, no_sync"
-SIZES = ((64, 4), (512, 4), (1024, 8))  # widths and depths: 67 KB, 4 MB and 34 MB of gradients
+OURS, DDP = "autograd step, group", "DDP, no_sync"
+COUNTED = "collectives", "bytes to them", "bytes on the wire"
 MICROBATCHES, ROWS, ROUNDS = 8, 16, 20
 
 
-def talk(width: int, depth: int) -> dict[str, Any]:
+class Kind(NamedTuple):
+    """A network: square layers with ReLU between them."""
+
+    width: int
+    depth: int
+
+    def __str__(self) -> str:
+        megabytes = self.depth * self.width * (self.width + 1) * 4 / 1e6
+        return f"{self.depth} layers of width {self.width}, {megabytes:.2g} MB of gradients"
+
+
+KINDS = (Kind(64, 4), Kind(512, 4), Kind(1024, 8))
+
+
+def talk(kind: Kind) -> dict[str, Any]:
     """Of each of the two: collectives, bytes given to them, bytes on the wire, seconds a step."""
-    return ask("ranks", str(width), str(depth), env={"OMP_NUM_THREADS": "1"})
+    return ask("ranks", str(kind.width), str(kind.depth), env={"OMP_NUM_THREADS": "1"})
 
 
 def measured(width: int, depth: int) -> dict[str, Any]:
@@ -61,11 +75,8 @@ def _rank(rank: int, folder: str, width: int, depth: int) -> None:
             step(x)
         dist.barrier()
         wire = (_wire() - before) / ROUNDS
-        result[name] = {
-            "collectives": len(said) / ROUNDS,
-            "bytes": sum(said) / ROUNDS,
-            "wire": wire,
-        }
+        counts = len(said) / ROUNDS, sum(said) / ROUNDS, wire
+        result[name] = dict(zip(COUNTED, counts, strict=True))
     seconds: dict[str, list[float]] = {name: [] for name in result}
     steps = {DDP: _ddp(net, said), OURS: _ours(net, said)}
     for _ in range(ROUNDS):

@@ -24,6 +24,7 @@ from .per_sample import (
     SUM,
 )
 from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
+from .ranks import COUNTED, DDP, OURS, Kind
 from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
 from .rivals import JAX, RIVALS
 from .saving import MEGABYTES, SAFETENSORS, SAVE
@@ -212,6 +213,19 @@ def saving_rows(numbers: Mapping[str, dict]) -> Iterator[Row]:
         low, _, high = quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
         ratio = median(a) / median(b)
         yield row._replace(ratio=ratio, quartiles=(low, high), amounts=(median(a), median(b)))
+
+
+def rank_rows(numbers: Mapping[Kind, dict]) -> Iterator[Row]:
+    """What two ranks say in a step, and how long it takes."""
+    for kind, result in numbers.items():
+        for measure in (*COUNTED, "seconds"):
+            target = targets.RANKS.get(measure)
+            name = "time" if measure == "seconds" else measure
+            row = Row("cpu", name, str(kind), OURS, DDP, target)
+            if failure := result.get("failure"):
+                yield row._replace(failure=failure)
+            else:
+                yield compared(row, result[OURS], result[DDP], measure)
 
 
 def compared(row: Row, ours: dict, theirs: dict, what: str) -> Row:

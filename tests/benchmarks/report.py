@@ -41,6 +41,9 @@ UNITS = {
     "first call": (1, "s"),
     "syncs": (1, ""),
     "saving": (1e3, "ms"),
+    "collectives": (1, ""),
+    "bytes to them": (1e-3, "KB"),
+    "bytes on the wire": (1e-3, "KB"),
 }
 ACROSS = 7  # columns of cells side by side
 
