@@ -8,7 +8,7 @@ import ctypes
 import os
 import stat
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from io import BufferedReader
 from typing import Any
 
@@ -22,10 +22,11 @@ from ._sharded_checkpoint import is_saved_by_ranks, load_sharded, save_sharded
 from ._torch import transform_active
 from ._tree import Tree, flatten, paths, unflatten
 from ._tree import leaves as leaves_of
-from ._whole_file import whole_file
+from ._whole_file import hand_over, whole_file
 
 
 ROOT = "tree"  # what a file calls the tree
+PIECE = 2**20  # bytes: a piece is still in the cache of the core when it is written
 SHOWN = 20  # lines of an error
 
 
@@ -56,14 +57,14 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
     values, _, leaves = _read(tree, "tree")
     header = header_of(leaves)
     value = {leaf["path"]: x for leaf, x in zip(leaves, values, strict=True)}
-    with whole_file(path) as file, ThreadPoolExecutor(1) as beside:
+    with whole_file(path) as file:
         file.write(header)
-        check = 0
+        check = handed = 0
         for leaf in in_file(leaves):
-            x = _on_host(value[leaf["path"]], leaf["strides"])
-            summed = beside.submit(zlib.crc32, _memory(x), check)
-            file.write(_memory(x))
-            check = summed.result()
+            for piece in _pieces(_on_host(value[leaf["path"]], leaf["strides"])):
+                check = zlib.crc32(piece, check)
+                file.write(piece)
+                handed = hand_over(file, handed)
         file.write(checks_of(header, check))
 
 
@@ -109,8 +110,9 @@ def load(path: str | os.PathLike[str], like: Tree) -> Tree:
             x = torch.empty_strided(
                 like_this.shape, leaf["strides"], dtype=like_this.dtype, device="cpu"
             )
-            file.readinto(_memory(x))
-            came = zlib.crc32(_memory(x), came)
+            for piece in _pieces(x):
+                file.readinto(piece)
+                came = zlib.crc32(piece, came)
             values[place[leaf["path"]]] = x.to(like_this.device)
     if came != check:
         raise ValueError(_not_whole(path, "the checksum of its tensors is another. Damaged"))
@@ -200,9 +202,12 @@ def _on_host(x: Tensor, strides: list[int]) -> Tensor:
     return x.cpu()
 
 
-def _memory(x: Tensor) -> Any:
-    """The memory of a dense tensor, as a buffer; it is there for as long as the tensor is."""
-    return (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()) if x.nbytes else bytearray()
+def _pieces(x: Tensor) -> Iterator[memoryview]:
+    """The memory of a dense tensor, piece by piece."""
+    if x.numel():
+        memory = memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()))
+        for i in range(0, x.nbytes, PIECE):
+            yield memory[i : i + PIECE]
 
 
 def _check_outside(what: str) -> None:

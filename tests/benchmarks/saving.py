@@ -5,6 +5,7 @@ same bytes go to new files, of which both sides remove the one before.
 """
 
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from .apart import why
 
 SAVE, SAFETENSORS = "save", "safetensors, fsync"
 MEGABYTES = 640
-TURNS = 9
+TURNS = 15
 
 
 def saving(device: str) -> dict:
@@ -41,9 +42,11 @@ def saving(device: str) -> dict:
         SAFETENSORS: synced,
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    order, shuffle = list(sides), random.Random(0).shuffle
     with TemporaryDirectory() as folder:
         for turn in range(TURNS + 1):
-            for name in sorted(sides, reverse=turn % 2 == 1):
+            shuffle(order)
+            for name in order:
                 path = Path(folder) / name
                 path.unlink(missing_ok=True)
                 start = time.perf_counter()

@@ -1,5 +1,6 @@
 """What ``save`` wrote, ``load`` gives back: every leaf, to the bit, in memory of its own."""
 
+import json
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pureaccum as pa
+from pureaccum.checkpoint import PIECE
 from pureaccum.testing import unchanged
 from pureaccum.testing.strategies import seeds
 from tests.states import STATES
@@ -167,6 +169,14 @@ def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path: Path) ->
         assert loaded.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_what_torch_has_not_computed_yet(tmp_path: Path) -> None:
+    """Conjugates and negatives are only bits of a tensor, until somebody asks."""
+    z = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
+    tree = [z.conj(), z[0, 0].conj().imag, z.mT.conj(), z.conj()[:, ::2]]
+    assert tree[1].is_neg()
+    again(tmp_path / "run", tree, [torch.zeros_like(x) for x in tree])
+
+
 def test_parameters_are_loaded_as_plain_tensors(tmp_path: Path) -> None:
     module = nn.Linear(2, 3)
     again(tmp_path / "run", dict(module.named_parameters()), dict(module.named_parameters()))
@@ -181,9 +191,20 @@ def test_a_dict_is_found_by_its_keys_whatever_their_order(tmp_path: Path) -> Non
 
 def test_where_tensors_are_made_by_default_does_not_matter(tmp_path: Path) -> None:
     with torch.device("meta"):
-        pa.save(tmp_path / "run", torch.ones(2, device="cpu"))
+        pa.save(tmp_path / "run", torch.ones(2, device="cpu")[::2].expand(2))
         loaded = pa.load(tmp_path / "run", torch.zeros(2, device="cpu"))
     assert torch.equal(loaded, torch.ones(2))
+
+
+def test_every_number_is_aligned(tmp_path: Path) -> None:
+    """Readers that map a file into memory need that."""
+    tree = [torch.zeros(3, dtype=x) for x in (torch.bool, torch.float64, torch.half, torch.cfloat)]
+    pa.save(tmp_path / "run", tree)
+    content = (tmp_path / "run").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    for i, x in enumerate(tree):
+        assert (start + header[f"tree[{i}]"]["data_offsets"][0]) % x.itemsize == 0
 
 
 # The file -----------------------------------------------------------------------------------
@@ -247,3 +268,11 @@ def test_writers_to_one_path_do_not_mix(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_large_tensors_go_in_pieces(tmp_path: Path) -> None:
+    numbers = PIECE // 4
+    tree = [torch.randn(n) for n in (numbers - 1, numbers, numbers + 1, 20 * numbers)]
+    pa.save(tmp_path / "run", tree)
+    loaded = pa.load(tmp_path / "run", tree)
+    assert all(torch.equal(x, y) for x, y in zip(loaded, tree, strict=True))

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds, trees
+from tests.optimizers import Counted
+from tests.states import STATES
 from tests.strategies import every, generator
 
 
@@ -88,14 +90,18 @@ def check(state: Any) -> None:
     ):
         flat, spec = flatten(state)
         assert_alike(unflatten(spec, flat), state)
+    assert_saved(state)
+    assert len(leaves(state)) == len(pytree.tree_leaves(state))
+    assert len(places(state)) == len([x for x in leaves(state) if x.numel()])
+
+
+def assert_saved(state: Any) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert_alike(loaded, state)
     assert_trees_bitwise_equal(loaded, state)
-    assert len(leaves(state)) == len(pytree.tree_leaves(state))
-    assert len(places(state)) == len([x for x in leaves(state) if x.numel()])
 
 
 def assert_alike(a: Any, b: Any) -> None:
@@ -213,6 +219,12 @@ def test_batch_norm_keeps_its_moments_as_tensors() -> None:
     for state in (first, window, middle, last):
         check(state)
     apart(first, window, middle, last, module.state_dict())
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+def test_torch_load_knows_every_class(make: Callable[[], Any]) -> None:
+    with torch.serialization.safe_globals([Counted]):  # a user's own class is the user's to name
+        assert_saved(make())
 
 
 def test_tied_params_are_two_in_the_state() -> None:
