@@ -9,6 +9,7 @@ long as it lives.
 """
 
 import os
+import re
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -75,8 +76,9 @@ def _open_another(folder: str, name: str) -> tuple[int, str]:
 
 def _remove_leftovers(folder: str, name: str) -> None:
     """Remove the files of those who died while they wrote to this name."""
+    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")  # as _open_another names them
     for entry in os.listdir(folder):
-        if entry.startswith(f".{name}.") and entry.endswith(".tmp"):
+        if ours.fullmatch(entry):
             with suppress(OSError):  # another one removed it, or may, or it is not ours
                 leftover = os.path.join(folder, entry)
                 descriptor = os.open(leftover, os.O_WRONLY)

@@ -242,13 +242,17 @@ def test_a_name_alone_is_a_file_in_the_folder_where_one_is(
 
 def test_what_a_dead_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl", reason="no such locks on Windows")
-    dead, living, others = (tmp_path / f".{x}.tmp" for x in ("run.dead", "run.living", "other.0"))
-    for path in (dead, living, others):
+    names = ("run.00000000", "run.ffffffff", "run.notes", "other.00000000")
+    dead, living, notes, others = (tmp_path / f".{name}.tmp" for name in names)
+    for path in (dead, living, notes, others):
         path.touch()
     with open(living, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         pa.save(tmp_path / "run", TWOS)
-    assert {path.name for path in tmp_path.iterdir()} == {"run", living.name, others.name}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run",
+        *(path.name for path in (living, notes, others)),
+    }
 
 
 def test_writers_to_one_path_do_not_mix(tmp_path: Path) -> None:
