@@ -42,7 +42,7 @@ def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepI
 
 def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[TrainState, StepInfo]:
     """One step over a batch that is cut."""
-    window = _window(plan, state, cut, state.samples)
+    window = _window(plan, state, cut)
     with outside_inference_mode():
         if isinstance(cut, Stacked):
             folded, weighs_one = fold_scanned(window, cut), False
@@ -86,8 +86,9 @@ def rows_of_this_rank(
         return fold(_window(plan, state, cut, first))
 
 
-def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor) -> Window:
+def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None) -> Window:
     leaves, spec = _read(plan, state)
+    first = state.samples if first is None else first
     return Window(
         caller(plan, state, spec),
         leaves,

@@ -64,9 +64,9 @@ def on_ranks(*worlds: int) -> Callable[[Any], Any]:
 
 
 def in_step(share: int = 1) -> settings:
-    """Settings of a property that all ranks check together."""
+    """Settings of a property that all ranks check together, with half of the examples."""
     return settings(
-        max_examples=max(1, settings.default.max_examples // share),
+        max_examples=max(1, settings.default.max_examples // (2 * share)),
         derandomize=True,
         database=None,
         phases=[Phase.explicit, Phase.generate],

@@ -100,7 +100,7 @@ def test_one_collective_and_no_more_bytes_than_needed(rank, world):
 
 
 @on_ranks(4)
-@in_step(2)
+@in_step()
 @given(seed=st.integers(0, 99))
 def test_all_ranks_have_the_same_bits_of_rounded_sums(rank, world, seed):
     """Where the order of a sum matters, it is one order."""

@@ -206,7 +206,7 @@ def test_masks_do_not_depend_on_the_ranks(rank, world, data, size, backwards):
 
 
 @on_ranks(2)
-@in_step(2)
+@in_step()
 @given(data=st.data(), size=st.sampled_from([1, 2, 4]))
 def test_batch_norm_pools_over_ranks(rank, world, data, size):
     """Counts that are powers of two: means and variances are exact."""
@@ -295,7 +295,7 @@ def test_the_noise_of_all_ranks(rank, world, data):
 
 
 @on_ranks(2)
-@in_step(14)  # each compiles
+@in_step(7)  # each compiles
 @given(data=st.data(), size=st.none() | st.integers(1, 5), donate=st.booleans())
 def test_a_compiled_step_of_all_ranks(rank, world, data, size, donate):
     rows = data.draw(st.sampled_from([2, 4, 8]))
@@ -329,7 +329,7 @@ def test_a_compiled_step_of_all_ranks(rank, world, data, size, donate):
 
 
 @on_ranks(2)
-@in_step(2)
+@in_step()
 @given(data=st.data(), budgets=st.tuples(*[st.sampled_from([2000, 4000, 2**20])] * 2))
 @example(data=None, budgets=(2000, 2**20))
 def test_each_rank_finds_its_own_size(rank, world, data, budgets):
