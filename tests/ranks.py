@@ -27,7 +27,8 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import multiprocessing
 
 
-PATIENCE = 180.0  # seconds until ranks that hang are killed, and the test fails
+# Seconds until ranks that hang are killed, and the test fails.
+PATIENCE = 120.0 + 5.0 * settings.default.max_examples
 TIMEOUT = 60.0  # seconds that a rank waits for another
 
 _context = multiprocessing.get_context("forkserver")
