@@ -38,6 +38,13 @@ def seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("HYPOTHESIS_PROFILE") == "ci":
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                reason = (
+                    "nightly: left out of HYPOTHESIS_PROFILE=ci for time, and run by all others"
+                )
+                item.add_marker(pytest.mark.skip(reason=reason))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

@@ -10,6 +10,7 @@ The ranks are forks of a process that has imported torch and has done nothing el
 in each of four would take most of the time.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -26,15 +28,15 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 from torch import multiprocessing
 
+from tests.laws.planted import IMPORTED
+
 
 # Seconds until ranks that hang are killed, and the test fails.
 PATIENCE = 120.0 + 5.0 * settings.default.max_examples
 TIMEOUT = 60.0  # seconds that a rank waits for another
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch.distributed.tensor.parallel", "pureaccum.testing.strategies", "tests.conftest"]
-)
+_context.set_forkserver_preload(IMPORTED)
 
 
 Outcomes = dict[str, list[str]]  # by the name of a case: what went wrong, a text a rank
@@ -96,7 +98,8 @@ def run_on_ranks(
         for rank, (_, writer) in enumerate(ends):
             args = rank, world, folder, call, timeout, backend, writer
             ranks.append(_context.Process(target=_serve, args=args, daemon=True))
-            ranks[-1].start()
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # threads are not to be forked
+                ranks[-1].start()
             writer.close()
         told: list[End] = []
         deadline = time.monotonic() + PATIENCE

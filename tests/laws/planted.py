@@ -16,7 +16,13 @@ import pytest
 
 # Where processes cannot be forked, or not safely once torch is loaded, each run imports anew.
 CONTEXT = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-IMPORTED = ["torch._dynamo", "optree", "hypothesis.stateful", "pytest"]
+IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "optree",
+    "hypothesis.stateful",
+    "pytest",
+]
 SECONDS = 300
 
 

@@ -28,8 +28,14 @@ from tests.laws.zoo import ROWS, ZOO, Animal
 
 
 def residents(good: bool) -> list[Any]:
+    """Every one in every dtype; under the profile ci in its first."""
     return [
-        pytest.param(animal, dtype, id=f"{animal.name}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(
+            animal,
+            dtype,
+            id=f"{animal.name}-{str(dtype).removeprefix('torch.')}",
+            marks=() if dtype == animal.dtypes[0] else pytest.mark.nightly,
+        )
         for animal in ZOO
         for dtype in animal.dtypes
         if (not animal.kind) == good

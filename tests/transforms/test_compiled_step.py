@@ -205,6 +205,7 @@ def odd_loss(params: Any, batch: Any) -> Tensor:
     return ((out - batch["y"]) ** 2).sum() + (w.abs() ** 2).sum() * picked.square().sum()
 
 
+@pytest.mark.nightly
 def test_complex_and_0d_parameters_in_nested_trees() -> None:
     """In place, where tensors without dimensions are a case of their own: three steps."""
     ours, eager = pair(
@@ -260,6 +261,7 @@ def scaled(params: Any, batch: Any) -> Tensor:
     return value * params["table"][0, 0] if "table" in params else value
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("form", "size", "rows", "most"),
     [

@@ -132,6 +132,7 @@ def compiled(function: Callable[..., Any]) -> tuple[Any, list[int]]:
     return torch.compile(function, fullgraph=True, backend=backend), graphs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_one_graph_for_a_whole_run(case: Callable[[], Case]) -> None:
     """Good steps and bad ones, with other scales, rates and counts, and nothing is recompiled."""
