@@ -15,7 +15,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/installed  ## see the exactness claim, in a few seconds
+demo: $(VENV)/installed  ## train on digits, by the full batch and by ragged microbatches
 	$(RUN) pureaccum demo
 
 test: $(VENV)/installed  ## run the tests and the doctests

@@ -92,6 +92,11 @@ FLOORS = (
     {"testing._check"},
     {"testing._command", "testing"},
     {"__init__"},
+    {"_demo._race"},
+    {"_demo._distances"},
+    {"_demo._outcomes"},
+    {"_demo._picture", "_demo._screen"},
+    {"_demo"},
     {"__main__"},
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

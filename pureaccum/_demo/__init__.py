@@ -1,0 +1,48 @@
+"""The claim, on real data: ragged microbatches train as the full batch does.
+
+Five runs of one network, side by side; then a table of how far they are apart, and a picture.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from ._distances import on_whole_numbers
+from ._outcomes import outcomes
+from ._race import digits, ragged, train, usual_loop, whole
+
+
+def missing() -> list[str]:
+    """What has to be installed first."""
+    packages = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
+    return [package for module, package in packages.items() if find_spec(module) is None]
+
+
+def run(picture: Path, steps: int = 100) -> bool:
+    """Train, show, and draw.
+
+    Args:
+        picture: The file to draw to.
+        steps: How many have to be applied in each run.
+
+    Returns:
+        Whether what is claimed was seen.
+    """
+    from . import _picture, _screen  # which need what `missing` names
+
+    batch, test = digits()
+    runs = {
+        "full batch": train(whole(batch)),
+        "ragged": train(ragged(batch)),
+        "usual loop": usual_loop(ragged(batch)),
+        "full batch, fp16": train(whole(batch), half=True),
+        "ragged, fp16": train(ragged(batch), half=True),
+    }
+    at_last = _screen.watch(runs, steps)
+    found = outcomes(at_last, batch, test)
+    unequal = on_whole_numbers(batch, ragged(batch))
+    _screen.conclude(found, unequal)
+    _picture.draw(found, batch, picture)
+    print(f"\nLoss curves, and memory against microbatch size: {picture}")
+    return unequal == 0 and all(
+        (it.distance.bound < 1) == (it.name != "usual loop") for it in found if it.distance
+    )

@@ -1,0 +1,162 @@
+"""Five ways of training one network on one batch of scanned digits, a step at a time.
+
+    full batch, float32      all 1,440 rows at once
+    ragged, float32          cut anew in every step, into some 14 microbatches of 1 to 200 rows
+    the usual loop           the same microbatches, ``(loss / k).backward()``
+    full batch, float16      with a loss scale
+    ragged, float16          with a loss scale
+
+A step that overflowed is not applied, and is taken again; so after as many applied steps all have
+seen the same.
+"""
+
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import pureaccum as pa
+
+from .._live import counting
+
+
+Tensors = dict[str, Tensor]
+Cut = Callable[[int], list[Tensors]]  # of the applied steps so far
+
+ROWS = 1440
+RATE = 3e-3
+# It begins too high, so that the first steps overflow, and doubles often, so that later ones do.
+SCALE = pa.dynamic_loss_scale(init_scale=2.0**22, growth_interval=12)
+
+
+class Progress(NamedTuple):
+    """Where a run stands.
+
+    Args:
+        params: After the last step.
+        losses: One for each applied step.
+        attempts: Steps, applied or not.
+        scale: The loss scale of the last; 1 where there is none.
+        seconds: All steps but the first.
+        peak: Bytes that the first step allocated, at most at a time.
+    """
+
+    params: Tensors
+    losses: tuple[float, ...]
+    attempts: int
+    scale: float
+    seconds: float
+    peak: int
+
+    @property
+    def rate(self) -> float:
+        """Rows in a second."""
+        return ROWS * (self.attempts - 1) / self.seconds if self.seconds else 0.0
+
+
+def digits() -> tuple[Tensors, Tensors]:
+    """1,440 rows to train on and 357 to test with, from 0 to 1."""
+    from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
+
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    return {"x": x[:ROWS], "y": y[:ROWS]}, {"x": x[ROWS:], "y": y[ROWS:]}
+
+
+def network() -> nn.Module:
+    """Always with the same parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def loss_of(net: nn.Module) -> Callable[[Tensors, Tensors], Tensor]:
+    """The loss, as a function of parameters; cross entropy is in float32, as it should be."""
+    fn = pa.functional(net)
+
+    def loss(params: Tensors, batch: Tensors) -> Tensor:
+        return cross_entropy(fn.apply(params, (), batch["x"])[0].float(), batch["y"])
+
+    return loss
+
+
+def whole(batch: Tensors) -> Cut:
+    """Not cut at all."""
+    return lambda applied: [batch]
+
+
+def ragged(batch: Tensors) -> Cut:
+    """Microbatches of 1 to 200 rows, others in every step."""
+
+    def cut(applied: int) -> list[Tensors]:
+        g = torch.Generator().manual_seed(applied)
+        sizes: list[int] = []
+        while (left := ROWS - sum(sizes)) > 0:
+            sizes.append(min(left, int(torch.randint(1, 201, (), generator=g))))
+        parts = zip(*(batch[name].split(sizes) for name in ("x", "y")), strict=True)
+        return [{"x": x, "y": y} for x, y in parts]
+
+    return cut
+
+
+def train(cut: Cut, *, half: bool = False) -> Iterator[Progress]:
+    """By this package: the same step for a whole batch, for ragged ones, and for float16."""
+    net = network()
+    step = pa.make_step(
+        loss_of(net),
+        pa.adamw(RATE),
+        policy=pa.Policy(compute=torch.float16) if half else None,
+        loss_scale=SCALE if half else None,
+    )
+    state = step.init(pa.functional(net).params)
+    losses: list[float] = []
+
+    def attempt() -> float:
+        nonlocal state
+        window = step.begin(state)
+        for part in cut(len(losses)):
+            window = step.update(state, window, part)
+        state, info = step.apply(state, window)
+        if info.applied:
+            losses.append(float(info.loss))
+        return float(info.scale)
+
+    yield from _timed(attempt, losses, lambda: state.params)
+
+
+def usual_loop(cut: Cut) -> Iterator[Progress]:
+    """As it is written everywhere; with ragged microbatches it weighs short ones too much."""
+    net = network()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+    losses: list[float] = []
+
+    def attempt() -> float:
+        parts = cut(len(losses))
+        total = 0.0
+        for part in parts:
+            loss = cross_entropy(net(part["x"]), part["y"]) / len(parts)
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        return 1.0
+
+    yield from _timed(attempt, losses, lambda: dict(net.named_parameters()))
+
+
+def _timed(
+    attempt: Callable[[], float], losses: list[float], params: Callable[[], Tensors]
+) -> Iterator[Progress]:
+    with counting() as live:  # the first attempt warms up as well
+        scale = attempt()
+    attempts, seconds = 1, 0.0
+    while True:
+        now = {name: x.detach() for name, x in params().items()}
+        yield Progress(now, tuple(losses), attempts, scale, seconds, live.peak)
+        start = perf_counter()
+        scale = attempt()
+        attempts, seconds = attempts + 1, seconds + perf_counter() - start

@@ -1,0 +1,94 @@
+"""``python -m pureaccum``: the demo shows what it claims, and every command ends with a status."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import pureaccum as pa
+from pureaccum.__main__ import main
+
+
+ESCAPE = "\x1b"
+
+
+@pytest.fixture(autouse=True)
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_demo_shows_what_it_claims(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it but for the steps, of which two are enough for all kinds of distance."""
+    for package in ("matplotlib", "rich", "sklearn"):
+        pytest.importorskip(package)
+    from pureaccum import _demo
+
+    assert _demo.run(Path("demo.png"), steps=2)
+    assert Path("demo.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert ESCAPE not in told  # plain text, where there is no terminal
+    table = {line[:24].strip(): re.split(r"\s{1,}", line[24:].strip()) for line in told.split("\n")}
+    full, ragged, usual, full_in_half, ragged_in_half = table["gradient, error / bound"]
+    assert full == full_in_half == "-"
+    assert float(ragged) < 1 < float(usual)
+    assert float(ragged_in_half) < 1
+    assert int(table["steps skipped"][3]) > 0  # the scale begins too high
+    assert "in 0 of 9,472 numbers" in " ".join(told.split())
+
+
+def test_a_claim_that_is_not_seen_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("matplotlib", "rich", "sklearn"):
+        pytest.importorskip(package)
+    from pureaccum import _demo
+
+    monkeypatch.setattr(_demo, "run", lambda picture: False)
+    assert main(["demo"]) == 1
+    Path("pureaccum-demo.png").mkdir()
+    monkeypatch.setattr(_demo, "run", lambda picture: picture.write_bytes(b""))
+    assert main(["demo"]) == 2
+    assert "pureaccum-demo.png could not be written" in capsys.readouterr().err
+
+
+def test_what_the_demo_needs_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pureaccum._demo.find_spec", lambda name: None)
+    assert main(["demo"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "The demo needs matplotlib and rich and scikit-learn: pip install 'pureaccum[demo]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--version"], 0, f"pureaccum {pa.__version__}"),
+        (["--help"], 0, "Exit status: 0"),
+        (["demo", "--help"], 0, "pureaccum-demo.png"),
+        (["check", "--help"], 0, "Exit status: 0"),
+        ([], 2, "required: command"),
+        (["dmeo"], 2, "invalid choice"),
+    ],
+)
+def test_every_command_ends_with_a_status(
+    arguments: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == status
+    told = capsys.readouterr()
+    assert says in told.out + told.err
+
+
+def test_stopping_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(picture: Path) -> bool:
+        raise KeyboardInterrupt
+
+    from pureaccum import _demo
+
+    monkeypatch.setattr(_demo, "missing", list)
+    monkeypatch.setattr(_demo, "run", stop)
+    assert main(["demo"]) == 130
