@@ -1,0 +1,95 @@
+"""What the full batch gives, what this package gives, and what the usual loop gives.
+
+The same gradient, of 100 rows in microbatches of 32 with a short one at the end, three times:
+where the microbatches are ragged and nothing else, where tokens are masked, and where a BatchNorm
+looks at all rows. The usual loop divides the loss of each microbatch by their number. All in
+float64, where rounding is no excuse. Prints a table of the README.
+
+    python examples/three_ways.py
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import pureaccum as pa
+
+
+ROWS, SIZE, WORDS = 100, 32, 12
+Tensors = dict[str, Tensor]
+
+
+def usual_loop(
+    net: nn.Module, loss: Callable[[nn.Module, Tensors], Tensor], batch: Tensors
+) -> Tensors:
+    """As it is written everywhere."""
+    microbatches = list(pa.microbatches(batch, SIZE))
+    net.zero_grad()
+    for microbatch in microbatches:
+        (loss(net, microbatch) / len(microbatches)).backward()
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def mean_error(net: nn.Module, batch: Tensors) -> Tensor:
+    return ((net(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def mean_over_mask(net: nn.Module, batch: Tensors) -> Tensor:
+    error = ((net(batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return (error * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def off(grads: Tensors, exact: Tensors) -> float:
+    """How far one gradient is from another, relative to that."""
+    apart = {name: grads[name] - exact[name] for name in exact}
+    return float(pa.global_norm(apart) / pa.global_norm(exact))
+
+
+def main() -> dict[str, tuple[float, float]]:
+    """How far this package and the usual loop are off, by case."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    plain = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    normed = nn.Sequential(
+        nn.Linear(8, 32), nn.BatchNorm1d(32, track_running_stats=False), nn.GELU(), nn.Linear(32, 8)
+    )
+    fn = pa.functional(plain)
+    x = torch.randn(ROWS, 8)
+    rows = {"x": x, "y": x.roll(1, 1) ** 2}
+    x = torch.randn(ROWS, WORDS, 8)
+    lengths = torch.randint(1, WORDS + 1, (ROWS, 1))
+    tokens = {"x": x, "y": x.cumsum(1).tanh(), "mask": torch.arange(WORDS) < lengths}
+
+    def ragged(params: Tensors, batch: Tensors) -> Tensor:
+        return ((fn.apply(params, (), batch["x"])[0] - batch["y"]) ** 2).mean()
+
+    def masked(params: Tensors, batch: Tensors) -> pa.Weighted:
+        error = ((fn.apply(params, (), batch["x"])[0] - batch["y"]) ** 2).mean(-1)
+        return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
+
+    batch_norm = pa.staged_from(
+        normed, lambda out, batch: ((out - batch["y"]) ** 2).mean(), inputs=lambda batch: batch["x"]
+    )
+
+    print("| | full batch | pureaccum | the usual loop |\n|---|---|---|---|")
+    found: dict[str, tuple[float, float]] = {}
+    for case, net, ours, usual, batch in (
+        ("ragged microbatches", plain, ragged, mean_error, rows),
+        ("masked tokens", plain, masked, mean_over_mask, tokens),
+        ("BatchNorm", normed, batch_norm, mean_error, rows),
+    ):
+        net.zero_grad()
+        usual(net, batch).backward()
+        full = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+        grads = pa.grad(ours, microbatch_size=SIZE)(pa.functional(net).params, batch)
+        of_ours, of_usual = off(grads, full), off(usual_loop(net, usual, batch), full)
+        found[case] = of_ours, of_usual
+        norm = float(pa.global_norm(full))
+        print(f"| {case} | norm {norm:.3f} | off by {of_ours:.0e} | off by {of_usual:.0%} |")
+    torch.set_default_dtype(torch.float32)
+    return found
+
+
+if __name__ == "__main__":
+    main()
