@@ -17,7 +17,8 @@ import torch
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guide").glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "examples" / "guide").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTED = re.compile(r"\s*^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -48,10 +49,12 @@ def run(page: str, name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_run(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert list(blocks(text))
-    assert not run(text, str(page))
+    assert not run(page.read_text(encoding="utf-8"), str(page))
     assert not torch.distributed.is_initialized()
+
+
+def test_the_readme_has_python() -> None:
+    assert len(list(blocks(README.read_text(encoding="utf-8")))) >= 4
 
 
 def test_a_page_may_be_wrong() -> None:
