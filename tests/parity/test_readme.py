@@ -31,25 +31,25 @@ def blocks(page: str) -> Iterator[tuple[int, str, str | None]]:
             yield page.count("\n", 0, fence.start(2)), fence[2], below and below[1]
 
 
-def run(page: str, name: str) -> list[tuple[str, str]]:
-    """Run a page; what its blocks printed beside what is said, where these are not the same."""
+def run(page: str, name: str) -> list[str]:
+    """Run a page: wherever a block did not print what is said, what it printed instead."""
     namespace: dict[str, Any] = {}
-    differ: list[tuple[str, str]] = []
+    differ: list[str] = []
+    checker = doctest.OutputChecker()
     for above, code, said in blocks(page):
         printed = io.StringIO()
         with redirect_stdout(printed):
             exec(compile("\n" * above + code, name, "exec"), namespace)  # errors name their line
-        got = printed.getvalue()
-        if said is not None and not doctest.OutputChecker().check_output(
-            said, got, doctest.ELLIPSIS
-        ):
-            differ.append((got, said))
+        got, flags = printed.getvalue(), doctest.ELLIPSIS
+        if said is not None and not checker.check_output(said, got, flags):
+            differ.append(checker.output_difference(doctest.Example("", said), got, flags))
     return differ
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_run(page: Path) -> None:
-    assert not run(page.read_text(encoding="utf-8"), str(page))
+    differ = run(page.read_text(encoding="utf-8"), str(page))
+    assert not differ, "\n".join(differ)
     assert not torch.distributed.is_initialized()
 
 
@@ -62,6 +62,7 @@ def test_a_page_may_be_wrong() -> None:
     assert not run(page, "right")
     assert not run(page + "\n```text\n2 0.1...\n```\n", "right")
     assert not run(page + "\nfrom elsewhere:\n\n```text\n3\n```\n", "right")
-    assert run(page + "\n```text\n3 0.1...\n```\n", "wrong") == [("2 0.12\n", "3 0.1...\n")]
+    [difference] = run(page + "\n```text\n3 0.1...\n```\n", "wrong")
+    assert difference == "Expected:\n    3 0.1...\nGot:\n    2 0.12\n"
     with pytest.raises(ZeroDivisionError):
         run(page + "```python\n1 / 0\n```\n", "raises")
