@@ -14,10 +14,23 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_variable_length() -> None:
-    main = runpy.run_path(str(EXAMPLES / "variable_length.py"))["main"]
-    first, last = main(steps=1), main(steps=20)
+def check_language_model(model: str) -> None:
+    """Within sqrt(u) of the full batch's gradient; the usual loop is far from it."""
+    example = runpy.run_path(str(EXAMPLES / "language_model.py"))
+    ours, usual, first, last = example["main"](example[model], steps=12, width=16)
+    assert ours < 2**-12 < 2**-6 < usual
     assert last < first
+
+
+def test_language_model() -> None:
+    check_language_model("Transformer")
+
+
+@pytest.mark.hf
+@pytest.mark.nightly  # to import transformers takes seven seconds
+def test_language_model_of_transformers() -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    check_language_model("Llama")
 
 
 @pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
