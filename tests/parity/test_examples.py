@@ -14,6 +14,13 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def test_every_example_is_short_and_tested() -> None:
+    tests = Path(__file__).read_text()
+    for path in sorted(EXAMPLES.glob("*.py")):
+        assert len(path.read_text().splitlines()) < 150, path.name
+        assert re.search(rf'"{path.stem}(\.py)?"', tests), f"no test here names {path.name}"
+
+
 def check_language_model(model: str) -> None:
     """Within sqrt(u) of the full batch's gradient; the usual loop is far from it."""
     example = runpy.run_path(str(EXAMPLES / "language_model.py"))
