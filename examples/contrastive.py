@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, normalize
 import pureaccum as pa
 
 
+torch.manual_seed(0)
 IMAGES = nn.Sequential(nn.Linear(48, 128), nn.GELU(), nn.Linear(128, 32))
 TEXTS = nn.Sequential(nn.Embedding(64, 32), nn.Flatten(), nn.Linear(8 * 32, 32))
 Batch = dict[str, Tensor]
@@ -53,7 +54,6 @@ def off(grads: Any, exact: Any) -> float:
 
 
 def main(steps: int = 40, rows: int = 512) -> tuple[float, float]:
-    torch.manual_seed(0)
     params = {
         "images": {name: p.detach() for name, p in IMAGES.named_parameters()},
         "texts": {name: p.detach() for name, p in TEXTS.named_parameters()},
@@ -80,4 +80,5 @@ def main(steps: int = 40, rows: int = 512) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # tensors are too small for more
     main()

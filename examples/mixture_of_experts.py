@@ -66,4 +66,5 @@ def main(steps: int = 60, rows: int = 256) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # tensors are too small for more
     main()

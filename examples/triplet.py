@@ -14,6 +14,7 @@ from torch.nn.functional import normalize, softplus
 import pureaccum as pa
 
 
+torch.manual_seed(0)
 NET = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 8))
 Batch = dict[str, Tensor]
 
@@ -34,7 +35,6 @@ def batch_hard(params: Batch, embedded: Batch) -> Tensor:
 
 
 def main(steps: int = 60, rows: int = 240) -> tuple[float, float]:
-    torch.manual_seed(0)
     centres = torch.randn(6, 20)
     of = torch.arange(rows) % 6
     batch = {"x": centres[of] + 1.5 * torch.randn(rows, 20), "of": of}
@@ -53,4 +53,5 @@ def main(steps: int = 60, rows: int = 240) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # tensors are too small for more
     main()

@@ -14,10 +14,30 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_variable_length() -> None:
-    main = runpy.run_path(str(EXAMPLES / "variable_length.py"))["main"]
-    first, last = main(steps=1), main(steps=20)
+def test_every_example_is_short_and_tested() -> None:
+    tests = Path(__file__).read_text()
+    for path in sorted(EXAMPLES.glob("*.py")):
+        assert len(path.read_text().splitlines()) < 150, path.name
+        assert re.search(rf'"{path.stem}(\.py)?"', tests), f"no test here names {path.name}"
+
+
+def check_language_model(model: str) -> None:
+    """Within sqrt(u) of the full batch's gradient; the usual loop is far from it."""
+    example = runpy.run_path(str(EXAMPLES / "language_model.py"))
+    ours, usual, first, last = example["main"](example[model], steps=12, width=16)
+    assert ours < 2**-12 < 2**-6 < usual
     assert last < first
+
+
+def test_language_model() -> None:
+    check_language_model("Transformer")
+
+
+@pytest.mark.hf
+@pytest.mark.nightly  # to import transformers takes seven seconds
+def test_language_model_of_transformers() -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    check_language_model("Llama")
 
 
 @pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
@@ -27,10 +47,24 @@ def test_coupled_losses(name: str) -> None:
     assert last < first
 
 
-def test_meta_gradients() -> None:
-    main = runpy.run_path(str(EXAMPLES / "meta_gradients.py"))["main"]
-    first, last = main(steps=3, rows=60)
-    assert last < first
+def test_per_sample() -> None:
+    """Wrong labels are a tenth: what is said of many more than that is no chance."""
+    seen = runpy.run_path(str(EXAMPLES / "per_sample.py"))["main"](rows=400, steps=40)
+    assert seen["found"] > 0.5
+    assert seen["against"] > 0.3
+    assert 2 * seen["plain"] < seen["clipped"]
+
+
+def test_meta_learning() -> None:
+    """Differences are off by a h² + b h⁴ + …, and without the first term by 16 times less at h / 2.
+
+    So what two of these differ by is 15 times what the better one is off, up to the next term.
+    """
+    example = runpy.run_path(str(EXAMPLES / "meta_learning.py"))
+    losses, exact, (d1, d2, d4) = example["main"](steps=3, rows=60)
+    assert losses[-1] < losses[0]
+    farther, nearer = (4 * d2 - d1) / 3, (4 * d4 - d2) / 3
+    assert abs(nearer - exact) < abs(nearer - farther) / 8 < abs(d4 - exact) / 8
 
 
 def test_distributed() -> None:
