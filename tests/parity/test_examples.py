@@ -78,3 +78,13 @@ def test_distributed() -> None:
     assert apart, run.stdout
     assert float(apart[1]) < torch.finfo(torch.float64).eps * 2**20  # 31 steps of AdamW
     assert "10 microbatches on 2 ranks" in run.stdout
+
+
+def test_three_ways() -> None:
+    """Ours is off by rounding, the usual loop by as much as the README says."""
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    found = runpy.run_path(str(EXAMPLES / "three_ways.py"))["main"]()
+    assert len(found) == 3
+    for case, (ours, usual) in found.items():
+        assert ours < 2**-26  # sqrt(u): half of the digits of float64
+        assert re.search(rf"\| {case} \| norm .* \| off by .* \| off by {usual:.0%} \|", readme)
