@@ -33,6 +33,28 @@ def test_meta_gradients() -> None:
     assert last < first
 
 
+def test_accelerate_toy() -> None:
+    """Whole numbers until the last multiplication: the same bits."""
+    weights = runpy.run_path(str(EXAMPLES / "accelerate_toy.py"))["main"]()
+    assert torch.equal(weights["by 2"], weights["without"])
+    assert torch.equal(weights["by 3"], weights["without"])
+    assert f"{weights['without'].item():.5f}" == "2.04000"
+    assert f"{weights['usual, by 3'].item():.5f}" == "2.31556"  # (14/3 + 77/3 + 113/2) / 3 * 0.08
+
+
+def test_amp_training(capsys: pytest.CaptureFixture[str]) -> None:
+    said = runpy.run_path(str(EXAMPLES / "amp_training.py"))["main"](epochs=1)
+    # input, weights and outputs of two layers, forward and backward, are each rounded to fp16
+    rounding = 8 * 2.0**-11
+    for name in ("whole batches", "windows of 4"):
+        assert abs(said[f"pureaccum, {name}"][0] - 1) < rounding
+    assert abs(said["GradScaler, loss / 4"][0] - 0.75) < rounding
+    # of three windows: the rows, whether it was applied, the scale it was computed with
+    assert said["propagate"] == [64, 1, 2**16, 64, 0, 2**16, 48, 1, 2**15]
+    assert said["skip"] == [64, 1, 2**16, 48, 1, 2**16, 48, 1, 2**15]
+    assert "1 of 4 microbatches skipped" in capsys.readouterr().out
+
+
 def test_distributed() -> None:
     """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
