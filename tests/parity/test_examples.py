@@ -55,6 +55,31 @@ def test_amp_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 of 4 microbatches skipped" in capsys.readouterr().out
 
 
+def test_batchnorm_exact() -> None:
+    off = runpy.run_path(str(EXAMPLES / "batchnorm_exact.py"))["main"](rows=32, size=8)
+    rounding = torch.finfo(torch.float64).eps ** 0.5
+    for name in ("BatchNorm, full batch", "BatchNorm, staged_from", "GroupNorm"):
+        assert max(off[name]) < rounding, name
+    for name in ("BatchNorm, usual loop", "BatchNorm, plainly cut"):
+        assert min(off[name]) > rounding, name
+
+
+def test_resnet101() -> None:
+    """Of one block a group: 13 convolutions."""
+    main = runpy.run_path(str(EXAMPLES / "resnet101.py"))["main"]
+    infos = main(8, 3, layers=(1, 1, 1, 1), width=4, steps=1)
+    whole, parts = infos["8 at once"], infos["3 at a time"]
+    summed, staged = infos["3 at a time, summed"], infos["3 at a time, staged"]
+    rounding = torch.finfo(torch.float64).eps ** 0.5
+    assert abs(staged.loss / whole.loss - 1) < rounding
+    assert abs(parts.loss / whole.loss - 1) > rounding
+    assert abs(summed.loss / (8 * parts.loss) - 1) < rounding
+    norm = torch.finfo(torch.float32).eps  # in which norms are told
+    assert abs(staged.grad_norm / whole.grad_norm - 1) < 2 * norm
+    assert abs(summed.grad_norm / (8 * parts.grad_norm) - 1) < 2 * norm
+    assert (parts.microbatches, whole.microbatches) == (3, 1)
+
+
 def test_distributed() -> None:
     """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
