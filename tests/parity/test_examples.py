@@ -80,6 +80,23 @@ def test_resnet101() -> None:
     assert (parts.microbatches, whole.microbatches) == (3, 1)
 
 
+def test_which_method(capsys: pytest.CaptureFixture[str]) -> None:
+    off = runpy.run_path(str(EXAMPLES / "which_method.py"))["main"](
+        rows=8, size=4, length=4, depth=1
+    )
+    wide, narrow = (torch.finfo(dtype).eps ** 0.5 for dtype in (torch.float32, torch.bfloat16))
+    for name in ("whole batch", "accumulation", "accumulation, clipping", "accumulation, remat"):
+        assert off[name] < wide, name
+    for name in ("bfloat16", "accumulation, remat, bfloat16"):
+        assert wide < off[name] < narrow, name
+    for name in ("one microbatch, nothing summed", "clips", "zeroes"):
+        assert off[name] > narrow, name
+    said = capsys.readouterr().out
+    assert "of this loss: fits" in said
+    assert "of the loop that zeroes: does not fit" in said
+    assert "\n  gradients zeroed: " in said
+
+
 def test_distributed() -> None:
     """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
