@@ -74,9 +74,8 @@ def test_resnet101() -> None:
     assert abs(staged.loss / whole.loss - 1) < rounding
     assert abs(parts.loss / whole.loss - 1) > rounding
     assert abs(summed.loss / (8 * parts.loss) - 1) < rounding
-    norm = torch.finfo(torch.float32).eps  # in which norms are told
-    assert abs(staged.grad_norm / whole.grad_norm - 1) < 2 * norm
-    assert abs(summed.grad_norm / (8 * parts.grad_norm) - 1) < 2 * norm
+    assert abs(staged.grad_norm / whole.grad_norm - 1) < rounding
+    assert abs(summed.grad_norm / (8 * parts.grad_norm) - 1) < rounding
     assert (parts.microbatches, whole.microbatches) == (3, 1)
 
 
