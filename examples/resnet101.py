@@ -1,0 +1,137 @@
+"""Train a ResNet-101 on a batch of the size that you want, in parts of a size that fits.
+
+Say the batch that you want and the one that memory tolerates; the second need not divide the
+first. The loss is written as for the whole batch, a mean or a sum, and nothing is divided by hand.
+Running statistics are updated once a step. What BatchNorm normalises with is a part of the batch,
+as in every loop that accumulates; in stages it is the whole batch, and so is the gradient.
+
+    python examples/resnet101.py
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import pureaccum as pa
+
+
+CLASSES = 100
+Batch = dict[str, Tensor]
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1, and what came in added to it."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.body = nn.Sequential(
+            *conv_norm(inside, width, 1, 1),
+            nn.ReLU(),
+            *conv_norm(width, width, 3, stride),
+            nn.ReLU(),
+            *conv_norm(width, out, 1, 1),
+        )
+        same = inside == out and stride == 1
+        self.short = nn.Identity() if same else nn.Sequential(*conv_norm(inside, out, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def conv_norm(inside: int, out: int, kernel: int, stride: int) -> list[nn.Module]:
+    conv = nn.Conv2d(inside, out, kernel, stride, padding=kernel // 2, bias=False)
+    return [conv, nn.BatchNorm2d(out)]
+
+
+def resnet(layers: Sequence[int], width: int = 64) -> nn.Module:
+    """As torchvision has it, with its initial weights."""
+    blocks, inside = [], width
+    for i, count in enumerate(layers):
+        for j in range(count):
+            stride = 2 if i > 0 and j == 0 else 1
+            blocks.append(Bottleneck(inside, width * 2**i, stride))
+            inside = 4 * width * 2**i
+    stem = [*conv_norm(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, CLASSES)]
+    net = nn.Sequential(*stem, *blocks, *head)
+    for layer in net.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return net
+
+
+def make_batch(rows: int, pixels: int, dtype: torch.dtype = torch.float32) -> Batch:
+    image = torch.randn(rows, 3, pixels, pixels, dtype=dtype)
+    return {"image": image, "label": torch.randint(CLASSES, (rows,))}
+
+
+def make_step(net: nn.Module, size: int | None, reduction: str = "mean", staged: bool = False):
+    """Say once what the loss is of its rows, and nothing has to be divided."""
+    fn = pa.functional(net)
+
+    def error(out: Tensor, batch: Batch) -> Tensor:
+        return cross_entropy(out, batch["label"], reduction=reduction)
+
+    def plain(params: Batch, batch: Batch, buffers: Batch) -> tuple[Tensor, Batch]:
+        out, new_buffers = fn.apply(params, buffers, batch["image"])
+        return error(out, batch), new_buffers
+
+    loss = pa.staged_from(net, error, inputs=lambda batch: batch["image"]) if staged else plain
+    knobs = {"reduction": reduction, "buffers": "pooled"}
+    step = pa.make_step(loss, pa.adam(5e-4), microbatch_size=size, **knobs)
+    return step, step.init(fn.params, buffers=fn.buffers)
+
+
+def main(
+    desired_batch_size: int = 100,
+    tolerable_batch_size: int = 30,
+    layers: Sequence[int] = (3, 4, 23, 3),
+    width: int = 16,
+    steps: int = 2,
+) -> dict[str, pa.StepInfo]:
+    desired, tolerable = desired_batch_size, tolerable_batch_size
+    torch.manual_seed(0)
+
+    print("what a step holds on images of 224 pixels, predicted:")
+    for size in (desired, tolerable):
+        with torch.device("meta"):  # shapes only: nothing is computed, and none of it need fit
+            step, state = make_step(resnet(layers), None)
+            # more parts of this size take turns, and hold no more
+            memory = pa.memory_report(step, state, make_batch(size, 224)).predicted
+        print(
+            f"  {size:3} at a time: {sum(memory) / 1e9:5.2f} GB, of which activations "
+            f"{memory.activations / 1e9:5.2f}, parameters {memory.parameters / 1e9:.2f}, "
+            f"optimizer {memory.optimizer / 1e9:.2f}, gradients {memory.gradients / 1e9:.2f}"
+        )
+
+    print(f"computed, {width} wide and on images of 32 pixels, in float64:")
+    net, batch = resnet(layers, width).double(), make_batch(desired, 32, torch.float64)
+    ways = {
+        f"{desired} at once": make_step(net, None),
+        f"{tolerable} at a time": make_step(net, tolerable),
+        f"{tolerable} at a time, summed": make_step(net, tolerable, "sum"),
+        f"{tolerable} at a time, staged": make_step(net, tolerable, staged=True),
+    }
+    infos = {}
+    for name, (step, state) in ways.items():
+        before = time.perf_counter()
+        state, info = step(state, batch)
+        infos[name] = info
+        print(
+            f"  {name:22}: loss {info.loss:8.4f}, norm of the gradient {info.grad_norm:9.2f}, "
+            f"{info.microbatches} part{'s' * int(info.microbatches > 1)}, "
+            f"{time.perf_counter() - before:.1f} s"
+        )
+
+    for _ in range(steps):  # the last of these ways goes on
+        state, info = step(state, batch)
+        print(f"Adam step {state.applied} over {int(info.weight)} images: loss {info.loss:.4f}")
+    return infos
+
+
+if __name__ == "__main__":
+    main()
