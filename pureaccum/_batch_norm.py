@@ -65,6 +65,11 @@ def batch_norm(
 ) -> list[Stage]:
     """Make the two stages of a batch norm in training mode, over the full batch.
 
+    The rule, with the moments of all rows of a channel::
+
+        mean, var = Σ x / n, Σ (x - mean)² / n
+        x = (x - mean) / sqrt(var + eps) * weight + bias
+
     Args:
         name: What the pooled moments are called. A last stage that reads them returns new running
             statistics: ``moments.running(mean, var, momentum)``.
@@ -75,10 +80,16 @@ def batch_norm(
     Returns:
         Two stages, for a list of stages.
 
-    >>> from pureaccum import grad_and_value, staged
-    >>> loss = staged([*batch_norm("bn"), rowwise(lambda w, x: (w * x).square().mean())])
-    >>> grad_and_value(loss, microbatch_size=2)(torch.tensor(1.0), torch.randn(9, 4) + 1000)[1]
-    tensor(1.0000)
+    Example:
+        >>> from pureaccum import grad_and_value, staged
+        >>> loss = staged([*batch_norm("bn"), rowwise(lambda w, x: (w * x).square().mean())])
+        >>> grad_and_value(loss, microbatch_size=2)(torch.tensor(1.0), torch.randn(9, 4) + 1000)[1]
+        tensor(1.0000)
+
+    References:
+        Ioffe and Szegedy, `Batch normalization <https://arxiv.org/abs/1502.03167>`_, 2015.
+        Chan, Golub and LeVeque, `Algorithms for computing the sample variance
+        <https://doi.org/10.1080/00031305.1983.10483115>`_, 1983.
     """
 
     def share(params: Tree, x: Tree) -> Share:

@@ -22,6 +22,12 @@ from ._update import Optimizer
 def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
     """Give each leaf the optimizer of its label: no weight decay on biases and norms, say.
 
+    The rule::
+
+        for label, optimizer in optimizers.items():
+            of_label = leaves whose label_of_path(path) is label
+            params[of_label] = optimizer.apply(grads[of_label], state[label], params[of_label])
+
     Args:
         optimizers: The optimizer of each label.
         label_of_path: Gives the label of a leaf from its path: the keys on the way to it, joined
@@ -30,15 +36,20 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     Returns:
         An optimizer whose state is a dict from label to state.
 
-    >>> import torch
-    >>> from pureaccum import sgd
-    >>> opt = partition(
-    ...     {"slow": sgd(0.1), "fast": sgd(1.0)},
-    ...     lambda path: "slow" if path.endswith("bias") else "fast",
-    ... )
-    >>> params = {"out.weight": torch.tensor(1.0), "out.bias": torch.tensor(1.0)}
-    >>> opt.apply(params, opt.init(params), params)[0]
-    {'out.weight': tensor(0.), 'out.bias': tensor(0.9000)}
+    Example:
+        >>> import torch
+        >>> from pureaccum import sgd
+        >>> opt = partition(
+        ...     {"slow": sgd(0.1), "fast": sgd(1.0)},
+        ...     lambda path: "slow" if path.endswith("bias") else "fast",
+        ... )
+        >>> params = {"out.weight": torch.tensor(1.0), "out.bias": torch.tensor(1.0)}
+        >>> opt.apply(params, opt.init(params), params)[0]
+        {'out.weight': tensor(0.), 'out.bias': tensor(0.9000)}
+
+    References:
+        ``optax.partition``: `Combining optimizers
+        <https://optax.readthedocs.io/en/latest/api/combining_optimizers.html>`_
     """
     if not optimizers:
         raise ValueError("partition got no optimizers; expected one for each label.")
