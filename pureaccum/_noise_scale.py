@@ -85,7 +85,8 @@ class RunningNoiseScale(NamedTuple):
 
     Attributes:
         init: ``init(params)`` gives averages of nothing.
-        update: ``update(averages, seen)`` gives those with a batch more: what ``noise_scale`` takes.
+        update: ``update(averages, seen)`` gives those with a batch more, of which ``seen`` is what
+            ``noise_scale`` takes.
         read: ``read(averages, like=None)`` gives what ``noise_scale`` gives, with an interval.
     """
 
@@ -99,9 +100,11 @@ def noise_scale(seen: Any, like: Tree = None) -> Any:
 
     The rule, for K microbatches that add s of weight w to the sums S and W::
 
-        noise  = (Σ |s|²/w - |S|²/W) / (K - 1)   # of one sample, unbiased
-        signal = (|S|²/W - noise) / W            # the squared norm of the true gradient, too
-        scale  = noise / signal                  # the batch size beyond which a larger one gains little
+        noise  = (Σ |s|²/w - |S|²/W) / (K - 1)    # the variance of one sample's gradient
+        signal = (|S|²/W - noise) / W             # the squared norm of the true gradient
+        scale  = noise / signal
+
+    ``noise`` and ``signal`` are unbiased. Batches larger than ``scale`` gain little.
 
     Args:
         seen: An ``AccumState`` of an accumulator with ``squares=True`` (of microbatches, or of

@@ -52,15 +52,36 @@ class Policy(NamedTuple):
     autocast: torch.dtype | None = None
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """The floating-point tensors of a tree in the dtype of master parameters."""
+        """The floating-point tensors of a tree in the dtype of master parameters.
+
+        Args:
+            tree: Parameters.
+
+        Returns:
+            A tree like ``tree``.
+        """
         return _cast(tree, self.param)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """The floating-point tensors of a tree in the dtype of computation."""
+        """The floating-point tensors of a tree in the dtype of computation.
+
+        Args:
+            tree: Parameters or a batch.
+
+        Returns:
+            A tree like ``tree``.
+        """
         return _cast(tree, self.compute)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """The floating-point tensors of a tree in the dtype of results."""
+        """The floating-point tensors of a tree in the dtype of results.
+
+        Args:
+            tree: Aux.
+
+        Returns:
+            A tree like ``tree``.
+        """
         return _cast(tree, self.output)
 
 

@@ -53,7 +53,11 @@ class Moments(NamedTuple):
     samples: Tensor
 
     def variance(self) -> Tree:
-        """Of one sample's gradient, number by number: unbiased, and NaN where there was but one."""
+        """Of one sample's gradient, number by number: unbiased, and NaN where there was but one.
+
+        Returns:
+            A tree like ``second``.
+        """
         if self.weight.dim() != 0:
             raise ValueError(
                 "the Moments are stacked; torch.func.vmap(Moments.variance)(...) does."

@@ -32,8 +32,9 @@ class Optimizer(NamedTuple):
     Attributes:
         init: ``init(params)`` gives the first state.
         apply: ``apply(grads, state, params, applied=None, donate=False)`` gives
-            ``(params, state)``. Where ``applied``, a 0-d bool tensor, is false, both come back bit for bit as they were;
-            with ``donate`` they are given up, and grads too if a gradient map changes them.
+            ``(params, state)``. Where ``applied``, a 0-d bool tensor, is false, both come back bit
+            for bit as they were; with ``donate`` they are given up, and grads too if a gradient map
+            changes them.
         check: ``check(state, params, root)`` raises where a state, named ``root``, does not fit.
     """
 
