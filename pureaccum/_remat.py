@@ -28,7 +28,8 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     The rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its
     gradients, to the bit. Between the forward and the backward pass only the arguments are held;
     ``func`` is run again in the backward pass, with the random numbers and under the autocast of
-    the first time. It composes with torch.func's transforms, which ``torch.utils.checkpoint`` does not.
+    the first time. It composes with torch.func's transforms, which ``torch.utils.checkpoint`` does
+    not.
 
     The first run records nothing: a module with another way for inference takes it there, and its
     value is off by a rounding (``nn.TransformerEncoderLayer`` in ``eval()`` mode).
@@ -48,9 +49,8 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     Example:
         >>> from pureaccum import functional
         >>> fn = functional(torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 2)))
-        >>> lean = remat(lambda params, x: fn.apply(params, (), x)[0])
-        >>> grads = torch.func.grad(lambda params: lean(params, torch.ones(3, 2)).sum())(fn.params)
-        >>> grads["1.bias"]
+        >>> lean = remat(lambda params, x: fn.apply(params, (), x)[0].sum())
+        >>> torch.func.grad(lean)(fn.params, torch.ones(3, 2))["1.bias"]
         tensor([3., 3.])
 
     References:
