@@ -31,7 +31,7 @@ class Share(NamedTuple):
 class BatchMoments(NamedTuple):
     """The moments of every channel over a batch, and what normalises with them.
 
-    Args:
+    Attributes:
         elements: How many a channel has, int64.
         mean: Their mean, float64.
         var: Their variance, the biased one, float64.
@@ -48,7 +48,16 @@ class BatchMoments(NamedTuple):
     def running(
         self, mean: Tensor, var: Tensor, momentum: float | Tensor = 0.1
     ) -> tuple[Tensor, Tensor]:
-        """Running statistics after this batch, as a batch norm over all of it updates them."""
+        """Running statistics after this batch, as a batch norm over all of it updates them.
+
+        Args:
+            mean: The running mean before it.
+            var: The running variance before it.
+            momentum: The share of this batch.
+
+        Returns:
+            The running mean and variance after it.
+        """
         elements = self.elements.double()  # a 0-d integer would make it float32
         unbiased = self.var * (elements / (elements - 1))
         pairs = (mean, self.mean), (var, unbiased)

@@ -15,15 +15,25 @@ from ._tree import Tree, flatten, paths
 
 
 class Stage(NamedTuple):
-    """One stage: see ``rowwise``, ``pooled`` and ``full``, which make them."""
+    """One stage: see ``rowwise``, ``pooled`` and ``full``, which make them.
+
+    Attributes:
+        kind: Which of them made it.
+        func: ``func(params, x, *values)``
+        reads: The names of the values that it is given.
+        name: Of a pooled value.
+        merge: What makes a pooled value of the shares; None adds them.
+        uses: The entries of params that it may use; None is any.
+        fixed: Which of the values that it reads are constants to it.
+    """
 
     kind: Literal["rowwise", "pooled", "full"]
     func: Callable[..., Any]
     reads: tuple[str, ...]
-    name: str = ""  # of a pooled value
+    name: str = ""
     merge: Callable[[Tree], Tree] | None = None
-    uses: frozenset[str] | None = None  # the entries of params that it may use; None: any
-    fixed: frozenset[str] = frozenset()  # which of the values that it reads are constants to it
+    uses: frozenset[str] | None = None
+    fixed: frozenset[str] = frozenset()
 
 
 def rowwise(func: Callable[..., Any], reads: str | Sequence[str] = ()) -> Stage:

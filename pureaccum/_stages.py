@@ -24,7 +24,12 @@ Boundaries = Literal["device", "host"]
 
 
 class Staged(NamedTuple):
-    """A loss in stages: see ``staged``."""
+    """A loss in stages: see ``staged``.
+
+    Attributes:
+        stages: What it goes through.
+        boundaries: Where they are kept.
+    """
 
     stages: tuple[Stage, ...]
     boundaries: Boundaries

@@ -35,7 +35,7 @@ class Optimizer(NamedTuple):
             ``(params, state)``. Where ``applied``, a 0-d bool tensor, is false, both come back bit
             for bit as they were; with ``donate`` they are given up, and grads too if a gradient map
             changes them.
-        check: ``check(state, params, root)`` raises where a state, named ``root``, does not fit.
+        check: ``check(state, params, root="state")`` raises where a state, named so, does not fit.
     """
 
     init: Callable[[Tree], Any]

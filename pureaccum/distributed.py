@@ -26,7 +26,23 @@ from ._tree import leaves as leaves_of
 
 
 class Pending(NamedTuple):
-    """A reduction under way: ``wait()`` gives the merged state."""
+    """A reduction under way, which ``all_reduce(..., async_op=True)`` began.
+
+    Attributes:
+        wait: ``wait()`` gives the merged state.
+
+    Example:
+        >>> from pureaccum import accumulator
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> state = accumulator(lambda w, x: (w * x).mean()).init(torch.tensor(2.0))
+        >>> pending = all_reduce(state, async_op=True)  # until wait(), other work
+        >>> pending.wait().weight
+        tensor(0., dtype=torch.float64)
+        >>> dist.destroy_process_group()
+
+    References:
+        ``all_reduce``, which makes it.
+    """
 
     wait: Callable[[], AccumState]
 
