@@ -64,13 +64,16 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         raise ValueError(f"max_norm is {max_norm!r}; expected a number above zero.")
 
     def init(params: Tree) -> tuple[()]:
+        """No state."""
         return ()
 
     def factor_of(norm: Tensor) -> Tensor:
         # torch's formula, small constant included: the same bits
+        """What gradients of a norm are multiplied by."""
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
+        """The gradients scaled down, and no state."""
         leaves, spec = flatten(grads)
         factor = factor_of(global_norm(leaves))
         if donate and not transform_active():
@@ -123,9 +126,11 @@ def chain(*parts: Any) -> Optimizer:
     optimizer = as_optimizer(last, "the last part of chain")
 
     def init(params: Tree) -> tuple[Any, ...]:
+        """The states of all parts before the first step."""
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state is one of this chain, and of these params."""
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
             raise TypeError(
@@ -142,6 +147,7 @@ def chain(*parts: Any) -> Optimizer:
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, tuple[Any, ...]]:
+        """The next params and state, or where ``applied`` is false the same again."""
         check(state, params)
         new: list[Any] = []
         for map, old in zip(maps, state, strict=False):

@@ -93,12 +93,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         return kept, group
 
     def init(params: Tree) -> TorchState:
+        """The state before the first step, of the structure that it has after it."""
         _refuse_transforms(cls)
         per_leaf, group = first_step(read_params(params)[0])
         count = torch.zeros((), dtype=torch.int64)
         return TorchState(count, map(torch.zeros_like, per_leaf), group)
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state is one, and of these params."""
         check_state(state, TorchState, f"from_torch({cls.__name__})", root)
         count = len(read_params(params)[0])
         if len(state.per_leaf) != count:
@@ -115,6 +117,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, TorchState]:
+        """The next params and state, or where ``applied`` is false the same again."""
         _refuse_transforms(cls)
         check(state, params)
         given, spec = read_params(params)

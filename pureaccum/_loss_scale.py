@@ -139,9 +139,11 @@ def dynamic_loss_scale(
         )
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
+        """The first state, complete."""
         return _state(init_scale, hysteresis, device)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
+        """The next state, by whether every gradient was finite."""
         scale, tracker, budget = read_state(state)
         _check_flag(finite)
         due = finite & (tracker + 1 >= growth_interval)
@@ -182,9 +184,11 @@ def static_loss_scale(scale: float) -> LossScale:
     _check_scale("scale", scale)
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
+        """The first state, complete."""
         return _state(scale, 0, device)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
+        """The same state, in memory of its own."""
         _check_flag(finite)
         # no two states may share a tensor: donating the one would take it from the other
         return LossScaleState(*(x.clone() for x in read_state(state)))
@@ -215,6 +219,7 @@ def _state(scale: float, hysteresis: int, device: torch.device | str | None) -> 
 
 
 def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
+    """``x * scale``, in float32 at least."""
     factor = read_state(state).scale
     _check_tensor("x", x, "a tensor, the loss or the cotangent")
     wide = x.to(accumulation_dtype(x.dtype))
@@ -222,6 +227,7 @@ def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
 
 
 def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
+    """``tree / scale``, in float32 at least."""
     scale = read_state(state).scale
 
     def unscale(x: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ def functional(module: nn.Module) -> Functional:
     tied = tied_params | tied_buffers
 
     def apply(params: Any, buffers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What the module returns with these in place of its own, and its new buffers."""
         _check(params, param_shapes, tied_params, "params", "parameter")
         _check(buffers, buffer_shapes, tied_buffers, "buffers", "buffer")
         if len(buffers) < len(buffer_shapes):

@@ -171,11 +171,13 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         raise ValueError(f"decay is {decay!r}; expected a number from 0, and below 1.")
 
     def init(params: Tree) -> NoiseAverages:
+        """Averages of nothing."""
         leaves, _ = read_params(params)
         each = torch.zeros(5, len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
         return _averages([*map(torch.clone, each), *map(torch.clone, each[:4, 0])])
 
     def update(averages: NoiseAverages, seen: Any) -> NoiseAverages:
+        """The averages with one batch more, if that says anything."""
         check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         batch = read_noise(seen)
         signal, noise = batch.signal, batch.noise
@@ -193,6 +195,7 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         return _averages([torch.where(ok, x, old) for x, old in later])
 
     def read(averages: NoiseAverages, like: Tree = None) -> Any:
+        """What the averages say, with a confidence interval."""
         check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         mean = _averages([*(x / averages.share for x in averages[:7]), *averages[7:]])
         batch = BatchNoise(mean.signal, mean.noise, mean.weight, mean.pieces)

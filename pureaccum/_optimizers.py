@@ -93,6 +93,7 @@ def sgd(
     method = sgd_method(momentum, dampening, weight_decay, nesterov, maximize, fused)
 
     def init(params: Tree) -> SGDState:
+        """The state before the first step."""
         return SGDState(*begin(lr, params), moment(params) if momentum else ())
 
     keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
@@ -206,6 +207,7 @@ def _adam(
     method = adam_method(betas, eps, weight_decay, amsgrad, maximize, fused, decoupled)
 
     def init(params: Tree) -> AdamState:
+        """The state before the first step."""
         begun = begin(lr, params)
         most = moment(params) if amsgrad else ()
         return AdamState(*begun, moment(params), moment(params), most)

@@ -79,6 +79,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         return found
 
     def init(params: Tree) -> dict[str, Any]:
+        """The state of each label before the first step."""
         leaves, spec = read_params(params)
         return {
             label: known[label].init({path: leaves[i] for path, i in at.items()})
@@ -86,6 +87,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         }
 
     def check(state: Any, params: Tree, root: str = "state") -> dict[str, dict[str, int]]:
+        """Check that a state has those of all labels in use, and give the leaves of each."""
         leaves, spec = read_params(params)
         at = labels(spec)
         if not isinstance(state, dict) or set(state) != set(at):
@@ -107,6 +109,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, dict[str, Any]]:
+        """The next params and state, or where ``applied`` is false the same again."""
         leaves, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")

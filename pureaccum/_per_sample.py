@@ -192,6 +192,7 @@ def per_sample_accumulator(  # noqa: D417
     batches = check_argnums(batch_argnums, "batch_argnums")
 
     def init(params: Tree) -> AccumState:
+        """The identity: a state of no samples."""
         leaves, _ = read_params(params)
         refuse_sharded(leaves, "params", NO_SAMPLES)
         with outside_inference_mode():
@@ -201,6 +202,7 @@ def per_sample_accumulator(  # noqa: D417
         return func(params, *args[1:])
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+        """The state with the samples of one batch more, and what is beside it."""
         check_squares(read_state(state), squares)
         seen, beside = sampled(call, params, (params, *args), (0,), batches, how)
         in_place = donate and not transform_active()
@@ -218,11 +220,13 @@ def per_sample_accumulator(  # noqa: D417
         return with_beside(new, beside, how)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
+        """One state of two, in any order and grouping."""
         for state in (a, b):
             check_squares(read_state(state), squares)
         return AccumState(reducer.merge(a.grads, b.grads), *add(tuple(a[1:]), tuple(b[1:])))
 
     def finalize(state: AccumState) -> tuple[Any, Tensor]:
+        """What ``reduce`` gives, and the value."""
         value = mean_value(read_state(state).total, state.weight, "mean")
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value

@@ -164,6 +164,8 @@ def test_functions_that_are_returned_are_said(path: str) -> None:
         assert call, name
         shown = [x.lstrip("*") for x in call[1].split(", ") if x and "=" not in x]
         assert shown == arguments(it, needed=True), name
+        if name != "form":  # of a step that does not compile, always the same
+            assert said(getattr(it, "func", it)).sentence.endswith("."), name
 
 
 @pytest.mark.parametrize("knob", [*KNOBS, "engine"])
