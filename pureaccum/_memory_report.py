@@ -23,8 +23,8 @@ from ._tree import Tree, accumulation_dtype, leaves, map
 class Memory(NamedTuple):
     """Bytes of a step, on the device of the parameters.
 
-    The rule: their sum is the peak; without ``parameters``, ``buffers`` and ``optimizer`` it is
-    ``beyond_arguments``.
+    The rule: ``beyond_arguments``, what the step itself holds at its peak, is the sum of
+    ``gradients``, ``activations`` and ``workspace``.
 
     Attributes:
         parameters: As they come.

@@ -26,7 +26,8 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
 
         for label, optimizer in optimizers.items():
             of_label = leaves whose label_of_path(path) is label
-            params[of_label] = optimizer.apply(grads[of_label], state[label], params[of_label])
+            given = grads[of_label], state[label], params[of_label]
+            params[of_label], state[label] = optimizer.apply(*given)
 
     Args:
         optimizers: The optimizer of each label.

@@ -109,8 +109,8 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other: at each boundary the next begins, at its own count 0.
 
-    The rule: ``rate(count) = schedules[i](count - boundaries[i - 1])``, with ``i`` the number of
-    boundaries up to ``count``.
+    The rule: ``rate(count) = schedules[i](count - begins[i])``, where ``begins`` is
+    ``[0, *boundaries]`` and ``i`` the last one that has begun.
 
     A schedule is only ever asked for counts of its own share, also where another one is chosen:
     an inf or NaN outside of it reaches neither the rate nor its derivatives.

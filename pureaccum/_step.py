@@ -105,11 +105,11 @@ def make_step(
 
     The rule::
 
-        sums, total, weight = of scale * loss, microbatch by microbatch
+        sums, total, weight = those of an accumulator, the gradients those of scale * loss
         grads, loss = sums / weight / scale, total / weight
         applied = grads and loss are finite, and anything had a weight
         params, opt_state = optimizer.apply(grads, opt_state, params)    # and buffers: if applied
-        loss_scale = update(loss_scale, every microbatch was finite)
+        loss_scale = update(loss_scale, that and every microbatch was finite)
 
     Args:
         loss_fn: ``loss_fn(params, batch)`` gives a scalar or ``Weighted``; with ``has_aux``,

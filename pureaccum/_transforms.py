@@ -206,7 +206,7 @@ def value(  # noqa: D417
 ) -> Callable[..., Any]:
     """The loss over a whole batch in the memory of one microbatch, without gradients.
 
-    The rule: ``T / W`` of ``grad_and_value``, for evaluation over a data set, or a line search.
+    The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
     With a size, nothing is recorded for a later backward pass; transforms differentiate through it.
 
     Args:

@@ -117,8 +117,8 @@ def merge_along(
 ) -> State:
     """Merge states as a tree says.
 
-    The rule: ``merge_along((a, b))`` is ``merge(merge_along(a), merge_along(b))``, of an int that
-    state.
+    The rule: of an int ``i`` it is ``states[i]``, and of a pair ``(a, b)`` what ``merge`` gives for
+    those of ``a`` and of ``b``.
 
     Args:
         tree: Nested pairs of positions in ``states``, as ``merge_trees`` draws them.
