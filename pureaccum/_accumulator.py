@@ -1,13 +1,7 @@
 """Accumulation as a commutative monoid: sums of gradients, sums of weights.
 
-    init    the identity
-    update  one microbatch more
-    merge   two states into one, in any order and grouping
-    finalize  sums / weight, divided once
-
-Ragged microbatches, means over tokens, short last windows, ranks and a resumed run are then the
-same rule. Sums are float32 at least; totals and weights are float64, since token counts pass
-2**24.
+Ragged microbatches, means over tokens, short last windows, ranks and a resumed run are then one
+rule. Sums are float32 at least; totals and weights are float64: token counts pass 2**24.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +33,9 @@ from ._weights import Microbatch, settle
 
 
 class AccumState(NamedTuple):
-    """What has been accumulated so far; all of it tensors.
+    """What has been accumulated so far; all of it tensors, and sums over the microbatches.
 
-    Args:
+    Attributes:
         grads: A tree like params: sums of (weight * gradient), float32 at least.
         total: Sum of (weight * loss), float64.
         weight: Sum of weights, float64: rows, or what ``Weighted`` says. A plain
@@ -50,14 +44,17 @@ class AccumState(NamedTuple):
         skipped: How many of them ``nonfinite="skip"`` left out.
         nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
             anywhere in the gradient for ``"skip"``.
-        squares: With ``squares=True``, a float64 vector: for each leaf of params the sum of
-            |weight * gradient|² / weight, and last the number of microbatches with any weight.
-            It is what ``noise_scale`` needs; else ``()``.
+        squares: With ``squares=True``, a float64 vector, for ``noise_scale``: of each leaf the sum
+            of |weight * gradient|² / weight, last how many microbatches had weight; else ``()``.
 
-    >>> acc = accumulator(lambda w, x: (w * x).mean())
-    >>> state = acc.update(acc.init(torch.tensor(2.0)), torch.tensor(2.0), torch.tensor([1.0, 3.0]))
-    >>> state.grads, state.weight, state.microbatches
-    (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
+    Example:
+        >>> acc, w = accumulator(lambda w, x: (w * x).mean()), torch.tensor(2.0)
+        >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))
+        >>> state.grads, state.weight, state.microbatches
+        (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
+
+    References:
+        ``accumulator``, which makes it; ``distributed.all_reduce``; ``save`` and ``load``.
     """
 
     grads: Tree
@@ -70,7 +67,17 @@ class AccumState(NamedTuple):
 
 
 class Accumulator(NamedTuple):
-    """The four functions that ``accumulator`` makes."""
+    """The four functions that ``accumulator`` makes.
+
+    Attributes:
+        init: ``init(params)`` gives the identity: a state of zeros.
+        update: ``update(state, params, *args, donate=False)`` gives the state with one microbatch
+            more, or ``(state, aux)``. ``args`` is what the loss takes after params; with ``donate``
+            the old state is given up: its memory is added to, and using it raises.
+        merge: ``merge(a, b)`` gives one state of two, in any order and grouping.
+        finalize: ``finalize(state, donate=False)`` gives ``(grads, value)``: sums / weight, of a
+            sum the sums, float32 at least; over no weight zeros and NaN.
+    """
 
     init: Callable[[Tree], AccumState]
     update: Callable[..., Any]
@@ -91,36 +98,44 @@ def accumulator(
 ) -> Accumulator:
     """Accumulate the gradient of a loss over a stream of microbatches.
 
-    Whatever the microbatches' sizes and order, ``finalize`` gives the gradient of the full
-    batch. The state holds one gradient tree, and ``update(..., donate=True)`` adds to it in
-    place, while the backward pass runs: no second tree ever exists.
+    The rule::
+
+        init(params)        = zeros
+        update(state, part) = state + (w * gradient, w * loss, w)    # w: rows, or of Weighted
+        merge(a, b)         = a + b
+        finalize(state)     = grads / weight, total / weight         # once; of a sum as they are
+
+    That is the gradient of the full batch, whatever the microbatches' sizes and order. The state
+    holds one gradient tree; ``update(..., donate=True)`` adds to it during the backward pass.
 
     Args:
-        loss_fn: ``loss_fn(params, *args)`` gives a scalar or ``Weighted``; with ``has_aux``,
-            that and anything else.
-        has_aux: Then ``update`` returns ``(state, aux)``.
-        batch_argnums: Which arguments of ``loss_fn`` are batches, with one row per sample.
+        loss_fn: ``loss_fn(params, *args)`` gives a scalar or ``Weighted``, or ``(that, aux)``.
+        has_aux: Whether the loss returns ``(loss, aux)``; ``update`` then gives ``(state, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
-        nonfinite: A microbatch with an inf or NaN is added all the same (``"propagate"``); is
-            left out with its weight, and counted (``"skip"``); or raises ``FloatingPointError``
-            naming the leaf (``"raise"``, which looks at the numbers and so waits for the device).
-        engine: ``"func"`` differentiates by torch.func and composes with transforms;
-            ``"autograd"`` runs what torch.func refuses. (A loss with checkpoints is begun twice
-            in its first microbatch, with the same random numbers, to find that out.)
+        nonfinite: What becomes of a microbatch with an inf or NaN: ``"propagate"`` adds it all the
+            same; ``"skip"`` leaves it out with its weight, and counts it; ``"raise"`` raises
+            ``FloatingPointError`` naming the leaf (it looks, and so waits for the device).
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
         squares: Also sum the squared norms of the microbatches' gradients, for ``noise_scale``.
 
     Returns:
         ``init(params)``, ``update(state, params, *args, donate=False)``, ``merge(a, b)`` and
         ``finalize(state, donate=False) -> (grads, value)``.
 
-    >>> acc = accumulator(lambda w, x: ((w * x) ** 2).mean())
-    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
-    >>> state = acc.init(w)
-    >>> for part in (x[:2], x[2:]):
-    ...     state = acc.update(state, w, part, donate=True)
-    >>> acc.finalize(state)
-    (tensor(9.3333), tensor(4.6667, dtype=torch.float64))
+    Example:
+        >>> acc = accumulator(lambda w, x: ((w * x) ** 2).mean())
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+        >>> state = acc.init(w)
+        >>> for part in (x[:2], x[2:]):
+        ...     state = acc.update(state, w, part, donate=True)
+        >>> acc.finalize(state)
+        (tensor(9.3333), tensor(4.6667, dtype=torch.float64))
+
+    References:
+        `optax.MultiSteps <https://optax.readthedocs.io>`_, a mean of the microbatches' means.
     """
     refuse_stream(loss_fn)
     rule = check_rule(Rule(has_aux, reduction, nonfinite, engine, squares))
@@ -131,6 +146,7 @@ def accumulator(
     recomputes: set[bool] = set()  # saves looking again whether the loss has checkpoints
 
     def init(params: Tree) -> AccumState:
+        """The identity: a state of zeros."""
         leaves, _ = read_params(params)
         with outside_inference_mode():
             return empty(
@@ -138,6 +154,7 @@ def accumulator(
             )
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+        """The state with one microbatch more, or ``(state, aux)``."""
         leaves, spec = read_params(params)
         check_belongs(state, leaves, spec, squares)
         called = (params, *args)
@@ -154,6 +171,7 @@ def accumulator(
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
+        """One state of two, in any order and grouping."""
         names = ("the second state's grads", "the first state's grads")
         check_fits(*flatten(read_state(b).grads), *flatten(read_state(a).grads), names, _FOREIGN)
         check_squares(a, squares)
@@ -161,6 +179,7 @@ def accumulator(
         return add(a, b)
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
+        """The gradients and the value: sums divided once."""
         by = divisor(read_state(state).weight)
         value = mean_value(state.total, state.weight, reduction)
         sums, spec = flatten(state.grads)

@@ -31,7 +31,7 @@ class Share(NamedTuple):
 class BatchMoments(NamedTuple):
     """The moments of every channel over a batch, and what normalises with them.
 
-    Args:
+    Attributes:
         elements: How many a channel has, int64.
         mean: Their mean, float64.
         var: Their variance, the biased one, float64.
@@ -48,7 +48,16 @@ class BatchMoments(NamedTuple):
     def running(
         self, mean: Tensor, var: Tensor, momentum: float | Tensor = 0.1
     ) -> tuple[Tensor, Tensor]:
-        """Running statistics after this batch, as a batch norm over all of it updates them."""
+        """Running statistics after this batch, as a batch norm over all of it updates them.
+
+        Args:
+            mean: The running mean before it.
+            var: The running variance before it.
+            momentum: The share of this batch.
+
+        Returns:
+            The running mean and variance after it.
+        """
         elements = self.elements.double()  # a 0-d integer would make it float32
         unbiased = self.var * (elements / (elements - 1))
         pairs = (mean, self.mean), (var, unbiased)
@@ -65,6 +74,11 @@ def batch_norm(
 ) -> list[Stage]:
     """Make the two stages of a batch norm in training mode, over the full batch.
 
+    The rule, with the moments of all rows of a channel::
+
+        mean, var = Σ x / n, Σ (x - mean)² / n
+        x = (x - mean) / sqrt(var + eps) * weight + bias
+
     Args:
         name: What the pooled moments are called. A last stage that reads them returns new running
             statistics: ``moments.running(mean, var, momentum)``.
@@ -75,10 +89,16 @@ def batch_norm(
     Returns:
         Two stages, for a list of stages.
 
-    >>> from pureaccum import grad_and_value, staged
-    >>> loss = staged([*batch_norm("bn"), rowwise(lambda w, x: (w * x).square().mean())])
-    >>> grad_and_value(loss, microbatch_size=2)(torch.tensor(1.0), torch.randn(9, 4) + 1000)[1]
-    tensor(1.0000)
+    Example:
+        >>> from pureaccum import grad_and_value, staged
+        >>> loss = staged([*batch_norm("bn"), rowwise(lambda w, x: (w * x).square().mean())])
+        >>> grad_and_value(loss, microbatch_size=2)(torch.tensor(1.0), torch.randn(9, 4) + 1000)[1]
+        tensor(1.0000)
+
+    References:
+        Ioffe and Szegedy, `Batch normalization <https://arxiv.org/abs/1502.03167>`_, 2015.
+        Chan, Golub and LeVeque, `Algorithms for computing the sample variance
+        <https://doi.org/10.1080/00031305.1983.10483115>`_, 1983.
     """
 
     def share(params: Tree, x: Tree) -> Share:

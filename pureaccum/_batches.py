@@ -107,6 +107,8 @@ def check_sizes(size: int | Sequence[int] | str) -> int | list[int]:
 def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
     """Cut a batch into microbatches of ``size`` rows, the last one possibly shorter.
 
+    The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, of every tensor.
+
     Args:
         batch: A pytree whose tensors have one row per sample along dim 0. None and Python
             scalars are handed to every microbatch as they are.
@@ -116,9 +118,13 @@ def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
         An iterator of trees like ``batch`` whose tensors are views; empty where the batch has
         no rows. Bad input raises here, not at the first ``next``.
 
-    >>> batch = {"x": torch.arange(5), "training": True}
-    >>> [part["x"].tolist() for part in microbatches(batch, 2)]
-    [[0, 1], [2, 3], [4]]
+    Example:
+        >>> batch = {"x": torch.arange(5), "training": True}
+        >>> [part["x"].tolist() for part in microbatches(batch, 2)]
+        [[0, 1], [2, 3], [4]]
+
+    References:
+        `torch.split <https://docs.pytorch.org/docs/stable/generated/torch.split.html>`_
     """
     check_size(size, "size")
     flat = read_batch(batch)
@@ -129,6 +135,8 @@ def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
 def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
     """Lists of ``k`` microbatches; the last may be shorter, and is right.
 
+    The rule: ``itertools.batched(loader, k)``, in lists.
+
     Args:
         loader: Yields microbatches.
         k: How many make up one step.
@@ -136,8 +144,12 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
     Returns:
         An iterator over lists.
 
-    >>> [len(window) for window in windows(range(7), 3)]
-    [3, 3, 1]
+    Example:
+        >>> [len(window) for window in windows(range(7), 3)]
+        [3, 3, 1]
+
+    References:
+        `itertools.batched <https://docs.python.org/3/library/itertools.html#itertools.batched>`_
     """
     check_size(k, "k")
     rest = iter(loader)

@@ -22,10 +22,14 @@ from ._update import Optimizer
 
 
 class GradientMap(NamedTuple):
-    """``init(params) -> state`` and ``update(grads, state) -> (grads, state)``.
+    """What changes gradients before an optimizer is given them.
 
-    ``update`` also takes ``donate=True``: grads are given up. ``factor(norm)`` is what it
-    multiplies gradients of a global norm by, where that is all it does.
+    Attributes:
+        init: ``init(params)`` gives the first state.
+        update: ``update(grads, state, donate=False)`` gives ``(grads, state)``; with ``donate``
+            grads are given up.
+        factor: ``factor(norm)`` gives what it multiplies gradients of a global norm by, where that
+            is all it does; else None.
     """
 
     init: Callable[[Tree], Any]
@@ -36,7 +40,9 @@ class GradientMap(NamedTuple):
 def clip_by_global_norm(max_norm: float) -> GradientMap:
     """Scale gradients down to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    The norm is that of all leaves as one vector; gradients below it pass as they are.
+    The rule, with the norm of all leaves as one vector::
+
+        grads = grads * min(1, max_norm / (|grads| + 1e-6))
 
     Args:
         max_norm: The largest norm that passes, above zero.
@@ -44,22 +50,30 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
     Returns:
         A gradient map, for ``chain``.
 
-    >>> clip = clip_by_global_norm(1.0)
-    >>> grads, _ = clip.update({"w": torch.tensor([3.0, 4.0])}, ())
-    >>> grads["w"]
-    tensor([0.6000, 0.8000])
+    Example:
+        >>> clip = clip_by_global_norm(1.0)
+        >>> grads, _ = clip.update({"w": torch.tensor([3.0, 4.0])}, ())
+        >>> grads["w"]
+        tensor([0.6000, 0.8000])
+
+    References:
+        `torch.nn.utils.clip_grad_norm_
+        <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html>`_
     """
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"max_norm is {max_norm!r}; expected a number above zero.")
 
     def init(params: Tree) -> tuple[()]:
+        """No state."""
         return ()
 
     def factor_of(norm: Tensor) -> Tensor:
         # torch's formula, small constant included: the same bits
+        """What gradients of a norm are multiplied by."""
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
+        """The gradients scaled down, and no state."""
         leaves, spec = flatten(grads)
         factor = factor_of(global_norm(leaves))
         if donate and not transform_active():
@@ -73,6 +87,12 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
 def chain(*parts: Any) -> Optimizer:
     """Gradient maps, then an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
 
+    The rule::
+
+        for map in maps:
+            grads, state = map.update(grads, state)
+        params, state = optimizer.apply(grads, state, params)
+
     A map's state is taken over only if the step is applied.
 
     Args:
@@ -82,11 +102,16 @@ def chain(*parts: Any) -> Optimizer:
     Returns:
         An optimizer whose state is the tuple of its parts' states.
 
-    >>> from pureaccum import sgd
-    >>> opt = chain(clip_by_global_norm(1.0), sgd(1.0))
-    >>> params = torch.tensor([1.0, 1.0])
-    >>> opt.apply(torch.tensor([30.0, 40.0]), opt.init(params), params)[0]
-    tensor([0.4000, 0.2000])
+    Example:
+        >>> from pureaccum import sgd
+        >>> opt = chain(clip_by_global_norm(1.0), sgd(1.0))
+        >>> params = torch.tensor([1.0, 1.0])
+        >>> opt.apply(torch.tensor([30.0, 40.0]), opt.init(params), params)[0]
+        tensor([0.4000, 0.2000])
+
+    References:
+        ``optax.chain``: `Combining optimizers
+        <https://optax.readthedocs.io/en/latest/api/combining_optimizers.html>`_
     """
     if not parts:
         raise ValueError("chain() got nothing; expected gradient maps and, last, an optimizer.")
@@ -101,9 +126,11 @@ def chain(*parts: Any) -> Optimizer:
     optimizer = as_optimizer(last, "the last part of chain")
 
     def init(params: Tree) -> tuple[Any, ...]:
+        """The states of all parts before the first step."""
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state is one of this chain, and of these params."""
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
             raise TypeError(
@@ -120,6 +147,7 @@ def chain(*parts: Any) -> Optimizer:
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, tuple[Any, ...]]:
+        """The next params and state, or where ``applied`` is false the same again."""
         check(state, params)
         new: list[Any] = []
         for map, old in zip(maps, state, strict=False):

@@ -1,8 +1,5 @@
 """The inner part of DP-SGD: no sample adds more than a given norm, and noise is added to the sum.
 
-    sums  = sum over samples of gradient * min(1, max_norm / |gradient|)
-    noisy = sums + std * normal
-
 Neither accounts for privacy. What a run has spent follows from the sampling rate, ``std /
 max_norm`` and the number of steps: ``opacus.accountants`` works it out.
 """
@@ -21,7 +18,7 @@ from ._samples import Randomness, SampleEngine
 from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
 
 
-def clipped_sum(
+def clipped_sum(  # noqa: D417
     func: Callable[..., Any],
     max_norm: float,
     argnums: int | tuple[int, ...] = 0,
@@ -36,29 +33,30 @@ def clipped_sum(
 ) -> Callable[..., Any]:
     """Sum the gradients of samples, each scaled down to a norm of at most ``max_norm``.
 
-    The formula is Opacus's and ``torch.nn.utils.clip_grad_norm_``'s, over all leaves as one
-    vector. A batch without rows, which Poisson sampling draws now and then, has sums of zero.
-    Privacy accounting is not done here: see ``opacus.accountants``.
+    The rule, with norms over all leaves as one vector::
+
+        Σ over samples of gradient * min(1, max_norm / (|gradient| + 1e-6))
+
+    A batch without rows, which Poisson sampling draws now and then, has sums of zero. Privacy
+    accounting is not done here: see ``opacus.accountants``.
 
     Args:
-        func: The loss of one sample: see ``per_sample_grad``, as for all that follows.
+        func, argnums, has_aux, batch_argnums, chunk_size, keep_batch_dim, randomness, engine,
+            dtype: As for ``per_sample_grad``; ``func`` is the loss of one sample.
         max_norm: The largest norm that a sample adds, above zero.
-        argnums: See there.
-        has_aux: See there.
-        batch_argnums: See there.
-        chunk_size: See there.
-        keep_batch_dim: See there.
-        randomness: See there.
-        engine: See there.
-        dtype: See there.
 
     Returns:
         A function of ``func``'s arguments giving ``(sums, norms)``, or ``(sums, (aux, norms))``:
         float32 at least, and the norm of each sample's gradient before it was clipped.
 
-    >>> summed = clipped_sum(lambda w, x: w * x, 2.0, chunk_size=2)
-    >>> summed(torch.tensor(0.0), torch.tensor([1.0, 3.0, 4.0]))
-    (tensor(5.0000), tensor([1., 3., 4.]))
+    Example:
+        >>> summed = clipped_sum(lambda w, x: w * x, 2.0, chunk_size=2)
+        >>> summed(torch.tensor(0.0), torch.tensor([1.0, 3.0, 4.0]))
+        (tensor(5.0000), tensor([1., 3., 4.]))
+
+    References:
+        Abadi et al., `Deep learning with differential privacy <https://arxiv.org/abs/1607.00133>`_,
+        2016; `Opacus <https://github.com/pytorch/opacus>`_, whose formula it is.
     """
     return per_sample_grad(
         func,
@@ -79,8 +77,12 @@ def clipped_sum(
 def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
     """Add normal noise, independent for every number of a tree.
 
-    The noise is a function of the key, drawn in float32 at least. It serves research: a
-    generator that withstands an attacker, and floating-point attacks on noise, are other matters.
+    The rule, with the number ``i`` of a leaf and draws in float32 at least::
+
+        leaf + std * normal(fold_in(key, i), leaf.shape)
+
+    It serves research: a generator that withstands an attacker, and floating-point attacks on
+    noise, are other matters.
 
     Args:
         tree: Sums, such as those of ``clipped_sum``; a complex number gets noise in both parts.
@@ -90,9 +92,14 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
     Returns:
         A tree like ``tree``.
 
-    >>> from pureaccum import key
-    >>> add_noise({"w": torch.zeros(3)}, 2.0, key(0))
-    {'w': tensor([-1.1624,  1.0674,  4.3052])}
+    Example:
+        >>> from pureaccum import key
+        >>> add_noise({"w": torch.zeros(3)}, 2.0, key(0))
+        {'w': tensor([-1.1624,  1.0674,  4.3052])}
+
+    References:
+        Abadi et al., `Deep learning with differential privacy <https://arxiv.org/abs/1607.00133>`_,
+        2016.
     """
     if not isinstance(std, Tensor):
         check_at_least(0.0, std=std)

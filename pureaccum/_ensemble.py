@@ -20,6 +20,8 @@ from ._tree import Tree, check_same_structure, flatten, paths, unflatten
 def stack(trees: Sequence[Tree]) -> Tree:
     """Stack trees of tensors along a new dim 0, leaf by leaf.
 
+    The rule: ``torch.stack`` of the first leaf of each, of the second leaf of each, and so on.
+
     Args:
         trees: One for each member: states, parameters, batches. Of one structure, and a leaf has
             one shape, dtype and device in all of them.
@@ -27,8 +29,14 @@ def stack(trees: Sequence[Tree]) -> Tree:
     Returns:
         A tree like each of them.
 
-    >>> stack([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}])
-    {'w': tensor([1., 2.])}
+    Example:
+        >>> stack([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}])
+        {'w': tensor([1., 2.])}
+
+    References:
+        `torch.func.stack_module_state
+        <https://docs.pytorch.org/docs/stable/generated/torch.func.stack_module_state.html>`_, for
+        any tree.
     """
     if not isinstance(trees, (list, tuple)):
         raise TypeError(f"trees is a {type(trees).__name__}; expected a list, a tree a member.")
@@ -52,7 +60,9 @@ def stack(trees: Sequence[Tree]) -> Tree:
 
 
 def unstack(tree: Tree) -> list[Tree]:
-    """Take stacked trees apart: ``unstack(stack(trees))`` is ``trees`` again, with its own memory.
+    """Take stacked trees apart, each with its own memory.
+
+    The rule: ``unstack(stack(trees))`` is ``trees`` again.
 
     Args:
         tree: A tree whose leaves have one row per member along dim 0.
@@ -60,8 +70,12 @@ def unstack(tree: Tree) -> list[Tree]:
     Returns:
         A list with a tree for each member.
 
-    >>> unstack({"w": torch.tensor([1.0, 2.0])})
-    [{'w': tensor(1.)}, {'w': tensor(2.)}]
+    Example:
+        >>> unstack({"w": torch.tensor([1.0, 2.0])})
+        [{'w': tensor(1.)}, {'w': tensor(2.)}]
+
+    References:
+        `torch.unbind <https://docs.pytorch.org/docs/stable/generated/torch.unbind.html>`_ of leaves
     """
     leaves, spec = flatten(tree)
     for i, x in enumerate(leaves):

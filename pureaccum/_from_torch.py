@@ -24,7 +24,7 @@ from ._update import Optimizer
 class TorchState(NamedTuple):
     """How many steps were applied, and what the optimizer keeps, numbers as 0-d tensors.
 
-    Args:
+    Attributes:
         steps: How many steps were applied.
         per_leaf: What it keeps for each leaf of params, in their order.
         group: Its settings that are numbers, which some optimizers change as they go.
@@ -38,6 +38,11 @@ class TorchState(NamedTuple):
 def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     """Turn an optimizer class of torch, or of anyone who follows torch, into pure functions.
 
+    The rule::
+
+        optimizer = cls(copies of params, **settings)
+        put its state back; step; take its state out
+
     The class itself does the arithmetic, so the bits are its own. It runs at eager top level only,
     and it has to know whether a step is applied before it begins: on an accelerator that waits
     for the device, as ``GradScaler.step`` does. ``sgd``, ``adam`` and ``adamw`` do neither.
@@ -49,11 +54,15 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     Returns:
         ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
 
-    >>> opt = from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.75)
-    >>> params = torch.tensor([1.0, 2.0])
-    >>> new, state = opt.apply(torch.tensor([3.0, -1.0]), opt.init(params), params)
-    >>> new, state.per_leaf[0]["square_avg"]
-    (tensor([0.8000, 2.2000]), tensor([2.2500, 0.2500]))
+    Example:
+        >>> opt = from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.75)
+        >>> params = torch.tensor([1.0, 2.0])
+        >>> new, state = opt.apply(torch.tensor([3.0, -1.0]), opt.init(params), params)
+        >>> new, state.per_leaf[0]["square_avg"]
+        (tensor([0.8000, 2.2000]), tensor([2.2500, 0.2500]))
+
+    References:
+        `torch.optim <https://docs.pytorch.org/docs/stable/optim.html>`_
     """
     _check_class(cls)
     make: Callable[..., torch.optim.Optimizer] = cls
@@ -84,12 +93,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         return kept, group
 
     def init(params: Tree) -> TorchState:
+        """The state before the first step, of the structure that it has after it."""
         _refuse_transforms(cls)
         per_leaf, group = first_step(read_params(params)[0])
         count = torch.zeros((), dtype=torch.int64)
         return TorchState(count, map(torch.zeros_like, per_leaf), group)
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state is one, and of these params."""
         check_state(state, TorchState, f"from_torch({cls.__name__})", root)
         count = len(read_params(params)[0])
         if len(state.per_leaf) != count:
@@ -106,6 +117,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, TorchState]:
+        """The next params and state, or where ``applied`` is false the same again."""
         _refuse_transforms(cls)
         check(state, params)
         given, spec = read_params(params)

@@ -22,19 +22,30 @@ Reduction = Literal["mean", "sum"]
 class Weighted(NamedTuple):
     """A loss that is ``total / weight``: the mean over tokens, over a mask, over anything.
 
-    A loss returns it in place of a scalar, and it overrides ``reduction``. Totals and weights
-    are summed over the microbatches and divided once, so the result is the mean over the whole
-    batch however unevenly the weight is spread. A microbatch of weight zero adds exactly
-    nothing, even where its total is NaN. The weight is a constant of the gradient; a transform
-    around it (a meta-gradient with respect to the weights of samples) sees what it depends on.
+    The rule, for the microbatches of a batch::
 
-    Args:
+        value = Σ total / Σ weight        gradient = Σ d total / d params / Σ weight
+
+    A loss returns it in place of a scalar, and it overrides ``reduction``. However unevenly the
+    weight is spread, that is the mean over the whole batch; a microbatch of weight zero adds
+    exactly nothing, even where its total is NaN. The weight is a constant of the gradient; a
+    transform around it (a meta-gradient with respect to the weights of samples) sees what it
+    depends on.
+
+    Attributes:
         total: The sum of the losses, a 0-d tensor.
         weight: What to divide by: a 0-d tensor or a number, not negative.
 
-    >>> def loss(params, batch):
-    ...     per_token = (params * batch["x"]) ** 2
-    ...     return Weighted((per_token * batch["mask"]).sum(), batch["mask"].sum())
+    Example:
+        >>> from pureaccum import value
+        >>> def loss(w, batch):
+        ...     return Weighted((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum())
+        >>> batch = {"x": torch.tensor([1.0, 3.0, 7.0]), "mask": torch.tensor([1, 1, 0])}
+        >>> value(loss, microbatch_size=1)(torch.tensor(2.0), batch)
+        tensor(4.)
+
+    References:
+        ``grad_and_value``, ``accumulator`` and ``make_step``, whose losses may return it.
     """
 
     total: Tensor

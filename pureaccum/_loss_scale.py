@@ -1,10 +1,5 @@
 """Loss scaling for fp16, as a pure state beside the parameters.
 
-    init    a complete state, before the first step
-    scale   x * scale, the loss or the cotangent
-    unscale  tree / scale, in float32 at least
-    update  the next state, from whether every gradient was finite
-
 Scales that are powers of two change no bit of what they scale and unscale.
 """
 
@@ -21,16 +16,20 @@ from ._tree import Tree, accumulation_dtype, as_scalar_of, map
 class LossScaleState(NamedTuple):
     """The scale and what decides its next change; all of it 0-d tensors.
 
-    Args:
+    Attributes:
         scale: What the loss is multiplied by, float32.
         growth_tracker: Finite updates since the scale last changed or overflowed, int32.
         hysteresis_tracker: How many updates that are not finite the scale still forgives, int32:
             at zero, and with the one that gets it there, it backs off.
 
-    >>> loss_scale = dynamic_loss_scale(init_scale=8.0)
-    >>> state = loss_scale.update(loss_scale.init(), torch.tensor(True))
-    >>> state.scale, state.growth_tracker
-    (tensor(8.), tensor(1, dtype=torch.int32))
+    Example:
+        >>> loss_scale = dynamic_loss_scale(init_scale=8.0)
+        >>> state = loss_scale.update(loss_scale.init(), torch.tensor(True))
+        >>> state.scale, state.growth_tracker
+        (tensor(8.), tensor(1, dtype=torch.int32))
+
+    References:
+        ``dynamic_loss_scale`` and ``static_loss_scale``, which make it; ``TrainState.loss_scale``.
     """
 
     scale: Tensor
@@ -41,7 +40,7 @@ class LossScaleState(NamedTuple):
 class LossScale(NamedTuple):
     """The four functions of a loss scale.
 
-    Args:
+    Attributes:
         init: ``init(device=None)`` gives the first state.
         scale: ``scale(state, x)`` gives x times the scale; an x in fp16 or bf16 comes back in
             float32, since 65536 is inf in fp16.
@@ -50,12 +49,13 @@ class LossScale(NamedTuple):
         update: ``update(state, finite)`` gives the next state; finite is a 0-d bool tensor. It
             never waits for the device.
 
-    >>> loss_scale = static_loss_scale(1024.0)
-    >>> state = loss_scale.init()
-    >>> loss_scale.scale(state, torch.tensor(0.5))
-    tensor(512.)
-    >>> loss_scale.unscale(state, {"w": torch.tensor([512.0], dtype=torch.float16)})
-    {'w': tensor([0.5000])}
+    Example:
+        >>> loss_scale = static_loss_scale(1024.0)
+        >>> state = loss_scale.init()
+        >>> loss_scale.scale(state, torch.tensor(0.5))
+        tensor(512.)
+        >>> loss_scale.unscale(state, {"w": torch.tensor([512.0], dtype=torch.float16)})
+        {'w': tensor([0.5000])}
     """
 
     init: Callable[..., LossScaleState]
@@ -76,13 +76,15 @@ def dynamic_loss_scale(
 ) -> LossScale:
     """A scale that backs off at an overflow and grows after a row of finite updates.
 
-    The transitions are those of ``torch.amp.GradScaler``, and then the scale is held between
-    ``min_scale`` and ``max_scale``. GradScaler has no such floor: after 144 overflows in a row
-    from ``2**16`` the reciprocal of its scale is inf, and the next good gradient is applied as
-    inf instead of being skipped. ``hysteresis`` is Megatron's.
+    The rule, then held between ``min_scale`` and ``max_scale``::
 
-    Keep the scale and both factors powers of two, as they are by default: scaling and unscaling
-    are then exact.
+        not finite (the hysteresis-th and on)   scale *= backoff_factor
+        growth_interval finite updates in a row scale *= growth_factor
+
+    The transitions are those of ``torch.amp.GradScaler``, which has no floor: after 144 overflows
+    in a row from ``2**16`` the reciprocal of its scale is inf, and the next good gradient is
+    applied as inf instead of being skipped. ``hysteresis`` is Megatron's. With a scale and factors
+    that are powers of two, as by default, scaling and unscaling are exact.
 
     Args:
         init_scale: The first scale.
@@ -99,16 +101,18 @@ def dynamic_loss_scale(
         ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
         ``update(state, finite)``.
 
-    >>> loss_scale = dynamic_loss_scale()
-    >>> state = loss_scale.init()
-    >>> grad = loss_scale.unscale(state, torch.tensor([float("inf"), 2.0**16]))
-    >>> grad
-    tensor([inf, 1.])
-    >>> loss_scale.update(state, torch.isfinite(grad).all()).scale
-    tensor(32768.)
+    Example:
+        >>> loss_scale = dynamic_loss_scale()
+        >>> state = loss_scale.init()
+        >>> grad = loss_scale.unscale(state, torch.tensor([float("inf"), 2.0**16]))
+        >>> grad
+        tensor([inf, 1.])
+        >>> loss_scale.update(state, torch.isfinite(grad).all()).scale
+        tensor(32768.)
 
     References:
-        Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018.
+        Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018;
+        `torch.amp.GradScaler <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
     for name, scale in (
         ("init_scale", init_scale),
@@ -135,9 +139,11 @@ def dynamic_loss_scale(
         )
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
+        """The first state, complete."""
         return _state(init_scale, hysteresis, device)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
+        """The next state, by whether every gradient was finite."""
         scale, tracker, budget = read_state(state)
         _check_flag(finite)
         due = finite & (tracker + 1 >= growth_interval)
@@ -158,6 +164,8 @@ def dynamic_loss_scale(
 def static_loss_scale(scale: float) -> LossScale:
     """A scale that never changes; a step with an overflow is still a step not applied.
 
+    The rule: ``update(state, finite)`` is ``state``.
+
     Args:
         scale: What the loss is multiplied by; a power of two is exact.
 
@@ -165,16 +173,22 @@ def static_loss_scale(scale: float) -> LossScale:
         ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
         ``update(state, finite)``, whose states all hold the same numbers.
 
-    >>> loss_scale = static_loss_scale(1024.0)
-    >>> loss_scale.update(loss_scale.init(), torch.tensor(False)).scale
-    tensor(1024.)
+    Example:
+        >>> loss_scale = static_loss_scale(1024.0)
+        >>> loss_scale.update(loss_scale.init(), torch.tensor(False)).scale
+        tensor(1024.)
+
+    References:
+        Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
     _check_scale("scale", scale)
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
+        """The first state, complete."""
         return _state(scale, 0, device)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
+        """The same state, in memory of its own."""
         _check_flag(finite)
         # no two states may share a tensor: donating the one would take it from the other
         return LossScaleState(*(x.clone() for x in read_state(state)))
@@ -205,6 +219,7 @@ def _state(scale: float, hysteresis: int, device: torch.device | str | None) -> 
 
 
 def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
+    """``x * scale``, in float32 at least."""
     factor = read_state(state).scale
     _check_tensor("x", x, "a tensor, the loss or the cotangent")
     wide = x.to(accumulation_dtype(x.dtype))
@@ -212,6 +227,7 @@ def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
 
 
 def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
+    """``tree / scale``, in float32 at least."""
     scale = read_state(state).scale
 
     def unscale(x: Tensor) -> Tensor:

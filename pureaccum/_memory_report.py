@@ -23,7 +23,10 @@ from ._tree import Tree, accumulation_dtype, leaves, map
 class Memory(NamedTuple):
     """Bytes of a step, on the device of the parameters.
 
-    Args:
+    The rule: ``beyond_arguments``, what the step itself holds at its peak, is the sum of
+    ``gradients``, ``activations`` and ``workspace``.
+
+    Attributes:
         parameters: As they come.
         buffers: As they come.
         optimizer: What the optimizer keeps, as it comes.
@@ -32,6 +35,13 @@ class Memory(NamedTuple):
             staged loss, with the boundaries between its stages.
         workspace: Everything else at the peak: temporaries, gradients that are not yet added, and
             where the peak is in the update, the next state.
+
+    Example:
+        >>> Memory(1000, 0, 2000, 1000, 300, 60).beyond_arguments
+        1360
+
+    References:
+        ``memory_report``, which makes it; ``make_step``, whose ``memory_budget`` is about it.
     """
 
     parameters: int
@@ -50,9 +60,24 @@ class Memory(NamedTuple):
 class MemoryReport(NamedTuple):
     """What ``memory_report`` returns; printed, it is a table.
 
-    Args:
+    Attributes:
         predicted: Of a step of which nothing is computed.
         measured: Of a step that is run; ``()`` where the tensors have no numbers.
+
+    Example:
+        >>> print(MemoryReport(Memory(1000, 0, 2000, 1000, 300, 60), ()))
+        bytes                      predicted
+        parameters                     1,000
+        buffers                            0
+        optimizer                      2,000
+        gradients                      1,000
+        activations                      300
+        workspace                         60
+        together                       4,360
+        beyond the arguments           1,360
+
+    References:
+        ``memory_report``, which makes it, of two ``Memory``.
     """
 
     predicted: Memory
@@ -73,14 +98,17 @@ def memory_report(
 ) -> MemoryReport:
     """What a step holds in memory at its peak, predicted and measured.
 
+    The rule::
+
+        predicted: the step is run on tensors that have shapes and no numbers
+        measured:  the step is run once, on copies if it donates, and what it returns is dropped
+
     The prediction computes nothing and allocates nothing: a model need not fit. Give it a state
     and a batch on the ``meta`` device, and only that is done. Code that reads a number of a tensor
     is told 1 then, or True; operations whose shapes depend on numbers (``nonzero``) cannot be
-    predicted.
-
-    The measurement runs the step once and drops what it returns; one that donates is given copies.
-    On a CPU it is of the tensors that are alive, and leaves out what a kernel allocates for itself;
-    on CUDA it is ``torch.cuda.max_memory_allocated``, whose record is reset.
+    predicted. On a CPU the measurement is of the tensors that are alive, and leaves out what a
+    kernel allocates for itself; on CUDA it is ``torch.cuda.max_memory_allocated``, whose record is
+    reset.
 
     Of a stream, report the step over a list of its microbatches joined together, with their size.
 
@@ -92,13 +120,19 @@ def memory_report(
     Returns:
         The report.
 
-    >>> from pureaccum import adamw, make_step
-    >>> step = make_step(lambda w, x: ((x @ w) ** 2).mean(), adamw(), microbatch_size=32)
-    >>> report = memory_report(step, step.init(torch.ones(64, 32)), torch.ones(128, 64))
-    >>> report.measured.parameters, report.measured.gradients, report.measured.activations
-    (8192, 8192, 4124)
-    >>> round(report.predicted.beyond_arguments / report.measured.beyond_arguments, 3)
-    1.0
+    Example:
+        >>> from pureaccum import adamw, make_step
+        >>> step = make_step(lambda w, x: ((x @ w) ** 2).mean(), adamw(), microbatch_size=32)
+        >>> report = memory_report(step, step.init(torch.ones(64, 32)), torch.ones(128, 64))
+        >>> report.measured.parameters, report.measured.gradients, report.measured.activations
+        (8192, 8192, 4124)
+        >>> round(report.predicted.beyond_arguments / report.measured.beyond_arguments, 3)
+        1.0
+
+    References:
+        `The meta device <https://docs.pytorch.org/docs/stable/meta.html>`_;
+        `Understanding CUDA memory usage
+        <https://docs.pytorch.org/docs/stable/torch_cuda_memory.html>`_
     """
     check_state(state, TrainState, "make_step")
     params, _ = read_params(state.params, "state.params")

@@ -20,14 +20,14 @@ from torch.nn.parameter import is_lazy
 class Functional(NamedTuple):
     """A module as ``functional`` sees it.
 
-    Args:
+    ``params`` and ``buffers`` are detached views of the module's tensors: a step that writes to
+    one writes to the other. ``step.init`` copies them.
+
+    Attributes:
         apply: ``apply(params, buffers, *args, **kwargs)`` calls the module with these in place of
             its own, and returns what it returned and its new buffers.
         params: The module's parameters by name; tied ones once, under their first name.
         buffers: The module's buffers by name, those that are not persistent included.
-
-    ``params`` and ``buffers`` are detached views of the module's tensors: a step that writes to
-    one writes to the other. ``step.init`` copies them.
     """
 
     apply: Callable[..., tuple[Any, Any]]
@@ -38,9 +38,10 @@ class Functional(NamedTuple):
 def functional(module: nn.Module) -> Functional:
     """Make a pure function of a module; the module itself is never changed.
 
-    Rule: ``apply(params, buffers, *args, **kwargs)`` is ``module(*args, **kwargs)`` with
-    ``params`` and ``buffers`` in place of the module's own, and returns
-    ``(out, new_buffers)`` where the module would have changed its buffers.
+    The rule::
+
+        out, new_buffers = apply(params, buffers, *args, **kwargs)
+        # out is module(*args, **kwargs) with ``params`` and ``buffers`` in place of its own
 
     The mode (``train()`` or ``eval()``) is the one that the module has when ``apply`` is called;
     names, shapes and ties are those that it has now. ``params`` may be some of the parameters:
@@ -56,11 +57,16 @@ def functional(module: nn.Module) -> Functional:
     Returns:
         ``apply``, and the module's ``params`` and ``buffers``.
 
-    >>> fn = functional(torch.nn.BatchNorm1d(2, affine=False))
-    >>> x = torch.tensor([[0.0, 10.0], [2.0, 30.0]])
-    >>> out, new_buffers = fn.apply(fn.params, fn.buffers, x)
-    >>> new_buffers["running_mean"], fn.buffers["running_mean"]
-    (tensor([0.1000, 2.0000]), tensor([0., 0.]))
+    Example:
+        >>> fn = functional(torch.nn.BatchNorm1d(2, affine=False))
+        >>> x = torch.tensor([[0.0, 10.0], [2.0, 30.0]])
+        >>> out, new_buffers = fn.apply(fn.params, fn.buffers, x)
+        >>> new_buffers["running_mean"], fn.buffers["running_mean"]
+        (tensor([0.1000, 2.0000]), tensor([0., 0.]))
+
+    References:
+        `torch.func.functional_call
+        <https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html>`_
     """
     _refuse(module)
     params, tied_params = _named(module, "parameters")
@@ -70,6 +76,7 @@ def functional(module: nn.Module) -> Functional:
     tied = tied_params | tied_buffers
 
     def apply(params: Any, buffers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What the module returns with these in place of its own, and its new buffers."""
         _check(params, param_shapes, tied_params, "params", "parameter")
         _check(buffers, buffer_shapes, tied_buffers, "buffers", "buffer")
         if len(buffers) < len(buffer_shapes):

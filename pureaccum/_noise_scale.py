@@ -5,11 +5,7 @@ gradient and tr(Σ) the variance of the gradient of one sample. Then, whatever t
 
     E sum |s|²/w = W |G|² + K tr(Σ)         E |S|²/W = W |G|² + tr(Σ)
 
-so that ``noise = (sum |s|²/w - |S|²/W) / (K - 1)`` and ``signal = (|S|²/W - noise) / W`` are
-unbiased estimates of tr(Σ) and of |G|². Their ratio is the simple noise scale: the batch size
-beyond which a larger one gains little.
-
-McCandlish, Kaplan, Amodei and OpenAI Dota Team, "An empirical model of large-batch training", 2018.
+so that ``noise`` and ``signal`` of ``noise_scale`` are unbiased estimates of tr(Σ) and of |G|².
 """
 
 from collections.abc import Callable
@@ -28,7 +24,7 @@ from ._tree import leaves as leaves_of
 class NoiseScale(NamedTuple):
     """How much gradients scatter; 0-d float64 tensors.
 
-    Args:
+    Attributes:
         scale: ``noise / signal``, the simple noise scale, an estimate of the critical batch size,
             in samples or in what ``Weighted`` counts; inf where no signal is seen.
         signal: The squared norm of the true gradient, without the noise in it; may be negative.
@@ -38,10 +34,14 @@ class NoiseScale(NamedTuple):
         low: With ``high``, a 95 % confidence interval of ``scale``; 0 and inf for one batch.
         high: See there.
 
-    >>> from pureaccum import per_sample_grad
-    >>> x = torch.tensor([1.0, 3.0, 2.0, 2.0])
-    >>> noise_scale(per_sample_grad(lambda w, x: w * x, reduce="moments")(x[0], x)).signal
-    tensor(3.8333, dtype=torch.float64)
+    Example:
+        >>> from pureaccum import per_sample_grad
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 2.0])
+        >>> noise_scale(per_sample_grad(lambda w, x: w * x, reduce="moments")(x[0], x)).signal
+        tensor(3.8333, dtype=torch.float64)
+
+    References:
+        ``noise_scale``, which makes it of one batch, and ``running_noise_scale``, of many.
     """
 
     scale: Tensor
@@ -81,7 +81,14 @@ class NoiseAverages(NamedTuple):
 
 
 class RunningNoiseScale(NamedTuple):
-    """The three functions that ``running_noise_scale`` makes."""
+    """The three functions that ``running_noise_scale`` makes.
+
+    Attributes:
+        init: ``init(params)`` gives averages of nothing.
+        update: ``update(averages, seen)`` gives those with a batch more, of which ``seen`` is what
+            ``noise_scale`` takes.
+        read: ``read(averages, like=None)`` gives what ``noise_scale`` gives, with an interval.
+    """
 
     init: Callable[[Tree], NoiseAverages]
     update: Callable[[NoiseAverages, Any], NoiseAverages]
@@ -91,6 +98,14 @@ class RunningNoiseScale(NamedTuple):
 def noise_scale(seen: Any, like: Tree = None) -> Any:
     """The gradient noise scale of one batch.
 
+    The rule, for K microbatches that add s of weight w to the sums S and W::
+
+        noise  = (Σ |s|²/w - |S|²/W) / (K - 1)    # the variance of one sample's gradient
+        signal = (|S|²/W - noise) / W             # the squared norm of the true gradient
+        scale  = noise / signal
+
+    ``noise`` and ``signal`` are unbiased. Batches larger than ``scale`` gain little.
+
     Args:
         seen: An ``AccumState`` of an accumulator with ``squares=True`` (of microbatches, or of
             samples), the ``Moments`` of samples, or the ``noise`` of a ``StepInfo``.
@@ -99,13 +114,18 @@ def noise_scale(seen: Any, like: Tree = None) -> Any:
     Returns:
         A ``NoiseScale``, or a dict of them. One microbatch alone says nothing: NaN.
 
-    >>> from pureaccum import accumulator
-    >>> acc = accumulator(lambda w, x: (w * x).mean(), squares=True)
-    >>> w, state = torch.tensor(1.0), acc.init(torch.tensor(1.0))
-    >>> for part in torch.tensor([1.0, 3.0, 2.0, 2.0]).split(1):
-    ...     state = acc.update(state, w, part)
-    >>> noise_scale(state).noise, noise_scale(state, like=w)["params"].scale
-    (tensor(0.6667, dtype=torch.float64), tensor(0.1739, dtype=torch.float64))
+    Example:
+        >>> from pureaccum import accumulator
+        >>> acc = accumulator(lambda w, x: (w * x).mean(), squares=True)
+        >>> w, state = torch.tensor(1.0), acc.init(torch.tensor(1.0))
+        >>> for part in torch.tensor([1.0, 3.0, 2.0, 2.0]).split(1):
+        ...     state = acc.update(state, w, part)
+        >>> noise_scale(state).noise, noise_scale(state, like=w)["params"].scale
+        (tensor(0.6667, dtype=torch.float64), tensor(0.1739, dtype=torch.float64))
+
+    References:
+        McCandlish, Kaplan, Amodei and OpenAI Dota Team, `An empirical model of large-batch training
+        <https://arxiv.org/abs/1812.06162>`_, 2018.
     """
     batch = read_noise(seen)
     nowhere = torch.zeros_like(batch.signal)
@@ -115,10 +135,14 @@ def noise_scale(seen: Any, like: Tree = None) -> Any:
 def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
     """The gradient noise scale over many batches, with a confidence interval.
 
-    ``signal`` and ``noise`` are averaged apart, as moving averages corrected for having begun at
-    zero, and only then divided: the mean of ratios is not the ratio of means. The interval is
-    Fieller's, from how much the batches differ; it is for some ten batches and more, while the
-    gradient changes little. A batch that is not finite, or a single microbatch, is left out.
+    The rule, corrected for having begun at zero::
+
+        average = decay * average + (1 - decay) * of this batch    # of signal and of noise, apart
+        scale   = average of noise / average of signal             # no mean of ratios
+
+    The interval is Fieller's, from how much the batches differ; it is for some ten batches and
+    more, while the gradient changes little. A batch that is not finite, or a single microbatch, is
+    left out.
 
     Args:
         decay: What an average keeps of itself with every batch, in [0, 1).
@@ -127,26 +151,33 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         ``init(params)``, ``update(averages, seen)``, with what ``noise_scale`` takes, and
         ``read(averages, like=None)``, which gives what ``noise_scale`` gives.
 
-    >>> from pureaccum import per_sample_grad
-    >>> moments = per_sample_grad(lambda w, x: (w - x) ** 2 / 2, reduce="moments")
-    >>> running, w = running_noise_scale(), torch.tensor(1.0)
-    >>> averages = running.init(w)
-    >>> for seed in range(100):
-    ...     x = torch.randn(64, generator=torch.Generator().manual_seed(seed))
-    ...     averages = running.update(averages, moments(w, x))
-    >>> read = running.read(averages)
-    >>> read.low < 1 < read.high
-    tensor(True)
+    Example:
+        >>> from pureaccum import per_sample_grad
+        >>> moments = per_sample_grad(lambda w, x: (w - x) ** 2 / 2, reduce="moments")
+        >>> running, w = running_noise_scale(), torch.tensor(1.0)
+        >>> averages = running.init(w)
+        >>> for seed in range(100):
+        ...     x = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        ...     averages = running.update(averages, moments(w, x))
+        >>> read = running.read(averages)
+        >>> read.low < 1 < read.high
+        tensor(True)
+
+    References:
+        McCandlish, Kaplan, Amodei and OpenAI Dota Team, `An empirical model of large-batch training
+        <https://arxiv.org/abs/1812.06162>`_, 2018.
     """
     if not isinstance(decay, (int, float)) or not 0 <= decay < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"decay is {decay!r}; expected a number from 0, and below 1.")
 
     def init(params: Tree) -> NoiseAverages:
+        """Averages of nothing."""
         leaves, _ = read_params(params)
         each = torch.zeros(5, len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
         return _averages([*map(torch.clone, each), *map(torch.clone, each[:4, 0])])
 
     def update(averages: NoiseAverages, seen: Any) -> NoiseAverages:
+        """The averages with one batch more, if that says anything."""
         check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         batch = read_noise(seen)
         signal, noise = batch.signal, batch.noise
@@ -164,6 +195,7 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         return _averages([torch.where(ok, x, old) for x, old in later])
 
     def read(averages: NoiseAverages, like: Tree = None) -> Any:
+        """What the averages say, with a confidence interval."""
         check_state(averages, NoiseAverages, "running_noise_scale", "averages")
         mean = _averages([*(x / averages.share for x in averages[:7]), *averages[7:]])
         batch = BatchNoise(mean.signal, mean.noise, mean.weight, mean.pieces)

@@ -50,15 +50,21 @@ def sgd(
 ) -> Optimizer:
     """``torch.optim.SGD`` as a pair of pure functions.
 
+    The rule, with -grads where ``maximize``::
+
+        g = grads + weight_decay * params
+        m = momentum * m + (1 - dampening) * g  # in the first step g; without momentum m is g
+        params = params - lr * (g + momentum * m if nesterov else m)
+
     Args:
         lr: A float, which the state then holds (``state.lr``: replace it there, or stack states
             of several); a tensor, which is used as it is and may be differentiated; or a
             schedule, a function of the number of applied steps.
-        momentum: As in torch, as all that follows.
-        dampening: See there.
-        weight_decay: See there.
-        nesterov: See there.
-        maximize: See there.
+        momentum: How much of the last direction is kept; without any there is no such state.
+        dampening: How much of a gradient the momentum leaves out.
+        weight_decay: How much of the parameters is added to the gradient.
+        nesterov: Whether to look one step of momentum ahead.
+        maximize: Whether to go up.
         fused: torch's fused kernel: the fastest, and the one that can leave donated memory as it
             was when a step turns out not to be applied. It differs from the others in the last
             place.
@@ -66,12 +72,16 @@ def sgd(
     Returns:
         ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
 
-    >>> import torch
-    >>> opt = sgd(0.5)
-    >>> params = {"w": torch.tensor([1.0, 2.0])}
-    >>> new, state = opt.apply({"w": torch.tensor([2.0, 2.0])}, opt.init(params), params)
-    >>> new["w"], state.steps
-    (tensor([0., 1.]), tensor(1))
+    Example:
+        >>> import torch
+        >>> opt = sgd(0.5)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> new, state = opt.apply({"w": torch.tensor([2.0, 2.0])}, opt.init(params), params)
+        >>> new["w"], state.steps
+        (tensor([0., 1.]), tensor(1))
+
+    References:
+        `torch.optim.SGD <https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html>`_
     """
     check_rate(lr)
     check_at_least(0, momentum=momentum, weight_decay=weight_decay)
@@ -83,6 +93,7 @@ def sgd(
     method = sgd_method(momentum, dampening, weight_decay, nesterov, maximize, fused)
 
     def init(params: Tree) -> SGDState:
+        """The state before the first step."""
         return SGDState(*begin(lr, params), moment(params) if momentum else ())
 
     keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
@@ -101,24 +112,35 @@ def adam(
 ) -> Optimizer:
     """``torch.optim.Adam`` as a pair of pure functions.
 
+    The rule for step ``t`` from 1, with -grads where ``maximize``, and b1, b2 the ``betas``::
+
+        g = grads + weight_decay * params
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        params = params - lr * (m / (1 - b1**t)) / (sqrt(v / (1 - b2**t)) + eps)
+
     Args:
         lr: A float, a tensor or a schedule: see ``sgd``.
-        betas: As in torch, as all that follows.
-        eps: See there.
-        weight_decay: See there; added to the gradient.
-        amsgrad: See there.
-        maximize: See there.
+        betas: How much of the old moments is kept, each from 0 to less than 1.
+        eps: Added to the root.
+        weight_decay: How much of the parameters is added to the gradient.
+        amsgrad: Whether to divide by the largest ``v`` so far.
+        maximize: Whether to go up.
         fused: torch's fused kernel: see ``sgd``.
 
     Returns:
-        ``init`` and ``apply``: see ``sgd``.
+        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
 
-    >>> import torch
-    >>> opt = adam(0.5)
-    >>> params = torch.tensor([1.0, 2.0])
-    >>> new, state = opt.apply(torch.tensor([3.0, -0.1]), opt.init(params), params)
-    >>> new
-    tensor([0.5000, 2.5000])
+    Example:
+        >>> import torch
+        >>> opt = adam(0.5)
+        >>> params = torch.tensor([1.0, 2.0])
+        >>> new, state = opt.apply(torch.tensor([3.0, -0.1]), opt.init(params), params)
+        >>> new
+        tensor([0.5000, 2.5000])
+
+    References:
+        Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2014;
+        `torch.optim.Adam <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html>`_
     """
     return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=False)
 
@@ -135,25 +157,33 @@ def adamw(
 ) -> Optimizer:
     """``torch.optim.AdamW`` as a pair of pure functions.
 
+    The rule: ``params = params * (1 - lr * weight_decay)``, then ``adam`` without weight decay.
+
     Args:
         lr: A float, a tensor or a schedule: see ``sgd``.
-        betas: As in torch, as all that follows.
-        eps: See there.
-        weight_decay: See there; the parameters themselves decay. For none on biases and norms
-            see ``partition``.
-        amsgrad: See there.
-        maximize: See there.
+        betas: How much of the old moments is kept, each from 0 to less than 1.
+        eps: Added to the root.
+        weight_decay: How much of the parameters decays at a rate of 1. For none on biases and
+            norms see ``partition``.
+        amsgrad: Whether to divide by the largest ``v`` so far.
+        maximize: Whether to go up.
         fused: torch's fused kernel: see ``sgd``.
 
     Returns:
-        ``init`` and ``apply``: see ``sgd``.
+        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
 
-    >>> import torch
-    >>> opt = adamw(0.5, weight_decay=0.1)
-    >>> params = torch.tensor([1.0, 2.0])
-    >>> new, state = opt.apply(torch.tensor([3.0, -0.1]), opt.init(params), params)
-    >>> new
-    tensor([0.4500, 2.4000])
+    Example:
+        >>> import torch
+        >>> opt = adamw(0.5, weight_decay=0.1)
+        >>> params = torch.tensor([1.0, 2.0])
+        >>> new, state = opt.apply(torch.tensor([3.0, -0.1]), opt.init(params), params)
+        >>> new
+        tensor([0.4500, 2.4000])
+
+    References:
+        Loshchilov and Hutter, `Decoupled weight decay regularization
+        <https://arxiv.org/abs/1711.05101>`_, 2017;
+        `torch.optim.AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_
     """
     return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=True)
 
@@ -177,6 +207,7 @@ def _adam(
     method = adam_method(betas, eps, weight_decay, amsgrad, maximize, fused, decoupled)
 
     def init(params: Tree) -> AdamState:
+        """The state before the first step."""
         begun = begin(lr, params)
         most = moment(params) if amsgrad else ()
         return AdamState(*begun, moment(params), moment(params), most)

@@ -22,6 +22,13 @@ from ._update import Optimizer
 def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
     """Give each leaf the optimizer of its label: no weight decay on biases and norms, say.
 
+    The rule::
+
+        for label, optimizer in optimizers.items():
+            of_label = leaves whose label_of_path(path) is label
+            given = grads[of_label], state[label], params[of_label]
+            params[of_label], state[label] = optimizer.apply(*given)
+
     Args:
         optimizers: The optimizer of each label.
         label_of_path: Gives the label of a leaf from its path: the keys on the way to it, joined
@@ -30,15 +37,20 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     Returns:
         An optimizer whose state is a dict from label to state.
 
-    >>> import torch
-    >>> from pureaccum import sgd
-    >>> opt = partition(
-    ...     {"slow": sgd(0.1), "fast": sgd(1.0)},
-    ...     lambda path: "slow" if path.endswith("bias") else "fast",
-    ... )
-    >>> params = {"out.weight": torch.tensor(1.0), "out.bias": torch.tensor(1.0)}
-    >>> opt.apply(params, opt.init(params), params)[0]
-    {'out.weight': tensor(0.), 'out.bias': tensor(0.9000)}
+    Example:
+        >>> import torch
+        >>> from pureaccum import sgd
+        >>> opt = partition(
+        ...     {"slow": sgd(0.1), "fast": sgd(1.0)},
+        ...     lambda path: "slow" if path.endswith("bias") else "fast",
+        ... )
+        >>> params = {"out.weight": torch.tensor(1.0), "out.bias": torch.tensor(1.0)}
+        >>> opt.apply(params, opt.init(params), params)[0]
+        {'out.weight': tensor(0.), 'out.bias': tensor(0.9000)}
+
+    References:
+        ``optax.partition``: `Combining optimizers
+        <https://optax.readthedocs.io/en/latest/api/combining_optimizers.html>`_
     """
     if not optimizers:
         raise ValueError("partition got no optimizers; expected one for each label.")
@@ -68,6 +80,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         return found
 
     def init(params: Tree) -> dict[str, Any]:
+        """The state of each label before the first step."""
         leaves, spec = read_params(params)
         return {
             label: known[label].init({path: leaves[i] for path, i in at.items()})
@@ -75,6 +88,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         }
 
     def check(state: Any, params: Tree, root: str = "state") -> dict[str, dict[str, int]]:
+        """Check that a state has those of all labels in use, and give the leaves of each."""
         leaves, spec = read_params(params)
         at = labels(spec)
         if not isinstance(state, dict) or set(state) != set(at):
@@ -96,6 +110,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, dict[str, Any]]:
+        """The next params and state, or where ``applied`` is false the same again."""
         leaves, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")

@@ -57,19 +57,24 @@ def per_sample_grad(
 ) -> Callable[..., Any]:
     """``torch.func.vmap(torch.func.grad(func))``, its chunks reduced as they come.
 
-    As it stands it is that, with ``in_dims`` 0 for the batches and None for the rest. With
-    ``reduce``, no more than ``chunk_size`` gradients exist at a time. With a ``chunk_size``,
-    results carry no outer graph: differentiate through it with torch.func's transforms.
+    The rule::
 
-    A sample's gradient is what it adds to the sum over its batch: that of its loss, or of the total
-    of ``Weighted``. So a mean is the gradient of the full batch.
+        for chunk in chunks of the batch:
+            state += reduce(transform(vmap(gradient)(chunk)))
+
+    As it stands it is ``vmap(grad)``, with ``in_dims`` 0 for the batches and None for the rest.
+    With ``reduce``, no more than ``chunk_size`` gradients exist at a time. With a ``chunk_size``,
+    results carry no outer graph: differentiate through it with torch.func's transforms. A sample's
+    gradient is what it adds to the sum over its batch: that of its loss, or of the total of
+    ``Weighted``. So a mean is the gradient of the full batch.
 
     Args:
         func: The loss of one sample, which is given the batch's tensors without their dim 0. With
             ``has_aux``, that and a tree of tensors.
         argnums: Which positional arguments to differentiate with respect to.
-        has_aux: Whether ``func`` returns ``(loss, aux)``.
-        batch_argnums: Which positional arguments are batches, with one row per sample.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0.
         chunk_size: How many samples go through at a time; None takes all of them.
         transform: What becomes of each gradient before it is reduced: ``"normalize"``, ``"sign"``,
             ``clip_by_global_norm(...)``, or a function of one gradient to any tree of tensors,
@@ -92,13 +97,17 @@ def per_sample_grad(
         least. With aux or metrics it gives a pair, ``(grads, aux)`` or ``(grads, metrics)``, with
         both ``(grads, (aux, metrics))``: these have one row per sample, whatever ``reduce`` is.
 
-    >>> def loss(w, x):
-    ...     return (w * x) ** 2
-    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
-    >>> per_sample_grad(loss)(w, x)
-    tensor([ 2.,  8., 18.])
-    >>> per_sample_grad(loss, chunk_size=2, reduce="sum", metrics=lambda grad, value: value)(w, x)
-    (tensor(28.), tensor([1., 4., 9.]))
+    Example:
+        >>> loss, value = lambda w, x: (w * x) ** 2, lambda grad, value: value
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+        >>> per_sample_grad(loss)(w, x)
+        tensor([ 2.,  8., 18.])
+        >>> per_sample_grad(loss, chunk_size=2, reduce="sum", metrics=value)(w, x)
+        (tensor(28.), tensor([1., 4., 9.]))
+
+    References:
+        `Per-sample gradients
+        <https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html>`_ by torch.func
     """
     how = check_sampling(
         func,
@@ -132,7 +141,7 @@ def per_sample_grad(
     return wrapped
 
 
-def per_sample_accumulator(
+def per_sample_accumulator(  # noqa: D417
     func: Callable[..., Any],
     has_aux: bool = False,
     *,
@@ -149,21 +158,13 @@ def per_sample_accumulator(
 ) -> Accumulator:
     """The same for a stream of batches: an ``accumulator`` whose microbatches are single samples.
 
-    Its state is an ``AccumState`` that counts each sample as a microbatch, and whose ``grads`` is
-    what ``reduce`` keeps. So states merge over chunks, microbatches and ranks.
+    The rule: its state is an ``AccumState`` that counts each sample as a microbatch, and whose
+    ``grads`` is what ``reduce`` keeps. So states merge over chunks, microbatches and ranks.
 
     Args:
-        func: As all arguments: see ``per_sample_grad``; its first argument is params.
-        has_aux: See there.
-        batch_argnums: See there.
-        chunk_size: See there.
-        transform: See there.
-        reduce: See there; ``"concat"`` is no state.
-        metrics: See there.
-        keep_batch_dim: See there.
-        randomness: See there.
-        engine: See there.
-        dtype: See there.
+        func, has_aux, batch_argnums, chunk_size, transform, metrics, keep_batch_dim, randomness,
+            engine, dtype: As for ``per_sample_grad``; the first argument of ``func`` is params.
+        reduce: As for ``per_sample_grad``; ``"concat"`` is no state.
         squares: Also sum the squared norms of the samples' gradients, for ``noise_scale``.
 
     Returns:
@@ -171,12 +172,16 @@ def per_sample_accumulator(
         gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` where there are
         any, ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
 
-    >>> acc = per_sample_accumulator(lambda w, x: (w * x) ** 2, transform="sign", reduce="sum")
-    >>> w, state = torch.tensor(1.0), acc.init(torch.tensor(1.0))
-    >>> for part in (torch.tensor([1.0, 2.0]), torch.tensor([3.0])):
-    ...     state = acc.update(state, w, part)
-    >>> acc.finalize(state)
-    (tensor(3.), tensor(14., dtype=torch.float64))
+    Example:
+        >>> acc = per_sample_accumulator(lambda w, x: (w * x) ** 2, transform="sign", reduce="sum")
+        >>> w, state = torch.tensor(1.0), acc.init(torch.tensor(1.0))
+        >>> for part in (torch.tensor([1.0, 2.0]), torch.tensor([3.0])):
+        ...     state = acc.update(state, w, part)
+        >>> acc.finalize(state)
+        (tensor(3.), tensor(14., dtype=torch.float64))
+
+    References:
+        ``accumulator``, for microbatches; ``per_sample_grad``, for a batch at hand as a whole.
     """
     how = check_sampling(
         func,
@@ -187,6 +192,7 @@ def per_sample_accumulator(
     batches = check_argnums(batch_argnums, "batch_argnums")
 
     def init(params: Tree) -> AccumState:
+        """The identity: a state of no samples."""
         leaves, _ = read_params(params)
         refuse_sharded(leaves, "params", NO_SAMPLES)
         with outside_inference_mode():
@@ -196,6 +202,7 @@ def per_sample_accumulator(
         return func(params, *args[1:])
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+        """The state with the samples of one batch more, and what is beside it."""
         check_squares(read_state(state), squares)
         seen, beside = sampled(call, params, (params, *args), (0,), batches, how)
         in_place = donate and not transform_active()
@@ -213,11 +220,13 @@ def per_sample_accumulator(
         return with_beside(new, beside, how)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
+        """One state of two, in any order and grouping."""
         for state in (a, b):
             check_squares(read_state(state), squares)
         return AccumState(reducer.merge(a.grads, b.grads), *add(tuple(a[1:]), tuple(b[1:])))
 
     def finalize(state: AccumState) -> tuple[Any, Tensor]:
+        """What ``reduce`` gives, and the value."""
         value = mean_value(read_state(state).total, state.weight, "mean")
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value

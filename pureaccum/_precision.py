@@ -22,19 +22,28 @@ from ._tree import Tree, leaves, map
 class Policy(NamedTuple):
     """Mixed precision: float32 masters with float16 or bfloat16 inside, or autocast.
 
+    The rule::
+
+        master parameters --cast--> compute dtype --loss--> output dtype
+
     Only floating-point tensors are cast; integers, masks, complex tensors and what is no tensor
     stay as they are.
 
-    Args:
+    Attributes:
         param: What ``step.init`` makes of the parameters; None leaves them.
         compute: What the loss gets, parameters and batch; None leaves them. Buffers, such as
             running statistics, are not cast.
         output: What becomes of aux; None leaves it. The loss itself is always widened to float32.
         autocast: In place of ``compute``: the dtype of an autocast region around the loss.
 
-    >>> policy = Policy(compute=torch.bfloat16)
-    >>> policy.cast_to_compute({"w": torch.ones(2), "steps": torch.tensor(3)})
-    {'w': tensor([1., 1.], dtype=torch.bfloat16), 'steps': tensor(3)}
+    Example:
+        >>> policy = Policy(compute=torch.bfloat16)
+        >>> policy.cast_to_compute({"w": torch.ones(2), "steps": torch.tensor(3)})
+        {'w': tensor([1., 1.], dtype=torch.bfloat16), 'steps': tensor(3)}
+
+    References:
+        `jmp.Policy <https://github.com/google-deepmind/jmp>`_;
+        `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
 
     param: torch.dtype | None = torch.float32
@@ -43,15 +52,36 @@ class Policy(NamedTuple):
     autocast: torch.dtype | None = None
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """The floating-point tensors of a tree in the dtype of master parameters."""
+        """The floating-point tensors of a tree in the dtype of master parameters.
+
+        Args:
+            tree: Parameters.
+
+        Returns:
+            A tree like ``tree``.
+        """
         return _cast(tree, self.param)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """The floating-point tensors of a tree in the dtype of computation."""
+        """The floating-point tensors of a tree in the dtype of computation.
+
+        Args:
+            tree: Parameters or a batch.
+
+        Returns:
+            A tree like ``tree``.
+        """
         return _cast(tree, self.compute)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """The floating-point tensors of a tree in the dtype of results."""
+        """The floating-point tensors of a tree in the dtype of results.
+
+        Args:
+            tree: Aux.
+
+        Returns:
+            A tree like ``tree``.
+        """
         return _cast(tree, self.output)
 
 

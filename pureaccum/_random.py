@@ -32,12 +32,21 @@ PIECE = 2**16  # blocks that a thread makes at a time: its cache holds the array
 def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
     """Make a key from a seed.
 
+    The rule: the key is the seed, modulo 2**64, in two words of 32 bits, the high one first.
+
     Args:
         seed: An int of 64 bits, signed or not: -1 and 2**64 - 1 are the same seed.
         device: Where the key lies, and with it all that is drawn from it.
 
-    >>> key(2**32 + 7)
-    tensor([1, 7])
+    Returns:
+        An int64 tensor of shape (2,).
+
+    Example:
+        >>> key(2**32 + 7)
+        tensor([1, 7])
+
+    References:
+        `jax.random <https://docs.jax.dev/en/latest/jax.random.html>`_, whose keys these are like.
     """
     seed = _int(seed, "seed", -(2**63), 2**64)
     words = (seed >> 32) % 2**32, seed % 2**32
@@ -48,14 +57,24 @@ def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
 def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
     """Make a new key from a key and a number: a step's, a layer's, a row's.
 
+    The rule: block ``n`` of Threefry-2x32 under the key, of the counters that are for folding.
+
     Args:
         key: A key, or keys of shape (..., 2).
         n: An int in [0, 2**62), or a tensor of integers, taken modulo 2**62 and broadcast against
             the leading dims of ``key``: a key for each.
 
-    >>> rows = fold_in(key(0), torch.arange(3))
-    >>> torch.equal(rows[2], fold_in(key(0), 2))
-    True
+    Returns:
+        A key, or keys of shape (..., 2).
+
+    Example:
+        >>> rows = fold_in(key(0), torch.arange(3))
+        >>> torch.equal(rows[2], fold_in(key(0), 2))
+        True
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     _check_key(key)
     if not isinstance(n, Tensor):
@@ -68,11 +87,23 @@ def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
 def split_key(key: Tensor, n: int = 2) -> Tensor:
     """Make ``n`` new keys from a key.
 
+    The rule: blocks 0 to ``n - 1`` of Threefry-2x32 under the key, of the counters for splitting.
+
     Args:
         key: A key, or keys of shape (..., 2), which give keys of shape (..., n, 2).
         n: How many; the first ones do not depend on it.
 
-    >>> for_weights, for_masks = split_key(key(0))
+    Returns:
+        Keys of shape (..., n, 2).
+
+    Example:
+        >>> for_weights, for_masks = split_key(key(0))
+        >>> normal(for_weights, (2,)), uniform(for_masks)
+        (tensor([-0.7631,  0.0017]), tensor(0.2748))
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     _check_key(key)
     counters = torch.arange(_int(n, "n", 1, 2**62), device=key.device) + SPLIT
@@ -82,14 +113,24 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw from the uniform distribution over [0, 1).
 
+    The rule: ``k * 2**-bits`` for that many random bits k: 53 in float64, 24 in float32, 11 in
+    float16 and 8 in bfloat16. The numbers are exact, equally likely, and never 1.
+
     Args:
         key: A key, or keys of shape (..., 2) that each draw their own numbers.
         shape: What one key draws; the result has shape (..., *shape).
-        dtype: The numbers are multiples of 2**-53 in float64, 2**-24 in float32, 2**-11 in
-            float16 and 2**-8 in bfloat16: exact, equally likely, and never 1.
+        dtype: float64, float32, float16 or bfloat16.
 
-    >>> uniform(key(0), (3,))
-    tensor([0.0249, 0.7834, 0.5808])
+    Returns:
+        A tensor of shape (..., *shape).
+
+    Example:
+        >>> uniform(key(0), (3,))
+        tensor([0.0249, 0.7834, 0.5808])
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     bits = _bits(dtype)
 
@@ -103,17 +144,28 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw from the normal distribution of mean 0 and variance 1.
 
-    A number is ``sqrt(2) * erfinv(2 * u - 1)`` in float64, rounded to ``dtype``, where u is
-    ``(k + 0.5) * 2**-53`` for 53 random bits k: never infinite. Devices and compilers differ in
-    the last places of erfinv: so does float64, and a narrower dtype where they decide a rounding.
+    The rule, in float64 for 53 random bits k, and rounded to ``dtype``::
+
+        sqrt(2) * erfinv(2 * u - 1)        u = (k + 0.5) * 2**-53, so never infinite
+
+    Devices and compilers differ in the last places of erfinv: so does float64, and a narrower dtype
+    where they decide a rounding.
 
     Args:
         key: A key, or keys of shape (..., 2) that each draw their own numbers.
         shape: What one key draws; the result has shape (..., *shape).
         dtype: float64, float32, float16 or bfloat16.
 
-    >>> normal(key(0), (3,))
-    tensor([-1.9614,  0.2039,  1.3661])
+    Returns:
+        A tensor of shape (..., *shape).
+
+    Example:
+        >>> normal(key(0), (3,))
+        tensor([-1.9614,  0.2039,  1.3661])
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     _bits(dtype)
 
@@ -127,18 +179,27 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     """Zero each element with probability ``p``, and divide the others by ``1 - p``.
 
-    The elements are selected and never multiplied: a dropped inf or NaN is zero.
+    The rule, with 32 random bits for each element as a number u in [0, 1)::
+
+        where(u >= p, x / (1 - p), 0)  # selected: a dropped inf or NaN is zero
 
     Args:
         x: A floating-point or complex tensor, in which the result is differentiable.
-        p: A Python number in [0, 1]. An element is dropped where 32 random bits, read as a number
-            in [0, 1), are below it. At 0 the result is ``x`` itself.
+        p: A Python number in [0, 1]. At 0 the result is ``x`` itself.
         key: One key for all of ``x``, or keys of shape (..., 2) for its leading dims, (...): a
             row's mask then depends on the row's key alone, however the batch is cut.
 
-    >>> rows, x = fold_in(key(0), torch.arange(4)), torch.ones(4, 3)
-    >>> torch.equal(dropout(x, 0.5, rows)[2:], dropout(x[2:], 0.5, rows[2:]))
-    True
+    Returns:
+        A tensor like ``x``.
+
+    Example:
+        >>> rows, x = fold_in(key(0), torch.arange(4)), torch.ones(4, 3)
+        >>> torch.equal(dropout(x, 0.5, rows)[2:], dropout(x[2:], 0.5, rows[2:]))
+        True
+
+    References:
+        Srivastava et al., `Dropout <https://jmlr.org/papers/v15/srivastava14a.html>`_, 2014;
+        `torch.nn.Dropout <https://docs.pytorch.org/docs/stable/generated/torch.nn.Dropout.html>`_
     """
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"p is {p!r}; expected a Python number in [0, 1].")

@@ -27,16 +27,24 @@ from ._tree import leaves as leaves_of
 class Moments(NamedTuple):
     """The first two moments of the samples' gradients.
 
-    Args:
+    The rule, for gradients g of weight w (1, or what ``Weighted`` says)::
+
+        mean, second = Σ w g / Σ w, Σ w |g|² / Σ w
+
+    Attributes:
         mean: A tree like params: the gradient of the full batch, float32 at least.
         second: The same of |gradient|², number by number; real.
         weight: How many samples there were, or their summed weight where they say ``Weighted``.
         samples: How many had any weight.
 
-    >>> from pureaccum import per_sample_grad
-    >>> moments = per_sample_grad(lambda w, x: w * x, reduce="moments")
-    >>> moments(torch.tensor(2.0), torch.tensor([1.0, 3.0])).variance()
-    tensor(2.)
+    Example:
+        >>> from pureaccum import per_sample_grad
+        >>> moments = per_sample_grad(lambda w, x: w * x, reduce="moments")
+        >>> moments(torch.tensor(2.0), torch.tensor([1.0, 3.0])).variance()
+        tensor(2.)
+
+    References:
+        ``per_sample_grad(..., reduce="moments")``, which makes it; ``noise_scale``, which reads it.
     """
 
     mean: Tree
@@ -45,7 +53,11 @@ class Moments(NamedTuple):
     samples: Tensor
 
     def variance(self) -> Tree:
-        """Of one sample's gradient, number by number: unbiased, and NaN where there was but one."""
+        """Of one sample's gradient, number by number: unbiased, and NaN where there was but one.
+
+        Returns:
+            A tree like ``second``.
+        """
         if self.weight.dim() != 0:
             raise ValueError(
                 "the Moments are stacked; torch.func.vmap(Moments.variance)(...) does."

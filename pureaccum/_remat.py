@@ -25,10 +25,11 @@ from ._tree import Tree, flatten, leaves, unflatten
 def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     """Make a function that keeps its inputs and not what it computes on the way.
 
-    Rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its gradients,
-    to the bit. Between the forward and the backward pass only the arguments are held; ``func`` is
-    run again in the backward pass, with the random numbers and under the autocast of the first
-    time. It composes with torch.func's transforms, which ``torch.utils.checkpoint`` does not.
+    The rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its
+    gradients, to the bit. Between the forward and the backward pass only the arguments are held;
+    ``func`` is run again in the backward pass, with the random numbers and under the autocast of
+    the first time. It composes with torch.func's transforms, which ``torch.utils.checkpoint`` does
+    not.
 
     The first run records nothing: a module with another way for inference takes it there, and its
     value is off by a rounding (``nn.TransformerEncoderLayer`` in ``eval()`` mode).
@@ -45,10 +46,17 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     Returns:
         A function with the arguments of ``func``.
 
-    >>> block = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
-    >>> params, x = dict(block.named_parameters()), torch.ones(3, 2)
-    >>> lean = remat(lambda p, x: torch.func.functional_call(block, p, (x,)))
-    >>> grads = torch.func.grad(lambda p: lean(p, x).sum())(params)
+    Example:
+        >>> from pureaccum import functional
+        >>> fn = functional(torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 2)))
+        >>> lean = remat(lambda params, x: fn.apply(params, (), x)[0].sum())
+        >>> torch.func.grad(lean)(fn.params, torch.ones(3, 2))["1.bias"]
+        tensor([3., 3.])
+
+    References:
+        Chen et al., `Training deep nets with sublinear memory cost
+        <https://arxiv.org/abs/1604.06174>`_, 2016;
+        `jax.checkpoint <https://docs.jax.dev/en/latest/_autosummary/jax.checkpoint.html>`_
     """
     if not callable(func):
         raise TypeError(f"func is {func!r}; expected a function.")
@@ -92,7 +100,7 @@ def remat_sequential(
 ) -> Callable[[Sequence[Tree], Tree], Tree]:
     """Make a chain ``x = f(p, x)`` of functions that keeps ``x`` at the ends of its segments.
 
-    Rule: consecutive functions are cut into segments as even as can be, and each segment is
+    The rule: consecutive functions are cut into segments as even as can be, and each segment is
     rematerialised. With as many segments as a segment has functions, the memory of n functions
     is that of 2 * sqrt(n), for one more forward pass.
 
@@ -103,10 +111,16 @@ def remat_sequential(
     Returns:
         ``chain(params, x)``, where ``params`` is a sequence of trees, one for each function.
 
-    >>> double = lambda p, x: 2 * p * x
-    >>> chain = remat_sequential([double] * 4)
-    >>> chain([torch.ones(())] * 4, torch.ones(2))
-    tensor([16., 16.])
+    Example:
+        >>> double = lambda p, x: 2 * p * x
+        >>> chain = remat_sequential([double] * 4)
+        >>> chain([torch.ones(())] * 4, torch.ones(2))
+        tensor([16., 16.])
+
+    References:
+        Chen et al., `Training deep nets with sublinear memory cost
+        <https://arxiv.org/abs/1604.06174>`_, 2016;
+        `torch.utils.checkpoint <https://docs.pytorch.org/docs/stable/checkpoint.html>`_
     """
     fs = list(fs)
     for i, f in enumerate(fs):

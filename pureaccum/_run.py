@@ -125,6 +125,7 @@ def _over_stages(plan: Plan, state: TrainState, window: Window, rows: int, loss:
 
 
 def begin_window(plan: Plan, state: TrainState) -> StepWindow:
+    """An empty window, with buffers to go through it."""
     refuse_stream(plan.loss_fn)
     leaves, _ = _read(plan, state)
     with outside_inference_mode():
@@ -141,7 +142,7 @@ def update(
     microbatch: Tree,
     offset: int | None = None,
 ) -> Any:
-    """One microbatch more."""
+    """The window with one microbatch more, or ``(window, aux)``."""
     window, entry = updated_window(plan, state, window, microbatch, offset=offset)
     return (window, entry.aux) if plan.has_aux else window
 
@@ -188,7 +189,10 @@ def updated_window(
 def apply(
     plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
 ) -> tuple[TrainState, StepInfo]:
-    """The next state, from the sums of a window, which are still to be multiplied by ``unit``."""
+    """The next state, and what happened.
+
+    The sums of the window are still to be multiplied by ``unit``.
+    """
     leaves, spec = _read(plan, state)
     carried = _carried_by(plan, state, window, leaves, spec)
     own, shared = plan.donate and not transform_active(), plan.group is not None

@@ -20,14 +20,21 @@ Schedule = Callable[[Tensor], Any]
 def constant(value: float | Tensor) -> Schedule:
     """The same rate for ever.
 
+    The rule: ``rate(count) = value``, in float64.
+
     Args:
         value: A number, or a 0-d tensor.
 
     Returns:
         A schedule.
 
-    >>> constant(0.1)(torch.tensor(7))
-    tensor(0.1000, dtype=torch.float64)
+    Example:
+        >>> constant(0.1)(torch.tensor(7))
+        tensor(0.1000, dtype=torch.float64)
+
+    References:
+        ``optax``: `Optimizer schedules
+        <https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html>`_
     """
     _check_part("value", value)
     return lambda count: _float64(value, count)
@@ -35,6 +42,8 @@ def constant(value: float | Tensor) -> Schedule:
 
 def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0) -> Schedule:
     """From ``start`` at count 0 in a straight line to ``peak`` at ``steps``, and on at ``peak``.
+
+    The rule: ``rate(count) = start + (peak - start) * min(count / steps, 1)``.
 
     Args:
         peak: The last rate, a number or a 0-d tensor.
@@ -44,9 +53,13 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
     Returns:
         A schedule.
 
-    >>> rate = linear_warmup(0.1, steps=4)
-    >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
-    [0.0, 0.025, 0.05, 0.075, 0.1, 0.1]
+    Example:
+        >>> rate = linear_warmup(0.1, steps=4)
+        >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
+        [0.0, 0.025, 0.05, 0.075, 0.1, 0.1]
+
+    References:
+        Goyal et al., `Accurate, large minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
     """
     _check_part("peak", peak)
     _check_count("steps", steps)
@@ -62,6 +75,8 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
 def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) -> Schedule:
     """From ``peak`` at count 0 along half a cosine to ``end`` at ``steps``, and on at ``end``.
 
+    The rule: ``rate(count) = end + (peak - end) * (1 + cos(pi * min(count / steps, 1))) / 2``.
+
     Args:
         peak: The first rate, a number or a 0-d tensor.
         steps: After how many applied steps ``end`` is reached.
@@ -70,9 +85,10 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
     Returns:
         A schedule.
 
-    >>> rate = cosine_decay(0.1, steps=4)
-    >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
-    [0.1, 0.085, 0.05, 0.015, 0.0, 0.0]
+    Example:
+        >>> rate = cosine_decay(0.1, steps=4)
+        >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
+        [0.1, 0.085, 0.05, 0.015, 0.0, 0.0]
 
     References:
         Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_, 2017.
@@ -93,6 +109,9 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other: at each boundary the next begins, at its own count 0.
 
+    The rule: ``rate(count) = schedules[i](count - begins[i])``, where ``begins`` is
+    ``[0, *boundaries]`` and ``i`` the last one that has begun.
+
     A schedule is only ever asked for counts of its own share, also where another one is chosen:
     an inf or NaN outside of it reaches neither the rate nor its derivatives.
 
@@ -103,9 +122,14 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     Returns:
         A schedule.
 
-    >>> rate = join_schedules([linear_warmup(1.0, 2), cosine_decay(1.0, 2)], [2])
-    >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
-    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    Example:
+        >>> rate = join_schedules([linear_warmup(1.0, 2), cosine_decay(1.0, 2)], [2])
+        >>> [round(rate(torch.tensor(count)).item(), 3) for count in range(6)]
+        [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+
+    References:
+        ``optax.join_schedules``: `Optimizer schedules
+        <https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html>`_
     """
     _check_joined(schedules, boundaries)
     begins = (0, *boundaries)

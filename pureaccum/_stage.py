@@ -15,19 +15,31 @@ from ._tree import Tree, flatten, paths
 
 
 class Stage(NamedTuple):
-    """One stage: see ``rowwise``, ``pooled`` and ``full``, which make them."""
+    """One stage: see ``rowwise``, ``pooled`` and ``full``, which make them.
+
+    Attributes:
+        kind: Which of them made it.
+        func: ``func(params, x, *values)``
+        reads: The names of the values that it is given.
+        name: Of a pooled value.
+        merge: What makes a pooled value of the shares; None adds them.
+        uses: The entries of params that it may use; None is any.
+        fixed: Which of the values that it reads are constants to it.
+    """
 
     kind: Literal["rowwise", "pooled", "full"]
     func: Callable[..., Any]
     reads: tuple[str, ...]
-    name: str = ""  # of a pooled value
+    name: str = ""
     merge: Callable[[Tree], Tree] | None = None
-    uses: frozenset[str] | None = None  # the entries of params that it may use; None: any
-    fixed: frozenset[str] = frozenset()  # which of the values that it reads are constants to it
+    uses: frozenset[str] | None = None
+    fixed: frozenset[str] = frozenset()
 
 
 def rowwise(func: Callable[..., Any], reads: str | Sequence[str] = ()) -> Stage:
     """Make a stage that looks at each row by itself, and so may be given microbatches.
+
+    The rule: ``x = func(params, x, *values)``, on each microbatch.
 
     Args:
         func: ``func(params, x, *values)`` gives the next boundary: tensors with one row for each
@@ -36,8 +48,17 @@ def rowwise(func: Callable[..., Any], reads: str | Sequence[str] = ()) -> Stage:
         reads: The names of the values that it is given: pooled before, or keyword arguments of
             the loss.
 
-    >>> rowwise(lambda params, x: x @ params["w"]).kind
-    'rowwise'
+    Returns:
+        A stage, for ``staged``.
+
+    Example:
+        >>> from pureaccum import staged
+        >>> embed, score = rowwise(lambda w, x: w * x), rowwise(lambda w, h: h.square().mean())
+        >>> staged([embed, score])(torch.tensor(2.0), torch.tensor([1.0, 2.0]))
+        tensor(10.)
+
+    References:
+        ``staged``, which runs it; ``pooled`` and ``full``, for what couples rows.
     """
     return _stage("rowwise", func, reads)
 
@@ -50,8 +71,10 @@ def pooled(
 ) -> Stage:
     """Make a stage that sums something over the batch, for later stages to read.
 
-    The boundary stays what it is. Later stages that name the value in ``reads`` are given it for
-    the whole batch, and their gradients with respect to it go back into every microbatch.
+    The rule: ``value += func(params, x, *values)``, over all microbatches; ``x`` stays what it is.
+
+    Later stages that name the value in ``reads`` are given it for the whole batch, and their
+    gradients with respect to it go back into every microbatch.
 
     Args:
         func: ``func(params, x, *values)`` gives a tree of tensors or numbers: the microbatch's
@@ -61,8 +84,18 @@ def pooled(
         merge: In place of adding: makes the value out of the shares of all microbatches, whose
             tensors are stacked along a new dim 0. How the batch was cut must not matter to it.
 
-    >>> pooled(lambda params, h: (h.sum(0), len(h)), "mean").name
-    'mean'
+    Returns:
+        A stage, for ``staged``.
+
+    Example:
+        >>> from pureaccum import staged
+        >>> total = pooled(lambda w, x: x.sum(), "total")
+        >>> loss = staged([total, rowwise(lambda w, x, total: w * (x / total).max(), "total")])
+        >>> loss(torch.tensor(1.0), torch.tensor([1.0, 3.0]))
+        tensor(0.7500)
+
+    References:
+        ``staged``, which runs it; ``batch_norm``, which is a pooled and a rowwise stage.
     """
     stage = _stage("pooled", func, reads)
     name = getattr(func, "__name__", "<lambda>") if name is None else name
@@ -79,13 +112,26 @@ def pooled(
 def full(func: Callable[..., Any], reads: str | Sequence[str] = ()) -> Stage:
     """Make a stage that sees all rows at once, and so has to be small.
 
+    The rule: ``x = func(params, x, *values)``, once, on the whole batch.
+
     Args:
         func: ``func(params, x, *values)`` is given the boundary of the whole batch. As the last
             stage it gives the loss, otherwise the next boundary.
         reads: As for ``rowwise``.
 
-    >>> full(lambda params, x: (x @ x.T).logsumexp(1).mean()).kind
-    'full'
+    Returns:
+        A stage, for ``staged``.
+
+    Example:
+        >>> from pureaccum import grad, staged
+        >>> contrast = full(lambda w, h: (h[:, None] - h).square().mean())
+        >>> loss = staged([rowwise(lambda w, x: w * x), contrast])
+        >>> grad(loss, microbatch_size=1)(torch.tensor(1.0), torch.tensor([1.0, 3.0]))
+        tensor(4.)
+
+    References:
+        Gao et al., `Scaling deep contrastive learning batch size under memory limited setup
+        <https://arxiv.org/abs/2101.06983>`_ (GradCache), 2021.
     """
     return _stage("full", func, reads)
 

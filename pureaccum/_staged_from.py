@@ -36,12 +36,15 @@ def staged_from(
 ) -> Staged:
     """Make a staged loss out of a module with BatchNorm layers, exact under microbatching.
 
-    Rule: with ``fn = functional(module)``, the loss is ``loss(fn.params, batch,
-    buffers=fn.buffers)``: gradients and running statistics are those of the full batch, whatever
-    the size of the microbatches. For every BatchNorm in training mode the network is cut in two:
-    all microbatches go up to it, what it is given is kept, its moments are merged, and all go on.
-    torch.fx traces the module, so what it does may not depend on the numbers in the batch; and
-    everything but BatchNorm has to treat each row by itself.
+    The rule, with ``fn = functional(module)``::
+
+        loss, new_buffers = staged_from(module, loss_fn)(fn.params, batch, buffers=fn.buffers)
+
+    Gradients and running statistics are those of the full batch, whatever the size of the
+    microbatches. For every BatchNorm in training mode the network is cut in two: all microbatches
+    go up to it, what it is given is kept, its moments are merged, and all go on. torch.fx traces
+    the module, so what it does may not depend on the numbers in the batch; and everything but
+    BatchNorm has to treat each row by itself.
 
     The modes (``train()`` or ``eval()``) of the module and of all those in it are the ones that
     they have now, and so is everything but parameters and buffers: what is changed in the module
@@ -62,14 +65,19 @@ def staged_from(
         ``has_aux=True, aux_reduction="last"`` or for ``make_step(..., buffers="pooled")``; of a
         module that has no buffers, what ``loss_fn`` returns.
 
-    >>> from pureaccum import functional, grad_and_value
-    >>> module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
-    >>> loss = staged_from(module, lambda out, batch: out.square().mean())
-    >>> grad = grad_and_value(loss, has_aux=True, microbatch_size=2, aux_reduction="last")
-    >>> fn = functional(module)
-    >>> grads, (value, new_buffers) = grad(fn.params, torch.randn(7, 3), buffers=fn.buffers)
-    >>> new_buffers["1.num_batches_tracked"]
-    tensor(1)
+    Example:
+        >>> from pureaccum import functional, grad_and_value
+        >>> module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+        >>> loss = staged_from(module, lambda out, batch: out.square().mean())
+        >>> grad = grad_and_value(loss, has_aux=True, microbatch_size=2, aux_reduction="last")
+        >>> fn = functional(module)
+        >>> grads, (value, new_buffers) = grad(fn.params, torch.randn(7, 3), buffers=fn.buffers)
+        >>> new_buffers["1.num_batches_tracked"]
+        tensor(1)
+
+    References:
+        Ioffe and Szegedy, `Batch normalization <https://arxiv.org/abs/1502.03167>`_, 2015;
+        `torch.fx <https://docs.pytorch.org/docs/stable/fx.html>`_
     """
     fn = functional(module)
     for path, part in module.named_modules(prefix="module"):

@@ -24,7 +24,12 @@ Boundaries = Literal["device", "host"]
 
 
 class Staged(NamedTuple):
-    """A loss in stages: see ``staged``."""
+    """A loss in stages: see ``staged``.
+
+    Attributes:
+        stages: What it goes through.
+        boundaries: Where they are kept.
+    """
 
     stages: tuple[Stage, ...]
     boundaries: Boundaries
@@ -45,10 +50,14 @@ class Staged(NamedTuple):
 def staged(stages: Sequence[Stage], *, boundaries: Boundaries = "device") -> Staged:
     """Make a loss out of stages, exact under microbatching although its rows are coupled.
 
-    Rule: the result is a function ``loss(params, batch, **given)``, and goes wherever a loss does:
-    into ``grad``, ``grad_and_value`` and ``value``, and into ``make_step`` with all that a step
-    has. There, with ``microbatch_size``, all microbatches go through a stage before any goes
-    through the next; only boundaries are kept, and on the way back each stage is computed again.
+    The rule, in ``grad``, ``grad_and_value``, ``value`` and ``make_step``::
+
+        for stage in stages:
+            for part in microbatches:
+                x[part] = stage(params, x[part], values)  # x is kept
+        for stage in reversed(stages):
+            ...  # computed again and pulled back, part by part
+
     The gradient is that of the full batch, for one more forward pass. Random numbers, keyed or of
     torch's generator, are the same when a stage is computed again. A stage that writes in place to
     what it is given, or captures, is refused: with ``engine="func"`` before it has.
@@ -60,18 +69,24 @@ def staged(stages: Sequence[Stage], *, boundaries: Boundaries = "device") -> Sta
             host, copied while the device computes.
 
     Returns:
-        The loss.
+        The loss, ``loss(params, batch, **given)``.
 
-    >>> import torch
-    >>> from pureaccum import grad_and_value, pooled, rowwise
-    >>> loss = staged(
-    ...     [
-    ...         pooled(lambda w, x: (x.sum(), len(x)), "sums"),
-    ...         rowwise(lambda w, x, sums: ((w * x - sums[0] / sums[1]) ** 2).mean(), reads="sums"),
-    ...     ]
-    ... )
-    >>> grad_and_value(loss, microbatch_size=2)(torch.tensor(1.0), torch.tensor([1.0, 2.0, 6.0]))
-    (tensor(9.3333), tensor(4.6667))
+    Example:
+        >>> import torch
+        >>> from pureaccum import grad_and_value, pooled, rowwise
+        >>> loss = staged(
+        ...     [
+        ...         pooled(lambda w, x: (x.sum(), len(x)), "sums"),
+        ...         rowwise(lambda w, x, sums: ((w * x - sums[0] / sums[1]) ** 2).mean(), "sums"),
+        ...     ]
+        ... )
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 6.0])
+        >>> grad_and_value(loss, microbatch_size=2)(w, x)
+        (tensor(9.3333), tensor(4.6667))
+
+    References:
+        Gao et al., `Scaling deep contrastive learning batch size under memory limited setup
+        <https://arxiv.org/abs/2101.06983>`_ (GradCache), which is ``[rowwise, full]``, 2021.
     """
     check_choice(boundaries, get_args(Boundaries), "boundaries")
     loss = Staged(tuple(stages), boundaries)

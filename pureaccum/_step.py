@@ -39,7 +39,7 @@ from .distributed import check_group
 
 
 class Functions(NamedTuple):
-    """What a step is made of."""
+    """What a step is made of: see ``Step``."""
 
     init: Callable[..., TrainState]
     begin: Callable[[TrainState], StepWindow]
@@ -50,14 +50,34 @@ class Functions(NamedTuple):
 
 
 class Step(Functions):
-    """``step(state, batch)``, and the functions that it is made of: see ``make_step``."""
+    """A step: called with ``(state, batch)`` it gives ``(state, info)``.
+
+    Attributes:
+        init: ``init(params, buffers=None, seed=0)`` gives the first state, of copies.
+        begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
+        update: ``update(state, window, microbatch, offset=None)`` gives the window with one
+            microbatch more, or ``(window, aux)``. With keys, ``offset`` says how many rows of the
+            step come before it, where ranks share them out, or they come in another order.
+        apply: ``apply(state, window)`` gives ``(state, info)``.
+        whole: ``whole(state, batch)`` is the step itself.
+        form: ``form(state, batch)`` gives ``"eager"``, or how ``compile`` goes through that batch:
+            ``"scan"``, ``"unrolled"`` or ``"loop"``.
+    """
 
     __slots__ = ()
     # vmap asks for a name, and else for repr, of all that the loss is bound to; dynamo has none.
     __name__ = "step"
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
-        """One step over a whole batch."""
+        """One step over a whole batch.
+
+        Args:
+            state: What ``init`` or the step before gave.
+            batch: A pytree whose tensors have one row per sample along dim 0.
+
+        Returns:
+            ``(state, info)``: the next ``TrainState``, and a ``StepInfo``.
+        """
         return self.whole(state, batch)
 
 
@@ -83,6 +103,14 @@ def make_step(
 ) -> Step:
     """Make a training step out of a loss and an optimizer.
 
+    The rule::
+
+        sums, total, weight = those of an accumulator, the gradients those of scale * loss
+        grads, loss = sums / weight / scale, total / weight
+        applied = grads and loss are finite, and anything had a weight
+        params, opt_state = optimizer.apply(grads, opt_state, params)    # and buffers: if applied
+        loss_scale = update(loss_scale, that and every microbatch was finite)
+
     Args:
         loss_fn: ``loss_fn(params, batch)`` gives a scalar or ``Weighted``; with ``has_aux``,
             that and anything else. With ``buffers`` it also takes ``buffers=`` and returns
@@ -90,7 +118,7 @@ def make_step(
             ``keys=``, one key a row. Or a loss in stages: see ``staged``.
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
-        has_aux: Whether the loss returns aux.
+        has_aux: Whether the loss returns ``(loss, aux)``.
         microbatch_size: Rows per microbatch; None takes a batch whole. ``"auto"`` takes as many as
             memory allows: the whole batch, and after an out-of-memory error half of that, and so
             on; the next batches begin there. The result is that of the size which went well. A
@@ -127,18 +155,21 @@ def make_step(
     Returns:
         The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch)``, and the same for
         a stream of microbatches: ``begin(state)``, ``update(state, window, microbatch)``, which
-        with ``has_aux`` returns ``(window, aux)``, and ``apply(state, window)``. With keys,
-        ``update(..., offset=n)`` says that n rows of the step come before the microbatch, where
-        ranks share them out, or they come in another order.
+        with ``has_aux`` returns ``(window, aux)``, and ``apply(state, window)``; see ``Step``.
 
-    >>> from pureaccum import sgd
-    >>> step = make_step(lambda w, x: ((w * x) ** 2).mean(), sgd(0.1), microbatch_size=2)
-    >>> state = step.init(torch.tensor(1.0))
-    >>> state, info = step(state, torch.tensor([1.0, 2.0, 3.0]))
-    >>> state.params, info.applied
-    (tensor(0.0667), tensor(True))
-    >>> step.form(state, torch.tensor([1.0, 2.0, 3.0]))  # with compile: scan, unrolled or loop
-    'eager'
+    Example:
+        >>> from pureaccum import sgd
+        >>> step = make_step(lambda w, x: ((w * x) ** 2).mean(), sgd(0.1), microbatch_size=2)
+        >>> state = step.init(torch.tensor(1.0))
+        >>> state, info = step(state, torch.tensor([1.0, 2.0, 3.0]))
+        >>> state.params, info.applied
+        (tensor(0.0667), tensor(True))
+        >>> step.form(state, torch.tensor([1.0, 2.0, 3.0]))  # with compile: scan, unrolled or loop
+        'eager'
+
+    References:
+        ``grad_and_value``, ``chain``, ``dynamic_loss_scale``, ``functional`` and ``fold_in``, of
+        which it is made; `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
     rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine, noise))
     check_aux_reduction(aux_reduction)

@@ -17,7 +17,7 @@ from ._update import Optimizer
 class TrainState(NamedTuple):
     """All that a run is, as tensors: save it, stack it, look at it.
 
-    Args:
+    Attributes:
         params: The parameters.
         buffers: Running statistics and the like; ``()`` where none are configured.
         opt_state: What the optimizer keeps.
@@ -26,6 +26,17 @@ class TrainState(NamedTuple):
         attempts: How many steps there were, applied or not.
         applied: How many were applied.
         samples: How many rows there were.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import make_step, sgd
+        >>> step = make_step(lambda w, x: (w * x).mean(), sgd(0.5))
+        >>> state, info = step(step.init(torch.tensor(1.0)), torch.tensor([1.0, 3.0]))
+        >>> state.params, state.applied, state.samples
+        (tensor(0.), tensor(1), tensor(2))
+
+    References:
+        ``make_step``, whose ``init`` makes it; ``save``, ``load``, ``stack`` and ``unstack``.
     """
 
     params: Tree
@@ -41,7 +52,7 @@ class TrainState(NamedTuple):
 class StepInfo(NamedTuple):
     """What happened in a step; 0-d tensors, which nothing has waited for.
 
-    Args:
+    Attributes:
         loss: The loss over the whole batch, float64.
         grad_norm: Of the gradient as the full batch has it: unscaled, before clipping.
         weight: What the loss was divided by: rows, or what ``Weighted`` says; 0 for sums.
@@ -52,6 +63,17 @@ class StepInfo(NamedTuple):
         aux: What the loss returned beside it, reduced; ``()`` without.
         noise: How much the microbatches' gradients scatter, for ``noise_scale`` and
             ``running_noise_scale``; ``()`` without ``noise=True``.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import make_step, sgd
+        >>> step = make_step(lambda w, x: (w * x).mean(), sgd(0.5))
+        >>> state, info = step(step.init(torch.tensor(1.0)), torch.tensor([1.0, torch.inf]))
+        >>> info.loss, info.applied
+        (tensor(inf, dtype=torch.float64), tensor(False))
+
+    References:
+        ``make_step``, whose step returns it; ``noise_scale``; ``global_norm``.
     """
 
     loss: Tensor
@@ -68,7 +90,7 @@ class StepInfo(NamedTuple):
 class StepWindow(NamedTuple):
     """A step begun: what its microbatches have come to so far.
 
-    Args:
+    Attributes:
         accum: The gradients of the *scaled* loss, the weight and the counts.
         buffers: What the next microbatch is given; ``()`` where none are configured.
         samples: How many rows there were in the run.

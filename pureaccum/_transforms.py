@@ -1,9 +1,5 @@
 """``torch.func.grad`` and ``grad_and_value`` over microbatches, and the loss alone.
 
-    for part in microbatches(batch, microbatch_size):
-        sums += weight * gradient(part)
-    return sums / weight
-
 The same monoid as ``accumulator``, for a batch that is at hand as a whole.
 """
 
@@ -53,41 +49,46 @@ def grad_and_value(
 ) -> Callable[..., Any]:
     """``torch.func.grad_and_value`` in the memory of one microbatch.
 
-    The rule: cut the batch into microbatches, sum their gradients (a mean times its rows, a
-    ``Weighted`` as it is) in float32 at least, divide once by the summed weight. With
-    ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry no
-    outer graph: differentiate through it with torch.func's transforms. Where the batch fits into
+    The rule::
+
+        for part in microbatches(batch, microbatch_size):
+            t, w = total and weight of func(part)       # a mean's are rows * mean and rows
+            G, T, W = G + dt / dparams, T + t, W + w    # in float32 at least, float64, float64
+        return G / W, T / W                             # of a sum: G, T
+
+    With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry
+    no outer graph: differentiate through it with torch.func's transforms. Where the batch fits into
     one microbatch they are the same bits, but for the few operations (silu, mish, GroupNorm, LSTM
-    on a CPU) that torch differentiates by another formula when it records the backward pass, which
-    torch.func always does; there they are the bits of ``.backward()``.
+    on a CPU) for which torch.func takes another formula: there they are those of ``.backward()``.
 
     Args:
         func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
         argnums: Which positional arguments to differentiate with respect to.
-        has_aux: Whether ``func`` returns ``(loss, aux)``.
+        has_aux: Whether the loss returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
-            sample along dim 0. All other arguments are handed to every microbatch whole.
-        microbatch_size: Rows per microbatch; the last one may be shorter. Or the rows of every
-            microbatch, one after the other. Or ``"auto"``, as large as memory allows: see
-            ``make_step``.
+            sample along dim 0. All others are handed to every microbatch whole.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each; or ``"auto"``, as many as memory allows: see ``make_step``.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
             ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one word, or
             a tree of words that is a prefix of aux.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
-        nonfinite: ``"propagate"``, ``"skip"`` or ``"raise"``, for each microbatch; see
-            ``accumulator``.
+        nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
 
     Returns:
         A function of ``func``'s arguments giving ``(grads, value)``, or
         ``(grads, (value, aux))``, in the dtypes of the parameters and of the loss.
 
-    >>> def loss(w, x):
-    ...     return ((w * x) ** 2).mean()
-    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    >>> grad_and_value(loss, microbatch_size=3)(w, x)
-    (tensor(15.), tensor(7.5000))
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> grad_and_value(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=3)(w, x)
+        (tensor(15.), tensor(7.5000))
+
+    References:
+        `torch.func.grad_and_value
+        <https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html>`_
     """
     rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
     at_least = check_dtype(dtype)
@@ -140,7 +141,7 @@ def grad_and_value(
     return wrapped
 
 
-def grad(
+def grad(  # noqa: D417
     func: Callable[..., Any],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
@@ -155,24 +156,22 @@ def grad(
 ) -> Callable[..., Any]:
     """``torch.func.grad`` in the memory of one microbatch.
 
+    The rule: ``grad_and_value(func, ...)(*args)`` without the value.
+
     Args:
-        func: As all arguments: see ``grad_and_value``.
-        argnums: See there.
-        has_aux: See there.
-        batch_argnums: See there.
-        microbatch_size: See there.
-        reduction: See there.
-        aux_reduction: See there.
-        dtype: See there.
-        nonfinite: See there.
-        engine: See there.
+        func, argnums, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction, dtype,
+            nonfinite, engine: As for ``grad_and_value``.
 
     Returns:
         A function of ``func``'s arguments giving the gradients, or ``(grads, aux)``.
 
-    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    >>> grad(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=2)(w, x)
-    tensor(15.)
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> grad(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=2)(w, x)
+        tensor(15.)
+
+    References:
+        `torch.func.grad <https://docs.pytorch.org/docs/stable/generated/torch.func.grad.html>`_
     """
     both = grad_and_value(
         func,
@@ -196,7 +195,7 @@ def grad(
 
 
 @automatic
-def value(
+def value(  # noqa: D417
     func: Callable[..., Any],
     has_aux: bool = False,
     *,
@@ -207,24 +206,23 @@ def value(
 ) -> Callable[..., Any]:
     """The loss over a whole batch in the memory of one microbatch, without gradients.
 
-    The same sums and the same division as in ``grad_and_value``: for evaluation over a data set,
-    or a line search. With a size, nothing is recorded for a later backward pass; transforms
-    differentiate through it.
+    The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
+    With a size, nothing is recorded for a later backward pass; transforms differentiate through it.
 
     Args:
-        func: As for ``grad_and_value``.
-        has_aux: As for ``grad_and_value``.
-        batch_argnums: As for ``grad_and_value``.
-        microbatch_size: As for ``grad_and_value``; None calls ``func`` once.
-        reduction: As for ``grad_and_value``.
-        aux_reduction: As for ``grad_and_value``.
+        func, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction: As for
+            ``grad_and_value``; without a size ``func`` is called once.
 
     Returns:
         A function of ``func``'s arguments giving the value, or ``(value, aux)``.
 
-    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    >>> value(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=3)(w, x)
-    tensor(7.5000)
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> value(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=3)(w, x)
+        tensor(7.5000)
+
+    References:
+        ``grad_and_value``, whose second result it is; ``accumulator``, for a stream.
     """
     rule = check_rule(Rule(has_aux, reduction, "propagate", "func"))
     batches = check_argnums(batch_argnums, "batch_argnums")

@@ -134,17 +134,23 @@ def known(scalar: Tensor) -> Any:
 def global_norm(tree: Tree) -> Tensor:
     """The Euclidean norm of all the numbers in a tree, as one vector.
 
-    Every leaf is summed in float32 at least; the result is a 0-d real tensor. Of DTensors it is
-    the norm of the whole, on all ranks.
+    The rule: ``sqrt(Σ |x|²)``, every leaf summed in float32 at least.
+
+    Of DTensors it is the norm of the whole, on all ranks.
 
     Args:
         tree: A pytree of tensors.
 
     Returns:
-        A 0-d tensor; zero for a tree without leaves.
+        A 0-d real tensor; zero for a tree without leaves.
 
-    >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])})
-    tensor(5.)
+    Example:
+        >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+        tensor(5.)
+
+    References:
+        `torch.linalg.vector_norm
+        <https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html>`_, for trees.
     """
     parts, layouts = opened(resolved(leaves(tree)))
     norms = [norm(x) for x in parts]
@@ -165,7 +171,8 @@ def norm(x: Tensor) -> Tensor:
 def all_finite(tree: Tree) -> Tensor:
     """Whether no number in a tree is inf or NaN, as a 0-d bool tensor on the device.
 
-    Of DTensors it is the same on all ranks: false if any of them holds an inf or NaN.
+    The rule: ``isfinite(x).all()`` of every leaf, and of all these. Of DTensors it is the same on
+    all ranks: false if any of them holds an inf or NaN.
 
     Args:
         tree: A pytree of tensors.
@@ -173,8 +180,12 @@ def all_finite(tree: Tree) -> Tensor:
     Returns:
         A 0-d bool tensor; true for a tree without leaves.
 
-    >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
-    tensor(False)
+    Example:
+        >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
+        tensor(False)
+
+    References:
+        `torch.isfinite <https://docs.pytorch.org/docs/stable/generated/torch.isfinite.html>`_
     """
     parts, layouts = opened(resolved(leaves(tree)))
     flags = [finite(x) for x in parts]

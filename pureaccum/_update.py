@@ -27,12 +27,15 @@ Rate = float | Tensor | Schedule
 
 
 class Optimizer(NamedTuple):
-    """``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
+    """An optimizer as two pure functions; whatever has these two is one.
 
-    ``apply`` also takes ``applied``, a 0-d bool tensor: where it is false, params and state come
-    back bit for bit as they were; and ``donate=True``: params and state are given up, and grads
-    too if a gradient map changes them. ``check(state, params, root)`` raises where a state does not
-    fit, and calls it ``root``.
+    Attributes:
+        init: ``init(params)`` gives the first state.
+        apply: ``apply(grads, state, params, applied=None, donate=False)`` gives
+            ``(params, state)``. Where ``applied``, a 0-d bool tensor, is false, both come back bit
+            for bit as they were; with ``donate`` they are given up, and grads too if a gradient map
+            changes them.
+        check: ``check(state, params, root="state")`` raises where a state, named so, does not fit.
     """
 
     init: Callable[[Tree], Any]
@@ -116,7 +119,7 @@ def apply_method(
     applied: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tree, Any]:
-    """One step of a method."""
+    """The next params and state of a method, or where ``applied`` is false the same again."""
     columns, spec = check_kept(keeping, state, params)
     terms, terms_spec = flatten(grads)
     check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), _FOREIGN)

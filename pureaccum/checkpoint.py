@@ -33,6 +33,8 @@ SHOWN = 20  # lines of an error
 def save(path: str | os.PathLike[str], tree: Tree) -> None:
     """Write a tree to a file, which then is there whole, or as it was before.
 
+    The rule: ``load(path, like)`` gives the same bits again.
+
     A process that dies at any moment leaves the old file or the new one. What tensors share is
     written once for each of them. It waits for the device, and for the disk.
 
@@ -44,11 +46,17 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
         tree: A pytree of tensors, and of Python bools, ints, floats and strings beside them: a
             ``TrainState``, an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
 
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(f"{folder}/run", {"w": torch.tensor([1.0, 2.0]), "epoch": 3})
-    ...     load(f"{folder}/run", like={"w": torch.zeros(2), "epoch": 0})
-    {'w': tensor([1., 2.]), 'epoch': 3}
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/run", {"w": torch.tensor([1.0, 2.0]), "epoch": 3})
+        ...     load(f"{folder}/run", like={"w": torch.zeros(2), "epoch": 0})
+        {'w': tensor([1., 2.]), 'epoch': 3}
+
+    References:
+        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has;
+        `torch.distributed.checkpoint
+        <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_
     """
     _check_outside("save")
     if any_sharded(leaves_of(tree)):
@@ -71,6 +79,8 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
 def load(path: str | os.PathLike[str], like: Tree) -> Tree:
     """Read a tree that ``save`` wrote: the same bits, in memory of its own.
 
+    The rule: the structure and the devices of ``like``, with the numbers of the file.
+
     Args:
         path: Of the file.
         like: A tree such as was saved, ``step.init(params)`` for instance. It gives structure,
@@ -84,6 +94,20 @@ def load(path: str | os.PathLike[str], like: Tree) -> Tree:
         FileNotFoundError: There is no such file.
         ValueError: The file is damaged, or not a checkpoint, or not one of a tree like this: then
             every leaf that is off is named.
+
+    Example:
+        >>> import tempfile
+        >>> from pureaccum import adamw
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/run", (params, adamw().init(params)))
+        ...     params, state = load(f"{folder}/run", like=(params, adamw().init(params)))
+        >>> params["w"], state.steps
+        (tensor([1., 2.]), tensor(0))
+
+    References:
+        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has;
+        ``save``, which writes it.
     """
     _check_outside("load")
     if is_saved_by_ranks(path):

@@ -26,7 +26,23 @@ from ._tree import leaves as leaves_of
 
 
 class Pending(NamedTuple):
-    """A reduction under way: ``wait()`` gives the merged state."""
+    """A reduction under way, which ``all_reduce(..., async_op=True)`` began.
+
+    Attributes:
+        wait: ``wait()`` gives the merged state.
+
+    Example:
+        >>> from pureaccum import accumulator
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> state = accumulator(lambda w, x: (w * x).mean()).init(torch.tensor(2.0))
+        >>> pending = all_reduce(state, async_op=True)  # until wait(), other work
+        >>> pending.wait().weight
+        tensor(0., dtype=torch.float64)
+        >>> dist.destroy_process_group()
+
+    References:
+        ``all_reduce``, which makes it.
+    """
 
     wait: Callable[[], AccumState]
 
@@ -41,9 +57,10 @@ def all_reduce(
 ) -> Any:
     """Merge the states of all ranks; every rank gets the whole.
 
-    Rule: what ``merge`` gives for the states of rank 0, 1, 2, … Gradients travel in flat buckets,
-    one for each dtype, device and 25 MiB; totals, weights and counts travel with them, are added
-    in float64, and have the same bits on all ranks.
+    The rule: what ``merge`` gives for the states of rank 0, 1, 2, …
+
+    Gradients travel in flat buckets, one for each dtype, device and 25 MiB; totals, weights and
+    counts travel with them, are added in float64, and have the same bits on all ranks.
 
     Args:
         state: What ``update`` returned, of any accumulator; with no update yet it adds nothing.
@@ -56,14 +73,18 @@ def all_reduce(
     Returns:
         The merged state.
 
-    >>> from pureaccum import accumulator
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> acc = accumulator(lambda w, x: (w * x).mean())
-    >>> w = torch.tensor(2.0)
-    >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))  # this rank's rows
-    >>> acc.finalize(all_reduce(state))
-    (tensor(2.), tensor(4., dtype=torch.float64))
-    >>> dist.destroy_process_group()
+    Example:
+        >>> from pureaccum import accumulator
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> acc = accumulator(lambda w, x: (w * x).mean())
+        >>> w = torch.tensor(2.0)
+        >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))  # this rank's rows
+        >>> acc.finalize(all_reduce(state))
+        (tensor(2.), tensor(4., dtype=torch.float64))
+        >>> dist.destroy_process_group()
+
+    References:
+        `torch.distributed.all_reduce <https://docs.pytorch.org/docs/stable/distributed.html>`_
     """
     read_state(state)
     check_group(group)
@@ -100,8 +121,8 @@ def all_reduce(
 def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
     """The rows of a batch that one of several ranks takes.
 
-    Consecutive rows, as ``torch.tensor_split`` cuts: where the rows do not divide, the first ranks
-    have one more; where there are too few, the last ones have none.
+    The rule: ``torch.tensor_split(x, world)[rank]`` of every tensor ``x``: consecutive rows; where
+    they do not divide, the first ranks have one more; where there are too few, the last have none.
 
     Args:
         batch: A pytree whose tensors have one row per sample along dim 0, the same on all ranks.
@@ -111,8 +132,13 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
     Returns:
         A tree like ``batch``, of views.
 
-    >>> [shard_batch(torch.arange(5), rank, 3).tolist() for rank in range(3)]
-    [[0, 1], [2, 3], [4]]
+    Example:
+        >>> [shard_batch(torch.arange(5), rank, 3).tolist() for rank in range(3)]
+        [[0, 1], [2, 3], [4]]
+
+    References:
+        `torch.tensor_split
+        <https://docs.pytorch.org/docs/stable/generated/torch.tensor_split.html>`_, leaf by leaf.
     """
     if not 0 <= rank < world:
         raise ValueError(

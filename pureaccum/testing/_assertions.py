@@ -19,9 +19,9 @@ from ._compare import cause, dense, differing, dtype_cause, ranks, shape_cause
 def assert_trees_bitwise_equal(got: Tree, want: Tree) -> None:
     """Assert that two trees hold the same numbers, to the last bit.
 
-    The structure has to be the same, and of every leaf dtype, shape, device and numbers. As
-    everywhere in pureaccum a NaN is the same as a NaN, and -0 as 0; a sparse leaf is the same as a
-    dense one of its numbers. Leaves that are not tensors are compared by type and ``==``.
+    The rule: one structure, and of every leaf dtype, shape, device and numbers. As everywhere in
+    pureaccum a NaN is the same as a NaN, and -0 as 0; a sparse leaf is the same as a dense one of
+    its numbers. Leaves that are not tensors are compared by type and ``==``.
 
     Args:
         got: What came: a pytree.
@@ -31,12 +31,18 @@ def assert_trees_bitwise_equal(got: Tree, want: Tree) -> None:
         AssertionError: Names the first leaf that is off, how many of its numbers are, the first of
             these, and the likely cause: a factor, a transposition, a rounding, another order.
 
-    >>> want = {"w": torch.tensor([1.0, 2.0])}
-    >>> assert_trees_bitwise_equal({"w": torch.tensor([1.0, 2.0])}, want)
-    >>> assert_trees_bitwise_equal({"w": torch.tensor([3.0, 6.0])}, want)
-    Traceback (most recent call last):
-    AssertionError: got['w']: 2 of 2 numbers differ, the first at [0]: 3.0 came, 1.0 was expected, \
-12582912 units in the last place apart. Likely cause: it is 3 times what was expected, everywhere.
+    Example:
+        >>> want = {"w": torch.tensor([1.0, 2.0])}
+        >>> assert_trees_bitwise_equal({"w": torch.tensor([1.0, 2.0])}, want)
+        >>> assert_trees_bitwise_equal({"w": torch.tensor([3.0, 6.0])}, want)
+        Traceback (most recent call last):
+        AssertionError: got['w']: 2 of 2 numbers differ, the first at [0]: 3.0 came, 1.0 was \
+expected, 12582912 units in the last place apart. Likely cause: it is 3 times what was expected, \
+everywhere.
+
+    References:
+        `torch.equal <https://docs.pytorch.org/docs/stable/generated/torch.equal.html>`_, which says
+        neither where nor why.
     """
     found = [said for pair in _pairs(got, want) if (said := _difference(*pair))]
     if found:
@@ -48,9 +54,9 @@ def assert_trees_bitwise_equal(got: Tree, want: Tree) -> None:
 def assert_trees_within_bound(got: Tree, want: Tree, bound: Tree) -> None:
     """Assert that every number is as near to what was expected as its bound says.
 
-    ``abs(got - want) <= bound``, and exactly so: where float64 might round in favour, fractions
-    decide. Shapes have to agree and dtypes need not. Only a NaN is near to a NaN, and to an inf
-    only an inf, unless the bound is one.
+    The rule: ``abs(got - want) <= bound``, and exactly so: where float64 might round in favour,
+    fractions decide. Shapes have to agree and dtypes need not. Only a NaN is near to a NaN, and to
+    an inf only an inf, unless the bound is one.
 
     Args:
         got: What came: a pytree of tensors and numbers.
@@ -62,12 +68,17 @@ def assert_trees_within_bound(got: Tree, want: Tree, bound: Tree) -> None:
         AssertionError: Names the worst number of all: the one with the largest error / bound.
         ValueError: A bound is negative or NaN, or does not fit.
 
-    >>> got, want = {"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])}
-    >>> assert_trees_within_bound(got, want, 0.5)
-    >>> assert_trees_within_bound(got, want, {"w": torch.tensor([0.0, 0.125])})
-    Traceback (most recent call last):
-    AssertionError: got['w'][1]: 2.5 came, 2.0 was expected within 0.125; the error, 0.5, is \
+    Example:
+        >>> got, want = {"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])}
+        >>> assert_trees_within_bound(got, want, 0.5)
+        >>> assert_trees_within_bound(got, want, {"w": torch.tensor([0.0, 0.125])})
+        Traceback (most recent call last):
+        AssertionError: got['w'][1]: 2.5 came, 2.0 was expected within 0.125; the error, 0.5, is \
 4 times the bound. 1 of 2 numbers lies outside.
+
+    References:
+        `torch.testing.assert_close <https://docs.pytorch.org/docs/stable/testing.html>`_, whose
+        tolerances are chosen where this bound is derived.
     """
     bounds = _bounds(bound, want)
     misses = [_miss(*pair, limit) for pair, limit in zip(_pairs(got, want), bounds, strict=True)]

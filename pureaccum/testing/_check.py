@@ -62,20 +62,21 @@ def check_accumulation(
 ) -> Report:
     """Find out whether a loss may be cut into microbatches, and if not, why.
 
-    Rule: the batch is cut into halves, into all rows but one and that one, into single rows (16
-    microbatches at most), and at random in random order; what is accumulated is compared with
-    the gradient of the full batch, leaf by leaf, in float64. A difference counts where rounding
-    cannot explain it:
-    ``‖Σ c_k − full‖ > √u₆₄ Σ ‖c_k‖ + √(u₆₄/u₃₂) ‖full₃₂ − full‖``. Then experiments look for the
-    cause. Nothing is changed: captured tensors that the loss writes to, and random generators,
-    are put back.
+    The rule, for the microbatches' sums c of any split, leaf by leaf in float64::
+
+        it fits: ‖Σ c − full‖ <= √u₆₄ Σ ‖c‖ + √(u₆₄/u₃₂) ‖full₃₂ − full‖
+
+    The batch is cut into halves, into all rows but one and that one, into single rows (16
+    microbatches at most), and at random in random order. Then experiments look for the cause.
+    Nothing is changed: captured tensors that the loss writes to, and random generators, are put
+    back.
 
     Args:
         loss_fn: ``loss_fn(params, batch)`` gives a scalar loss or ``Weighted``.
         params: What is differentiated, a pytree of tensors.
         batch: A pytree whose tensors have one row per sample along dim 0; two rows at least.
             Some 8 to 64 rows of real data show more than many.
-        has_aux: Whether ``loss_fn`` returns ``(loss, aux)``.
+        has_aux: Whether the loss returns ``(loss, aux)``.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         loop: A loop of your own in place of this package's accumulator,
             ``loop(loss_fn, params, microbatches) -> grads``: then it is the loop that is checked.
@@ -95,12 +96,18 @@ def check_accumulation(
     Raises:
         AccumulationMismatch: Where the loss does not fit; ``error.report`` is the report.
 
-    >>> def token_mean(w, batch):
-    ...     return ((batch["x"] * w) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
-    >>> batch = {"x": torch.arange(4.0), "mask": torch.tensor([1.0, 1.0, 0.0, 1.0])}
-    >>> report = check_accumulation(token_mean, torch.ones(()), batch, raise_on_mismatch=False)
-    >>> report.fits, report.diagnoses[0].kind
-    (False, 'mean of means')
+    Example:
+        >>> def token_mean(w, batch):
+        ...     return ((batch["x"] * w) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
+        >>> batch = {"x": torch.arange(4.0), "mask": torch.tensor([1.0, 1.0, 0.0, 1.0])}
+        >>> report = check_accumulation(token_mean, torch.ones(()), batch, raise_on_mismatch=False)
+        >>> report.fits, report.diagnoses[0].kind
+        (False, 'mean of means')
+
+    References:
+        `torch.autograd.gradcheck
+        <https://docs.pytorch.org/docs/stable/generated/torch.autograd.gradcheck.gradcheck.html>`_,
+        which asks the same of a derivative.
     """
     check_choice(reduction, get_args(Reduction), "reduction")
     check_choice(reference, get_args(Reference), "reference")
@@ -130,7 +137,7 @@ def check_accumulation(
     return report
 
 
-def assert_accumulates(
+def assert_accumulates(  # noqa: D417
     loss_fn: Callable[..., Any],
     params: Any,
     batch: Any,
@@ -145,20 +152,24 @@ def assert_accumulates(
 ) -> None:
     """Raise ``AccumulationMismatch`` where a loss may not be cut into microbatches.
 
-    Args:
-        loss_fn: As all arguments: see ``check_accumulation``.
-        params: See there.
-        batch: See there.
-        has_aux: See there.
-        reduction: See there.
-        loop: See there.
-        splits: See there.
-        weights: See there.
-        reference: See there.
-        seed: See there.
+    The rule: ``check_accumulation(loss_fn, params, batch, ...)``, without the report.
 
-    >>> x = torch.arange(6.0).reshape(3, 2)
-    >>> assert_accumulates(lambda w, x: ((x @ w) ** 2).mean(), torch.ones(2), x)
+    Args:
+        loss_fn, params, batch, has_aux, reduction, loop, splits, weights, reference, seed: As for
+            ``check_accumulation``.
+
+    Raises:
+        AccumulationMismatch: Where the loss does not fit; ``error.report`` says why.
+
+    Example:
+        >>> x = torch.arange(6.0).reshape(3, 2)
+        >>> assert_accumulates(lambda w, x: ((x @ w) ** 2).mean(), torch.ones(2), x)
+        >>> assert_accumulates(lambda w, x: (x @ w).mean() ** 2, torch.ones(2), x)
+        Traceback (most recent call last):
+        pureaccum.testing._report.AccumulationMismatch: does not fit: 2 of 2 leaves are off ...
+
+    References:
+        ``check_accumulation``, which returns a ``Report``.
     """
     check_accumulation(
         loss_fn,

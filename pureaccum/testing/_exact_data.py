@@ -23,9 +23,13 @@ def seeds() -> st.SearchStrategy[int]:
     Returns:
         A strategy for ints from 0 to 2**32 - 1.
 
-    >>> from hypothesis import find
-    >>> find(seeds(), lambda seed: seed > 6)
-    7
+    Example:
+        >>> from hypothesis import find
+        >>> find(seeds(), lambda seed: seed > 6)
+        7
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``losses``, which draws one.
     """
     return st.integers(0, 2**32 - 1)
 
@@ -39,9 +43,13 @@ def dtypes(complex: bool = False) -> st.SearchStrategy[torch.dtype]:
     Returns:
         A strategy for float32, float64, bfloat16 and float16; complex64 and complex128.
 
-    >>> from hypothesis import find
-    >>> find(dtypes(), lambda dtype: True)
-    torch.float32
+    Example:
+        >>> from hypothesis import find
+        >>> find(dtypes(), lambda dtype: True)
+        torch.float32
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``exact_trees`` and ``batches``
     """
     real = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     return st.sampled_from([*real, torch.complex64, torch.complex128] if complex else real)
@@ -60,9 +68,13 @@ def shapes(dims: int = 2, side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
     Returns:
         A strategy for tuples of ints.
 
-    >>> from hypothesis import find
-    >>> find(shapes(), lambda shape: len(shape) == 2)
-    (0, 0)
+    Example:
+        >>> from hypothesis import find
+        >>> find(shapes(), lambda shape: len(shape) == 2)
+        (0, 0)
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``trees``, whose leaves have such shapes.
     """
     return st.lists(st.integers(0, side), max_size=dims).map(tuple)
 
@@ -79,9 +91,14 @@ def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Tre
     Returns:
         A strategy for trees.
 
-    >>> from hypothesis import find
-    >>> find(trees(), lambda tree: isinstance(tree, dict))
-    {'z': tensor(0.)}
+    Example:
+        >>> from hypothesis import find
+        >>> from hypothesis import strategies as st
+        >>> find(trees(st.integers()), lambda tree: isinstance(tree, dict))
+        {'z': 0}
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``exact_trees``, whose sums do not round.
     """
     if leaves is None:
         ordinary = st.floats(-1000, 1000, width=32, allow_subnormal=False)
@@ -102,9 +119,11 @@ def exact_trees(
 ) -> st.SearchStrategy[list[Tree]]:
     """Several trees of one structure whose sums are exact, in any order and grouping.
 
-    All numbers are integers times one power of two. The integers are at most
-    ``2**digits / terms``, and mostly about as large as that, with the 24 digits of float32, the 11
-    of float16, the 8 of bfloat16 or the 53 of float64: a sum in a narrower dtype rounds.
+    The rule: all numbers are integers times one power of two, with integers up to
+    ``2**digits / terms``.
+
+    Mostly they are about as large as that, with the 24 digits of float32, the 11 of float16, the 8
+    of bfloat16 or the 53 of float64: a sum in a narrower dtype rounds.
 
     Args:
         copies: How many trees.
@@ -114,10 +133,14 @@ def exact_trees(
     Returns:
         A strategy for lists of trees.
 
-    >>> from hypothesis import find
-    >>> narrow = lambda tree: torch.is_tensor(tree) and bool((tree.half() != tree).any())
-    >>> find(exact_trees(2), lambda trees: narrow(trees[0]))
-    [tensor(2049.), tensor(0.)]
+    Example:
+        >>> from hypothesis import find
+        >>> narrow = lambda tree: torch.is_tensor(tree) and bool((tree.half() != tree).any())
+        >>> find(exact_trees(2), lambda trees: narrow(trees[0]))
+        [tensor(2049.), tensor(0.)]
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``assert_trees_bitwise_equal``
     """
     most = int(2 / torch.finfo(dtype).eps)  # it has all integers to there
     terms = copies if terms is None else terms
@@ -154,11 +177,16 @@ def batches(rows: int, dtype: torch.dtype = torch.float32) -> st.SearchStrategy[
     Returns:
         A strategy for batches.
 
-    >>> from hypothesis import find
-    >>> find(batches(2), lambda batch: bool(batch["mask"][0] == 0))
-    {'x': tensor([[0.],
-            [0.]]), 'tokens': tensor([[0],
-            [0]]), 'mask': tensor([0, 1])}
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=5)
+        ... @given(batches(rows=3))
+        ... def test(batch):  # exact in any order
+        ...     assert torch.equal(batch["x"].sum(0), batch["x"].flip(0).sum(0))
+        >>> test()
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``pieces``, which cuts it.
     """
     return _batches(rows, dtype)
 
@@ -188,9 +216,13 @@ def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
     Returns:
         A strategy for lists of ints.
 
-    >>> from hypothesis import find
-    >>> find(weights(3), lambda weights: sum(weights) != 3)
-    [1, 1, 0]
+    Example:
+        >>> from hypothesis import find
+        >>> find(weights(3), lambda weights: sum(weights) != 3)
+        [1, 1, 0]
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Weighted``, whose weights they may be.
     """
     # both are drawn: hypothesis takes what needs fewer draws for simpler
     return st.tuples(st.integers(0, 9), _list(_weight(most), n)).map(

@@ -33,8 +33,12 @@ def reduction(kind: Kind) -> Reduction:
     Returns:
         ``"sum"`` or ``"mean"``.
 
-    >>> [reduction(kind) for kind in KINDS]
-    ['sum', 'mean', 'mean']
+    Example:
+        >>> [reduction(kind) for kind in KINDS]
+        ['sum', 'mean', 'mean']
+
+    References:
+        ``ExactModel.loss``, whose kind it is.
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}.")
@@ -46,17 +50,21 @@ class ExactModel(NamedTuple):
 
     Exact are the sums over rows, and means over a power of two of them.
 
-    Args:
+    Attributes:
         name: What kind of model it is.
         per_row: ``per_row(params, batch)`` gives one loss a row; ``larger=`` may stand for
             ``torch.maximum``.
         params: A tree of float32 tensors.
         batch: The target ``"y"``, an int64 ``"mask"`` with zeros, and ``"x"`` or ``"tokens"``.
 
-    >>> batch = {"y": torch.tensor([1.0, 2.0, 6.0]), "mask": torch.tensor([1, 1, 0])}
-    >>> model = ExactModel("product", lambda w, batch: w * batch["y"], torch.tensor(2.0), batch)
-    >>> model.full_batch("weighted")
-    (tensor(1.5000), tensor(3., dtype=torch.float64))
+    Example:
+        >>> batch = {"y": torch.tensor([1.0, 2.0, 6.0]), "mask": torch.tensor([1, 1, 0])}
+        >>> model = ExactModel("product", lambda w, batch: w * batch["y"], torch.tensor(2.0), batch)
+        >>> model.full_batch("weighted")
+        (tensor(1.5000), tensor(3., dtype=torch.float64))
+
+    References:
+        ``losses``, which draws it; ``assert_trees_bitwise_equal``, to compare with ``full_batch``.
     """
 
     name: str
@@ -127,12 +135,17 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
     Returns:
         A strategy for ``ExactModel``.
 
-    >>> from hypothesis import given, settings
-    >>> @settings(max_examples=5)
-    ... @given(losses(rows=4))
-    ... def test(model):
-    ...     assert model.loss("mean")(model.params, model.batch) * 4 == model.full_batch("sum")[1]
-    >>> test()
+    Example:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=5)
+        ... @given(losses(rows=4))
+        ... def test(model):
+        ...     loss = model.loss("mean")(model.params, model.batch)
+        ...     assert loss * 4 == model.full_batch("sum")[1]
+        >>> test()
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``histories``, to accumulate them.
     """
     if rows < 1:
         raise ValueError(f"rows is {rows}; expected at least one, or there is no mean.")

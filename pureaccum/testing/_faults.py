@@ -13,14 +13,18 @@ from .._tree import Tree, map
 class Fault(NamedTuple):
     """What goes wrong, and where.
 
-    Args:
+    Attributes:
         microbatch: Which one, counted from 0.
         kind: ``"nan"`` or ``"inf"``; or ``"overflow"``, the largest number of its dtype, which is
             finite where its square, or the sum of two, is not.
 
-    >>> fault = Fault(1, "inf")
-    >>> fault.spoil([torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
-    [tensor([1.]), tensor([inf, inf])]
+    Example:
+        >>> fault = Fault(1, "inf")
+        >>> fault.spoil([torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+        [tensor([1.]), tensor([inf, inf])]
+
+    References:
+        ``faults``, which draws it; ``accumulator``, whose ``nonfinite`` says what becomes of it.
     """
 
     microbatch: int
@@ -53,15 +57,21 @@ class Fault(NamedTuple):
 def faults(parts: int) -> st.SearchStrategy[Fault]:
     """One microbatch that goes wrong; it shrinks to a NaN in the first.
 
+    The rule: ``Fault(microbatch, kind)`` for each ``microbatch`` below ``parts`` and each kind.
+
     Args:
         parts: How many microbatches there are, at least one.
 
     Returns:
         A strategy for ``Fault``.
 
-    >>> from hypothesis import find
-    >>> find(faults(3), lambda fault: fault.kind != "nan")
-    Fault(microbatch=0, kind='inf')
+    Example:
+        >>> from hypothesis import find
+        >>> find(faults(3), lambda fault: fault.kind != "nan")
+        Fault(microbatch=0, kind='inf')
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Fault.spoil``
     """
     if parts < 1:
         raise ValueError(f"parts is {parts}; expected at least one microbatch to spoil.")

@@ -21,6 +21,8 @@ State = TypeVar("State")
 def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
     """Every way to cut n rows into microbatches; they shrink to one microbatch.
 
+    The rule: the lists of numbers, above zero unless ``empty``, whose sum is n.
+
     Args:
         n: How many rows.
         empty: Microbatches without rows too.
@@ -28,9 +30,13 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
     Returns:
         A strategy for lists of sizes, whose sum is n.
 
-    >>> from hypothesis import find
-    >>> find(compositions(3), lambda sizes: len(set(sizes)) > 1)
-    [1, 2]
+    Example:
+        >>> from hypothesis import find
+        >>> find(compositions(3), lambda sizes: len(set(sizes)) > 1)
+        [1, 2]
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``pieces``, which cuts a batch so.
     """
     if n < 0:
         raise ValueError(f"n is {n}; expected a number of rows, at least 0.")
@@ -46,6 +52,8 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
 def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
     """Cut a batch into microbatches of those sizes.
 
+    The rule: ``torch.split(x, sizes)`` of every tensor ``x``.
+
     Args:
         batch: A tree whose tensors have one row per sample; what is no tensor goes to each.
         sizes: Rows of each microbatch, none allowed; their sum is the rows of the batch.
@@ -53,9 +61,13 @@ def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
     Returns:
         Trees like ``batch``, whose tensors are views.
 
-    >>> import torch
-    >>> pieces({"x": torch.arange(3)}, [1, 0, 2])
-    [{'x': tensor([0])}, {'x': tensor([], dtype=torch.int64)}, {'x': tensor([1, 2])}]
+    Example:
+        >>> import torch
+        >>> pieces({"x": torch.arange(3)}, [1, 0, 2])
+        [{'x': tensor([0])}, {'x': tensor([], dtype=torch.int64)}, {'x': tensor([1, 2])}]
+
+    References:
+        ``compositions``, which draws sizes; ``microbatches``, for one size.
     """
     leaves, spec = flatten(batch)
     columns = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
@@ -76,9 +88,13 @@ def merge_trees(n: int) -> st.SearchStrategy[MergeTree]:
     Returns:
         A strategy for nested pairs of ``range(n)``; the int 0 where n is 1.
 
-    >>> from hypothesis import find
-    >>> find(merge_trees(3), lambda tree: tree != ((0, 1), 2))
-    (0, (1, 2))
+    Example:
+        >>> from hypothesis import find
+        >>> find(merge_trees(3), lambda tree: tree != ((0, 1), 2))
+        (0, (1, 2))
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``merge_along``, which merges so.
     """
     if n < 1:
         raise ValueError(f"n is {n}; expected at least one state to merge.")
@@ -101,6 +117,9 @@ def merge_along(
 ) -> State:
     """Merge states as a tree says.
 
+    The rule: of an int ``i`` it is ``states[i]``, and of a pair ``(a, b)`` what ``merge`` gives for
+    those of ``a`` and of ``b``.
+
     Args:
         tree: Nested pairs of positions in ``states``, as ``merge_trees`` draws them.
         states: What is merged.
@@ -109,8 +128,12 @@ def merge_along(
     Returns:
         The one state that is left.
 
-    >>> merge_along(((0, 2), 1), ["a", "b", "c"], lambda a, b: f"({a} {b})")
-    '((a c) b)'
+    Example:
+        >>> merge_along(((0, 2), 1), ["a", "b", "c"], lambda a, b: f"({a} {b})")
+        '((a c) b)'
+
+    References:
+        ``merge_trees``, which draws the tree; ``accumulator``, whose ``merge`` it may be.
     """
     if isinstance(tree, int):
         return states[tree]
@@ -124,18 +147,24 @@ def merge_along(
 class History(NamedTuple):
     """A way to accumulate a batch.
 
-    Args:
+    The rule: cut it, accumulate each group of microbatches into a state, and merge the states.
+
+    Attributes:
         sizes: The rows of each microbatch, in the order of the batch.
         groups: For each state, which microbatches it accumulates, and in which order.
         merges: How the states are merged, as ``merge_trees`` draws it.
 
-    >>> import torch
-    >>> from pureaccum import accumulator
-    >>> acc = accumulator(lambda w, x: (w * x).mean())
-    >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 6.0])
-    >>> history = History(sizes=[1, 2], groups=[[1], [0]], merges=(0, 1))
-    >>> acc.finalize(history.run(acc, w, x))
-    (tensor(3.), tensor(3., dtype=torch.float64))
+    Example:
+        >>> import torch
+        >>> from pureaccum import accumulator
+        >>> acc = accumulator(lambda w, x: (w * x).mean())
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 6.0])
+        >>> history = History(sizes=[1, 2], groups=[[1], [0]], merges=(0, 1))
+        >>> acc.finalize(history.run(acc, w, x))
+        (tensor(3.), tensor(3., dtype=torch.float64))
+
+    References:
+        ``histories``, which draws it; ``pieces`` and ``merge_along``, of which ``run`` is made.
     """
 
     sizes: list[int]
@@ -176,9 +205,13 @@ def histories(n: int) -> st.SearchStrategy[History]:
     Returns:
         A strategy for ``History``.
 
-    >>> from hypothesis import find
-    >>> find(histories(2), lambda history: len(history.groups) == 2)
-    History(sizes=[2], groups=[[], [0]], merges=(0, 1))
+    Example:
+        >>> from hypothesis import find
+        >>> find(histories(2), lambda history: len(history.groups) == 2)
+        History(sizes=[2], groups=[[], [0]], merges=(0, 1))
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``losses``, to accumulate so.
     """
     return _histories(n)
 

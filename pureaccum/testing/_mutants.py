@@ -6,14 +6,18 @@ from typing import NamedTuple
 class Mutant(NamedTuple):
     """A fault in the package: one replacement in one of its files.
 
-    Args:
+    Attributes:
         says: What is wrong with it.
         file: The file, relative to the package.
         old: Text that occurs there exactly once.
         new: What stands there instead.
 
-    >>> OF_CORE["the short tail dropped"].says
-    'Rows after the last full microbatch are left out.'
+    Example:
+        >>> OF_CORE["the short tail dropped"].says
+        'Rows after the last full microbatch are left out.'
+
+    References:
+        ``plant``, which writes it; ``MUTANTS``, the table of them by name.
     """
 
     says: str

@@ -30,6 +30,8 @@ Picture = dict[str, Looks]  # of things by their names: args[0]['w'], torch, ...
 def assert_pure(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Call a function, and assert that it changed nothing.
 
+    The rule: a picture of all that it reaches is the same before and after the call.
+
     Not its arguments; not the modules and tensors that it closes over, is bound to or names: their
     bits, versions, ``.grad``, hooks, what modules hold; not a global generator of random numbers,
     of torch, Python or NumPy; not a mode of torch.
@@ -46,12 +48,17 @@ def assert_pure(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         AssertionError: Something changed, and all of it is named. An error of ``fn`` comes through
             as it is, unless something changed as well: then it is the cause of this one.
 
-    >>> assert_pure(torch.add, torch.tensor(1.0), torch.tensor(2.0))
-    tensor(3.)
-    >>> assert_pure(lambda tree: tree["w"].add_(1), {"w": torch.tensor(1.0)})
-    Traceback (most recent call last):
-    AssertionError: the call changed args[0]['w']: bits, version (0 before, 1 after). \
+    Example:
+        >>> assert_pure(torch.add, torch.tensor(1.0), torch.tensor(2.0))
+        tensor(3.)
+        >>> assert_pure(lambda tree: tree["w"].add_(1), {"w": torch.tensor(1.0)})
+        Traceback (most recent call last):
+        AssertionError: the call changed args[0]['w']: bits, version (0 before, 1 after). \
 Likely cause: an operation in place, such as add_, +=, copy_ or out=.
+
+    References:
+        `Pure functions in JAX
+        <https://docs.jax.dev/en/latest/notebooks/Common_Gotchas_in_JAX.html>`_; ``unchanged``
     """
     with _watched({"fn": fn, "args": args, "kwargs": kwargs}, draws=False):
         return fn(*args, **kwargs)
@@ -61,23 +68,30 @@ Likely cause: an operation in place, such as add_, +=, copy_ or out=.
 def unchanged(*things: Any, draws: bool = False) -> Generator[None]:
     """Assert that things, and the modes of torch, are afterwards what they were before.
 
-    What ``assert_pure`` asserts of a call, of a block: whether an error came or not.
+    The rule: what ``assert_pure`` asserts of a call, of a block, whether an error came or not.
 
     Args:
         things: Tensors, modules, functions, and trees of them.
         draws: Whether the global generators of random numbers may move.
 
+    Returns:
+        A context manager.
+
     Raises:
         AssertionError: Something changed, and all of it is named.
 
-    >>> x = torch.tensor([1.0, 2.0])
-    >>> with unchanged(x):
-    ...     y = x + 1
-    >>> with unchanged():
-    ...     y = torch.dropout(x, 0.5, train=True)
-    Traceback (most recent call last):
-    AssertionError: the call changed torch's generator: state. \
+    Example:
+        >>> x = torch.tensor([1.0, 2.0])
+        >>> with unchanged(x):
+        ...     y = x + 1
+        >>> with unchanged():
+        ...     y = torch.dropout(x, 0.5, train=True)
+        Traceback (most recent call last):
+        AssertionError: the call changed torch's generator: state. \
 Likely cause: a draw without a generator or a key of its own.
+
+    References:
+        ``assert_pure``, for one call.
     """
     with _watched({"things": things}, draws):
         yield

@@ -13,7 +13,7 @@ Split = tuple[tuple[int, ...], ...]  # the rows of each microbatch
 class Leaf(NamedTuple):
     """One leaf of the gradient, or the value.
 
-    Args:
+    Attributes:
         path: How a user would write it: ``params['layer'].weight``, or ``value``.
         error: The largest difference from the full batch, in units of its bound: above 1 it is
             not rounding. Inf where a microbatch raised, or gave an inf or a NaN.
@@ -22,8 +22,12 @@ class Leaf(NamedTuple):
         native: In the loss's own dtypes, the error of the accumulated gradient relative to the
             full batch's own error: about 1 is as good as it can be; NaN where nothing can be said.
 
-    >>> Leaf("params['w']", 250.0, ((0,), (3,)), 1.0).split
-    ((0,), (3,))
+    Example:
+        >>> Leaf("params['w']", 250.0, ((0,), (3,)), 1.0).split
+        ((0,), (3,))
+
+    References:
+        ``Report.leaves``, where they stand; ``check_accumulation``, which says what the bound is.
     """
 
     path: str
@@ -35,7 +39,7 @@ class Leaf(NamedTuple):
 class Diagnosis(NamedTuple):
     """A cause, found by an experiment.
 
-    Args:
+    Attributes:
         kind: ``"batch statistics"``, ``"randomness"``, ``"state"``, ``"batch coupling"``,
             ``"mean of means"``, ``"weight"``, ``"sum as mean"``, ``"mean as sum"``,
             ``"constant term"``, ``"overflow"``, ``"raises"``; of a loop also
@@ -44,8 +48,13 @@ class Diagnosis(NamedTuple):
         says: What the experiment showed.
         mend: The line of code that mends it.
 
-    >>> Diagnosis("mean as sum", "it is a mean and was declared a sum.", 'reduction="mean"').kind
-    'mean as sum'
+    Example:
+        >>> says = "it is a mean and was declared a sum."
+        >>> Diagnosis("mean as sum", says, mend='reduction="mean"').kind
+        'mean as sum'
+
+    References:
+        ``Report.diagnoses``, where they stand; ``check_accumulation``.
     """
 
     kind: str
@@ -54,9 +63,9 @@ class Diagnosis(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What ``check_accumulation`` found.
+    """What ``check_accumulation`` found; printed, it is a table.
 
-    Args:
+    Attributes:
         fits: Whether the accumulated gradient is the full batch's, and the loss a pure function.
         leaves: The value and every leaf of the gradient.
         diagnoses: The causes, where it does not fit.
@@ -66,15 +75,19 @@ class Report(NamedTuple):
         dtype: The dtype that the loss has natively.
         reference: The dtype in which it was compared.
 
-    >>> leaf = Leaf("value", 0.5, (), 1.25)
-    >>> print(Report(True, (leaf,), (), 8, 12, "mean", "float32", "float64"))
-    fits: every leaf is the full batch's (a mean over 8 rows, 12 splits, in float64)
-    <BLANKLINE>
-    leaf   error / bound  float32 / full
-    value            0.5            1.25
-    <BLANKLINE>
-    error / bound: above 1 it is no rounding.
-    float32 / full: the error in float32, over the full batch's own there.
+    Example:
+        >>> leaf = Leaf("value", 0.5, (), 1.25)
+        >>> print(Report(True, (leaf,), (), 8, 12, "mean", "float32", "float64"))
+        fits: every leaf is the full batch's (a mean over 8 rows, 12 splits, in float64)
+        <BLANKLINE>
+        leaf   error / bound  float32 / full
+        value            0.5            1.25
+        <BLANKLINE>
+        error / bound: above 1 it is no rounding.
+        float32 / full: the error in float32, over the full batch's own there.
+
+    References:
+        ``check_accumulation``, which makes it; ``Leaf`` and ``Diagnosis``, of which it is made.
     """
 
     fits: bool
@@ -96,8 +109,16 @@ class AccumulationMismatch(AssertionError):
     Args:
         report: What was found; the message is its text.
 
-    >>> AccumulationMismatch(Report(False, (), (), 8, 12, "mean", "float32", "float64")).report.rows
-    8
+    Attributes:
+        report: What was found.
+
+    Example:
+        >>> report = Report(False, (), (), 8, 12, "mean", "float32", "float64")
+        >>> AccumulationMismatch(report).report.rows
+        8
+
+    References:
+        ``check_accumulation`` and ``assert_accumulates``, which raise it.
     """
 
     def __init__(self, report: Report) -> None:

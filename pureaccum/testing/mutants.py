@@ -24,11 +24,11 @@ MUTANTS: dict[str, Mutant] = OF_CORE | OF_SAMPLES | OF_STAGES
 def plant(name: str, directory: str | Path) -> Path:
     """Write a copy of the installed package that has a fault.
 
-    The copy is ``directory/pureaccum``; nothing else is written to.
+    The rule: ``directory/pureaccum`` is the package, with ``old`` of a ``Mutant`` made ``new``.
 
     Args:
         name: One of ``MUTANTS``.
-        directory: Where to write; it is made if there is none.
+        directory: Where to write; it is made if there is none. Nothing else is written to.
 
     Returns:
         The path of the copy.
@@ -37,11 +37,16 @@ def plant(name: str, directory: str | Path) -> Path:
         ValueError: There is no such mutant.
         FileExistsError: ``directory`` has a ``pureaccum`` already.
 
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as directory:
-    ...     copy = plant("the short tail dropped", directory)
-    ...     "range(0, rows - size + 1, size)" in (copy / "_batches.py").read_text()
-    True
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as directory:
+        ...     copy = plant("the short tail dropped", directory)
+        ...     "range(0, rows - size + 1, size)" in (copy / "_batches.py").read_text()
+        True
+
+    References:
+        DeMillo, Lipton and Sayward, `Hints on test data selection
+        <https://doi.org/10.1109/C-M.1978.218136>`_, 1978.
     """
     if name not in MUTANTS:
         near = get_close_matches(name, MUTANTS, n=3, cutoff=0.3)

@@ -1,0 +1,229 @@
+"""Every public name says what it is in one form; names are found by looking, so none is left out.
+
+sentence, The rule, Args or Attributes, Returns, Example (a doctest), References
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from textwrap import dedent
+from types import ModuleType
+from typing import Any, NamedTuple, get_type_hints
+
+import pytest
+import torch
+
+import pureaccum as pa
+from pureaccum.testing import mutants, strategies
+
+
+KNOBS = ["batch_argnums", "has_aux", "reduction", "aux_reduction", "microbatch_size", "nonfinite"]
+LINK = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>`]*)?")
+
+
+# Names ---------------------------------------------------------------------------------------
+
+
+def is_named_tuple(it: Any) -> bool:
+    return inspect.isclass(it) and issubclass(it, tuple) and hasattr(it, "_fields")
+
+
+def of_module(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Its public functions and classes, as a user writes them."""
+    path = "pa" + module.__name__.removeprefix("pureaccum")
+    exported = re.findall(r"^ *from .* import (\w+) as \1$", inspect.getsource(module), flags=re.M)
+    for name in {*vars(module), *exported}:  # those that are not loaded yet, too
+        it = getattr(module, name)
+        ours = getattr(it, "__module__", "").startswith("pureaccum")
+        if ours and not name.startswith("_") and (inspect.isfunction(it) or inspect.isclass(it)):
+            yield f"{path}.{name}", it
+
+
+PUBLIC = dict(pair for m in (pa, pa.testing, strategies, mutants) for pair in sorted(of_module(m)))
+# The other names in this file serve other files.
+for name in ("all_reduce", "shard_batch", "Pending"):
+    PUBLIC[f"pa.distributed.{name}"] = getattr(pa.distributed, name)
+FUNCTIONS = {path: it for path, it in PUBLIC.items() if inspect.isfunction(it)}
+METHODS = {
+    f"{path}.{name}": method
+    for path, cls in PUBLIC.items()
+    for name, method in (vars(cls).items() if inspect.isclass(cls) else ())
+    if inspect.isfunction(method) and not name.startswith("_")
+}
+
+
+def loss(params: Any, batch: Any) -> Any: ...
+
+
+# What returns functions, in a NamedTuple that says how each is called.
+MAKERS: dict[str, Callable[[], Any]] = {
+    "pa.accumulator": lambda: pa.accumulator(loss),
+    "pa.per_sample_accumulator": lambda: pa.per_sample_accumulator(loss),
+    "pa.sgd": pa.sgd,
+    "pa.adam": pa.adam,
+    "pa.adamw": pa.adamw,
+    "pa.from_torch": lambda: pa.from_torch(torch.optim.SGD),
+    "pa.chain": lambda: pa.chain(pa.sgd()),
+    "pa.partition": lambda: pa.partition({"": pa.sgd()}, str),
+    "pa.clip_by_global_norm": lambda: pa.clip_by_global_norm(1.0),
+    "pa.dynamic_loss_scale": pa.dynamic_loss_scale,
+    "pa.static_loss_scale": lambda: pa.static_loss_scale(1.0),
+    "pa.running_noise_scale": pa.running_noise_scale,
+    "pa.functional": lambda: pa.functional(torch.nn.Linear(1, 1)),
+    "pa.make_step": lambda: pa.make_step(loss, pa.sgd()),
+    "pa.rowwise": lambda: pa.rowwise(loss),
+    "pa.pooled": lambda: pa.pooled(loss),
+    "pa.full": lambda: pa.full(loss),
+    "pa.staged": lambda: pa.staged([pa.full(loss)]),
+    "pa.staged_from": lambda: pa.staged_from(torch.nn.Linear(1, 1), loss),
+}
+
+
+# What a docstring says -----------------------------------------------------------------------
+
+
+class Said(NamedTuple):
+    """A docstring, taken apart."""
+
+    sentence: str
+    rule: bool
+    sections: dict[str, str]
+
+    def entries(self, section: str) -> dict[str, str]:
+        """What is said of each name in it; several names may share an entry."""
+        found: dict[str, str] = {}
+        for entry in re.split(r"\n(?=\S)", dedent(self.sections.get(section, "")).strip()):
+            names, _, text = re.sub(r"\s+", " ", entry).partition(": ")
+            found |= dict.fromkeys(names.split(", "), text)
+        return found
+
+
+def said(it: Any) -> Said:
+    doc = inspect.getdoc(it) or ""
+    head, *rest = re.split(r"^([A-Z]\w+):\n", doc, flags=re.M)
+    sections = dict(zip(rest[::2], rest[1::2], strict=True))
+    return Said(doc.split("\n\n")[0], "\nThe rule" in head, sections)
+
+
+def arguments(it: Callable[..., Any], needed: bool = False) -> list[str]:
+    them = [x for x in inspect.signature(it).parameters.values() if x.name != "self"]
+    return [x.name for x in them if not needed or x.default is x.empty]
+
+
+def lacks(it: Any, short: bool = False) -> list[str]:
+    """What a docstring of that form would have."""
+    doc = said(it)
+    fields = is_named_tuple(it)
+    where, names = ("Attributes", it._fields) if fields else ("Args", arguments(it))
+    told = doc.entries(where)
+    missing = [f"{where}: {name}" for name in names if not told.get(name)]
+    missing += [f"{where}: {name} is none" for name in told if name and name not in names]
+    if not re.fullmatch(r"\S[^\n]*\.", doc.sentence):
+        missing.append("a sentence")
+    if inspect.isfunction(it) and inspect.signature(it).return_annotation is not None:
+        missing += ["Returns"] * (not doc.sections.get("Returns", "").strip())
+    if not short:
+        missing += ["Example"] * (">>> " not in doc.sections.get("Example", ""))
+        missing += ["References"] * (not re.search("``|https:", doc.sections.get("References", "")))
+    return missing
+
+
+# Tests ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PUBLIC)
+def test_a_public_name_has_the_form(path: str) -> None:
+    assert not lacks(PUBLIC[path])
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_a_public_method_has_the_short_form(path: str) -> None:
+    assert not lacks(METHODS[path], short=True)
+
+
+@pytest.mark.parametrize("path", [path for path in FUNCTIONS if "strategies" not in path])
+def test_a_function_says_its_rule(path: str) -> None:
+    assert said(FUNCTIONS[path]).rule
+
+
+def test_all_that_makes_functions_is_known() -> None:
+    returned = {path: get_type_hints(it).get("return") for path, it in FUNCTIONS.items()}
+    public = set(PUBLIC.values())
+    assert {p for p, it in returned.items() if is_named_tuple(it) and it not in public} == {*MAKERS}
+
+
+@pytest.mark.parametrize("path", MAKERS)
+def test_functions_that_are_returned_are_said(path: str) -> None:
+    made = MAKERS[path]()
+    told = said(type(made)).entries("Attributes")
+    assert list(told) == list(made._fields)
+    for name, it in made._asdict().items():
+        if not callable(it) or it is loss:
+            continue
+        call = re.match(rf"``{name}\((.*?)\)``", told[name])
+        assert call, name
+        shown = [x.lstrip("*") for x in call[1].split(", ") if x and "=" not in x]
+        assert shown == arguments(it, needed=True), name
+        if name != "form":  # of a step that does not compile, always the same
+            assert said(getattr(it, "func", it)).sentence.endswith("."), name
+
+
+@pytest.mark.parametrize("knob", [*KNOBS, "engine"])
+def test_a_knob_is_said_in_the_same_words(knob: str) -> None:
+    clauses: dict[Any, set[str]] = {}
+    for it in FUNCTIONS.values():
+        parameter = inspect.signature(it).parameters.get(knob)
+        text = said(it).entries("Args").get(knob, "")
+        if parameter and not text.startswith("As for "):
+            clauses.setdefault(parameter.default, set()).add(re.split(r"[;:.] |\.$", text)[0])
+    assert all(len(words) == 1 for words in clauses.values()), clauses
+
+
+def test_links_are_links() -> None:
+    for it in (*PUBLIC.values(), *METHODS.values()):
+        doc = inspect.getdoc(it) or ""
+        links = re.findall(r"<([^<>]*)>`_", doc)
+        assert len(links) == doc.count("://"), doc
+        assert all(LINK.fullmatch(link) for link in links), links
+
+
+def test_the_reader_sees_what_it_looks_for() -> None:
+    def good(a: int, b: int, *c: int) -> int:
+        """One.
+
+        The rule: a.
+
+        Args:
+            a, b: Two
+                of them.
+            c: More.
+
+        Returns:
+            A number.
+
+        Example:
+            >>> good(1, 2)
+            1
+
+        References:
+            ``sum``
+        """
+        return a
+
+    doc = inspect.getdoc(good) or ""
+    assert said(good).entries("Args") == {"a": "Two of them.", "b": "Two of them.", "c": "More."}
+    assert (lacks(good), said(good).rule) == ([], True)
+    for old, new, missing in (
+        ("One.", "One", "a sentence"),
+        ("One.", "One\nand two.", "a sentence"),
+        ("a, b:", "a:", "Args: b"),
+        ("c: More.", "c: More.\n    d: Less.", "Args: d is none"),
+        ("Returns:\n    A number.\n", "", "Returns"),
+        (">>> ", "", "Example"),
+        ("``sum``", "sum", "References"),
+    ):
+        assert old in doc
+        good.__doc__ = doc.replace(old, new)
+        assert lacks(good) == [missing]
+    good.__doc__ = doc.replace("The rule", "A rule")
+    assert not said(good).rule
