@@ -136,8 +136,8 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
         A strategy for ``ExactModel``.
 
     Example:
-        >>> from hypothesis import given, settings
-        >>> @settings(max_examples=5)
+        >>> from hypothesis import HealthCheck, given, settings
+        >>> @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         ... @given(losses(rows=4))
         ... def test(model):
         ...     loss = model.loss("mean")(model.params, model.batch)
