@@ -43,4 +43,5 @@ $(VENV)/installed: pyproject.toml
 		|| { echo 'pureaccum needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet -e '.[dev,testing]'
+	$(RUN) compileall -q pureaccum  # as pip does with what is not editable
 	@touch $@

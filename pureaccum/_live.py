@@ -31,8 +31,15 @@ class Live:
 
 
 @contextmanager
-def counting(budget: int | None = None, device: torch.device | None = None) -> Generator[Live]:
-    """Count what is alive, of one device or of all; more than the budget is out of memory."""
+def counting(
+    budget: int | None = None,
+    device: torch.device | None = None,
+    taken_for: Callable[[Tensor], Tensor] | None = None,
+) -> Generator[Live]:
+    """Count what is alive, of one device or of all; more than the budget is out of memory.
+
+    Where operations take a tensor for another one, ``taken_for`` says for which.
+    """
     live = Live()
     counted: dict[int, weakref.ref[Any]] = {}  # by id, which stays as long as the storage does
     backwards = False
@@ -50,7 +57,8 @@ def counting(budget: int | None = None, device: torch.device | None = None) -> G
             if key in counted or device not in (None, tensor.device):
                 continue
             if given is None:
-                given = {id(x.untyped_storage()) for x in _tensors(arguments)}
+                found = _tensors(arguments)
+                given = {id((taken_for(x) if taken_for else x).untyped_storage()) for x in found}
             if key not in given:  # a view of what was there before
                 counted[key] = weakref.ref(storage, _forgetting(key, storage.nbytes()))
                 live.now += storage.nbytes()

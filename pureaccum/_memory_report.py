@@ -145,9 +145,9 @@ def memory_report(
     tensors = [x for x in leaves((state, batch)) if isinstance(x, Tensor)]
     before = generators({x.device for x in tensors if not x.is_meta})
     try:
-        with imagining() as imagined:
+        with imagining() as (imagined, taken_for):
             given = map(lambda x: imagined(x) if isinstance(x, Tensor) else x, (state, batch))
-            predicted = _memory(state, sums, *_run(step, *given))
+            predicted = _memory(state, sums, *_run(step, *given, taken_for=taken_for))
         if any(x.untyped_storage().device.type == "meta" for x in tensors):
             return MemoryReport(predicted, ())
         return MemoryReport(
@@ -157,11 +157,16 @@ def memory_report(
         restore(before)
 
 
-def _run(step: Callable[..., Any], state: TrainState, batch: Tree) -> tuple[int, int]:
+def _run(
+    step: Callable[..., Any],
+    state: TrainState,
+    batch: Tree,
+    taken_for: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[int, int]:
     """Bytes alive as a backward pass began, and at the peak."""
     device = state.samples.device
     on_cuda = device.type == "cuda" and type(state.samples) is Tensor
-    with counting(device=device) as live:
+    with counting(device=device, taken_for=taken_for) as live:
         if not on_cuda:
             step(state, batch)
             return live.before_backward, live.peak

@@ -247,19 +247,24 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def imagining() -> Generator[Callable[[Tensor], Tensor]]:
+def imagining() -> Generator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
     """Compute nothing: tensors have shapes and no numbers, and who reads a number is told 1.
 
-    Yields what makes such a tensor out of another one; on a CPU where that is on no device.
+    Yields what makes such a tensor out of another one, on a CPU where that is on no device; and
+    what says which one an operation takes a captured tensor for.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def taken_for(x: Tensor) -> Tensor:
+        return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
 
     def imagined(x: Tensor) -> Tensor:
         device = "cpu" if x.is_meta else x.device
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), Telling():
-        yield imagined
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, Telling():
+        yield imagined, taken_for
 
 
 class Telling(TorchDispatchMode):

@@ -161,6 +161,17 @@ def test_a_staged_step() -> None:
     assert predicted.activations >= 32 * 16 * 4  # the boundary
 
 
+def test_views_of_what_a_loss_captures_are_not_new() -> None:
+    """A linear layer transposes its weight at every call, and that is as large as all else here."""
+    frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    step = pa.make_step(
+        lambda w, x: (frozen(x) @ w).square().mean(), pa.sgd(0.1), microbatch_size=4
+    )
+    report = pa.memory_report(step, step.init(draw(64, 2)), draw(16, 64))
+    assert report.predicted == report.measured
+    assert report.predicted.beyond_arguments < 64 * 64 * 4
+
+
 def test_a_model_that_does_not_fit() -> None:
     """16 TiB of parameters: only on the meta device, and only predicted."""
     step = pa.make_step(lambda w, x: (torch.tanh(x @ w) ** 2).mean(), pa.adamw(), microbatch_size=8)

@@ -320,7 +320,8 @@ def test_what_is_imagined_holds_no_numbers() -> None:
     """And does not draw any."""
     before = torch.get_rng_state()
     huge = torch.empty(2**30, 2**10, device="meta", dtype=torch.bool)
-    with _torch.imagining() as imagined:
+    captured = torch.ones(3)
+    with _torch.imagining() as (imagined, taken_for):
         x = imagined(torch.ones(3, 2).T)
         assert (x.shape, x.stride(), x.device.type) == ((2, 3), (1, 2), "cpu")
         assert imagined(huge).device.type == "cpu"
@@ -328,4 +329,7 @@ def test_what_is_imagined_holds_no_numbers() -> None:
         assert (x.sum() > 2).item() is True
         assert torch.equal(x, x + 1)
         assert nn.functional.dropout(x).untyped_storage().device.type == "meta"
+        view = captured.view(1, 3)
+        assert view.untyped_storage() is taken_for(captured).untyped_storage()
+        assert taken_for(x) is x
     assert torch.equal(torch.get_rng_state(), before)
