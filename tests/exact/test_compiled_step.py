@@ -76,8 +76,8 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
     [
         ("mean", "scan"),
         ("sum", "scan"),
-        ("weighted", "scan"),
-        ("sum", "unrolled"),
+        pytest.param("weighted", "scan", marks=pytest.mark.nightly),
+        pytest.param("sum", "unrolled", marks=pytest.mark.nightly),
         ("weighted", "unrolled"),
         ("mean", "loop"),
     ],
@@ -157,6 +157,7 @@ def reading(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
+@pytest.mark.nightly
 def test_groups_of_microbatches_get_their_own_keys_and_weights() -> None:
     """Seven are three groups of two, in a scan, and one that is left; then there is a tail."""
     step, eager = (
@@ -212,7 +213,7 @@ def test_an_overflow_in_a_group_lowers_the_loss_scale() -> None:
 # A stream ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
     """In microbatches of any size; a window that was not donated can be gone on with."""
     ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)

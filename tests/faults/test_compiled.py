@@ -305,6 +305,7 @@ def tied(params: Any, batch: Any) -> Tensor:
     return ((batch["x"] @ params["a"] @ params["b"].T) ** 2).mean()
 
 
+@pytest.mark.nightly
 def test_tied_leaves_are_not_written_to_twice() -> None:
     step, eager = (
         make(pa.sgd(0.25, momentum=0.5), tied, donate=donate, compile=c)
@@ -321,6 +322,7 @@ def test_tied_leaves_are_not_written_to_twice() -> None:
     assert type(shared) is Donated
 
 
+@pytest.mark.nightly
 def test_without_donation_no_memory_is_shared() -> None:
     step = make(pa.sgd(0.1, momentum=0.5), compile=IN_PLACE, **SCALED)
     state, batch = step.init(PARAMS), make_batch(7)
@@ -351,6 +353,7 @@ def failing(graph: Any, inputs: Any) -> Any:
     return run
 
 
+@pytest.mark.nightly
 def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
     step = make(donate=True, loss=raises, compile={"backend": failing})
     good = make(donate=True, compile={"backend": failing})
@@ -373,6 +376,7 @@ def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
     assert good(state, batch)[1].applied
 
 
+@pytest.mark.nightly
 def test_a_donated_window_is_given_up() -> None:
     step = make(donate=True, compile=IN_PLACE)
     state = step.init(PARAMS)

@@ -79,7 +79,10 @@ LOOPS = {
 
 
 @pytest.mark.parametrize(("kind", "shares", "found"), LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("complex_", [False, True], ids=["real", "complex"])
+@pytest.mark.parametrize(
+    "complex_",
+    [pytest.param(False, id="real"), pytest.param(True, id="complex", marks=pytest.mark.nightly)],
+)
 def test_the_mistake_is_found(kind, shares, found, complex_):
     def loss(w, batch):
         return LOSSES[kind](w.real + w.imag if complex_ else w, batch)

@@ -186,7 +186,14 @@ KILLERS = {
 }
 
 
-@pytest.mark.parametrize("name", KILLERS)
+# Under the profile ci every other one: what this tests is the other tests.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if i % 2 else ())
+        for i, name in enumerate(KILLERS)
+    ],
+)
 def test_the_fault_is_found(name: str, tmp_path: Path) -> None:
     plant(name, tmp_path)
     unused = shutil.ignore_patterns("__pycache__", "benchmarks")

@@ -155,6 +155,7 @@ def test_one_graph_for_a_whole_run(case: Callable[[], Case]) -> None:
     assert len(graphs) == made
 
 
+@pytest.mark.nightly
 def test_a_stream_in_one_graph() -> None:
     step, make, batch = plain(
         pa.sgd(WARMUP), loss_scale=pa.dynamic_loss_scale(), keys=True, nonfinite="skip"
