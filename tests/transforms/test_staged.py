@@ -271,6 +271,7 @@ def test_an_ensemble_of_states_is_its_members(name: str, optimizer: Any) -> None
     assert info.applied.all()
 
 
+@pytest.mark.nightly
 def test_it_is_one_graph() -> None:
     """For a compiler, as a plain loss over microbatches is: with aux, weights and given values."""
 
