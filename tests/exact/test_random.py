@@ -219,6 +219,7 @@ def test_one_graph() -> None:
     assert_trees_bitwise_equal(compiled(k, x), everything(k, x))
 
 
+@pytest.mark.nightly
 def test_one_graph_of_a_map() -> None:
     torch.compiler.reset()
 

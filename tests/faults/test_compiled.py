@@ -225,6 +225,7 @@ def test_the_words_are_those_of_the_eager_step(name: str) -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.nightly
 def test_a_batch_norm_that_is_given_one_row() -> None:
     """After other numbers of rows have been compiled."""
     said = []

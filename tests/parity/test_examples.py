@@ -113,6 +113,7 @@ def test_resnet101() -> None:
     assert (parts.microbatches, whole.microbatches) == (3, 1)
 
 
+@pytest.mark.nightly
 def test_which_method(capsys: pytest.CaptureFixture[str]) -> None:
     off = runpy.run_path(str(EXAMPLES / "which_method.py"))["main"](
         rows=8, size=4, length=4, depth=1

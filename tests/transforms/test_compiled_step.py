@@ -156,7 +156,7 @@ def five_kinds(params: Any, batch: Any) -> Any:
     return pa.Weighted((rows * batch["mask"]).sum(), batch["mask"].sum()), aux
 
 
-@pytest.mark.parametrize("form", ["scan", "loop"])
+@pytest.mark.parametrize("form", ["scan", pytest.param("loop", marks=pytest.mark.nightly)])
 def test_aux_is_reduced(form: str) -> None:
     ours, eager = pair(five_kinds, pa.sgd(0.1), has_aux=True, aux_reduction=HOW, nonfinite="skip")
     params = {"w": make_params()["w"]}
