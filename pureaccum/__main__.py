@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import __doc__ as about_us
 from . import __version__
 
 
-SAYS = "The exact full-batch gradient, as a pure function, in the memory of one microbatch."
 PICTURE = Path("pureaccum-demo.png")
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line, do what it says, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m pureaccum",
-        description=SAYS,
+        description=about_us,
         epilog="Exit status: 0 as claimed, 1 not so, 2 it could not be run. NO_COLOR is honoured.",
     )
     parser.add_argument("--version", action="version", version=f"pureaccum {__version__}")

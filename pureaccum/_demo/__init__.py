@@ -39,7 +39,7 @@ def run(picture: Path, steps: int = 100) -> bool:
     }
     at_last = _screen.watch(runs, steps)
     found = outcomes(at_last, batch, test)
-    unequal = on_whole_numbers(batch, ragged(batch))
+    unequal = on_whole_numbers(batch, ragged(batch)(0))
     _screen.conclude(found, unequal)
     _picture.draw(found, batch, picture)
     print(f"\nLoss curves, and memory against microbatch size: {picture}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pureaccum as pa
 
-from ._race import ROWS, Cut, Tensors
+from ._race import ROWS, Tensors
 
 
 class Distance(NamedTuple):
@@ -54,10 +54,11 @@ def worst(
         usual: Weigh all parts the same, in place of this package's sum.
     """
     of, unit = (_in_half(loss), 2.0**-11) if half else (loss, 2.0**-24)
+    sizes = [len(part["x"]) for part in parts]
     found: list[Distance] = []
     for params in points:
         added = [torch.func.grad(of)(params, part) for part in parts]
-        shares = [1 / len(parts) if usual else len(part["x"]) / ROWS for part in parts]
+        shares = [1 / len(parts) if usual else size / ROWS for size in sizes]
         terms = [
             {name: share * g for name, g in grads.items()}
             for share, grads in zip(shares, added, strict=True)
@@ -65,17 +66,9 @@ def worst(
         if usual:
             grads = {name: torch.stack([term[name] for term in terms]).sum(0) for name in params}
         else:
-            grads = _accumulated(of, params, parts)
+            grads = pa.grad(of, microbatch_size=sizes)(params, batch)
         found.append(_distance(grads, torch.func.grad(of)(params, batch), terms, unit))
     return Distance(max(it.bits for it in found), max(it.bound for it in found))
-
-
-def _accumulated(loss: Loss, params: Tensors, parts: list[Tensors]) -> Tensors:
-    acc = pa.accumulator(loss)
-    state = acc.init(params)
-    for part in parts:
-        state = acc.update(state, params, part)
-    return acc.finalize(state)[0]
 
 
 def _in_half(loss: Loss) -> Loss:
@@ -99,7 +92,7 @@ def _distance(grads: Tensors, full: Tensors, terms: list[Tensors], unit: float) 
     return Distance(min(digits, math.ceil(math.log2(1 + last))), bound)
 
 
-def on_whole_numbers(batch: Tensors, cut: Cut) -> int:
+def on_whole_numbers(batch: Tensors, parts: list[Tensors]) -> int:
     """How many numbers of the gradient differ where arithmetic is exact; none may.
 
     Black and white digits, weights of -1, 0 and 1, and a squared error, summed.
@@ -117,11 +110,6 @@ def on_whole_numbers(batch: Tensors, cut: Cut) -> int:
         return ((out - torch.nn.functional.one_hot(batch["y"], 10)) ** 2).sum()
 
     full = torch.func.grad(squares)(params, sharp)
-    acc = pa.accumulator(squares, reduction="sum")
-    state = acc.init(params)
-    at = 0
-    for part in cut(0):
-        rows = slice(at, at := at + len(part["x"]))
-        state = acc.update(state, params, {name: x[rows] for name, x in sharp.items()})
-    grads, _ = acc.finalize(state)
+    sizes = [len(part["x"]) for part in parts]
+    grads = pa.grad(squares, reduction="sum", microbatch_size=sizes)(params, sharp)
     return sum(int((grads[name] != full[name]).sum()) for name in full)

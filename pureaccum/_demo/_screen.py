@@ -85,7 +85,7 @@ def conclude(outcomes: Sequence[Outcome], unequal: int) -> None:
         outcomes: Of all runs.
         unequal: How many numbers of the gradient differ where arithmetic is exact.
     """
-    table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left")
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("")
     for it in outcomes:
         table.add_column(it.name.replace(", ", "\n"), justify="right")
@@ -99,9 +99,9 @@ def conclude(outcomes: Sequence[Outcome], unequal: int) -> None:
     row("loss scale at last", lambda it: _scale(it.at_last))
     row("peak memory", lambda it: f"{it.at_last.peak / 1e6:.2f} MB")
     row("time", lambda it: f"{it.at_last.seconds:.1f} s")
-    row("last parameters, off by", lambda it: "-" if not it.apart else f"{it.apart:.0e}")
-    table.add_row("gradient, last bits off", *(_bits(it) for it in outcomes))
-    table.add_row("gradient, error / bound", *(_bound(it) for it in outcomes))
+    row("last parameters, off by", lambda it: f"{it.apart:.0e}" if it.distance else "-")
+    row("gradient, last bits off", _bits)
+    row("gradient, error / bound", _bound)
     console = _console()
     console.print()
     console.print(table)

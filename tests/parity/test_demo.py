@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,18 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_demo_shows_what_it_claims(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of it but for the steps, of which two are enough for all kinds of distance."""
+def the_demo() -> Any:
+    """Where what it needs is installed."""
     for package in ("matplotlib", "rich", "sklearn"):
         pytest.importorskip(package)
     from pureaccum import _demo
 
+    return _demo
+
+
+def test_the_demo_shows_what_it_claims(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it but for the steps, of which two are enough for all kinds of distance."""
+    _demo = the_demo()
     assert _demo.run(Path("demo.png"), steps=2)
     assert Path("demo.png").read_bytes().startswith(b"\x89PNG")
     told = capsys.readouterr().out
@@ -36,13 +43,26 @@ def test_the_demo_shows_what_it_claims(capsys: pytest.CaptureFixture[str]) -> No
     assert "in 0 of 9,472 numbers" in " ".join(told.split())
 
 
+def test_on_a_terminal_the_lines_move_and_have_no_colours_if_so_wished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run in which a claim is not seen, and that says so."""
+    _demo = the_demo()
+    monkeypatch.setattr(_demo, "on_whole_numbers", lambda batch, parts: 7)
+    monkeypatch.setattr("pureaccum._demo._picture.draw", lambda *_: None)
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    assert not _demo.run(Path("demo.png"), steps=1)
+    told = capsys.readouterr().out
+    assert f"{ESCAPE}[2K" in told  # a line is written over
+    assert not re.search(ESCAPE + r"\[(3|9)\d", told)
+    assert "in 7 of 9,472 numbers" in " ".join(told.split())
+
+
 def test_a_claim_that_is_not_seen_is_no_success(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package in ("matplotlib", "rich", "sklearn"):
-        pytest.importorskip(package)
-    from pureaccum import _demo
-
+    _demo = the_demo()
     monkeypatch.setattr(_demo, "run", lambda picture: False)
     assert main(["demo"]) == 1
     Path("pureaccum-demo.png").mkdir()
