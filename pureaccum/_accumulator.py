@@ -26,8 +26,9 @@ from ._loss import Reduction, divisor, mean_value
 from ._passes import Engine, Loss, outside_inference_mode, prepare
 from ._sharded import closed, opened, resolved
 from ._stages import refuse_stream
+from ._sums import divided
 from ._torch import transform_active
-from ._tree import Tree, add, as_scalar_of, flatten, paths, unflatten, zeros
+from ._tree import Tree, add, flatten, paths, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch, settle
 
@@ -44,6 +45,7 @@ class AccumState(NamedTuple):
         skipped: How many of them ``nonfinite="skip"`` left out.
         nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
             anywhere in the gradient for ``"skip"``.
+        weighted: How many were ``Weighted``, which ``reduction="sum"`` has to know in the end.
         squares: With ``squares=True``, a float64 vector, for ``noise_scale``: of each leaf the sum
             of |weight * gradient|² / weight, last how many microbatches had weight; else ``()``.
 
@@ -63,6 +65,7 @@ class AccumState(NamedTuple):
     microbatches: Tensor
     skipped: Tensor
     nonfinite: Tensor
+    weighted: Tensor
     squares: Tensor | tuple[()] = ()
 
 
@@ -180,14 +183,12 @@ def accumulator(
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
         """The gradients and the value: sums divided once."""
-        by = divisor(read_state(state).weight)
-        value = mean_value(state.total, state.weight, reduction)
+        by = divisor(read_state(state).weight, plain_sum(state, reduction))
+        value = mean_value(state.total, by)
         sums, spec = flatten(state.grads)
-        if not donate or transform_active():
-            return unflatten(spec, [x / as_scalar_of(x, by) for x in resolved(sums)]), value
-        divided = [x.div_(as_scalar_of(x, by)) for x in resolved(sums)]
-        grads = hand_over(leaves_of(state), divided)
-        return unflatten(spec, grads), value
+        own = donate and not transform_active()
+        grads = divided(resolved(sums), by, own=own)
+        return unflatten(spec, hand_over(leaves_of(state), grads) if own else grads), value
 
     return Accumulator(init, update, merge, finalize)
 
@@ -214,6 +215,11 @@ def read_state(state: Any) -> AccumState:
 
 
 # Pieces that a window shares with the accumulator ----------------------------------------
+
+
+def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
+    """Whether what was summed has no weight to be divided by."""
+    return reduction == "sum" and state.weighted == 0
 
 
 def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
@@ -276,7 +282,7 @@ def check_squares(state: AccumState, squares: bool) -> None:
 def empty(grads: Tree, device: torch.device, squares: int | None = None) -> AccumState:
     """Those sums, and nothing else counted yet; squares of so many leaves, or none."""
     amounts = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
-    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
     if squares is None:
         return AccumState(grads, *amounts, *counts)
     each = torch.zeros(squares + 1, dtype=torch.float64, device=device)
@@ -294,6 +300,7 @@ def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumS
         # no two states may share a tensor: donating the one would take it from the other
         state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
         state.nonfinite + nonfinite,
+        state.weighted + sum(x.weighted for x in seen),
         state.squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
         if isinstance(state.squares, Tensor)
         else (),

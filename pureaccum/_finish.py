@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._accumulator import AccumState
+from ._accumulator import AccumState, plain_sum
 from ._buffers import finish
 from ._donation import mark
 from ._loss import divisor, mean_value
 from ._noise_scale import BatchNoise, noise_of
 from ._sharded import resolved
+from ._sums import divided
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, TrainState
 from ._tree import (
     Tree,
     all_finite,
-    as_scalar_of,
     flatten,
     global_norm,
     map,
@@ -57,29 +57,24 @@ def finished(
         rows: What the weight is still to be multiplied by.
         own: Whether the sums may be changed in place.
     """
-    sums, total, weight, microbatches, skipped, nonfinite = accum[:6]
-    grads = resolved(sums)
     in_place = not transform_active()
-    divide = Tensor.div_ if own and in_place else torch.div
-    by = divisor(weight) / unit
+    plain = plain_sum(accum, plan.rule.reduction)
+    by = divisor(accum.weight, plain)
     scale = None if plan.loss_scale is None else state.loss_scale.scale
-    for i, grad in enumerate(grads):
-        parts = torch.view_as_real(grad) if grad.is_complex() else grad  # complex division rounds
-        parts = divide(parts, as_scalar_of(parts, by))
-        if scale is not None:  # apart: the product may overflow
-            parts = divide(parts, as_scalar_of(parts, scale))
-        grads[i] = torch.view_as_complex(parts) if grad.is_complex() else parts
-    sound = all_finite((grads, total))
-    # a plain sum has no weight
-    any_weight = weight != 0 if plan.rule.reduction == "mean" else microbatches > skipped
+    scales = [] if scale is None else [scale]
+    grads = divided(resolved(accum.grads), by / unit, *scales, own=own and in_place)
+    sound = all_finite((grads, accum.total))
+    any_weight = accum.weight != 0
+    if plain is not False:
+        any_weight = any_weight | (plain & (accum.microbatches > accum.skipped))
     applied = sound & any_weight
     length = global_norm(grads)
     info = StepInfo(
-        mean_value(total, weight, plan.rule.reduction),
+        mean_value(accum.total, by),
         length,
-        weight * rows,
-        microbatches.clone(),
-        skipped.clone(),
+        accum.weight * rows,
+        accum.microbatches.clone(),
+        accum.skipped.clone(),
         applied,
         torch.ones_like(length) if scale is None else scale.clone(),
         () if aux is None else aux,
@@ -89,7 +84,7 @@ def finished(
     if plan.buffers is not None:
         buffers = where(applied, finish(carried[0]), buffers)
     if plan.loss_scale is not None:
-        finite = sound & (nonfinite == 0)
+        finite = sound & (accum.nonfinite == 0)
         learned = plan.loss_scale.update(scaling, finite)
         # a window in which nothing was seen says nothing about the scale
         scaling = where(any_weight | ~finite, learned, scaling)

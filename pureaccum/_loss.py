@@ -27,10 +27,14 @@ class Weighted(NamedTuple):
         value = Σ total / Σ weight        gradient = Σ d total / d params / Σ weight
 
     A loss returns it in place of a scalar, and it overrides ``reduction``. However unevenly the
-    weight is spread, that is the mean over the whole batch; a microbatch of weight zero adds
-    exactly nothing, even where its total is NaN. The weight is a constant of the gradient; a
+    weight is spread, that is the mean over the whole batch. A microbatch of weight zero adds its
+    total where that is a number other than zero (the sum over all anchors, say, over the number of
+    positives), and else exactly nothing, even where it is NaN. A batch of no weight has no value:
+    it is NaN, and a step over it is not applied. The weight is a constant of the gradient; a
     transform around it (a meta-gradient with respect to the weights of samples) sees what it
     depends on.
+
+    ``number * Weighted``, ``-Weighted`` and ``Weighted / number`` scale the total.
 
     Attributes:
         total: The sum of the losses, a 0-d tensor.
@@ -50,6 +54,32 @@ class Weighted(NamedTuple):
 
     total: Tensor
     weight: Tensor | float
+
+    def __mul__(self, factor: Any) -> "Weighted":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The same mean times a number."""
+        return Weighted(self.total * _number(factor, "*"), self.weight)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "Weighted":
+        """The same mean divided by a number."""
+        return Weighted(self.total / _number(divisor, "/"), self.weight)
+
+    def __neg__(self) -> "Weighted":
+        """The same mean with the other sign."""
+        return Weighted(-self.total, self.weight)
+
+    def __add__(self, other: Any) -> Any:
+        """Refuse: a sum of two means is no mean."""
+        raise TypeError(
+            f"{_describe(other)} and a Weighted were added or subtracted. A sum of means over "
+            "different weights is no mean over any weight. With both weights of the whole batch "
+            "counted beforehand it is a plain sum: return total_a / all_a + total_b / all_b, with "
+            "reduction='sum'. A term that has no weight, such as a penalty on params, goes into "
+            "the total: Weighted(total + weight * penalty, weight)."
+        )
+
+    __radd__ = __sub__ = __rsub__ = __add__
 
 
 class Read(NamedTuple):
@@ -124,14 +154,28 @@ def join_aux(tensors: list[Tensor], shape: Shape) -> Any:
     return unflatten(shape.aux, leaves)
 
 
-def divisor(weight: Tensor) -> Tensor:
-    """What sums are divided by: the weight, or 1 where nothing had any weight."""
-    return torch.where(weight == 0, 1.0, weight)
+def counts(total: Tensor, weight: Tensor) -> Tensor:
+    """Whether a ``Weighted`` adds anything: it has a weight, or else a total that is a number.
+
+    A total without a weight is the numerator of a ratio whose denominator is elsewhere in the
+    batch. One that is zero or not finite is what a microbatch comes to that is masked throughout.
+    """
+    total = total.detach()
+    return (weight != 0) | ((total != 0) & ((total - total) == 0))
 
 
-def mean_value(total: Tensor, weight: Tensor, reduction: Reduction) -> Tensor:
-    """The loss over everything seen: NaN for a mean over nothing, while sums stay sums."""
-    return total / (divisor(weight) if reduction == "sum" else weight)
+def divisor(weight: Tensor, plain: Tensor | bool = False) -> Tensor:
+    """What sums are divided by: the weight, of plain sums 1.
+
+    Where nothing had any weight it is inf, which makes gradients zero.
+    """
+    by = torch.where(weight == 0, torch.inf, weight)
+    return by if plain is False else torch.where(torch.as_tensor(plain, device=by.device), 1.0, by)
+
+
+def mean_value(total: Tensor, by: Tensor) -> Tensor:
+    """The loss over everything seen, from what it is divided by: NaN over no weight."""
+    return torch.where(by == torch.inf, torch.nan, total / by)
 
 
 def _scalar(loss: Any, what: str) -> Tensor:
@@ -187,9 +231,20 @@ def sane(weight: Tensor) -> Tensor:
     return torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan)
 
 
+def _number(factor: Any, sign: str) -> Any:
+    if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.dim() == 0):
+        return factor
+    raise TypeError(
+        f"Weighted {sign} {_describe(factor)}: expected a number or a 0-d tensor, which scales the "
+        "total."
+    )
+
+
 def _describe(value: Any) -> str:
     if value is None:
         return "None"
+    if isinstance(value, Weighted):
+        return "a Weighted"
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ._accumulator import AccumState, Accumulator, check_squares, empty, read_state
 from ._donation import Spoiled, hand_over, mark
 from ._inputs import check_argnums, check_disjoint, check_dtype, positions, read_params
-from ._loss import mean_value
+from ._loss import counts, divisor, mean_value
 from ._passes import outside_inference_mode
 from ._reducers import Reducer, read_reduce, squares_of, terms, weights
 from ._samples import (
@@ -227,7 +227,7 @@ def per_sample_accumulator(  # noqa: D417
 
     def finalize(state: AccumState) -> tuple[Any, Tensor]:
         """What ``reduce`` gives, and the value."""
-        value = mean_value(read_state(state).total, state.weight, "mean")
+        value = mean_value(read_state(state).total, divisor(state.weight))
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value
 
@@ -268,18 +268,17 @@ def _nothing(
 def _added(state: AccumState, reducer: Reducer, chunk: Chunk) -> AccumState:
     """The state with some samples more; its sums are written to where nobody can see it."""
     weight = weights(chunk)
-    value = torch.where(weight != 0, chunk.value, 0.0).double()
+    value = torch.where(counts(chunk.value, weight), chunk.value, 0.0).double()
     squares = state.squares
     if isinstance(squares, Tensor):
         squares = squares + squares_of(chunk)
-    return AccumState(
-        reducer.add(state.grads, chunk),
-        state.total + value.sum(),
-        state.weight + weight.sum(),
-        state.microbatches + len(value),
-        state.skipped,
-        state.nonfinite + ((value - value) != 0).sum(),
-        squares,
+    return state._replace(
+        grads=reducer.add(state.grads, chunk),
+        total=state.total + value.sum(),
+        weight=state.weight + weight.sum(),
+        microbatches=state.microbatches + len(value),
+        nonfinite=state.nonfinite + ((value - value) != 0).sum(),
+        squares=squares,
     )
 
 

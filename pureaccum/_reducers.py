@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ._inputs import check_fits
-from ._loss import divisor
+from ._loss import counts, divisor
 from ._samples import Chunk
+from ._sums import divided
 from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, add, as_scalar_of, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
@@ -195,8 +196,8 @@ def _finish_sums(sums: Tree, _: Tensor) -> Tree:
 
 def _finish_mean(sums: Tree, weight: Tensor) -> Tree:
     _check_kind(sums, moments=False)
-    by = divisor(weight)
-    return map(lambda x: x / as_scalar_of(x, by), sums)
+    leaves, spec = flatten(sums)
+    return unflatten(spec, divided(leaves, divisor(weight), own=False))
 
 
 def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
@@ -234,7 +235,8 @@ def _leaf_by_leaf(chunk: Chunk) -> Any:
     for i, x in enumerate(chunk.grads):
         chunk.grads[i] = x.new_empty(0)
         if isinstance(chunk.weight, Tensor):
-            x = torch.where(_along(chunk.weight.to(x.device) != 0, x), x, 0.0)
+            keep = counts(chunk.value, chunk.weight).to(x.device)
+            x = torch.where(_along(keep, x), x, 0.0)
         yield x
 
 

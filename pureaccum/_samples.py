@@ -25,7 +25,7 @@ from ._inputs import (
     read_tensors,
     refuse_autocast_cache,
 )
-from ._loss import join_aux
+from ._loss import counts, join_aux
 from ._passes import PASSES, Wrt, prepare
 from ._refused import explained
 from ._sharded import refuse_sharded
@@ -183,7 +183,7 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
     tensors = [x for x in given if isinstance(x, Tensor)]
     kept, factor, value, weight, aux, metrics = _each(one, tensors, how)
     if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where a gradient is
-        factor = torch.where(weight != 0, factor, 0.0)
+        factor = torch.where(counts(value, weight), factor, 0.0)
     return Chunk(
         kept,
         factor,

@@ -49,19 +49,29 @@ def fold_scanned(window: Window, batch: Stacked) -> Folded:
     # Clones, here and below: a scan may return nothing that it was given.
     carry = zeros(leaves, window.at_least), [x.clone() for x in given], amounts
     aux: AuxState | None = None
+    weighted = False
     if batch.together > 1:
         carry, count = _by_several(window, wrt, batch, carry)
     else:
         body, like = _body(window, wrt, batch, carried_spec)
         xs = tensors_of(batch.microbatches)
         entry, count = like(carry, xs), len(xs[0])
+        weighted = entry.weighted
         carry, outputs = scan(body, carry, xs)
         if rule.has_aux:
             aux = fold_stack(None, _stacked(entry, outputs, rule), size, window.aux_reduction)
     sums, given, (total, weight, nonfinite) = carry
     skipped = nonfinite.clone() if rule.nonfinite == "skip" else torch.zeros_like(nonfinite)
     seen = torch.full((), count, dtype=torch.int64, device=leaves[0].device)
-    state = AccumState(sums, total, weight, seen, skipped, nonfinite)
+    state = AccumState(
+        grads=sums,
+        total=total,
+        weight=weight,
+        microbatches=seen,
+        skipped=skipped,
+        nonfinite=nonfinite,
+        weighted=torch.full_like(seen, count * weighted),
+    )
     carried = unflatten(carried_spec, given)
     if batch.tail is not None:
         rows = read_batch(batch.tail).rows or 0
@@ -70,7 +80,7 @@ def fold_scanned(window: Window, batch: Stacked) -> Folded:
             aux = fold_aux(aux, entry, rows, window.aux_reduction, rule.nonfinite == "skip")
         state = counted(state._replace(grads=sums), [entry], rule)
     aux_tree = None if aux is None else finish_aux(aux)
-    return Folded(state, unit, carried, aux_tree, torch.float32, False)
+    return Folded(state, unit, carried, aux_tree, torch.float32, weighted)
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:

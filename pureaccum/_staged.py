@@ -21,7 +21,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import AccumState, counted, empty
+from ._accumulator import counted, empty
 from ._aux import AuxState, finish_aux, fold_aux
 from ._breadth import Kept, Pass, again, forward, inside, run_part, unchanged
 from ._donation import NOTHING
@@ -90,7 +90,7 @@ def fold_staged(
                 raise FloatingPointError(not_finite(where))
         state = counted(empty(grads, leaves[0].device), entries, rule)
         # A last stage that is given all rows at once is called once for all microbatches.
-        state = AccumState(*state[:3], torch.full_like(state.microbatches, count), *state[4:])
+        state = state._replace(microbatches=torch.full_like(state.microbatches, count))
         return Folded(state, unit, (), aux, entries[-1].dtype, entries[-1].weighted)
 
 

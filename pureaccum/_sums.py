@@ -70,6 +70,22 @@ def added_to(total: Tensor, grad: Tensor, weighing: Weighing) -> Tensor:
     return total + _term(grad, total, weighing)
 
 
+def divided(sums: list[Tensor], *by: Tensor, own: bool) -> list[Tensor]:
+    """Sums divided by one number after the other, in place where they may be written to.
+
+    The real and the imaginary part of complex ones apart: torch's complex division by a number
+    rounds more often, and so the bits of a parameter would depend on how it is written down.
+    """
+    divide = Tensor.div_ if own else torch.div
+    quotients: list[Tensor] = []
+    for total in sums:
+        parts = torch.view_as_real(total.resolve_conj()) if total.is_complex() else total
+        for number in by:  # one at a time: their product may overflow
+            parts = divide(parts, as_scalar_of(parts, number))
+        quotients.append(torch.view_as_complex(parts) if total.is_complex() else parts)
+    return quotients
+
+
 def nothing_like(grad: Tensor) -> Tensor:
     """A gradient without memory, for a backward pass to hand on in place of the one added."""
     return torch.zeros_like(grad) if grad.is_sparse else grad.new_zeros(()).expand_as(grad)

@@ -22,15 +22,15 @@ from ._inputs import (
     read_params,
     refuse_autocast_cache,
 )
-from ._loss import Reduction, Shape, agreed, divisor, join_aux, read
+from ._loss import Reduction, Shape, agreed, counts, divisor, join_aux, mean_value, read
 from ._passes import Engine, advise, outside_inference_mode
 from ._sharded import any_sharded, whole
 from ._staged import fold_staged, goes_by_stages, outs_staged
 from ._stages import Staged, check_arguments, refuse_skip
-from ._sums import added_to
-from ._tree import Tree, accumulation_dtype, as_scalar_of, flatten, unflatten
+from ._sums import added_to, divided
+from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._weights import weigh
-from ._window import Cut, Window, divided, evaluate, fold, read_cut
+from ._window import Cut, Window, evaluate, fold, means, read_cut
 
 
 @automatic
@@ -133,7 +133,7 @@ def grad_and_value(
                     )
                 else:
                     folded = fold(window)
-                grads, value, aux = divided(folded, leaves, reduction)
+                grads, value, aux = means(folded, leaves, reduction)
         tree = unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
@@ -286,8 +286,7 @@ def _by_torch(
         by = divisor(weight)
         for i, g in enumerate(grads):
             zero = torch.zeros((), dtype=accumulation_dtype(g.dtype), device=g.device)
-            sum_ = added_to(zero, g, weighing)
-            grads[i] = (sum_ / as_scalar_of(sum_, by)).to(g.dtype)
+            grads[i] = divided([added_to(zero, g, weighing)], by, own=False)[0].to(g.dtype)
     return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
 
 
@@ -295,4 +294,4 @@ def _mean(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
     """Over no weight NaN, as over no rows, whatever the total."""
     if not isinstance(weight, Tensor):
         return total
-    return torch.where(weight != 0, total, 0.0) / weight
+    return mean_value(torch.where(counts(total, weight), total, 0.0), divisor(weight))

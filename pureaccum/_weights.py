@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._loss import Read, Reduction, Shape, join_aux
+from ._loss import Read, Reduction, Shape, counts, join_aux
 from ._sharded import any_sharded, whole
 from ._sums import Weighing
 from ._tree import as_scalar_of
@@ -52,7 +52,7 @@ def enter(
     """Write down what a loss returned."""
     aux = join_aux(seen.aux, shape)
     if not isinstance(seen.weight, tuple):
-        value = torch.where(seen.weight != 0, seen.total, 0.0)
+        value = torch.where(counts(seen.total, seen.weight), seen.total, 0.0)
         return Microbatch(value, 1.0, seen.weight, seen.weight, None, aux, shape.dtype, True)
     if reduction == "sum" and squares:
         raise ValueError(
@@ -98,7 +98,7 @@ def weigh(
         weight = seen.weight
         power = _power_of_two(weight.detach())
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
-        return Weighing(scaled(cotangent, scale), power / (unit or 1.0), weight != 0)
+        return Weighing(scaled(cotangent, scale), power / (unit or 1.0), counts(total, weight))
     if reduction == "mean" and not rows:
         return None
     if reduction == "mean" and unit is None and torch.compiler.is_compiling():

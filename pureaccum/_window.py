@@ -11,15 +11,16 @@ import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import AccumState, counted, empty
+from ._accumulator import AccumState, counted, empty, plain_sum
 from ._aux import AuxState, finish_aux, fold_aux
 from ._batches import Batch, cut, need_rows, read_batch, sizes_of
 from ._engine import Rule, add_microbatch, check_sharded
 from ._loss import Reduction, agreed, divisor, mean_value, read
 from ._passes import prepare
 from ._sharded import closed, opened, resolved
+from ._sums import divided
 from ._torch import transform_active
-from ._tree import Tree, all_finite, as_scalar_of, known, paths, unflatten, zeros
+from ._tree import Tree, all_finite, known, paths, unflatten, zeros
 from ._weights import Microbatch, enter, power_of_two, settle
 
 
@@ -138,18 +139,16 @@ def read_cut(batch: Tree, size: int | list[int] | None, has_aux: bool, root: str
     return Cut(flat, size)
 
 
-def divided(
+def means(
     folded: Folded, leaves: list[Tensor], reduction: Reduction
 ) -> tuple[list[Tensor], Tensor, Tree]:
     """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
     state, unit, _, aux, dtype, _ = folded
-    value = mean_value(state.total, state.weight, reduction)
-    by = divisor(state.weight) / unit
-    grads = resolved(state.grads)
-    for i, (total, leaf) in enumerate(zip(grads, leaves, strict=True)):
-        divide = torch.div if transform_active() else Tensor.div_  # the sums are the engine's own
-        grads[i] = divide(total, as_scalar_of(total, by)).to(leaf.dtype)
-    return grads, value.to(dtype), aux
+    by = divisor(state.weight, plain_sum(state, reduction))
+    own = not transform_active()  # the sums are the engine's
+    grads = divided(resolved(state.grads), by / unit, own=own)
+    grads = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
+    return grads, mean_value(state.total, by).to(dtype), aux
 
 
 def fold(window: Window) -> Folded:
@@ -184,7 +183,8 @@ def evaluate(
         if not seen:
             return torch.tensor(0.0 if rule.reduction == "sum" else torch.nan), None
         total, weight, _ = settle(seen)
-        value = mean_value(total, weight, rule.reduction).to(seen[-1].dtype)
+        by = divisor(weight, rule.reduction == "sum" and not seen[-1].weighted)
+        value = mean_value(total, by).to(seen[-1].dtype)
         return value, None if aux is None else finish_aux(aux)
 
 

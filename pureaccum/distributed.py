@@ -167,7 +167,7 @@ def begin_sum(
     Returns:
         A function that waits, and gives the sum, and the further numbers of all ranks.
     """
-    amounts = state[1:6]
+    amounts = (*state[1:6], state.weighted)
     numbers = torch.stack([x.double() for x in (*amounts, *more)])
     squares = state.squares.clone() if isinstance(state.squares, Tensor) else ()
     tensors = [*state.grads, *([squares] if isinstance(squares, Tensor) else [])]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._accumulator import plain_sum
 from .._loss import divisor
 from .._tree import check_same_structure, flatten, leaves, paths
 from ._cuts import Parts, Rows, split
@@ -80,7 +81,7 @@ def of_loop(
         result = trial.accumulate(parts).leaves
     except Exception:
         return ()  # which the report tells
-    own = [float(divisor(state.weight)) for state in states]
+    own = [float(divisor(state.weight, plain_sum(state, "sum"))) for state in states]
     grads = [[x / by for x in leaves(state.grads)] for state, by in zip(states, own, strict=True)]
     plain = 1.0 if trial.subject.reduction == "sum" else 1 / len(rows)
     shares = (

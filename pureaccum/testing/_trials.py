@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._accumulator import AccumState
+from .._accumulator import AccumState, plain_sum
 from .._loss import Reduction, divisor, mean_value
 from .._stages import Staged
 from .._transforms import grad_and_value
@@ -57,8 +57,8 @@ class Bound(NamedTuple):
 def joined(states: Sequence[AccumState], reduction: Reduction) -> Result:
     """Accumulated, and divided once."""
     whole = reduce(add, states)
-    by = divisor(whole.weight)
-    value = mean_value(whole.total, whole.weight, reduction)
+    by = divisor(whole.weight, plain_sum(whole, reduction))
+    value = mean_value(whole.total, by)
     sizes = zip(*(terms(state) for state in states), strict=True)
     return Result(
         [value, *(x / by.to(x.device) for x in leaves(whole.grads))],

@@ -87,7 +87,13 @@ WEIGHTED = Loss(
     _masked,
     lambda b: float(b["mask"].sum()),
 )
-LOSSES = (MEAN, SUM, WEIGHTED)
+RATIO = Loss(  # a denominator that is elsewhere in the batch: most microbatches have none of it
+    "ratio",
+    lambda p, b: pa.Weighted(_plain(p, b), (b["mask"] == 3).sum()),
+    _plain,
+    lambda b: float((b["mask"] == 3).sum()),
+)
+LOSSES = (MEAN, SUM, WEIGHTED, RATIO)
 
 
 def full_batch(loss: Loss, params: Any, batch: Any) -> Any:

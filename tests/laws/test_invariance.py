@@ -78,7 +78,7 @@ def test_a_batch_twice_is_twice_the_sum_and_the_same_mean(
 
 
 @given(seeds(), sizes, st.integers(0, 6), engines, st.booleans())
-def test_zero_weight_and_no_rows_add_only_to_the_count(
+def test_zero_weight_and_no_rows_add_only_to_the_counts(
     seed: int, sizes: list[int], at: int, engine: str, poisoned: bool
 ) -> None:
     """Bit for bit, even where the total and the gradient of the masked microbatch are NaN."""
@@ -90,7 +90,8 @@ def test_zero_weight_and_no_rows_add_only_to_the_count(
     acc = pa.accumulator(WEIGHTED.call, engine=engine)
     plain = folded(acc, acc.init(params), params, parts)
     state = folded(acc, acc.init(params), params, [*parts[:at], masked, empty, *parts[at:]])
-    assert_trees_bitwise_equal(state, plain._replace(microbatches=plain.microbatches + 2))
+    counts = {"microbatches": plain.microbatches + 2, "weighted": plain.weighted + 2}
+    assert_trees_bitwise_equal(state, plain._replace(**counts))
 
 
 @given(seeds(), losses, sizes, st.integers(-20, 20))
