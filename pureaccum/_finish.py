@@ -24,9 +24,9 @@ from ._train_state import Plan, StepInfo, TrainState
 from ._tree import (
     Tree,
     all_finite,
+    apart,
     flatten,
     global_norm,
-    map,
     norm,
     unflatten,
     where,
@@ -90,7 +90,7 @@ def finished(
         scaling = where(any_weight | ~finite, learned, scaling)
     donate = plan.donate and in_place
     if donate and leaves_of(info.aux):
-        info = info._replace(aux=_apart(info.aux, state))
+        info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
     tree = unflatten(flatten(state.params)[1], grads)
     params, opt_state = plan.optimizer.apply(
         tree, state.opt_state, state.params, applied=applied, donate=donate
@@ -116,14 +116,3 @@ def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> Batc
     assert isinstance(squares, Tensor)
     each = squares[:-1] if scale is None else squares[:-1] / scale.double() ** 2
     return noise_of([norm(x) for x in grads], each, accum.weight, squares[-1])
-
-
-def _apart(aux: Tree, state: TrainState) -> Tree:
-    """Aux that may be parameters or buffers, before their memory is written to."""
-    held = {id(x.untyped_storage()) for x in leaves_of((state.params, state.buffers))}
-
-    def apart(x: Any) -> Any:
-        shared = isinstance(x, torch.Tensor) and not x.is_sparse
-        return x.clone() if shared and id(x.untyped_storage()) in held else x
-
-    return map(apart, aux)

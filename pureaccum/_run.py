@@ -26,7 +26,7 @@ from ._staged import fold_staged, goes_by_stages
 from ._stages import Staged, refuse_stream, sees_all_at_once
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
-from ._tree import Tree, check_same_structure, flatten, map, unflatten, zeros
+from ._tree import Tree, apart, check_same_structure, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
 from ._window import Cut, Folded, Pieces, Window, fold, read_cut
@@ -179,6 +179,8 @@ def updated_window(
     )
     after, entry = onwards(plan, carried, entry, rows or 0)
     if plan.donate and not transform_active():
+        given_up = state.params, state.buffers, carried[0]
+        entry = entry._replace(aux=apart(entry.aux, given_up))
         new, carried_spec = flatten(after)
         after = unflatten(carried_spec, hand_over(leaves_of(carried), new))
     else:  # no two states may share a tensor

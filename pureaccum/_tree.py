@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._sharded import agreed, norms_over_ranks, opened, resolved, zeros_of_sum
+from ._sharded import agreed, local, norms_over_ranks, opened, resolved, zeros_of_sum
 
 
 Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and reads worse
@@ -113,6 +113,21 @@ def scale(tree: Tree, factor: float | Tensor) -> Tree:
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """One tree or the other, selected and never multiplied: NaN * 0 is NaN."""
     return map(lambda x, y: torch.where(condition, x, y), a, b)
+
+
+def apart(tree: Tree, given_up: Tree) -> Tree:
+    """A tree that shares no memory with one that is given up, and will be written to."""
+    held = {_memory(x) for x in leaves(given_up)}
+
+    def copied(x: Any) -> Any:
+        shares = isinstance(x, Tensor) and (x.layout != torch.strided or _memory(x) in held)
+        return x.clone() if shares else x
+
+    return map(copied, tree)
+
+
+def _memory(x: Tensor) -> int:
+    return local(x).untyped_storage().data_ptr()
 
 
 def as_scalar_of(x: Tensor, scalar: Tensor) -> Tensor:
