@@ -3,59 +3,72 @@
     out, new_buffers = apply(params, buffers, *args, **kwargs)
 
 It is ``torch.func.functional_call`` with what that leaves to its caller: buffers are cloned, so
-that nothing is written to what was given; what the module wrote is returned; a name that belongs
-to no tensor of the module, or to one of another shape, is an error and not ignored.
+that nothing is written to what was given; what the module wrote is returned; what is frozen stays
+frozen; threads do not meet (see _shell.py); a name that belongs to no tensor of the module, or to
+one of another shape, is an error and not ignored.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+
+from ._shell import Places, call, own_tensor, places_of
+from ._torch import BUFFERS, mapped_levels, tensor_hooks, transform_active
 
 
 class Functional(NamedTuple):
     """A module as ``functional`` sees it.
 
-    ``params`` and ``buffers`` are detached views of the module's tensors: a step that writes to
-    one writes to the other. ``step.init`` copies them.
+    ``params``, ``frozen`` and ``buffers`` are detached views of the module's tensors: a step that
+    writes to one writes to the other. ``step.init`` copies them.
 
     Attributes:
         apply: ``apply(params, buffers, *args, **kwargs)`` calls the module with these in place of
             its own, and returns what it returned and its new buffers.
-        params: The module's parameters by name; tied ones once, under their first name.
+        params: The parameters that require a gradient, by name; tied ones once, under their first
+            name.
+        frozen: The other parameters, which ``apply`` puts in by itself.
         buffers: The module's buffers by name, those that are not persistent included.
     """
 
     apply: Callable[..., tuple[Any, Any]]
     params: dict[str, Tensor]
+    frozen: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 def functional(module: nn.Module) -> Functional:
-    """Make a pure function of a module; the module itself is never changed.
+    """Make a pure function of a module; the module's own tensors and modes are never changed.
 
     The rule::
 
         out, new_buffers = apply(params, buffers, *args, **kwargs)
         # out is module(*args, **kwargs) with ``params`` and ``buffers`` in place of its own
 
-    The mode (``train()`` or ``eval()``) is the one that the module has when ``apply`` is called;
-    names, shapes and ties are those that it has now. ``params`` may be some of the parameters:
-    for the others, say a frozen part, the module's own values are used. ``buffers`` are all of
-    them, or ``()`` where the module has none.
+    Modes (``train()`` or ``eval()``) and plain attributes are those that the module has when
+    ``apply`` is called, and an attribute that its ``forward`` assigns is assigned; parameters,
+    names, shapes and ties are those that it has now. ``buffers`` are all of them, or ``()`` where
+    the module has none. ``params`` may be some of the parameters: for the others the module's own
+    values are used.
 
-    ``apply`` works under torch.func's transforms and in torch.compile. Under ``vmap`` a BatchNorm
-    in training mode needs buffers that are mapped too.
+    What does not require a gradient is frozen: it is not in ``params``, so that no optimizer moves
+    it or decays it. ``apply`` puts it in, in the dtype in which the parameters came, if that is
+    not their own. It takes other values for them among ``params`` all the same; under a ``vmap``
+    that maps the parameters it wants them there, since members may be frozen apart.
+
+    ``apply`` is safe in threads. It works under torch.func's transforms and in torch.compile. Under
+    ``vmap`` a BatchNorm in training mode needs buffers that are mapped too.
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
 
     Returns:
-        ``apply``, and the module's ``params`` and ``buffers``.
+        ``apply``, and the module's ``params``, ``frozen`` and ``buffers``.
 
     Example:
         >>> fn = functional(torch.nn.BatchNorm1d(2, affine=False))
@@ -69,50 +82,121 @@ def functional(module: nn.Module) -> Functional:
         <https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html>`_
     """
     _refuse(module)
-    params, tied_params = _named(module, "parameters")
-    buffers, tied_buffers = _named(module, "buffers")
-    param_shapes = {name: tensor.shape for name, tensor in params.items()}
-    buffer_shapes = {name: tensor.shape for name, tensor in buffers.items()}
-    tied = tied_params | tied_buffers
-
-    def apply(params: Any, buffers: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """What the module returns with these in place of its own, and its new buffers."""
-        _check(params, param_shapes, tied_params, "params", "parameter")
-        _check(buffers, buffer_shapes, tied_buffers, "buffers", "buffer")
-        if len(buffers) < len(buffer_shapes):
-            missing = next(name for name in buffer_shapes if name not in buffers)
+    places = places_of(module)
+    for name in places.slots:
+        if is_lazy(own_tensor(places, name)):
             raise ValueError(
-                f"buffers[{missing!r}] is missing; all {len(buffer_shapes)} buffers of the module "
-                "were expected, since it would write to its own in place of a missing one. They "
-                "are functional(module).buffers, or the new_buffers of an earlier call."
+                f"{name} has no shape yet; call the lazy module once, on one batch, before "
+                "functional(module)."
             )
-        # One dict: a buffer that the module assigns anew is written back to it and no other.
-        held = {**params, **{name: buffer.clone() for name, buffer in dict(buffers).items()}}
-        for name, owner in tied.items():
-            if owner in held:
-                held[name] = held[owner]
-        # torch's own way with ties would leave our tensors in a module that has two names.
-        out = functional_call(module, held, args, kwargs, tie_weights=False)
-        return out, {name: held[name] for name in buffers} if buffers else buffers
+    params: dict[str, Tensor] = {}
+    frozen: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for name, ((_, table, _), *_) in places.slots.items():
+        tensor = own_tensor(places, name)
+        kind = buffers if table == BUFFERS else params if tensor.requires_grad else frozen
+        kind[name] = tensor.detach()
+    names = Names(
+        {name: x.shape for name, x in (params | frozen).items()},
+        {name: x.shape for name, x in buffers.items()},
+        _ties(places),
+        {name: x.dtype for name, x in params.items()},
+        [own_tensor(places, name) for name in params | frozen],
+        [name in params for name in params | frozen],
+    )
+    for name in params:
+        if any(tensor_hooks(own_tensor(places, name))):
+            raise ValueError(
+                f"{name} has a hook on its gradient, which would never be called: gradients are "
+                "those of the tensors that apply is given. Remove it, and change the gradient by a "
+                "gradient map: chain(it, optimizer), where it has init(params) and "
+                "update(grads, state) -> (grads, state)."
+            )
+    return Functional(partial(_apply, places, names, frozen), params, frozen, buffers)
 
-    return Functional(apply, params, buffers)
+
+class Names(NamedTuple):
+    """What ``apply`` may be given, and what the module's parameters have to remain."""
+
+    params: dict[str, torch.Size]  # the frozen ones among them
+    buffers: dict[str, torch.Size]
+    tied: dict[str, str]  # for every other name of a tensor the one that it goes by
+    dtypes: dict[str, torch.dtype]  # of the parameters that are not frozen
+    own: list[Tensor]  # the module's parameters …
+    required: list[bool]  # … and whether each of them required a gradient
 
 
-def _named(module: nn.Module, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Detached tensors by name, and for every other place of one of them the name it goes by."""
-    names: dict[Tensor, str] = {}
-    tied: dict[str, str] = {}
-    for prefix, owner in module.named_modules():
-        named: Callable[..., Iterable[tuple[str, Tensor]]] = getattr(owner, f"named_{kind}")
-        for name, tensor in named(prefix, recurse=False, remove_duplicate=False):
-            if is_lazy(tensor):
-                raise ValueError(
-                    f"{name} has no shape yet; call the lazy module once, on one batch, before "
-                    "functional(module)."
+def _apply(
+    places: Places,
+    names: Names,
+    frozen: dict[str, Tensor],
+    params: Any,
+    buffers: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """What the module returns with these in place of its own, and its new buffers."""
+    _check(params, names.params, names.tied, "params", "parameter")
+    _check(buffers, names.buffers, names.tied, "buffers", "buffer")
+    if len(buffers) < len(names.buffers):
+        missing = next(name for name in names.buffers if name not in buffers)
+        raise ValueError(
+            f"buffers[{missing!r}] is missing; all {len(names.buffers)} buffers of the module "
+            "were expected, since it would write to its own in place of a missing one. They "
+            "are functional(module).buffers, or the new_buffers of an earlier call."
+        )
+    if not torch.compiler.is_compiling():
+        _check_gradients(names)
+    tensors = dict(params)
+    if frozen:
+        tensors |= _frozen(names, frozen, tensors)
+    tensors |= {name: buffer.clone() for name, buffer in dict(buffers).items()}
+    out, held = call(places, tensors, args, kwargs)
+    return out, {name: held[name] for name in buffers} if buffers else buffers
+
+
+def _frozen(
+    names: Names, frozen: dict[str, Tensor], params: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The frozen parameters that are not given, in the dtype in which the others came."""
+    rest = {name: x for name, x in frozen.items() if name not in params}
+    if rest and transform_active() and any(map(mapped_levels, params.values())):
+        raise ValueError(
+            f"the parameters are mapped by a vmap, and params[{next(iter(rest))!r}] is frozen and "
+            "not among them: members of an ensemble may differ in it. Say what it is: the same for "
+            "all, apply({**fn.frozen, **params}, ...), or of each its own, stacked and mapped as "
+            "params are: stack([fn.frozen for fn in members])."
+        )
+    floats = {k: x.dtype for k, x in params.items() if x.is_floating_point() and k in names.dtypes}
+    dtypes = {*floats.values()}
+    if len(dtypes) == 1 and any(names.dtypes[k] not in dtypes for k in floats):
+        (dtype,) = dtypes
+        return {k: x.to(dtype) if x.is_floating_point() else x for k, x in rest.items()}
+    return rest
+
+
+def _check_gradients(names: Names) -> None:
+    """Check that nothing is trained or frozen that was not when ``functional`` was called."""
+    if [x.requires_grad for x in names.own] != names.required:
+        for name, x, required in zip(names.params, names.own, names.required, strict=True):
+            if x.requires_grad is not required:
+                was, now = ("trained", "frozen") if required else ("frozen", "trained")
+                raise RuntimeError(
+                    f"{name} was {was} when functional(module) was called, and is {now} now "
+                    f"(requires_grad={not required}): expected the same. Call functional(module) "
+                    "again, after the last requires_grad_()."
                 )
-            if (first := names.setdefault(tensor, name)) != name:
-                tied[name] = first
-    return {name: tensor.detach() for tensor, name in names.items()}, tied
+
+
+def _ties(places: Places) -> dict[str, str]:
+    """For every other place of a tensor the name that it goes by."""
+    paths = places.paths
+    return {
+        f"{paths[i]}.{key}" if paths[i] else key: name
+        for name, (_, *others) in places.slots.items()
+        for i, _, key in others
+    }
 
 
 def _check(

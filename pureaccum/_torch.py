@@ -90,6 +90,21 @@ def foreach_add_(sums: list[Tensor], terms: Sequence[Tensor], alpha: float = 1.0
         torch._foreach_add_(sums, terms, alpha=alpha)  # pyright: ignore
 
 
+# Where a module keeps what belongs to it, in its vars.
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
+
+
+def is_cache(attribute: str) -> bool:
+    """Whether a recurrent module makes an attribute anew when its parameters are others."""
+    return attribute.startswith("_flat_weight")
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether a module's code is scripted, or compiled, and so bound to the module itself."""
+    dynamo = type(module).__module__.startswith("torch._dynamo")
+    return dynamo or isinstance(module, torch.jit.ScriptModule)
+
+
 Place = tuple[torch.nn.Module, dict[str, Any], str]  # a module, its vars, a name in them
 
 
@@ -107,10 +122,10 @@ def tensor_places(root: torch.nn.Module) -> list[Place]:
             continue
         seen.add(module)
         attributes = vars(module)
-        for name in ("_parameters", "_buffers"):
+        for name in (PARAMETERS, BUFFERS):
             if attributes.get(name):
                 places.append((module, attributes, name))
-        below.extend(attributes["_modules"].values())
+        below.extend(attributes[CHILDREN].values())
     return places
 
 
@@ -205,7 +220,7 @@ def module_vars(module: torch.nn.Module) -> dict[str, Any]:
 
     ``functional_call`` itself leaves these stale, and each call makes them anew.
     """
-    return {k: v for k, v in vars(module).items() if not k.startswith("_flat_weight")}
+    return {k: v for k, v in vars(module).items() if not is_cache(k)}
 
 
 def hooks_of_all_modules() -> dict[str, list[Any]]:
@@ -223,21 +238,29 @@ def saved_tensors_hooks_allowed() -> bool:
 
 
 class Seeing(TorchDispatchMode):
-    """Calls ``see(arguments, out)`` after every operation.
+    """Calls ``before(operation, arguments)`` and ``see(arguments, out)`` around every operation.
 
     It stands below torch.func's transforms and autograd: forward, backward, in-place and foreach
     operations all come by, with plain tensors.
     """
 
-    def __init__(self, see: Callable[[tuple[Any, ...], Any], None]) -> None:
+    def __init__(
+        self,
+        see: Callable[[tuple[Any, ...], Any], None] | None = None,
+        before: Callable[[Any, tuple[Any, ...]], None] | None = None,
+    ) -> None:
         super().__init__()
-        self.see = see
+        self.see, self.before = see, before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        operands = (*args, *(kwargs or {}).values())
+        if self.before is not None:
+            self.before(func, operands)
         out = func(*args, **(kwargs or {}))
-        self.see((*args, *(kwargs or {}).values()), out)
+        if self.see is not None:
+            self.see(operands, out)
         return out
 
 

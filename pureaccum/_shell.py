@@ -1,0 +1,333 @@
+"""A module called with other tensors than its own, of which it sees nothing.
+
+A shell is a copy of a module, and of those in it, that shares their code, hooks and attributes and
+has slots of its own for parameters and buffers:
+
+    shell = one that nobody uses in this thread, or a new one
+    bring its attributes up to date with the module's: modes, counters, caches
+    put tensors into its slots, call it, and put the module's own back
+    assign to the module what ``forward`` assigned to attributes, as a call of the module does
+
+So threads do not meet, and the module's parameters and buffers stay where they are. A checkpoint
+that will run a part of a shell again holds on to it: such a shell keeps its tensors and is not used
+a second time, and the recomputation sees what the first run saw.
+
+A module whose attributes lead back to itself (a bound method, a closure), or whose code is not
+Python's to share (scripted, compiled), would compute with its own tensors in a shell. It is called
+itself, with the others put in for the time of the call, by one thread at a time.
+"""
+
+import inspect
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ._replay import generators, restore
+from ._torch import BUFFERS, CHILDREN, PARAMETERS, Seeing, is_cache, is_compiled_module
+
+
+Vars = dict[str, Any]
+Slot = tuple[int, str, str]  # the number of a module, its table, and a key in that
+
+TABLES = (PARAMETERS, BUFFERS, CHILDREN)
+
+
+class Picture(NamedTuple):
+    """What stood in some dicts."""
+
+    dicts: list[Vars]
+    lengths: list[int]
+    values: list[Any]  # of all of them, one after the other
+
+
+def picture(dicts: list[Vars]) -> Picture:
+    """Remember what stands in some dicts."""
+    return Picture(dicts, [*map(len, dicts)], [*_values(dicts)])
+
+
+def changed(of: Picture) -> bool:
+    """Whether other objects stand there now. A loop in C: it is asked four times a call."""
+    dicts, lengths, values = of
+    return [*map(len, dicts)] != lengths or not all(map(is_, _values(dicts), values))
+
+
+def _values(dicts: list[Vars]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
+
+
+class Shell(NamedTuple):
+    """Copies of some modules, and what they were copied from."""
+
+    modules: list[nn.Module]
+    theirs: list[Picture]  # one: the attributes of the modules when they were copied
+    ours: list[Picture]  # one: those of the copies then
+    tables: list[tuple[Vars, Vars]]  # of the copies, and what stands there between two calls
+    slots: dict[str, list[tuple[Vars, str]]]
+    references: list[int]  # to each copy between two calls
+
+
+class Idle(threading.local):
+    """The shells of this thread that nobody uses; a copy in another process begins with none."""
+
+    def __init__(self) -> None:
+        self.shells: list[Shell] = []
+
+    def __reduce__(self) -> Any:
+        return Idle, ()
+
+
+class Places(NamedTuple):
+    """The modules in a module, where they keep their tensors, and what is known of them."""
+
+    modules: list[nn.Module]  # each once, the module itself first
+    paths: list[str]
+    were: list[list[Vars]]  # copies of the tables of each
+    kept: Picture  # the tables of parameters and modules; buffers are assigned anew by any call
+    slots: dict[str, list[Slot]]  # of each tensor
+    idle: Idle
+    seen: set[bool]  # the modes in which no part of a shell used a tensor of the module's own
+    leads_back: set[bool]  # not empty where one did
+
+
+# The module that each part of a shell stands for.
+origins: "WeakKeyDictionary[nn.Module, nn.Module]" = WeakKeyDictionary()
+
+_ALONE = threading.RLock()  # one for all, since modules may stand in one another
+
+
+def places_of(module: nn.Module) -> Places:
+    """Where a module keeps its tensors: each by its first name, with all the places it has."""
+    paths, modules = map(list, zip(*module.named_modules(), strict=True))
+    slots: dict[Tensor, list[Slot]] = {}
+    names: dict[Tensor, str] = {}
+    for i, (path, part) in enumerate(zip(paths, modules, strict=True)):
+        for table in (PARAMETERS, BUFFERS):
+            for key, tensor in vars(part)[table].items():
+                if tensor is not None:
+                    names.setdefault(tensor, f"{path}.{key}" if path else key)
+                    slots.setdefault(tensor, []).append((i, table, key))
+    scripted = any(map(is_compiled_module, modules))
+    tables = [] if scripted else [vars(m)[table] for m in modules for table in TABLES[::2]]
+    return Places(
+        modules=modules,
+        paths=paths,
+        were=[[dict(vars(m)[table]) for table in TABLES] for m in modules],
+        kept=picture(tables),
+        slots={names[tensor]: its for tensor, its in slots.items()},
+        idle=Idle(),
+        seen=set(),
+        leads_back={True} if scripted else set(),
+    )
+
+
+def own_tensor(places: Places, name: str) -> Tensor:
+    """The tensor that a module itself has under a name."""
+    i, table, key = places.slots[name][0]
+    return vars(places.modules[i])[table][key]
+
+
+def call(
+    places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Call a module with tensors in place of its own.
+
+    Args:
+        places: Of the module.
+        tensors: Parameters and buffers by name; for others the module's own are used.
+        args: What it is called with.
+        kwargs: The same by name.
+
+    Returns:
+        What it returned, and the tensors by name, with those among them that it assigned anew.
+    """
+    if torch.compiler.is_compiling():
+        return _in_place(places, tensors, args, kwargs)
+    if (shell := _taken(places)) is not None:
+        training = places.modules[0].training
+        if training in places.seen:
+            return _in_shell(places, shell, tensors, args, kwargs)
+        random = generators(frozenset(x.device for x in tensors.values()))
+        strangers = {id(own_tensor(places, name)) for name in tensors} - {
+            *map(id, tensors.values())
+        }
+        try:
+            with Seeing(before=partial(_look, strangers)):
+                result = _in_shell(places, shell, tensors, args, kwargs)
+            places.seen.add(training)
+            return result
+        except LeadsBackError:
+            places.leads_back.add(True)
+            restore(random)
+    with _ALONE:
+        return _in_place(places, tensors, args, kwargs)
+
+
+class LeadsBackError(BaseException):
+    """A part of a shell uses a tensor of the module itself. Only ``call`` may catch it."""
+
+
+def _look(strangers: set[int], _: Any, operands: Iterable[Any]) -> None:
+    if any(id(x) in strangers for x in operands):
+        raise LeadsBackError
+
+
+def _in_place(
+    places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    # One dict: a buffer that the module assigns anew is written back to it and no other.
+    held: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        for i, _, key in places.slots[name]:
+            held[f"{places.paths[i]}.{key}" if places.paths[i] else key] = tensor
+    # torch's own way with ties would leave our tensors in a module that has two names.
+    out = functional_call(places.modules[0], held, args, dict(kwargs), tie_weights=False)
+    return out, held
+
+
+def _in_shell(
+    places: Places,
+    shell: Shell,
+    tensors: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, Mapping[str, Any]]:
+    for name, tensor in tensors.items():
+        for table, key in shell.slots[name]:
+            table[key] = tensor
+    out = shell.modules[0](*args, **kwargs)
+    held: dict[str, Any] = {}
+    for name in tensors:
+        table, key = shell.slots[name][0]
+        held[name] = table[key]
+    if changed(shell.ours[0]):
+        _assign(places, shell)
+    # One whose call failed, or that a checkpoint holds on to, is left as it is.
+    alone = _references(shell.modules) == shell.references
+    for table, between in shell.tables:
+        if len(table) != len(between):
+            made = next((key for key in table if key not in between), "one")
+            raise RuntimeError(
+                f"forward made {made!r}, a parameter, buffer or module that was not there when "
+                "functional(module) was called. Call the module once, on one batch, before that."
+            )
+        if alone:
+            table.update(between)
+    if alone:
+        places.idle.shells.append(shell)
+    return out, held
+
+
+def _taken(places: Places) -> Shell | None:
+    """A shell that is up to date; None for a module that cannot have one."""
+    if places.leads_back:
+        return None
+    if changed(places.kept):
+        raise RuntimeError(_changed(places))
+    shell = places.idle.shells.pop() if places.idle.shells else _new(places)
+    if not shell.theirs or changed(shell.theirs[0]):
+        return _refreshed(places, shell)
+    return shell
+
+
+def _new(places: Places) -> Shell:
+    """Copies of all modules that have tables, and nothing else yet."""
+    copies = {id(x): object.__new__(type(x)) for x in places.modules}
+    shell = Shell([*copies.values()], [], [], [], {}, [])
+    for module, (params, buffers, children) in zip(places.modules, places.were, strict=True):
+        children = {key: copies.get(id(child)) for key, child in children.items()}
+        for name, table in zip(TABLES, (dict(params), dict(buffers), children), strict=True):
+            vars(copies[id(module)])[name] = table
+            shell.tables.append((table, dict(table)))
+        origins[copies[id(module)]] = module
+    for name, slots in places.slots.items():
+        shell.slots[name] = [(vars(shell.modules[i])[table], key) for i, table, key in slots]
+    return shell
+
+
+def _refreshed(places: Places, shell: Shell) -> Shell | None:
+    """Copy the attributes of all modules, if none leads back."""
+    modules = {*map(id, places.modules)}
+    theirs = picture([*map(vars, places.modules)])
+    if any(_leads_back(module, modules) for module in places.modules):
+        places.leads_back.add(True)
+        return None
+    ours = [*map(vars, shell.modules)]
+    for now, mine in zip(theirs.dicts, ours, strict=True):
+        tables = {name: mine[name] for name in TABLES}
+        mine.clear()
+        mine.update({**now, **tables})
+    shell.theirs[:], shell.ours[:] = [theirs], [picture(ours)]
+    shell.references[:] = _references(shell.modules)
+    return shell
+
+
+def _references(modules: list[nn.Module]) -> list[int]:
+    return [*map(sys.getrefcount, modules)]
+
+
+def _assign(places: Places, shell: Shell) -> None:
+    """Assign to the modules what their copies were assigned."""
+    for module, part in zip(places.modules, shell.modules, strict=True):
+        theirs, mine = vars(module), vars(part)
+        for key in theirs.keys() - mine.keys():
+            del theirs[key]
+        for key, value in mine.items():
+            if key not in TABLES and not is_cache(key) and theirs.get(key, _NONE) is not value:
+                theirs[key] = value
+    shell.theirs.clear()  # so that the copies are made anew before the next call
+
+
+_NONE = object()
+
+
+def _changed(places: Places) -> str:
+    for path, module, were in zip(places.paths, places.modules, places.were, strict=True):
+        if changed(Picture([vars(module)[name] for name in TABLES[::2]], *picture(were[::2])[1:])):
+            path = f"module.{path}" if path else "module"
+            return (
+                f"{path} ({type(module).__name__}) has other parameters or modules in it than when "
+                "functional(module) was called, which would go unnoticed: expected the same. Call "
+                "functional(module) again, after the last change."
+            )
+    raise AssertionError
+
+
+# Ways back ------------------------------------------------------------------------------
+
+
+def _leads_back(module: nn.Module, modules: set[int]) -> bool:
+    """Whether an attribute of a module leads to it or to others in the same one."""
+    attributes = (value for key, value in vars(module).items() if key not in TABLES)
+    return any(_reaches(x, modules, 3) for x in attributes)
+
+
+def _reaches(value: Any, modules: set[int], depth: int) -> bool:
+    if id(value) in modules:
+        return True
+    if not depth or isinstance(value, (Tensor, nn.Module, Places, type, str, int, float)):
+        return False  # by its Places a module is called in a shell
+    inside: Iterable[Any] = getattr(value, "__dict__", {}).values()
+    if isinstance(value, MethodType):
+        inside = (value.__self__,)
+    elif isinstance(value, FunctionType):
+        cells = inspect.getclosurevars(value).nonlocals.values()
+        inside = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    elif isinstance(value, partial):
+        inside = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, ReferenceType):
+        inside = (value(),)
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inside = value
+    return any(_reaches(x, modules, depth - 1) for x in [*inside])
