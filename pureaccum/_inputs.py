@@ -18,7 +18,10 @@ def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optre
     """Flatten what is differentiated, or say which leaf has no gradient."""
     leaves, spec = flatten(params)
     if not leaves:
-        raise ValueError(f"{root} has no leaves, so there is nothing to differentiate.")
+        raise ValueError(
+            f"{root} has no leaves, so there is nothing to differentiate. Is every parameter of "
+            "the module frozen (requires_grad=False)?"
+        )
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(

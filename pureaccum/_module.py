@@ -9,7 +9,7 @@ one of another shape, is an error and not ignored.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._shell import Places, call, own_tensor, places_of
+from ._places import Places, own_tensor, places_of
+from ._shell import call
 from ._torch import BUFFERS, mapped_levels, tensor_hooks, transform_active
 
 
@@ -168,12 +169,22 @@ def _frozen(
             "all, apply({**fn.frozen, **params}, ...), or of each its own, stacked and mapped as "
             "params are: stack([fn.frozen for fn in members])."
         )
-    floats = {k: x.dtype for k, x in params.items() if x.is_floating_point() and k in names.dtypes}
-    dtypes = {*floats.values()}
-    if len(dtypes) == 1 and any(names.dtypes[k] not in dtypes for k in floats):
-        (dtype,) = dtypes
-        return {k: x.to(dtype) if x.is_floating_point() else x for k, x in rest.items()}
-    return rest
+    return cast_along(rest, params, names.dtypes)
+
+
+def cast_along(
+    frozen: dict[str, Tensor], params: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """What is frozen, cast as the parameters were: to the one dtype that they came in.
+
+    ``dtypes`` are those that the parameters have in the module.
+    """
+    floats = {k: x.dtype for k, x in params.items() if x.is_floating_point() and k in dtypes}
+    came = {*floats.values()}
+    if len(came) != 1 or all(dtypes[k] in came for k in floats):
+        return frozen
+    (dtype,) = came
+    return {k: x.to(dtype) if x.is_floating_point() else x for k, x in frozen.items()}
 
 
 def _check_gradients(names: Names) -> None:

@@ -19,7 +19,7 @@ from ._batch_norm import Share, moments_of, share_of
 from ._cut_graph import INPUTS, Call, Level, cut
 from ._held import Held, holding
 from ._loss import is_pair
-from ._module import Functional, functional
+from ._module import Functional, cast_along, functional
 from ._stage import Stage, pooled, rowwise
 from ._stages import Boundaries, Staged, staged
 from ._torch import tensor_places, version
@@ -128,7 +128,10 @@ def _stage(
     ]
     its = {name for _, wanted, _ in places for name in wanted.values()}
     own, states = ([name for name in those if name in its] for those in (fn.params, fn.buffers))
-    shapes = [{name: x.shape for name, x in those.items()} for those in (fn.params, fn.buffers)]
+    frozen = {name: x for name, x in fn.frozen.items() if name in its}
+    dtypes = {name: x.dtype for name, x in fn.params.items()}
+    every = fn.params | fn.frozen, fn.buffers
+    shapes = [{name: x.shape for name, x in those.items()} for those in every]
     reads = dict.fromkeys(level.moments)
     if end is not None:
         reads |= dict.fromkeys(call.moments for call in end.updates)
@@ -139,13 +142,15 @@ def _stage(
         read = dict(zip(reads, values, strict=True))
         buffers = read.get("buffers", {})
         if arguments is not None:
-            check_tensors(params, shapes[0], "params", "parameter")
+            known = {**fn.frozen, **params} if isinstance(params, Mapping) else params
+            check_tensors(known, shapes[0], "params", "parameter")
             check_tensors(buffers, shapes[1], "buffers", "buffer")
             x = {INPUTS: arguments.of(x), BATCH: _packed(x)}
         taken = [_unpacked(x[name]) for name in level.takes]
         cloned = {name: buffers[name].clone() for name in states}
         before = {name: version(buffer) for name, buffer in cloned.items()}
-        given = {name: params[name] for name in own} | cloned
+        given = cast_along(frozen, params, dtypes) | {name: params[name] for name in own} | cloned
+        given |= {name: params[name] for name in frozen if name in params}
         held: Held = {}
         for place, wanted, constants in places:  # functional_call takes three times as long
             tensors = {at: given.get(name, constants[at]) for at, name in wanted.items()}

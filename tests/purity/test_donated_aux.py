@@ -13,6 +13,7 @@ from tests.laws.exactly import copied
 
 X = torch.arange(12.0).view(6, 2) - 5
 
+
 def aliases(p: Any, b: Any, sparse: bool) -> dict[str, Any]:
     """Everything that an aux may be of parameters and buffers."""
     dense = p["w"].detach()

@@ -1,0 +1,145 @@
+"""``functional(module).apply`` is a call of the module also in what that keeps beside tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.faults.refusals import saying
+
+
+X = torch.arange(6.0).view(3, 2)
+
+
+class Counting(nn.Module):
+    """Attributes that forward reads, assigns and deletes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.calls, self.scale = 0, 1.0
+        self.once: Any = "there"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if hasattr(self, "once"):
+            del self.once
+        out = self.layer(x) * self.scale * self.calls
+        self.penalty = out.square().mean()
+        return out
+
+
+def test_attributes_are_read_and_assigned_as_in_a_call() -> None:
+    """A loss may read what a layer left behind, with its gradient."""
+    net, other = Counting(), Counting()
+    other.load_state_dict(net.state_dict())
+    fn = pa.functional(net)
+    for scale in (1.0, 1.0, 3.0):
+        net.scale = other.scale = scale
+        assert torch.equal(fn.apply(fn.params, (), X)[0], other(X))
+        assert (net.calls, hasattr(net, "once")) == (other.calls, False)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        fn.apply(p, (), x)
+        return net.penalty
+
+    grads = torch.func.grad(loss)(fn.params, X)
+    other(X)
+    other.penalty.backward()
+    own = {name: p.grad for name, p in other.named_parameters()}
+    assert_trees_bitwise_equal(grads, own)
+
+
+def test_a_layer_that_is_made_in_forward_has_to_be_there_before() -> None:
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(2, 2)
+            return self.layer(x)
+
+    net = Late()
+    with saying(RuntimeError, "forward made 'layer'", "Call the module once"):
+        pa.functional(net).apply({}, (), X)
+    net(X)
+    fn = pa.functional(net)
+    assert torch.equal(fn.apply(fn.params, (), X)[0], net(X))
+
+
+class Again(nn.Module):
+    """Computes its layer again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_recomputation_sees_the_tensors_of_its_own_call(calls: int) -> None:
+    """Under plain .backward(), when other calls have come in between."""
+    net = Again()
+    fn = pa.functional(net)
+    leaves = [{k: (i + x).requires_grad_() for k, x in fn.params.items()} for i in range(calls)]
+    outs = [fn.apply(p, (), X)[0].square().sum() for p in leaves]
+    for out, params in zip(outs, leaves, strict=True):
+        out.backward()
+        plain = {k.removeprefix("layer."): p.detach() for k, p in params.items()}
+        want = torch.func.grad(
+            lambda p: torch.func.functional_call(net.layer, p, (X,)).square().sum()
+        )(plain)
+        got = {k.removeprefix("layer."): p.grad for k, p in params.items()}
+        assert_trees_bitwise_equal(got, want)
+
+
+WAYS_BACK = {
+    "bound method": lambda net: net.__setattr__("act", net.scaled),
+    "closure": lambda net: net.__setattr__("act", lambda x: x * net.weight),
+    "list": lambda net: net.__setattr__("others", [net]),
+    "hook": lambda net: net.layer.register_forward_hook(lambda m, a, out: out * net.weight),
+    "global": lambda net: HELD.__setitem__("net", net),
+}
+HELD: dict[str, Any] = {}
+
+
+class LeadingBack(nn.Module):
+    """Reaches its own weight in one of several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "act"):
+            x = self.act(x)
+        for other in [*getattr(self, "others", []), *HELD.values()]:
+            x = x * other.weight
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("way", WAYS_BACK)
+def test_a_module_that_leads_back_to_itself_sees_what_it_is_given(way: str) -> None:
+    HELD.clear()
+    net = LeadingBack()
+    WAYS_BACK[way](net)
+    fn = pa.functional(net)
+    own = {k: p.detach().clone() for k, p in net.named_parameters()}
+    params = {k: x + 1 for k, x in fn.params.items()}
+    with torch.no_grad():
+        for _ in range(2):
+            got = fn.apply(params, (), X)[0]
+            assert_trees_bitwise_equal(dict(net.named_parameters()), own)
+            for p in net.parameters():
+                p.add_(1)
+            assert torch.equal(got, net(X))
+            for k, p in net.named_parameters():
+                p.copy_(own[k])
+    HELD.clear()
