@@ -31,6 +31,7 @@ from ._torch import transform_active
 from ._tree import Tree, add, flatten, paths, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch, settle
+from ._writes import Given, Known, LateWriteError, guarding, known_of
 
 
 class AccumState(NamedTuple):
@@ -147,6 +148,7 @@ def accumulator(
     _check_not_params(batches, batch_argnums)
 
     recomputes: set[bool] = set()  # saves looking again whether the loss has checkpoints
+    known = known_of(loss_fn)
 
     def init(params: Tree) -> AccumState:
         """The identity: a state of zeros."""
@@ -164,13 +166,15 @@ def accumulator(
         at = positions(batches, len(called), "batch_argnums")
         _check_not_params(at, batch_argnums)
         batch = tuple(called[i] for i in at)
-        rows = read_batch(batch[0] if len(batch) == 1 else batch).rows
+        read = read_batch(batch[0] if len(batch) == 1 else batch)
         refuse_autocast_cache(leaves)
 
         def loss(leaves: list[Tensor]) -> Any:
             return loss_fn(unflatten(spec, leaves), *args)
 
-        new, entry = updated(state, loss, leaves, spec, rows, rule, recomputes, donate=donate)
+        given = known, Given("params", leaves, spec), Given("batch", *read[:2])
+        learned = recomputes, given
+        new, entry = updated(state, loss, leaves, spec, read.rows, rule, *learned, donate=donate)
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
@@ -237,6 +241,7 @@ def updated(
     rows: int | None,
     rule: Rule,
     recomputes: set[bool],
+    given: tuple[Known, Given, Given],
     *,
     donate: bool,
     scale: Tensor | None = None,
@@ -258,9 +263,12 @@ def updated(
             before, sums = sums, [x.clone() for x in sums]
         wrt = prepare(leaves, rule.engine, recomputes)._replace(scale=scale, unit=unit)
         try:
-            grads, entry = add_microbatch(loss, wrt, sums, rows, rule, before=before, label=label)
-        except BaseException:
-            if type(sums[0]) is Spoiled:
+            with guarding(*given) as guarded:
+                grads, entry = add_microbatch(
+                    guarded(loss), wrt, sums, rows, rule, before=before, label=label
+                )
+        except BaseException as error:
+            if type(sums[0]) is Spoiled or (isinstance(error, LateWriteError) and before is None):
                 mark(held, Spoiled)
             raise
         new = counted(state, [entry], rule)

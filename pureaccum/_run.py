@@ -30,6 +30,7 @@ from ._tree import Tree, apart, check_same_structure, flatten, map, unflatten, z
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
 from ._window import Cut, Folded, Pieces, Window, fold, read_cut
+from ._writes import Given
 from .distributed import check_group
 
 
@@ -97,6 +98,8 @@ def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None
         plan.rule,
         torch.float32,
         plan.aux_reduction,
+        plan.known,
+        ("state.params", "batch"),
         _scale(plan, state),
         (begin(plan.buffers, state.buffers) if plan.buffers else (), first),
         partial(onwards, plan),
@@ -158,7 +161,8 @@ def updated_window(
     """The window with one microbatch more, and what that came to."""
     leaves, spec = _read(plan, state)
     carried = _carried_by(plan, state, window, leaves, spec)
-    rows = read_batch(microbatch, "microbatch").rows
+    read = read_batch(microbatch, "microbatch")
+    rows = read.rows
     call = caller(plan, state, spec)
     at = first_row(plan, state, window, offset)
 
@@ -173,6 +177,7 @@ def updated_window(
         rows,
         plan.rule,
         plan.recomputes,
+        (plan.known, Given("state.params", leaves, spec), Given("microbatch", *read[:2])),
         donate=plan.donate,
         scale=_scale(plan, state),
         unit=unit,

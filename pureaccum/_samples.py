@@ -32,6 +32,7 @@ from ._sharded import refuse_sharded
 from ._stages import refuse_stream
 from ._torch import transform_active
 from ._tree import Tree, flatten, global_norm, map, unflatten
+from ._writes import Given, guarding, known_of
 
 
 Randomness = Literal["error", "different", "same"]
@@ -123,9 +124,11 @@ def sampled(
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
     def watched() -> Iterator[Chunk]:
-        for chunk in _chunks(call, leaves, spec, batch, how):
-            beside.append((chunk.aux, chunk.metrics))
-            yield chunk
+        given = Given("params", leaves, spec), Given("args", *batch[:2])
+        with guarding(known_of(func), *given) as guarded:
+            for chunk in _chunks(guarded(call), leaves, spec, batch, how):
+                beside.append((chunk.aux, chunk.metrics))
+                yield chunk
 
     return watched(), beside
 

@@ -33,6 +33,7 @@ from torch.func import functional_call
 from ._places import TABLES, Picture, Places, Vars, changed, own_tensor, picture, what_changed
 from ._replay import generators, restore
 from ._torch import Seeing, is_cache
+from ._tree import leaves
 
 
 class Shell(NamedTuple):
@@ -92,8 +93,8 @@ class LeadsBackError(BaseException):
     """A part of a shell uses a tensor of the module itself. Only ``call`` may catch it."""
 
 
-def _look(strangers: set[int], _: Any, operands: Iterable[Any]) -> None:
-    if any(id(x) in strangers for x in operands):
+def _look(strangers: set[int], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if any(id(x) in strangers for x in leaves((args, kwargs))):
         raise LeadsBackError
 
 

@@ -35,6 +35,7 @@ from ._stages import Staged, refuse_skip
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
 from ._tree import Tree, map
+from ._writes import known_of
 from .distributed import check_group
 
 
@@ -205,6 +206,7 @@ def make_step(
         keys,
         donate,
         set(),
+        known_of(loss_fn),
         group,
     )
     init, begin = partial(_init, plan), partial(begin_window, plan)

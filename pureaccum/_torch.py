@@ -11,6 +11,8 @@ name                               what for                                check
 ``Module._modules``                the modules below it                    2.11, 2.13, 2.15
 ``RNNBase._flat_weight...``        caches that functional_call leaves      2.11, 2.13, 2.15
 ``Tensor._version``                was it written to in place?             2.11, 2.13, 2.15
+``UntypedStorage._cdata``          do two tensors share memory?            2.11, 2.13
+``OpOverload._schema``             what does an operation write to?        2.11, 2.13
 ``Tensor._backward_hooks``         the hooks on a tensor                   2.11, 2.13, 2.15
 ``._post_accumulate_grad_hooks``   those after its gradient is there       2.11, 2.13, 2.15
 ``torch._C._autograd``             may tensors be saved through hooks?     2.11, 2.13, 2.15
@@ -27,7 +29,7 @@ name                               what for                                check
 """
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from traceback import FrameSummary
 from types import FunctionType
@@ -209,6 +211,11 @@ def version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def versions(tensors: Iterable[Tensor]) -> int:
+    """How often some tensors were written to in all, but for inference tensors."""
+    return sum(x._version for x in map(innermost, tensors) if not x.is_inference())
+
+
 def tensor_hooks(x: Tensor) -> list[Any]:
     """The hooks on a tensor's gradient, and those after it has been accumulated."""
     held = (x._backward_hooks, x._post_accumulate_grad_hooks)  # pyright: ignore
@@ -238,7 +245,7 @@ def saved_tensors_hooks_allowed() -> bool:
 
 
 class Seeing(TorchDispatchMode):
-    """Calls ``before(operation, arguments)`` and ``see(arguments, out)`` around every operation.
+    """Calls ``before(operation, args, kwargs)`` and ``see(operands, out)`` around each operation.
 
     It stands below torch.func's transforms and autograd: forward, backward, in-place and foreach
     operations all come by, with plain tensors.
@@ -247,7 +254,7 @@ class Seeing(TorchDispatchMode):
     def __init__(
         self,
         see: Callable[[tuple[Any, ...], Any], None] | None = None,
-        before: Callable[[Any, tuple[Any, ...]], None] | None = None,
+        before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
     ) -> None:
         super().__init__()
         self.see, self.before = see, before
@@ -255,13 +262,43 @@ class Seeing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        operands = (*args, *(kwargs or {}).values())
+        kwargs = kwargs or {}
         if self.before is not None:
-            self.before(func, operands)
-        out = func(*args, **(kwargs or {}))
+            self.before(func, args, kwargs)
+        out = func(*args, **kwargs)
         if self.see is not None:
-            self.see(operands, out)
+            self.see((*args, *kwargs.values()), out)
         return out
+
+
+def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation is about to write to."""
+    schema = operation._schema
+    name = schema.name.rpartition("::")[2]
+    # Batch norms do not declare that in training mode they write to the running statistics.
+    declared = name not in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if declared and not schema.is_mutable:
+        return []
+    values = [*args, *(kwargs.get(a.name) for a in schema.arguments[len(args) :])]
+    if not declared:
+        return [x for x in values[3:5] if isinstance(x, Tensor) and values[5]]
+    written: list[Tensor] = []
+    for argument, value in zip(schema.arguments, values, strict=True):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            several = value if isinstance(value, (list, tuple)) else [value]
+            written += [x for x in several if isinstance(x, Tensor)]
+    return written
+
+
+def is_taken_as_new(operation: Any) -> bool:
+    """Whether its operand is a tensor that was made of numbers just now, by no operation."""
+    return operation is torch.ops.aten.lift_fresh.default
+
+
+def memory_of(x: Tensor) -> int | None:
+    """What is the same for all views of one memory; None where tensors have several, or none."""
+    x = innermost(x)
+    return None if x.layout != torch.strided or x.is_nested else x.untyped_storage()._cdata
 
 
 def in_backward() -> bool:

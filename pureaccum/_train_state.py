@@ -12,6 +12,7 @@ from ._loss_scale import LossScale, LossScaleState
 from ._precision import Policy
 from ._tree import Tree
 from ._update import Optimizer
+from ._writes import Known
 
 
 class TrainState(NamedTuple):
@@ -116,6 +117,7 @@ class Plan(NamedTuple):
     keys: bool
     donate: bool
     recomputes: set[bool]  # what is learned of the loss: see _held.py
+    known: Known  # … and what it writes to: see _writes.py
     group: Any = None  # the ranks that share a batch
 
 

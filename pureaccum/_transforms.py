@@ -31,6 +31,7 @@ from ._sums import added_to, divided
 from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._weights import weigh
 from ._window import Cut, Window, evaluate, fold, means, read_cut
+from ._writes import Given, guarding, known_of
 
 
 @automatic
@@ -98,6 +99,7 @@ def grad_and_value(
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     if isinstance(func, Staged) and nonfinite == "skip":
         refuse_skip()
+    known = known_of(func)
     torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
     @wraps(func)
@@ -120,12 +122,15 @@ def grad_and_value(
 
         batch = {i: args[i] for i in cut_at}
         if torch_does and not any_sharded(leaves):
-            grads, value, aux = _by_torch(lambda leaves: call(leaves, batch), leaves, has_aux)
+            given = Given("args", leaves, spec), Given("args", *flatten(batch))
+            with guarding(known, *given) as guarded:
+                loss = guarded(lambda leaves: call(leaves, batch))
+                grads, value, aux = _by_torch(loss, leaves, has_aux)
         else:
             if size is not None:
                 refuse_autocast_cache(leaves)
             parts = read_cut(batch, size, has_aux)
-            window = Window(call, leaves, spec, parts, rule, at_least, aux_reduction)
+            window = Window(call, leaves, spec, parts, rule, at_least, aux_reduction, known)
             with outside_inference_mode():
                 if goes_by_stages(func, parts):
                     folded = fold_staged(
@@ -228,11 +233,14 @@ def value(  # noqa: D417
     batches = check_argnums(batch_argnums, "batch_argnums")
     check_aux_reduction(aux_reduction)
     size = None if microbatch_size is None else check_sizes(microbatch_size)
+    known = known_of(func)
 
     @wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = Given("args", *flatten(dict(enumerate(args))))
         if size is None:
-            out = func(*args, **kwargs)
+            with guarding(known, given) as guarded:
+                out = guarded(lambda: func(*args, **kwargs))()
             seen, shape = read(out, has_aux)
             total, weight, _ = agreed(seen)
             loss = whole([_mean(total, weight)])[0].to(shape.dtype)
@@ -243,13 +251,15 @@ def value(  # noqa: D417
             return func(*(part.get(i, arg) for i, arg in enumerate(args)), **kwargs)
 
         cut = read_cut(batch, size, has_aux)
-        if goes_by_stages(func, cut):
-            check_arguments(args, (0,), tuple(batch))
-            leaves, spec = flatten(args[0])
-            outs = outs_staged(func, leaves, spec, _alone(cut), rule, kwargs)
-        else:
-            outs = ((call(part), rows, counts) for part, rows, counts in cut.parts())
-        result, aux = evaluate(outs, rule, aux_reduction)
+        with guarding(known, given) as guarded:
+            one = guarded(call)
+            if goes_by_stages(func, cut):
+                check_arguments(args, (0,), tuple(batch))
+                leaves, spec = flatten(args[0])
+                outs = outs_staged(func, leaves, spec, _alone(cut), rule, kwargs)
+            else:
+                outs = ((one(part), rows, counts) for part, rows, counts in cut.parts())
+            result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
 
     return wrapped

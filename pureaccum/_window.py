@@ -22,6 +22,7 @@ from ._sums import divided
 from ._torch import transform_active
 from ._tree import Tree, all_finite, known, paths, unflatten, zeros
 from ._weights import Microbatch, enter, power_of_two, settle
+from ._writes import Given, Known, guarding
 
 
 class Cut(NamedTuple):
@@ -107,9 +108,16 @@ class Window(NamedTuple):
     rule: Rule
     at_least: torch.dtype
     aux_reduction: Tree
+    known: Known  # of the loss
+    roots: tuple[str, str] = ("args", "args")  # what a user calls the leaves, and the batch
     scale: Tensor | None = None  # of the loss
     carried: Any = ()  # what goes from one microbatch to the next
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
+
+    def given(self) -> tuple[Given, Given]:
+        """What the loss is given."""
+        batch = self.batch.batch
+        return Given(self.roots[0], self.leaves, self.spec), Given(self.roots[1], *batch[:2])
 
 
 class Folded(NamedTuple):
@@ -205,10 +213,11 @@ def _speculate(window: Window) -> Folded:
 
 
 def _fold_all(window: Window) -> Folded:
-    call, leaves, spec, batch, rule, at_least, aux_reduction, scale, carried, advance = window
+    call, leaves, spec, batch, rule = window[:5]
+    aux_reduction, carried, advance = window.aux_reduction, window.carried, window.advance
     wrt = prepare(leaves, rule.engine, set())
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
-    sums, layouts = opened(zeros(leaves, at_least))
+    sums, layouts = opened(zeros(leaves, window.at_least))
     straight = (
         rule.engine == "autograd"
         and rule.nonfinite == "propagate"
@@ -218,25 +227,27 @@ def _fold_all(window: Window) -> Folded:
     )
     # Compilers share what is alike by themselves.
     cotangents: dict[float, Tensor] | None = None if torch.compiler.is_compiling() else {}
-    wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=scale, straight=straight)
+    wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=window.scale, straight=straight)
     seen: list[Microbatch] = []
     aux: AuxState | None = None
-    for i, (part, rows, counts) in enumerate(batch.parts()):
+    with guarding(window.known, *window.given()) as guarded:
+        for i, (part, rows, counts) in enumerate(batch.parts()):
 
-        def loss(leaves: list[Tensor], part: Tree = part, carried: Any = carried) -> Any:
-            return call(leaves, part, carried)
+            def loss(leaves: list[Tensor], part: Tree = part, carried: Any = carried) -> Any:
+                return call(leaves, part, carried)
 
-        def label(leaf: int | None, i: int = i) -> str:
-            what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'args')[leaf]}"
-            return f"{what} of microbatch {i} (from row {sum(batch.sizes[:i])})"
+            def label(leaf: int | None, i: int = i) -> str:
+                root = window.roots[0]
+                what = "the loss" if leaf is None else f"the gradient of {paths(spec, root)[leaf]}"
+                return f"{what} of microbatch {i} (from row {sum(batch.sizes[:i])})"
 
-        sums, entry = add_microbatch(loss, wrt, sums, counts, rule, label=label)
-        if advance is not None:
-            carried, entry = advance(carried, entry, rows)
-        if rule.has_aux:
-            aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
-            entry = entry._replace(aux=())
-        seen.append(entry)
+            sums, entry = add_microbatch(guarded(loss), wrt, sums, counts, rule, label=label)
+            if advance is not None:
+                carried, entry = advance(carried, entry, rows)
+            if rule.has_aux:
+                aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
+                entry = entry._replace(aux=())
+            seen.append(entry)
     sums = closed(sums, layouts)
     state = empty(sums, leaves[0].device, len(sums) if rule.squares else None)
     if not seen:

@@ -28,18 +28,28 @@ FLOORS = (
         "_loss_scale",
         "_schedules",
         "_kernels",
-        "_module",
+        "_places",
         "_stage",
         "_traced",
         "_arguments",
         "_buckets",
         "_moments",
     },
-    {"_weights", "_passes", "_update", "_buffers", "_shares", "_remat", "_sharded_checkpoint"},
+    {
+        "_shell",
+        "_weights",
+        "_passes",
+        "_update",
+        "_buffers",
+        "_shares",
+        "_remat",
+        "_sharded_checkpoint",
+    },
     {
         "checkpoint",
         "_auto",
         "_aux",
+        "_module",
         "_batch_norm",
         "_engine",
         "_optimizers",
@@ -162,7 +172,7 @@ def test_imports_point_to_lower_floors(file: Path) -> None:
 
 @every_file
 def test_a_file_is_one_idea(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 300
+    assert len(file.read_text().splitlines()) <= 400
 
 
 @every_file

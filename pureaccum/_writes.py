@@ -1,0 +1,201 @@
+"""A loss writes neither to what it is given nor to what it captures.
+
+    the first microbatch of a loss      each operation is looked at before it runs, and one that
+    or of a new kind                    would write to memory that was there before is refused
+    each later one                      what it is given and captures is compared by its versions
+
+A kind is what a loss may decide by: the modes of the modules that it calls, and the structure,
+dtypes and flags of the batch. Versions see no write by ``.data`` or to an inference tensor, and
+they see it afterwards; to look costs the time of some microbatches.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ._sharded import local
+from ._shell import origins
+from ._torch import BUFFERS, PARAMETERS, Seeing, is_taken_as_new, memory_of, versions, written_by
+from ._tree import leaves, paths
+
+
+class Known(NamedTuple):
+    """What is known of a loss."""
+
+    kinds: set[Any]  # in which it wrote to nothing
+    captured: list[ReferenceType[Tensor]]
+    modules: list[ReferenceType[nn.Module]]
+
+
+class Given(NamedTuple):
+    """Something that a loss is given: its name, its leaves, and their structure."""
+
+    root: str
+    leaves: list[Any]
+    spec: optree.PyTreeSpec
+
+
+class WriteError(RuntimeError):
+    """A loss would have written to what is not its own."""
+
+
+class LateWriteError(WriteError):
+    """A loss has written to what is not its own."""
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+_of_losses: "WeakKeyDictionary[Any, Known]" = WeakKeyDictionary()
+_here = threading.local()
+
+
+def known_of(loss: Any) -> Known:
+    """What is known of a loss, wherever it was called before."""
+    try:
+        return _of_losses.setdefault(loss, Known(set(), [], []))
+    except TypeError:  # it has no hash, or takes no weak reference
+        return Known(set(), [], [])
+
+
+@contextmanager
+def unguarded() -> Generator[None]:
+    """Let losses write, in this thread: somebody else looks."""
+    before, _here.off = getattr(_here, "off", False), True
+    try:
+        yield
+    finally:
+        _here.off = before
+
+
+@contextmanager
+def guarding(known: Known, *given: Given) -> Generator[Callable[[Call], Call]]:
+    """Guard what is given to a loss, and what it captures, while it is called.
+
+    Args:
+        known: What is known of the loss.
+        given: What it is given, last the batch.
+
+    Yields:
+        What makes a guarded loss of a loss.
+    """
+    if torch.compiler.is_compiling() or getattr(_here, "off", False):
+        yield lambda loss: loss
+        return
+    guarded = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
+    before: tuple[list[Tensor], int] | None = None
+    if _kind(known, given) in known.kinds:
+        before = (tensors := [*guarded, *_captured(known)]), versions(tensors)
+
+    def guard(loss: Any) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal before
+            if before is not None:
+                return loss(*args)
+            with _watching(known, given):
+                out = loss(*args)
+            known.kinds.add(_kind(known, given))
+            before = (tensors := [*guarded, *_captured(known)]), versions(tensors)
+            return out
+
+        return call
+
+    yield guard
+    if before is not None and versions(before[0]) != before[1]:
+        raise LateWriteError(_sentence("has written to", "what it is given or captures"))
+
+
+def _kind(known: Known, given: tuple[Given, ...]) -> Any:
+    modes = [module.training for at in known.modules if (module := at()) is not None]
+    looks = [
+        (x.dtype, x.dim(), x.device.type)
+        if isinstance(x, Tensor)
+        else x
+        if isinstance(x, bool)
+        else type(x)
+        for x in given[-1].leaves
+    ]
+    return (*modes, *looks, *(each.spec for each in given))
+
+
+def _captured(known: Known) -> Iterator[Tensor]:
+    """Captured tensors, and the buffers of modules that are called themselves."""
+    for at in known.captured:
+        if (x := at()) is not None:
+            yield x
+    for at in known.modules:
+        if (module := at()) is not None:
+            yield from (x for x in vars(module)[BUFFERS].values() if x is not None)
+
+
+@contextmanager
+def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
+    """Refuse an operation that would write to memory that was there before."""
+    names: dict[Any, str] = {}
+    for root, its, spec in given:
+        for x, name in zip(its, paths(spec, root), strict=True):
+            if isinstance(x, Tensor):
+                names.setdefault(memory_of(local(x)), name)
+    modules: dict[nn.Module, None] = {}
+    ours: set[Any] = set()  # the memory of what the loss itself has made
+    alive: dict[Any, Tensor] = {}  # held, so that no new tensor is taken for an old one
+    thread = threading.get_ident()
+
+    def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        for x in written_by(operation, args, kwargs):
+            memory = memory_of(local(x))
+            if memory is not None and memory not in ours:
+                raise WriteError(
+                    _sentence("writes to", names.get(memory) or _named(x, memory, [*modules]))
+                    + f"\n\nThe operation: {operation}"
+                )
+        if is_taken_as_new(operation):
+            ours.add(memory_of(local(args[0])))
+        for x in leaves((args, kwargs)):
+            if isinstance(x, Tensor) and (memory := memory_of(local(x))) not in ours:
+                alive.setdefault(memory, x)
+
+    def see(_: tuple[Any, ...], out: Any) -> None:
+        made = (memory_of(local(x)) for x in leaves(out) if isinstance(x, Tensor))
+        ours.update(memory for memory in made if memory not in alive)
+
+    def note(module: nn.Module, _: object) -> None:
+        if threading.get_ident() == thread:
+            modules.setdefault(origins.get(module, module))
+
+    noting = register_module_forward_pre_hook(note)
+    try:
+        with Seeing(see, before):
+            yield
+    finally:
+        noting.remove()
+    held = {id(at()) for at in (*known.captured, *known.modules)}
+    strangers = [x for memory, x in alive.items() if memory not in names]
+    known.captured.extend(ref(x) for x in strangers if id(x) not in held)
+    known.modules.extend(ref(module) for module in modules if id(module) not in held)
+
+
+def _named(x: Tensor, memory: Any, modules: list[nn.Module]) -> str:
+    """What a captured tensor is called in a module that was called, or else how it looks."""
+    for module in modules:
+        for table in (PARAMETERS, BUFFERS):
+            for key, tensor in vars(module)[table].items():
+                if tensor is not None and memory_of(tensor) == memory:
+                    return f"{key!r} of {type(module).__name__}"
+    return f"a tensor of shape {tuple(x.shape)} and {x.dtype} that was there before"
+
+
+def _sentence(does: str, what: str) -> str:
+    return (
+        f"the loss {does} {what} in place, and what is given or captured is only lent to it: the "
+        "state of a run, the batch, the tensors of a module. Likely causes: an operation in place "
+        "(clamp_, x += y, inplace=True, out=), under no_grad or by .data too; "
+        "nn.Embedding(max_norm=...); a BatchNorm in training mode that is not called by "
+        "functional(module).apply. Compute a new tensor, or write to a clone."
+    )
