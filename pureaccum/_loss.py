@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._sharded import is_sharded, replicated, whole
+from ._sharded import any_sharded, is_sharded, local, replicated, whole
 from ._torch import innermost
 from ._tree import flatten, unflatten
 
@@ -131,9 +131,9 @@ def detached(seen: Read) -> Read:
 
 
 def agreed(seen: Read) -> Read:
-    """The same where all ranks know the weight: what is pulled and kept depends on it."""
+    """The same where all ranks know both: what is pulled and kept depends on them."""
     total, weight, aux = seen
-    if not is_sharded(weight):
+    if isinstance(weight, tuple) or not any_sharded([total, weight]):
         return seen
     known, value = whole([weight, total])
     return Read(replicated(value, total), sane(known), aux)
@@ -160,7 +160,7 @@ def counts(total: Tensor, weight: Tensor) -> Tensor:
     A total without a weight is the numerator of a ratio whose denominator is elsewhere in the
     batch. One that is zero or not finite is what a microbatch comes to that is masked throughout.
     """
-    total = total.detach()
+    total = local(total.detach())  # of a DTensor all ranks know it: see agreed
     return (weight != 0) | ((total != 0) & ((total - total) == 0))
 
 

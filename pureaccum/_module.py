@@ -33,14 +33,14 @@ class Functional(NamedTuple):
             its own, and returns what it returned and its new buffers.
         params: The parameters that require a gradient, by name; tied ones once, under their first
             name.
-        frozen: The other parameters, which ``apply`` puts in by itself.
         buffers: The module's buffers by name, those that are not persistent included.
+        frozen: The other parameters, which ``apply`` puts in by itself.
     """
 
     apply: Callable[..., tuple[Any, Any]]
     params: dict[str, Tensor]
-    frozen: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    frozen: dict[str, Tensor]
 
 
 def functional(module: nn.Module) -> Functional:
@@ -69,7 +69,7 @@ def functional(module: nn.Module) -> Functional:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
 
     Returns:
-        ``apply``, and the module's ``params``, ``frozen`` and ``buffers``.
+        ``apply``, and the module's ``params``, ``buffers`` and ``frozen``.
 
     Example:
         >>> fn = functional(torch.nn.BatchNorm1d(2, affine=False))
@@ -113,7 +113,7 @@ def functional(module: nn.Module) -> Functional:
                 "gradient map: chain(it, optimizer), where it has init(params) and "
                 "update(grads, state) -> (grads, state)."
             )
-    return Functional(partial(_apply, places, names, frozen), params, frozen, buffers)
+    return Functional(partial(_apply, places, names, frozen), params, buffers, frozen)
 
 
 class Names(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ._sharded import agreed, local, norms_over_ranks, opened, resolved, zeros_of_sum
+from ._torch import memory_of
 
 
 Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and reads worse
@@ -117,17 +118,12 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
 
 def apart(tree: Tree, given_up: Tree) -> Tree:
     """A tree that shares no memory with one that is given up, and will be written to."""
-    held = {_memory(x) for x in leaves(given_up)}
+    held = {memory_of(local(x)) for x in leaves(given_up)} | {None}  # None: of several parts
 
     def copied(x: Any) -> Any:
-        shares = isinstance(x, Tensor) and (x.layout != torch.strided or _memory(x) in held)
-        return x.clone() if shares else x
+        return x.clone() if isinstance(x, Tensor) and memory_of(local(x)) in held else x
 
     return map(copied, tree)
-
-
-def _memory(x: Tensor) -> int:
-    return local(x).untyped_storage().data_ptr()
 
 
 def as_scalar_of(x: Tensor, scalar: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ def given_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.We
     def loss(params: dict[str, Tensor], batch: Batch) -> Tensor | pa.Weighted:
         s, t, mask = batch["s"], batch["t"], batch["mask"]
         if kind == "weighted":
-            return pa.Weighted(total(params, s * mask, t * mask, batch), mask.sum())
+            weight, out = mask.sum(), total(params, s * mask, t * mask, batch)
+            # of no weight a total of 0 or NaN, whose gradient is what it is
+            return pa.Weighted(out - torch.where(weight != 0, 0.0, out.detach()), weight)
         sum_ = total(params, s, t, batch)
         return sum_ / len(s) if kind == "mean" else sum_
 

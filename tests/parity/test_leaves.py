@@ -17,7 +17,7 @@ from tests.strategies import every, generator
 
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 widths = pytest.mark.parametrize("width", [3, 2**18])  # the latter is added by a hook
-COUNTS = ("microbatches", "skipped", "nonfinite")
+COUNTS = ("microbatches", "skipped", "nonfinite", "weighted")
 policies = pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
 
 

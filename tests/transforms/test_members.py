@@ -77,7 +77,7 @@ def test_a_fault_propagates_in_its_member_alone(
     params = make_params(seed)
     batches = [make_batch(seed + i, rows) for i in range(MEMBERS)]
     batches[bad]["y"][0] = torch.nan
-    batches[bad]["mask"][0] = 1
+    batches[bad]["mask"][0] = 3  # so that its microbatch has a weight in every loss
     gradient = pa.grad_and_value(
         loss.call, microbatch_size=min(size, rows - 1), reduction=loss.reduction
     )
