@@ -58,6 +58,8 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
     leaves = [leaf.detach() for leaf in leaves]
     if engine == "autograd":
         devices = frozenset(leaf.device for leaf in leaves)
+        # an inference tensor takes no gradient, and a clone outside of that mode is none
+        leaves = [x.clone() if x.is_inference() else x for x in leaves]
         leaves = [leaf.requires_grad_() for leaf in leaves]
         return Wrt(leaves, large, True, recomputes, devices, layouts=layouts)
     # Detached leaves record nothing below torch.func's own level, but tensors that the loss

@@ -26,7 +26,7 @@ from ._engine import Nonfinite, Rule, check_rule
 from ._inputs import read_params
 from ._loss import Reduction
 from ._loss_scale import LossScale
-from ._passes import Engine
+from ._passes import Engine, outside_inference_mode
 from ._precision import Policy, check_precision, under
 from ._random import key
 from ._ranks import check_same
@@ -277,20 +277,21 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
     device = leaves[0].device
     if plan.group is not None:
         check_same(params, plan.group)
-    if plan.policy is not None:
-        params = plan.policy.cast_to_param(params)
-    params = map(_own, params)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    return TrainState(
-        params,
-        () if buffers is None else map(_own, buffers),
-        plan.optimizer.init(params),
-        () if plan.loss_scale is None else plan.loss_scale.init(device),
-        key(seed, device),
-        zero,
-        zero.clone(),
-        zero.clone(),
-    )
+    with outside_inference_mode():  # what is made there takes no gradient, ever
+        if plan.policy is not None:
+            params = plan.policy.cast_to_param(params)
+        params = map(_own, params)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return TrainState(
+            params=params,
+            buffers=() if buffers is None else map(_own, buffers),
+            opt_state=plan.optimizer.init(params),
+            loss_scale=() if plan.loss_scale is None else plan.loss_scale.init(device),
+            key=key(seed, device),
+            attempts=zero,
+            applied=zero.clone(),
+            samples=zero.clone(),
+        )
 
 
 def _own(x: Tensor) -> Tensor:
