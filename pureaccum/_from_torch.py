@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ._donation import Spoiled, mark, taken
 from ._inputs import check_fits, check_state, read_params
-from ._schedules import rate_at
+from ._passes import outside_inference_mode
+from ._schedules import rate_at, refuse_scheduler
 from ._torch import transform_active
 from ._tree import Tree, check_same_structure, flatten, leaves, map, unflatten
 from ._update import Optimizer
@@ -67,6 +68,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     _check_class(cls)
     make: Callable[..., torch.optim.Optimizer] = cls
     lr = settings.get("lr")
+    refuse_scheduler(lr)
     # Which parts of the state of leaves of such shapes are Python numbers, once known.
     seen: dict[Any, dict[Path, Any]] = {}
 
