@@ -322,15 +322,32 @@ def test_fused_sgd_in_half_precision_on_a_cpu(dtype: Any, momentum: float, donat
 
 
 @DONATE
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_what_torchs_kernel_refuses_is_not_lost(kind: str, donate: bool) -> None:
-    """The fused kernels know no complex numbers."""
-    opt = {"sgd": pa.sgd(0.1, 0.9, fused=True), "adam": pa.adam(0.1, fused=True)}[kind]
+@pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
+def test_the_fused_kernels_know_no_complex_numbers(make: Any, donate: bool) -> None:
+    opt = make(0.1, fused=True)
     params = {"a": torch.ones(3), "c": normal((3,), generator(0), torch.complex64)}
     state = opt.init(params)
-    with unchanged(params["c"], state.steps), pytest.raises(RuntimeError):
-        opt.apply(clones(params), state, params, donate=donate)
-    leaves(params)[0] + 1
+    words = (f"{make.__name__}(fused=True) came with parameters in torch.complex64", "fused=False")
+    for applied in (None, torch.tensor(True), torch.tensor(False)):
+        with refused(ValueError, *words, given=(params, state)):
+            opt.apply(clones(params), state, params, applied=applied, donate=donate)
+
+
+@DONATE
+@pytest.mark.parametrize("flag", [None, torch.tensor(True), unread(torch.tensor(True))])
+@pytest.mark.parametrize("make", [lambda: pa.sgd(0.1, 0.9), lambda: pa.adam(0.1)])
+def test_an_error_in_the_middle_of_the_leaves(
+    make: Any, flag: Any, donate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's kernels know no float8. Nobody can take parameters of two steps for those of one."""
+    monkeypatch.setattr(_update, "GROUP", 1)
+    opt, params = make(), {"a": torch.ones(3), "b": torch.ones(3).to(torch.float8_e4m3fn)}
+    state, grads = opt.init(params), {"a": torch.ones(3), "b": torch.ones(3)}
+    with unchanged(*(() if donate else (params, state)), grads), pytest.raises(RuntimeError):
+        opt.apply(grads, state, params, applied=flag, donate=donate)
+    for x in leaves((params, state)) if donate else ():
+        with saying(RuntimeError, "failed in the middle", "changed already"):
+            x + 1
 
 
 # What is no optimizer, what is no map ---------------------------------------------------
