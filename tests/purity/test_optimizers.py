@@ -201,6 +201,22 @@ def test_parameters_that_require_grad(kind: str, donate: bool) -> None:
         assert not any(x.requires_grad for x in leaves(new))
 
 
+@EVERY
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_state_of_inference_mode_is_like_any_other(kind: str, donate: bool) -> None:
+    """Whether the state is made and stepped inside or outside: the numbers are the same."""
+    opt, found = make_optimizer(kind), []
+    for made, stepped in itertools.product((False, True), repeat=2):
+        with torch.inference_mode(made):
+            params = make_params()
+            state = opt.init(params)
+        with torch.inference_mode(stepped):
+            new = opt.apply(make_params(1), state, params, donate=donate)
+        found.append(opt.apply(make_params(2), new[1], new[0], donate=donate))
+    for other in found[1:]:
+        assert_trees_bitwise_equal(other, found[0])
+
+
 def test_the_gradients_are_given_up_only_where_a_map_changes_them() -> None:
     params = make_params()
     plain, clipped = pa.sgd(0.1), pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))
