@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._donation import hand_over
 from ._torch import transform_active
-from ._tree import Tree, as_scalar_of, check_same_structure, flatten, global_norm, unflatten, where
+from ._tree import Tree, check_same_structure, flatten, global_norm, scalars_of, unflatten, where
 from ._tree import leaves as leaves_of
 from ._update import Optimizer
 
@@ -75,11 +75,11 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
     def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
         """The gradients scaled down, and no state."""
         leaves, spec = flatten(grads)
-        factor = factor_of(global_norm(leaves))
+        factor = scalars_of(factor_of(global_norm(leaves)))
         if donate and not transform_active():
-            scaled = [x.mul_(as_scalar_of(x, factor)) for x in leaves]
+            scaled = [x.mul_(factor(x)) for x in leaves]
             return unflatten(spec, hand_over(leaves, scaled)), ()
-        return unflatten(spec, [x * as_scalar_of(x, factor) for x in leaves]), ()
+        return unflatten(spec, [x * factor(x) for x in leaves]), ()
 
     return GradientMap(init, update, factor_of)
 

@@ -7,7 +7,8 @@ state has that structure from the start; before the first step its numbers mean 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from ._donation import Spoiled, mark, taken
 from ._inputs import check_fits, check_state, read_params
-from ._schedules import rate_at
+from ._passes import outside_inference_mode
+from ._schedules import rate_at, refuse_scheduler
 from ._torch import transform_active
 from ._tree import Tree, check_same_structure, flatten, leaves, map, unflatten
 from ._update import Optimizer
@@ -67,6 +69,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     _check_class(cls)
     make: Callable[..., torch.optim.Optimizer] = cls
     lr = settings.get("lr")
+    refuse_scheduler(lr)
     # Which parts of the state of leaves of such shapes are Python numbers, once known.
     seen: dict[Any, dict[Path, Any]] = {}
 
@@ -85,7 +88,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         """What it keeps for each leaf after a step on copies, and its settings before it."""
         copies = [x.detach().clone() for x in leaves]
         ones = [torch.ones_like(x) for x in copies]
-        optimizer = begin(copies, ones, torch.zeros((), dtype=torch.int64))
+        optimizer = begin(copies, ones, torch.zeros((), dtype=torch.int64, device="cpu"))
         group = _encoded(_numbers(optimizer, lr), (), {})
         optimizer.step()
         kinds = seen.setdefault(_likeness(leaves), {})
@@ -95,9 +98,10 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     def init(params: Tree) -> TorchState:
         """The state before the first step, of the structure that it has after it."""
         _refuse_transforms(cls)
-        per_leaf, group = first_step(read_params(params)[0])
-        count = torch.zeros((), dtype=torch.int64)
-        return TorchState(count, map(torch.zeros_like, per_leaf), group)
+        with _plainly():
+            per_leaf, group = first_step(read_params(params)[0])
+            count = torch.zeros((), dtype=torch.int64, device="cpu")
+            return TorchState(count, map(torch.zeros_like, per_leaf), group)
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
         """Check that a state is one, and of these params."""
@@ -119,12 +123,19 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     ) -> tuple[Tree, TorchState]:
         """The next params and state, or where ``applied`` is false the same again."""
         _refuse_transforms(cls)
+        with _plainly():
+            return stepped(grads, state, params, applied, donate)
+
+    def stepped(
+        grads: Tree, state: TorchState, params: Tree, applied: Tensor | None, donate: bool
+    ) -> tuple[Tree, TorchState]:
         check(state, params)
         given, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
         before, state_spec = flatten(state)
         work, before = taken([given, before], donate)
+        work = [x.clone() if x.is_inference() else x for x in work]  # they may not require grad
         kept = unflatten(state_spec, before)
         if applied is None or bool(applied):
             started = state.steps.item() > 0
@@ -166,6 +177,14 @@ def _check_class(cls: Any) -> None:
             f"{cls.__name__} cannot be turned into a pure function of the gradient: its step takes "
             "a closure and evaluates the loss again, as often as its line search asks for."
         )
+
+
+@contextmanager
+def _plainly() -> Generator[None]:
+    """Outside inference mode, and what a class makes on no device in particular is on the CPU."""
+    here = torch.get_default_device().type == "cpu"
+    with outside_inference_mode(), nullcontext() if here else torch.device("cpu"):
+        yield
 
 
 def _refuse_transforms(cls: type) -> None:
@@ -210,7 +229,7 @@ def _encoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
     if isinstance(value, (bool, int, float)):
         kind = next(kind for kind in DTYPES if isinstance(value, kind))  # NumPy's are floats too
         kinds[path] = kind
-        return torch.full((), value, dtype=DTYPES[kind])
+        return torch.full((), value, dtype=DTYPES[kind], device="cpu")
     raise TypeError(
         f"the optimizer keeps {value!r} under {path!r}; a state can hold tensors and numbers, in "
         "dicts, lists and tuples."

@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ._tree import known
+from ._tree import as_scalar_of, known, moved
 
 
 Columns = list[list[Tensor]]  # parameters, then each tree of the state, leaf by leaf
 
 
 class Kernel(Protocol):
-    """torch's kernel, in place. ``step`` counts this step; ``rate`` is a number if it is known."""
+    """torch's kernel, in place. ``step`` counts this step; ``rate`` is a number if it is known.
+
+    ``foreach`` is torch's variant for all leaves at once.
+    """
 
     def __call__(
         self,
@@ -28,6 +31,7 @@ class Kernel(Protocol):
         step: Tensor,
         rate: float | Tensor,
         found_inf: Tensor | None,
+        foreach: bool,
     ) -> None: ...
 
 
@@ -38,8 +42,11 @@ def _rate(rate: float | Tensor) -> Any:
 class Method(NamedTuple):
     """One way to compute an update."""
 
-    kernel: Callable[[Tensor, float | Tensor], Kernel | None]  # None: it would have to wait
-    formula: Callable[..., tuple[Tensor, ...]]  # of one leaf: (grad, step, rate, param, *state)
+    # (parameters, step, rate); None: it would have to wait
+    kernel: Callable[[list[Tensor], Tensor, float | Tensor], Kernel | None]
+    # (step, rate, leaf): what the formula of all leaves of one device and dtype needs of them
+    numbers: Callable[[Tensor, Tensor, Tensor], Any]
+    formula: Callable[..., tuple[Tensor, ...]]  # of one leaf: (grad, numbers, param, *state)
     fused: bool  # the kernel itself leaves everything as it was where found_inf is 1
 
 
@@ -60,7 +67,10 @@ def sgd_method(
         "maximize": maximize,
     }
 
-    def kernel(step: Tensor, rate: float | Tensor) -> Kernel | None:
+    def kernel(leaves: list[Tensor], step: Tensor, rate: float | Tensor) -> Kernel | None:
+        if fused:
+            _refuse_complex("sgd", leaves)
+            _refuse_halves(leaves)
         count = known(step)
         if isinstance(rate, Tensor) and not fused:
             return None  # the kernel would read it on the host
@@ -68,20 +78,24 @@ def sgd_method(
             return None  # the first gradient is not dampened, and nobody knows whether it is it
 
         def run(
-            columns: Columns, grads: list[Tensor], step: Tensor, rate: Any, found_inf: Any
+            columns: Columns,
+            grads: list[Tensor],
+            step: Tensor,
+            rate: Any,
+            found_inf: Any,
+            foreach: bool,
         ) -> None:
             params, *rest = columns
-            if fused:
-                _refuse_halves(params)
             momenta: list[Any] = [None] * len(params)
             if rest and count != 1:
                 momenta = rest[0]
-            elsewhere = params[0].device.type != "cpu"
+            if foreach and nesterov and not (weight_decay or maximize):
+                grads = [x.clone() for x in grads]  # torch adds the momentum to what it is given
             sgd(
                 params,
                 grads,
                 momenta,
-                foreach=elsewhere and not fused,
+                foreach=foreach,
                 fused=fused,
                 found_inf=found_inf,
                 lr=_rate(rate),
@@ -95,9 +109,13 @@ def sgd_method(
 
         return run
 
+    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Tensor, Any]:
+        return as_scalar_of(leaf, rate), moved(step, leaf.device) == 1 if momentum else None
+
     def formula(
-        grad: Tensor, step: Tensor, rate: Tensor, param: Tensor, *rest: Tensor
+        grad: Tensor, numbers: tuple[Tensor, Any], param: Tensor, *rest: Tensor
     ) -> tuple[Tensor, ...]:
+        rate, first = numbers
         if maximize:
             grad = -grad
         if weight_decay:
@@ -105,10 +123,19 @@ def sgd_method(
         if not momentum:
             return (param - rate * grad,)
         later = momentum * rest[0] + (1 - dampening) * grad
-        buffer = torch.where(step.to(param.device) == 1, grad, later)
+        buffer = torch.where(first, grad, later)
         return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
 
-    return Method(kernel, formula, fused)
+    return Method(kernel, numbers, formula, fused)
+
+
+def _refuse_complex(name: str, params: list[Tensor]) -> None:
+    for x in params:
+        if x.is_complex():
+            raise ValueError(
+                f"{name}(fused=True) came with parameters in {x.dtype}; torch's fused kernels know "
+                "no complex numbers. Use fused=False."
+            )
 
 
 def _refuse_halves(params: list[Tensor]) -> None:
@@ -133,9 +160,15 @@ def adam_method(
     """Adam, or AdamW where the weight decay is decoupled; two trees, with amsgrad three."""
     beta1, beta2 = betas
 
-    def run(columns: Columns, grads: list[Tensor], step: Tensor, rate: Any, found_inf: Any) -> None:
+    def run(
+        columns: Columns,
+        grads: list[Tensor],
+        step: Tensor,
+        rate: Any,
+        found_inf: Any,
+        foreach: bool,
+    ) -> None:
         params, exp_avg, exp_avg_sq, *most = columns
-        elsewhere = params[0].device.type != "cpu"
         # The kernel counts for itself, once for every leaf.
         steps = (step - 1).float().expand(len(params)).clone().unbind()
         adam(
@@ -145,9 +178,9 @@ def adam_method(
             exp_avg_sq,
             most[0] if most else [],
             list(steps),
-            foreach=elsewhere and not fused,
+            foreach=foreach,
             fused=fused,
-            capturable=elsewhere,
+            capturable=params[0].device.type != "cpu",
             found_inf=found_inf,
             has_complex=any(x.is_complex() for x in params),
             decoupled_weight_decay=decoupled,
@@ -160,34 +193,42 @@ def adam_method(
             maximize=maximize,
         )
 
+    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Any, Tensor, Tensor]:
+        rate = as_scalar_of(leaf, rate)
+        wide = moved(step, leaf.device, torch.float64)
+        first, second = (1 - beta**wide for beta in betas)
+        decay = 1 - rate * weight_decay if weight_decay and decoupled else None
+        return decay, rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
+
     def formula(
-        grad: Tensor, step: Tensor, rate: Tensor, param: Tensor, *rest: Tensor
+        grad: Tensor, numbers: tuple[Any, Tensor, Tensor], param: Tensor, *rest: Tensor
     ) -> tuple[Tensor, ...]:
         if param.is_complex():  # its parts are parameters of their own
             pairs = [torch.view_as_real(x) for x in (grad, param, *rest)]
-            new = formula(pairs[0], step, rate, *pairs[1:])
+            new = formula(pairs[0], numbers, *pairs[1:])
             return tuple(torch.view_as_complex(x) for x in new)
+        decay, rate_by_first, root_of_second = numbers
         mean, square, *most = rest
         if maximize:
             grad = -grad
-        if weight_decay and decoupled:
-            param = param * (1 - rate * weight_decay)
+        if decay is not None:
+            param = param * decay
         elif weight_decay:
             grad = grad + weight_decay * param
         mean = mean + (1 - beta1) * (grad - mean)
         square = beta2 * square + (1 - beta2) * grad * grad
         if amsgrad:
             most = [torch.maximum(most[0], square)]
-        wide = step.to(param.device, torch.float64)
-        first, second = (1 - beta**wide for beta in betas)
         top = most[0] if amsgrad else square
         # The root has no derivative at zero, where a meta-gradient would turn into NaN.
         positive = top > 0
         root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
-        denominator = root / second.sqrt().to(param.dtype) + eps
-        return param - (rate / first.to(param.dtype)) * mean / denominator, mean, square, *most
+        denominator = root / root_of_second + eps
+        return param - rate_by_first * mean / denominator, mean, square, *most
 
-    def kernel(step: Tensor, rate: float | Tensor) -> Kernel | None:
+    def kernel(leaves: list[Tensor], step: Tensor, rate: float | Tensor) -> Kernel | None:
+        if fused:
+            _refuse_complex("adamw" if decoupled else "adam", leaves)
         return run
 
-    return Method(kernel, formula, fused)
+    return Method(kernel, numbers, formula, fused)

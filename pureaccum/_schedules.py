@@ -12,6 +12,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from ._tree import moved
 
 
 Schedule = Callable[[Tensor], Any]
@@ -152,8 +155,20 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 def check_rate(lr: Any) -> None:
     """Raise where lr is no learning rate; the numbers in a tensor are not looked at."""
+    refuse_scheduler(lr)
     if not callable(lr):
         _check_part("lr", lr, "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)")
+
+
+def refuse_scheduler(lr: Any) -> None:
+    """Raise where lr is one of torch's schedulers, or the class of one."""
+    kind: type = lr if isinstance(lr, type) else type(lr)
+    if issubclass(kind, LRScheduler):
+        raise TypeError(
+            f"lr is a scheduler of torch, {kind.__name__}, which changes the rate in an optimizer "
+            "object; expected a float, a 0-d tensor or a schedule, a function of the number of "
+            "applied steps: cosine_decay, linear_warmup, join_schedules or one of your own."
+        )
 
 
 def rate_at(lr: Any, count: Tensor) -> Tensor:
@@ -194,7 +209,7 @@ def _float64(value: float | Tensor, count: Tensor) -> Tensor:
     """A rate where the count lies; a number is filled in there and not copied from the host."""
     _check_steps_taken(count)
     if isinstance(value, Tensor):
-        return value.to(count.device, torch.float64)
+        return moved(value, count.device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=count.device)
 
 

@@ -128,9 +128,26 @@ def apart(tree: Tree, given_up: Tree) -> Tree:
 
 def as_scalar_of(x: Tensor, scalar: Tensor) -> Tensor:
     """A 0-d tensor ready to multiply or divide ``x``: a 0-d ``x`` would take on its dtype."""
-    dtype = (x.real if x.is_complex() else x).dtype
-    # to a device nobody need wait; from one, one must
-    return scalar.to(x.device, dtype, non_blocking=scalar.device.type == "cpu")
+    return moved(scalar, x.device, (x.real if x.is_complex() else x).dtype)
+
+
+def scalars_of(scalar: Tensor) -> Callable[[Tensor], Tensor]:
+    """``as_scalar_of`` for many tensors: moved and cast once for each device and dtype."""
+    made: dict[Any, Tensor] = {}
+
+    def of(x: Tensor) -> Tensor:
+        kind = x.device, x.dtype
+        if kind not in made:
+            made[kind] = as_scalar_of(x, scalar)
+        return made[kind]
+
+    return of
+
+
+def moved(scalar: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A 0-d tensor on a device: on the way there nobody need wait; from there, one must."""
+    ready = scalar.device.type == "cpu"
+    return scalar.to(device, dtype or scalar.dtype, non_blocking=ready)
 
 
 def known(scalar: Tensor) -> Any:

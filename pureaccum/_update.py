@@ -6,20 +6,20 @@ respect to the learning rate, so under a transform or a compiler the same formul
 tensor operations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from ._donation import mark, taken
+from ._donation import Spoiled, mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._kernels import Columns, Method
 from ._schedules import Schedule, rate_at
 from ._sharded import Layouts, any_sharded, closed, opened, placed_like
 from ._torch import transform_active
-from ._tree import Tree, as_scalar_of, flatten, known, map, unflatten
+from ._tree import Tree, flatten, known, map, moved, unflatten
 from ._tree import leaves as leaves_of
 
 
@@ -54,8 +54,9 @@ def begin(lr: Rate, params: Tree) -> Begun:
     """No step applied yet. A learning rate that is a number becomes a part of the state."""
     leaves, _ = read_params(params)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
-    # On a CPU, where a kernel can read it without waiting.
-    rate = torch.full((), lr, dtype=torch.float64) if isinstance(lr, (int, float)) else ()
+    rate: Any = ()
+    if isinstance(lr, (int, float)):  # on a CPU, where a kernel can read it without waiting
+        rate = torch.full((), lr, dtype=torch.float64, device="cpu")
     return Begun(steps, rate)
 
 
@@ -125,23 +126,21 @@ def apply_method(
     check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), _FOREIGN)
     terms = [_dense(g, x.dtype) for g, x in zip(terms, columns[0], strict=True)]
     rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
-    given_up = columns
+    own = donate and not transform_active()
+    given_up = leaves_of((columns, state.steps, state.lr)) if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
     given = terms, columns, state.steps + 1, rate, applied
-    in_place = donate and not transform_active()
     if transform_active():
-        new = _by_formula(method, *given)
+        new = by_formula(method, *given)
     else:
+        foreach = not method.fused and columns[0][0].device.type != "cpu"
         with torch.no_grad():
-            new = _by_kernel(method, *given, donate)
-    steps = state.steps + (1 if applied is None else applied.to(state.steps.device))
+            new = by_kernel(method, *given, given_up, foreach)
+    steps = state.steps + (1 if applied is None else moved(applied, state.steps.device))
     lr = state.lr.clone() if keeping.rate_is_kept else ()
-    if in_place:
-        mark([state.steps, *leaves_of(state.lr)])
+    mark(given_up)
     if layouts is not None:
         new = [closed(column, layouts) for column in new]
-        if in_place:
-            mark(x for column in given_up for x in column)
     new_params, *trees = (unflatten(spec, column) for column in new)
     changed = dict(zip(keeping.trees, trees, strict=True))
     # not _replace, from which torch 2.11's compiler returns broken tuples
@@ -169,7 +168,7 @@ def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
 _FOREIGN = "An optimizer's state belongs to the params that it was made from by init."
 
 
-def _by_formula(
+def by_formula(
     method: Method,
     grads: list[Tensor],
     columns: Columns,
@@ -177,53 +176,91 @@ def _by_formula(
     rate: Tensor,
     applied: Tensor | None,
 ) -> Columns:
+    """The next columns, in plain tensor operations."""
     rows: list[tuple[Tensor, ...]] = []
+    made: dict[Any, tuple[Any, Any]] = {}  # for each device and dtype, and not for every leaf
     for grad, *row in zip(grads, *columns, strict=True):
-        new = method.formula(grad, step, as_scalar_of(row[0], rate), *row)
-        if applied is not None:
-            keep = applied.to(row[0].device)
+        kind = row[0].device, row[0].dtype
+        if kind not in made:
+            keep = None if applied is None else moved(applied, row[0].device)
+            made[kind] = method.numbers(step, rate, row[0]), keep
+        numbers, keep = made[kind]
+        new = method.formula(grad, numbers, *row)
+        if keep is not None:
             new = tuple(torch.where(keep, x, y) for x, y in zip(new, row, strict=True))
         rows.append(new)
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _by_kernel(
+# Donated leaves are stepped in groups, a copy of which comes beside them: so many bytes with their
+# state, or those of the largest leaf.
+GROUP = 64 * 2**20
+
+
+def by_kernel(
     method: Method,
     grads: list[Tensor],
     columns: Columns,
     step: Tensor,
     rate: Tensor,
     applied: Tensor | None,
-    donate: bool,
+    given_up: list[Tensor],
+    foreach: bool,
 ) -> Columns:
+    """The next columns, by torch's kernel if that need not wait.
+
+    It writes to the columns where something was given up, and all of that is refused after an
+    error in the middle.
+    """
     certain = True if applied is None else known(applied)
     number = known(rate)
     rate_ = rate if number is None else number
-    kernel = method.kernel(step, rate_)
-    by_formula = kernel is None and certain is not False
+    kernel = method.kernel(columns[0], step, rate_)
+    if kernel is None and certain is not False:
+        return by_formula(method, grads, columns, step, rate, applied)
     # Donated memory is written under new names, which take over if all goes well.
-    work = (
-        _by_formula(method, grads, columns, step, rate, applied)
-        if by_formula
-        else taken(columns, donate)
-    )
-    if certain is False or kernel is None:
-        pass
-    elif certain or method.fused:
-        kernel(work, grads, step, rate_, None if certain else (~applied).float())  # pyright: ignore
-    elif donate:
-        for grad, *row in zip(grads, *work, strict=True):
-            new = [[x.clone()] for x in row]
-            kernel(new, [grad], step, rate_, None)
-            _select(applied, new, [[x] for x in row], into=1)
-    else:
-        kernel(work, grads, step, rate_, None)
-        _select(applied, work, columns, into=0)
-    if donate:
-        mark(x for column in columns for x in column)
+    work, written = taken(columns, bool(given_up)), False
+    try:
+        if certain is False or kernel is None:
+            pass
+        elif certain or method.fused:
+            found_inf = None if certain else (~applied).float()  # pyright: ignore
+            written = True
+            kernel(work, grads, step, rate_, found_inf, foreach)
+        elif given_up:
+            for part in _groups(work):
+                old = [column[part] for column in work]
+                new = [[x.clone() for x in column] for column in old]
+                kernel(new, grads[part], step, rate_, None, foreach)
+                written = True
+                _select(applied, new, old, into=1)
+                del new  # before there is a copy of the next
+        else:
+            kernel(work, grads, step, rate_, None, foreach)
+            _select(applied, work, columns, into=0)
+    except BaseException:
+        if written:
+            mark(given_up, Spoiled)
+        raise
     return work
 
 
+def _groups(columns: Columns) -> Iterator[slice]:
+    """Neighbouring leaves, as many as may be copied at a time."""
+    sizes = [sum(x.nbytes for x in row) for row in zip(*columns, strict=True)]
+    most, start, held = max(GROUP, *sizes), 0, 0
+    for i, size in enumerate(sizes):
+        if held + size > most:
+            yield slice(start, i)
+            start, held = i, 0
+        held += size
+    yield slice(start, len(sizes))
+
+
 def _select(applied: Any, new: Columns, old: Columns, into: int) -> None:
+    keep: dict[torch.device, Tensor] = {}
     for pair in zip((x for c in new for x in c), (x for c in old for x in c), strict=True):
-        torch.where(applied.to(pair[0].device), *pair, out=pair[into])
+        device = pair[0].device
+        if device not in keep:
+            keep[device] = moved(applied, device)
+        torch.where(keep[device], *pair, out=pair[into])

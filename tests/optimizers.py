@@ -1,11 +1,14 @@
 """Random steps for optimizers, torch's classes beside them, and one optimizer of every kind."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
+import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -41,6 +44,30 @@ def unread(scalar: Tensor) -> Tensor:
     return scalar.clone().as_subclass(Unread)
 
 
+class Copy(NamedTuple):
+    """A tensor that was moved or cast."""
+
+    away: bool  # to another device
+    waits: bool  # for the device that it comes from or goes to
+
+
+class Copies(TorchDispatchMode):
+    """Collects what is moved or cast, below transforms and autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Copy] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, given = func(*args, **(kwargs or {})), kwargs or {}
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):
+            away = out.device != args[0].device
+            self.seen.append(Copy(away, away and not given.get("non_blocking", False)))
+        elif func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+            self.seen.append(Copy(True, not (args[2] if len(args) > 2 else False)))
+        return out
+
+
 class Torchs:
     """A class of ``torch.optim``, on copies of parameters, stepped with given gradients."""
 
@@ -60,6 +87,25 @@ class Torchs:
 
     def assert_same_params(self, params: Any) -> None:
         assert_trees_bitwise_equal(leaves(params), [x.detach() for x in self.params])
+
+
+# Every combination of flags ---------------------------------------------------------------
+
+
+SWITCHES = [
+    ("sgd", {"momentum": m, "dampening": d, "nesterov": n, "weight_decay": w, "maximize": top})
+    for m, d, n, w, top in itertools.product((False, True), repeat=5)
+    if not n or (m and not d)
+] + [
+    (name, {"weight_decay": w, "amsgrad": most, "maximize": top})
+    for name in ("adam", "adamw")
+    for w, most, top in itertools.product((False, True), repeat=3)
+]
+COMBINATIONS = pytest.mark.parametrize(
+    ("name", "switches"),
+    SWITCHES,
+    ids=lambda x: x if isinstance(x, str) else ",".join(flag for flag, on in x.items() if on),
+)
 
 
 # One of every kind ------------------------------------------------------------------------

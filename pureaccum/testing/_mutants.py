@@ -210,7 +210,7 @@ OF_CORE: dict[str, Mutant] = {
     "an optimizer that counts steps not applied": Mutant(
         "The optimizer counts a step that is not applied.",
         "_update.py",
-        "steps = state.steps + (1 if applied is None else applied.to(state.steps.device))",
+        "steps = state.steps + (1 if applied is None else moved(applied, state.steps.device))",
         "steps = state.steps + 1",
     ),
     "momentum that is dampened from the start": Mutant(

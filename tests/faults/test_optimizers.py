@@ -1,15 +1,19 @@
 """What no optimizer can work with is refused by name, and nothing is lost by asking."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 import pureaccum as pa
-from pureaccum.testing import unchanged
+from pureaccum import _update
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import refused, saying
-from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal
+from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal, unread
 from tests.strategies import generator
 
 
@@ -35,6 +39,40 @@ def test_learning_rates(make: Any) -> None:
             make(value)
     with refused(ValueError, "lr is a tensor of shape (2,)"):
         make(torch.ones(2))
+
+
+def torchs_scheduler() -> Any:
+    return lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
+
+
+@pytest.mark.parametrize(
+    "make", [pa.sgd, pa.adam, pa.adamw, lambda lr: pa.from_torch(torch.optim.Adam, lr=lr)]
+)
+def test_a_scheduler_of_torch_in_place_of_a_learning_rate(make: Any) -> None:
+    for value in (torchs_scheduler(), lr_scheduler.StepLR):
+        with refused(TypeError, "lr is a scheduler of torch, StepLR", "a schedule", "cosine_decay"):
+            make(value)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, Fraction])
+def test_numbers_of_other_libraries_are_numbers(kind: Any) -> None:
+    """Python takes NumPy's float64 for one of its own, and no other."""
+    half, bad = kind(0.5), kind(-1.0)
+    for make, names in (
+        (pa.sgd, ("lr", "momentum", "dampening", "weight_decay")),
+        (pa.adamw, ("lr", "eps", "weight_decay")),
+    ):
+        found = []
+        for value in (half, 0.5):
+            opt, params = make(**dict.fromkeys(names, value)), make_params()
+            found.append(opt.apply(make_params(1), opt.init(params), params))
+        assert_trees_bitwise_equal(*found)
+        for name in set(names) - {"dampening"}:
+            with refused(ValueError, f"{name} is -1.0"):
+                make(**{name: bad})
+    with refused(ValueError, "betas is (0.5, -1.0)"):
+        pa.adam(betas=(half, bad))
+    pa.adam(betas=[half, half])
 
 
 @MAKERS
@@ -284,15 +322,32 @@ def test_fused_sgd_in_half_precision_on_a_cpu(dtype: Any, momentum: float, donat
 
 
 @DONATE
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_what_torchs_kernel_refuses_is_not_lost(kind: str, donate: bool) -> None:
-    """The fused kernels know no complex numbers."""
-    opt = {"sgd": pa.sgd(0.1, 0.9, fused=True), "adam": pa.adam(0.1, fused=True)}[kind]
+@pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
+def test_the_fused_kernels_know_no_complex_numbers(make: Any, donate: bool) -> None:
+    opt = make(0.1, fused=True)
     params = {"a": torch.ones(3), "c": normal((3,), generator(0), torch.complex64)}
     state = opt.init(params)
-    with unchanged(params["c"], state.steps), pytest.raises(RuntimeError):
-        opt.apply(clones(params), state, params, donate=donate)
-    leaves(params)[0] + 1
+    words = (f"{make.__name__}(fused=True) came with parameters in torch.complex64", "fused=False")
+    for applied in (None, torch.tensor(True), torch.tensor(False)):
+        with refused(ValueError, *words, given=(params, state)):
+            opt.apply(clones(params), state, params, applied=applied, donate=donate)
+
+
+@DONATE
+@pytest.mark.parametrize("flag", [None, torch.tensor(True), unread(torch.tensor(True))])
+@pytest.mark.parametrize("make", [lambda: pa.sgd(0.1, 0.9), lambda: pa.adam(0.1)])
+def test_an_error_in_the_middle_of_the_leaves(
+    make: Any, flag: Any, donate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's kernels know no float8. Nobody can take parameters of two steps for those of one."""
+    monkeypatch.setattr(_update, "GROUP", 1)
+    opt, params = make(), {"a": torch.ones(3), "b": torch.ones(3).to(torch.float8_e4m3fn)}
+    state, grads = opt.init(params), {"a": torch.ones(3), "b": torch.ones(3)}
+    with unchanged(*(() if donate else (params, state)), grads), pytest.raises(RuntimeError):
+        opt.apply(grads, state, params, applied=flag, donate=donate)
+    for x in leaves((params, state)) if donate else ():
+        with saying(RuntimeError, "failed in the middle", "changed already"):
+            x + 1
 
 
 # What is no optimizer, what is no map ---------------------------------------------------

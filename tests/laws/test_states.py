@@ -20,7 +20,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds, trees
 from tests.optimizers import Counted
-from tests.states import STATES
+from tests.states import FN, STATES, a_row, batch_of, full_step
 from tests.strategies import every, generator
 
 
@@ -225,6 +225,56 @@ def test_batch_norm_keeps_its_moments_as_tensors() -> None:
 def test_torch_load_knows_every_class(make: Callable[[], Any]) -> None:
     with torch.serialization.safe_globals([Counted]):  # a user's own class is the user's to name
         assert_saved(make())
+
+
+# Devices --------------------------------------------------------------------------------
+
+
+def step_of() -> Callable[[Any], Any]:
+    step = full_step()
+
+    def states(params: Any) -> Any:
+        first = step.init(params, FN.buffers, seed=7)
+        window = step.update(first, step.begin(first), BATCH)
+        return first, step(first, BATCH), window, step.apply(first, window)
+
+    return states
+
+
+def optimizer_of(name: str) -> Callable[[Any], Any]:
+    opt = OPTIMIZERS[name]()
+
+    def states(params: Any) -> Any:
+        first = opt.init(params)
+        return first, opt.apply(params, first, params)
+
+    return states
+
+
+def streamed(acc: Any) -> Callable[[Any], Any]:
+    params = torch.ones(3, 2)
+    return lambda _: (acc.init(params), acc.update(acc.init(params), params, BATCH))
+
+
+BATCH = batch_of(6)
+PLACED: dict[str, Callable[[Any], Any]] = {
+    "a step": step_of(),
+    "the accumulator": streamed(pa.accumulator(a_row, squares=True)),
+    "that of samples": streamed(pa.per_sample_accumulator(a_row, chunk_size=2)),
+    "the noise scale": lambda params: pa.running_noise_scale().init(params),
+} | {name: optimizer_of(name) for name in OPTIMIZERS if name != "somebody's"}
+
+
+@pytest.mark.parametrize("states", PLACED.values(), ids=PLACED)
+def test_a_state_lies_where_its_params_lie_and_not_on_the_default_device(
+    states: Callable[[Any], Any],
+) -> None:
+    """As after ``torch.set_default_device``. A learning rate is on the CPU, wherever params are."""
+    places = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            places.append([x.device for x in leaves(states(FN.params))])
+    assert places[0] == places[1]
 
 
 def test_tied_params_are_two_in_the_state() -> None:

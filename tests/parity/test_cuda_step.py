@@ -7,13 +7,18 @@ import pytest
 import torch
 
 import pureaccum as pa
+from pureaccum import _update
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.optimizers import COMBINATIONS
 
 
 pytestmark = pytest.mark.cuda
 
 RATES = {
     "a number": 1e-2,
-    "a schedule": pa.join_schedules([pa.linear_warmup(1e-2, 2), pa.cosine_decay(1e-2, 9)], [2]),
+    "a schedule": pa.join_schedules(
+        [pa.linear_warmup(torch.tensor(1e-2), 2), pa.cosine_decay(1e-2, 9)], [2]
+    ),
 }
 MAKE = {
     "sgd": lambda lr, fused: pa.sgd(lr, momentum=0.9, nesterov=True, fused=fused),
@@ -31,7 +36,8 @@ def given() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         return torch.randn(shape, generator=random, device="cuda")
 
     batch = {"x": draw(24, 32), "y": draw(24, 4), "mask": (draw(24) > 0).float()}
-    return {"in": draw(32, 16), "b": draw(16), "out": draw(16, 4)}, batch
+    # so small that no sum of gradients in float16 overflows
+    return {"in": draw(32, 16) / 8, "b": draw(16) / 8, "out": draw(16, 4) / 8}, batch
 
 
 def loss(params: Any, batch: Any, keys: Any) -> pa.Weighted:
@@ -55,12 +61,14 @@ def test_nothing_waits_for_the_device(
         microbatch_size=7,
         keys=True,
         policy=pa.Policy(compute=torch.float16),
-        loss_scale=pa.dynamic_loss_scale(),
+        loss_scale=pa.dynamic_loss_scale(8.0),
         nonfinite=nonfinite,
         donate=donate,
     )
     poisoned = {**batch, "x": torch.full_like(batch["x"], torch.inf)}
-    state, _ = step(step.init(params), batch)  # kernels load and wait
+    first = step.init(params)
+    step.apply(first, step.update(first, step.begin(first), batch))  # kernels load and wait
+    state, _ = step(step.init(params), batch)
     seen = []
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -98,6 +106,36 @@ def test_a_step_not_applied_changes_no_bit(
     assert all(optree.tree_leaves(same)) is not applied
 
 
+@pytest.mark.parametrize("group", [1, 3000, 2**30])
+@pytest.mark.parametrize("applied", [False, True])
+@pytest.mark.parametrize("name", MAKE)
+def test_donated_leaves_are_stepped_in_groups_and_no_bit_is_another(
+    name: str, applied: bool, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_update, "GROUP", group)
+    optimizer, flag, found = MAKE[name](1e-2, False), torch.full((), applied, device="cuda"), []
+    for donate in (False, True):
+        params, _ = given()
+        state = optimizer.init(params)
+        for factor in (1, 2):
+            grads = optree.tree_map(lambda x, factor=factor: factor * x, given()[0])
+            params, state = optimizer.apply(grads, state, params, applied=flag, donate=donate)
+        found.append((params, state))
+    assert_trees_bitwise_equal(*found)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@COMBINATIONS
+def test_an_update_changes_no_argument(name: str, switches: Any, fused: bool) -> None:
+    numbers = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
+    settings = {flag: numbers.get(flag, True) for flag, on in switches.items() if on}
+    optimizer, (params, _) = getattr(pa, name)(1e-2, fused=fused, **settings), given()
+    grads, state = optree.tree_map(torch.ones_like, params), optimizer.init(params)
+    for flag in (None, torch.ones((), dtype=torch.bool, device="cuda")):
+        with unchanged(grads, state, params):
+            optimizer.apply(grads, state, params, applied=flag)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "settings"),
     [
@@ -123,7 +161,7 @@ def test_the_bits_of_torch(ours: Any, theirs: Any, settings: Any, fused: bool) -
             name: torch.randn(x.shape, generator=random, device="cuda") for name, x in mine.items()
         }
         for name, leaf in leaves.items():
-            leaf.grad = grads[name]
+            leaf.grad = grads[name].clone()  # torch's kernels may write to it
         reference.step()
         mine, state = optimizer.apply(grads, state, mine)
         assert all(torch.equal(mine[name], leaf) for name, leaf in leaves.items())

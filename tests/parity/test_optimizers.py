@@ -4,7 +4,6 @@ Every combination of flags, with random numbers for those that are numbers; para
 and counts are compared after every step.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.optimizers import Torchs, clones, leaves, normal
+from tests.optimizers import COMBINATIONS, Torchs, clones, leaves, normal
 from tests.strategies import every, generator
 
 
@@ -42,15 +41,6 @@ SHAPES = ((), (1,), (0, 3), (3,), (17, 5), (2, 1, 4), (64,))
 # Flags ----------------------------------------------------------------------------------
 
 
-SWITCHES = [
-    ("sgd", {"momentum": m, "dampening": d, "nesterov": n, "weight_decay": w, "maximize": top})
-    for m, d, n, w, top in itertools.product((False, True), repeat=5)
-    if not n or (m and not d)
-] + [
-    (name, {"weight_decay": w, "amsgrad": most, "maximize": top})
-    for name in ("adam", "adamw")
-    for w, most, top in itertools.product((False, True), repeat=3)
-]
 NUMBERS: dict[str, Any] = {
     "momentum": st.floats(0.01, 1.0),
     "dampening": st.floats(-0.5, 1.5).filter(bool),
@@ -155,14 +145,7 @@ def check(
                 assert_trees_bitwise_equal(column, their.kept(NAMES[field]) if column else [])
 
 
-EVERY = pytest.mark.parametrize(
-    ("name", "switches"),
-    SWITCHES,
-    ids=lambda x: x if isinstance(x, str) else ",".join(flag for flag, on in x.items() if on),
-)
-
-
-@EVERY
+@COMBINATIONS
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @every(15)
 @given(st.data(), rates, seeds(), st.booleans(), st.booleans())

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler as torchs
 
 import pureaccum as pa
 from pureaccum._schedules import Schedule, rate_at
+from tests.optimizers import Copies
 from tests.strategies import every
 
 
@@ -218,7 +219,10 @@ def test_a_rate_may_be_a_number_a_tensor_or_a_schedule() -> None:
     assert rate_at(lambda count: tensor, count) is tensor
 
 
-def test_a_rate_lies_where_the_count_lies() -> None:
+@pytest.mark.parametrize("peak", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
+def test_a_rate_lies_where_the_count_lies_and_nothing_waited_for_it(peak: Any) -> None:
     count = torch.zeros((), dtype=torch.int64, device="meta")
-    for lr in (0.25, *[made_of(0.25)[name] for name in made_of(0.25)]):
-        assert rate_at(lr, count).device.type == "meta"
+    for lr in (0.25, *made_of(peak).values()):
+        with Copies() as copies:
+            assert rate_at(lr, count).device.type == "meta"
+        assert not any(copy.waits for copy in copies.seen)

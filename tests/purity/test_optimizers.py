@@ -1,19 +1,34 @@
 """``apply`` changes no argument; a step not applied leaves no trace; only donated states go."""
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import optree
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pureaccum as pa
+from pureaccum import _update
+from pureaccum._kernels import Method, adam_method, sgd_method
+from pureaccum._live import counting
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
-from tests.optimizers import KINDS, clones, leaves, make_optimizer, make_params, unread
-from tests.strategies import every
+from tests.optimizers import (
+    COMBINATIONS,
+    KINDS,
+    Copies,
+    clones,
+    leaves,
+    make_optimizer,
+    make_params,
+    normal,
+    unread,
+)
+from tests.strategies import every, generator
 
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -186,6 +201,22 @@ def test_parameters_that_require_grad(kind: str, donate: bool) -> None:
         assert not any(x.requires_grad for x in leaves(new))
 
 
+@EVERY
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_state_of_inference_mode_is_like_any_other(kind: str, donate: bool) -> None:
+    """Whether the state is made and stepped inside or outside: the numbers are the same."""
+    opt, found = make_optimizer(kind), []
+    for made, stepped in itertools.product((False, True), repeat=2):
+        with torch.inference_mode(made):
+            params = make_params()
+            state = opt.init(params)
+        with torch.inference_mode(stepped):
+            new = opt.apply(make_params(1), state, params, donate=donate)
+        found.append(opt.apply(make_params(2), new[1], new[0], donate=donate))
+    for other in found[1:]:
+        assert_trees_bitwise_equal(other, found[0])
+
+
 def test_the_gradients_are_given_up_only_where_a_map_changes_them() -> None:
     params = make_params()
     plain, clipped = pa.sgd(0.1), pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1))
@@ -193,3 +224,131 @@ def test_the_gradients_are_given_up_only_where_a_map_changes_them() -> None:
         grads = make_params(1)
         opt.apply(grads, opt.init(params), clones(params), donate=True)
         assert [is_donated(x) for x in leaves(grads)] == [opt is clipped] * 3
+
+
+# The kernels themselves, also those that run off a CPU ------------------------------------
+
+
+def settings_of(switches: dict[str, bool]) -> dict[str, Any]:
+    numbers = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
+    return {flag: numbers.get(flag, True) if on else False for flag, on in switches.items()}
+
+
+def method_of(name: str, switches: dict[str, bool]) -> Method:
+    if name == "sgd":
+        return sgd_method(**settings_of(switches), fused=False)
+    own = {"fused": False, "decoupled": name == "adamw"}
+    return adam_method((0.9, 0.99), 1e-8, **settings_of(switches), **own)
+
+
+def columns_of(name: str, switches: dict[str, bool], sizes: list[int], seed: int) -> list[Any]:
+    trees = switches["momentum"] if name == "sgd" else 2 + switches["amsgrad"]
+    random = generator(seed)
+    dtypes = (torch.float32, torch.float64)
+    return [
+        [normal((n,), random, dtypes[i % 2]).abs() for i, n in enumerate(sizes)]
+        for _ in range(1 + trees)
+    ]
+
+
+@COMBINATIONS
+@every(12)
+@example([5, 9, 0, 1, 8, 3], 2, 0)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 3), seeds())
+def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
+    name: str, switches: Any, sizes: list[int], step: int, seed: int
+) -> None:
+    """Donated leaves are stepped in groups; the flag is one that may not be read.
+
+    ``foreach`` is what runs on accelerators.
+    """
+    method, rate = method_of(name, switches), torch.tensor(0.1, dtype=torch.float64)
+    columns = columns_of(name, switches, sizes, seed)
+    grads = columns_of("sgd", {"momentum": False}, sizes, seed + 1)[0]
+    count = torch.tensor(step)
+    stepped = _update.by_kernel(method, grads, clones(columns), count, rate, None, [], False)
+    cases = itertools.product((False, True), (False, True), (None, True, False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_update, "GROUP", 96)
+        for foreach, donate, flag in cases:
+            old, applied = clones(columns), None if flag is None else unread(torch.tensor(flag))
+            given_up = leaves(old) if donate else []
+            with unchanged(grads, () if donate else old):
+                new = _update.by_kernel(method, grads, old, count, rate, applied, given_up, foreach)
+            new = optree.tree_map(lambda x: x.as_subclass(torch.Tensor), new)
+            assert_trees_bitwise_equal(new, columns if flag is False else stepped)
+
+
+def test_beside_a_donated_state_there_is_one_copy_of_a_group() -> None:
+    """A kernel makes some numbers of its own, for one leaf or for all that it is given."""
+    leaf = torch.ones(1024)
+    columns, grads = [[leaf.clone() for _ in range(16)] for _ in range(3)], [leaf] * 16
+    method = method_of("adam", {"weight_decay": False, "amsgrad": False, "maximize": False})
+    flag, rate = unread(torch.tensor(True)), torch.tensor(0.1, dtype=torch.float64)
+    for count, foreach, own in ((1, False, 3), (4, False, 3), (1, True, 2), (4, True, 8)):
+        given_up = clones(columns)
+        given = method, grads, given_up, torch.tensor(2), rate, flag, leaves(given_up), foreach
+        with pytest.MonkeyPatch.context() as patch, counting() as live:
+            patch.setattr(_update, "GROUP", count * 3 * leaf.nbytes)
+            _update.by_kernel(*given)
+        assert live.peak < (3 * count + own + 1) * leaf.nbytes
+
+
+# Off the CPU ------------------------------------------------------------------------------
+
+
+RATES: dict[str, Any] = {
+    "a number": 0.1,
+    "a tensor": torch.tensor(0.1),
+    "a schedule": pa.linear_warmup(0.1, 3),
+    "a schedule of tensors": pa.join_schedules(
+        [pa.linear_warmup(torch.tensor(0.1), 3), pa.cosine_decay(torch.tensor(0.1), 3)], [2]
+    ),
+}
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "sgd": pa.sgd,
+    "nesterov": lambda lr: pa.sgd(lr, 0.9, nesterov=True),
+    "dampened": lambda lr: pa.sgd(lr, 0.9, 0.5),
+    "adam": lambda lr: pa.adam(lr, weight_decay=0.1),
+    "adamw": lambda lr: pa.adamw(lr, amsgrad=True),
+    "clipped": lambda lr: pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(lr)),
+}
+MIXED = (torch.float32, torch.bfloat16)
+
+
+def mixed(count: int, device: str = "cpu") -> Any:
+    return [torch.ones(3, dtype=dtype, device=device) for dtype in MIXED * count]
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", [name for name in METHODS if "adam" not in name])
+def test_off_the_cpu_nothing_waits_and_nothing_given_is_written_to(name: str, rate: str) -> None:
+    """On the meta device, where nobody can read a number; torch's Adam is not for it."""
+    found = []
+    for count, flag in ((1, True), (3, True), (3, False)):
+        params, grads, opt = mixed(count, "meta"), mixed(count, "meta"), METHODS[name](RATES[rate])
+        state = opt.init(params)
+        applied = torch.ones((), dtype=torch.bool, device="meta") if flag else None
+        given = [*params, *grads, *leaves(state)]
+        versions = [x._version for x in given]
+        opt.apply(grads, state, params, applied=applied)
+        assert [x._version for x in given] == versions
+        with Copies() as copies:  # in which torch counts no write of its foreach kernels
+            opt.apply(grads, state, params, applied=applied)
+        assert not any(copy.waits for copy in copies.seen)
+        found.append(sum(copy.away for copy in copies.seen))
+    assert len(set(found)) == 1, "a copy to the device for every leaf"
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name", METHODS)
+def test_what_all_leaves_of_a_dtype_share_is_cast_once(name: str, rate: str) -> None:
+    """In the formulas: under vmap, and so under a compiler."""
+    found = []
+    for count in (1, 3):
+        opt, params = METHODS[name](RATES[rate]), mixed(count)
+        given = [pa.stack([tree, tree]) for tree in (params, opt.init(params), params)]
+        with Copies() as copies:
+            torch.func.vmap(opt.apply)(*given)
+        found.append(len(copies.seen))
+    assert found[0] == found[1]
