@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._torch import foreach_add_
-from ._tree import as_scalar_of
+from ._tree import as_scalar_of, scalars_of
 
 
 CHUNK = 2**18  # elements of a temporary; whole leaves would cost 8 % of a training loop's peak
@@ -76,12 +76,12 @@ def divided(sums: list[Tensor], *by: Tensor, own: bool) -> list[Tensor]:
     The real and the imaginary part of complex ones apart: torch's complex division by a number
     rounds more often, and so the bits of a parameter would depend on how it is written down.
     """
-    divide = Tensor.div_ if own else torch.div
+    divide, numbers = Tensor.div_ if own else torch.div, [*map(scalars_of, by)]
     quotients: list[Tensor] = []
     for total in sums:
         parts = torch.view_as_real(total.resolve_conj()) if total.is_complex() else total
-        for number in by:  # one at a time: their product may overflow
-            parts = divide(parts, as_scalar_of(parts, number))
+        for number in numbers:  # one at a time: their product may overflow
+            parts = divide(parts, number(parts))
         quotients.append(torch.view_as_complex(parts) if total.is_complex() else parts)
     return quotients
 

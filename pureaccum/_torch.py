@@ -29,8 +29,9 @@ name                               what for                                check
 """
 
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from traceback import FrameSummary
 from types import FunctionType
 from typing import Any
@@ -211,9 +212,20 @@ def version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def versions(tensors: Iterable[Tensor]) -> int:
-    """How often some tensors were written to in all, but for inference tensors."""
+def versions(tensors: Sequence[Tensor]) -> int:
+    """How often some tensors were written to in all, but for inference tensors.
+
+    Nobody counts what foreach operations write.
+    """
+    if transform_level() is None:
+        try:
+            return sum(map(_VERSION, tensors))
+        except RuntimeError:  # an inference tensor among them
+            pass
     return sum(x._version for x in map(innermost, tensors) if not x.is_inference())
+
+
+_VERSION = attrgetter("_version")
 
 
 def tensor_hooks(x: Tensor) -> list[Any]:

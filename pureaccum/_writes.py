@@ -10,7 +10,7 @@ they see it afterwards; to look costs the time of some microbatches.
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -31,7 +31,8 @@ class Known(NamedTuple):
 
     kinds: set[Any]  # in which it wrote to nothing
     captured: list[ReferenceType[Tensor]]
-    modules: list[ReferenceType[nn.Module]]
+    modules: list[ReferenceType[nn.Module]]  # that it calls …
+    themselves: list[ReferenceType[nn.Module]]  # … and those among them that are not in shells
 
 
 class Given(NamedTuple):
@@ -59,9 +60,9 @@ _here = threading.local()
 def known_of(loss: Any) -> Known:
     """What is known of a loss, wherever it was called before."""
     try:
-        return _of_losses.setdefault(loss, Known(set(), [], []))
+        return _of_losses.setdefault(loss, Known(set(), [], [], []))
     except TypeError:  # it has no hash, or takes no weak reference
-        return Known(set(), [], [])
+        return Known(set(), [], [], [])
 
 
 @contextmanager
@@ -88,10 +89,9 @@ def guarding(known: Known, *given: Given) -> Generator[Callable[[Call], Call]]:
     if torch.compiler.is_compiling() or getattr(_here, "off", False):
         yield lambda loss: loss
         return
-    guarded = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
     before: tuple[list[Tensor], int] | None = None
     if _kind(known, given) in known.kinds:
-        before = (tensors := [*guarded, *_captured(known)]), versions(tensors)
+        before = (tensors := _tensors(known, given)), versions(tensors)
 
     def guard(loss: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -101,10 +101,10 @@ def guarding(known: Known, *given: Given) -> Generator[Callable[[Call], Call]]:
             with _watching(known, given):
                 out = loss(*args)
             known.kinds.add(_kind(known, given))
-            before = (tensors := [*guarded, *_captured(known)]), versions(tensors)
+            before = (tensors := _tensors(known, given)), versions(tensors)
             return out
 
-        return call
+        return loss if before is not None else call
 
     yield guard
     if before is not None and versions(before[0]) != before[1]:
@@ -112,26 +112,27 @@ def guarding(known: Known, *given: Given) -> Generator[Callable[[Call], Call]]:
 
 
 def _kind(known: Known, given: tuple[Given, ...]) -> Any:
-    modes = [module.training for at in known.modules if (module := at()) is not None]
-    looks = [
+    batch = given[-1]
+    looks: list[Any] = [
         (x.dtype, x.dim(), x.device.type)
         if isinstance(x, Tensor)
         else x
         if isinstance(x, bool)
         else type(x)
-        for x in given[-1].leaves
+        for x in batch.leaves
     ]
-    return (*modes, *looks, *(each.spec for each in given))
+    modes = [module.training for at in known.modules if (module := at()) is not None]
+    return batch.spec, *looks, *modes
 
 
-def _captured(known: Known) -> Iterator[Tensor]:
-    """Captured tensors, and the buffers of modules that are called themselves."""
-    for at in known.captured:
-        if (x := at()) is not None:
-            yield x
-    for at in known.modules:
+def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
+    """What it is given and captures, and the buffers of modules that are called themselves."""
+    tensors = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
+    tensors += [x for at in known.captured if (x := at()) is not None]
+    for at in known.themselves:
         if (module := at()) is not None:
-            yield from (x for x in vars(module)[BUFFERS].values() if x is not None)
+            tensors += [x for x in vars(module)[BUFFERS].values() if x is not None]
+    return tensors
 
 
 @contextmanager
@@ -143,6 +144,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
             if isinstance(x, Tensor):
                 names.setdefault(memory_of(local(x)), name)
     modules: dict[nn.Module, None] = {}
+    themselves: dict[nn.Module, None] = {}
     ours: set[Any] = set()  # the memory of what the loss itself has made
     alive: dict[Any, Tensor] = {}  # held, so that no new tensor is taken for an old one
     thread = threading.get_ident()
@@ -168,6 +170,8 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
     def note(module: nn.Module, _: object) -> None:
         if threading.get_ident() == thread:
             modules.setdefault(origins.get(module, module))
+            if module not in origins:
+                themselves.setdefault(module)
 
     noting = register_module_forward_pre_hook(note)
     try:
@@ -175,10 +179,14 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
             yield
     finally:
         noting.remove()
-    held = {id(at()) for at in (*known.captured, *known.modules)}
     strangers = [x for memory, x in alive.items() if memory not in names]
-    known.captured.extend(ref(x) for x in strangers if id(x) not in held)
-    known.modules.extend(ref(module) for module in modules if id(module) not in held)
+    for references, found in (
+        (known.captured, strangers),
+        (known.modules, modules),
+        (known.themselves, themselves),
+    ):
+        held = {id(at()) for at in references}
+        references.extend(ref(x) for x in found if id(x) not in held)  # pyright: ignore
 
 
 def _named(x: Tensor, memory: Any, modules: list[nn.Module]) -> str:
