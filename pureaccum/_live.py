@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import Seeing, in_backward
+from ._torch import in_backward, seeing
 
 
 class Live:
@@ -76,7 +76,7 @@ def counting(
         return forget
 
     try:
-        with Seeing(see):
+        with seeing(see):
             yield live
     finally:
         counted.clear()

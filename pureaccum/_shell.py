@@ -32,7 +32,7 @@ from torch.func import functional_call
 
 from ._places import TABLES, Picture, Places, Vars, changed, own_tensor, picture, what_changed
 from ._replay import generators, restore
-from ._torch import Seeing, is_cache
+from ._torch import is_cache, seeing
 from ._tree import leaves
 
 
@@ -78,7 +78,7 @@ def call(
             *map(id, tensors.values())
         }
         try:
-            with Seeing(before=partial(_look, strangers)):
+            with seeing(before=partial(_look, strangers)):
                 result = _in_shell(places, shell, tensors, args, kwargs)
             places.seen.add(training)
             return result

@@ -29,6 +29,7 @@ name                               what for                                check
 """
 
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -256,18 +257,25 @@ def saved_tensors_hooks_allowed() -> bool:
 # What can be seen of a computation ----------------------------------------------------------
 
 
-class Seeing(TorchDispatchMode):
-    """Calls ``before(operation, args, kwargs)`` and ``see(operands, out)`` around each operation.
+def seeing(
+    see: Callable[[tuple[Any, ...], Any], None] | None = None,
+    before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
+) -> TorchDispatchMode:
+    """Call ``before(operation, args, kwargs)`` and ``see(operands, out)`` around each operation.
 
     It stands below torch.func's transforms and autograd: forward, backward, in-place and foreach
     operations all come by, with plain tensors.
     """
+    return (_Uncompiled if "torch._dynamo" in sys.modules else _Seeing)(see, before)
 
-    def __init__(
-        self,
-        see: Callable[[tuple[Any, ...], Any], None] | None = None,
-        before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
-    ) -> None:
+
+class _Seeing(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """By default torch imports its compiler, which takes a second, to keep that out of here."""
+        return False
+
+    def __init__(self, see: Any, before: Any) -> None:
         super().__init__()
         self.see, self.before = see, before
 
@@ -281,6 +289,16 @@ class Seeing(TorchDispatchMode):
         if self.see is not None:
             self.see((*args, *kwargs.values()), out)
         return out
+
+
+class _Uncompiled(_Seeing):
+    """The same where the compiler has been imported, and would compile what stands here."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = _Seeing.__torch_dispatch__
 
 
 def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

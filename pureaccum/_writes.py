@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ._sharded import local
 from ._shell import origins
-from ._torch import BUFFERS, PARAMETERS, Seeing, is_taken_as_new, memory_of, versions, written_by
+from ._torch import BUFFERS, PARAMETERS, is_taken_as_new, memory_of, seeing, versions, written_by
 from ._tree import leaves, paths
 
 
@@ -175,7 +175,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
 
     noting = register_module_forward_pre_hook(note)
     try:
-        with Seeing(see, before):
+        with seeing(see, before):
             yield
     finally:
         noting.remove()

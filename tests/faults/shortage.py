@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pureaccum._live import counting
-from pureaccum._torch import Seeing
+from pureaccum._torch import seeing
 
 
 Point = int | Callable[[], bool]
@@ -57,7 +57,7 @@ def shortage(*points: Point, error: Callable[[], BaseException] = failing) -> Ge
             begins = True
             raise error()
 
-    with counting() as live, Seeing(see):
+    with counting() as live, seeing(see):
         yield tries
 
 

@@ -55,6 +55,12 @@ def test_per_sample() -> None:
     assert 2 * seen["plain"] < seen["clipped"]
 
 
+def test_fine_tuning() -> None:
+    seen = runpy.run_path(str(EXAMPLES / "fine_tuning.py"))["main"](steps=10, rows=96)
+    assert seen["apart"] < 2**-14  # AdamW divides by the root of small numbers
+    assert max(seen["last"], seen["adapted"]) < seen["first"]
+
+
 def test_meta_learning() -> None:
     """Differences are off by a h² + b h⁴ + …, and without the first term by 16 times less at h / 2.
 

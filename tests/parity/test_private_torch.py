@@ -308,7 +308,7 @@ def test_every_operation_is_seen_below_transforms_and_in_backward_passes() -> No
         seen.append((_torch.in_backward(), len(arguments)))
 
     x = torch.ones(3)
-    with _torch.Seeing(see):
+    with _torch.seeing(see):
         torch.func.vmap(torch.func.grad(lambda x: x.sin()))(x)
     assert {backward for backward, _ in seen} == {False, True}
     assert not _torch.in_backward()
