@@ -21,6 +21,7 @@ name                               what for                                check
 ``torch._dynamo``                  dims that vary; the compiler's errors   2.11, 2.13, 2.15
 ``torch._inductor.exc``            the same                                2.11, 2.13, 2.15
 ``torch.utils._python_dispatch``   see every operation                     2.11, 2.13, 2.15
+``._should_skip_dynamo``           … and import no compiler for it         2.13
 ``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
 ``torch._subclasses.fake_tensor``  tensors that hold no numbers            2.11, 2.13, 2.15
 =================================  ======================================  ================
@@ -328,7 +329,7 @@ def is_taken_as_new(operation: Any) -> bool:
 def memory_of(x: Tensor) -> int | None:
     """What is the same for all views of one memory; None where tensors have several, or none."""
     x = innermost(x)
-    return None if x.layout != torch.strided or x.is_nested else x.untyped_storage()._cdata
+    return None if x.layout != torch.strided or x.is_nested else x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def in_backward() -> bool:

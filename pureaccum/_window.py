@@ -114,8 +114,10 @@ class Window(NamedTuple):
     carried: Any = ()  # what goes from one microbatch to the next
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
 
-    def given(self) -> tuple[Given, Given]:
-        """What the loss is given."""
+    def given(self) -> tuple[Given, ...]:
+        """What the loss is given, where the batch is at hand."""
+        if not isinstance(self.batch, Cut):
+            return ()
         batch = self.batch.batch
         return Given(self.roots[0], self.leaves, self.spec), Given(self.roots[1], *batch[:2])
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ._donation import Refusing
 from ._sharded import local
 from ._shell import origins
 from ._torch import BUFFERS, PARAMETERS, is_taken_as_new, memory_of, seeing, versions, written_by
@@ -128,7 +129,9 @@ def _kind(known: Known, given: tuple[Given, ...]) -> Any:
 def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
     """What it is given and captures, and the buffers of modules that are called themselves."""
     tensors = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
-    tensors += [x for at in known.captured if (x := at()) is not None]
+    # Buffers of a state before are among what it was seen to read, and may be donated now.
+    captured = (x for at in known.captured if (x := at()) is not None)
+    tensors += [x for x in captured if not isinstance(x, Refusing)]
     for at in known.themselves:
         if (module := at()) is not None:
             tensors += [x for x in vars(module)[BUFFERS].values() if x is not None]

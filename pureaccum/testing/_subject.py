@@ -20,6 +20,7 @@ from .._batches import Batch
 from .._loss import Reduction
 from .._stages import Staged
 from .._tree import map, unflatten
+from .._writes import unguarded
 from ._cuts import Rows
 from ._in_dtype import cast, computing_in
 from ._kept import Kept
@@ -68,7 +69,7 @@ class Subject(NamedTuple):
         mode = nullcontext() if self.dtype is None else computing_in(self.dtype, self.without)
         reseed(seed, self.generators)
         try:
-            with mode:
+            with mode, unguarded():
                 yield
         finally:
             self.kept.put_back()

@@ -77,7 +77,7 @@ def test_a_weight_is_a_real_number(to: Receiver, weight: Any, came: str) -> None
         (lambda p, b: [squares(p, b), 1], "a list"),
         (lambda p, b: (squares(p, b),), "a tuple of 1"),
         (lambda p, b: (squares(p, b), 1, 2), "a tuple of 3"),
-        (lambda p, b: pa.Weighted(squares(p, b), 2), "a tuple of 2"),
+        (lambda p, b: pa.Weighted(squares(p, b), 2), "a Weighted"),
     ],
 )
 def test_with_aux_it_is_a_pair(to: Receiver, returns: Any, came: str) -> None:

@@ -10,8 +10,8 @@ import pureaccum
 
 
 FLOORS = (
-    {"_whole_file", "_safetensors", "_sharded"},
-    {"_torch", "_tree", "_donation", "_replay", "_rows_of_ranks"},
+    {"_torch", "_whole_file", "_safetensors", "_sharded"},
+    {"_tree", "_donation", "_replay", "_rows_of_ranks"},
     {
         "_batches",
         "_explain",
@@ -50,6 +50,7 @@ FLOORS = (
         "_auto",
         "_aux",
         "_module",
+        "_writes",
         "_batch_norm",
         "_engine",
         "_optimizers",

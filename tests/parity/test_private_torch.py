@@ -334,3 +334,37 @@ def test_what_is_imagined_holds_no_numbers() -> None:
         assert view.untyped_storage() is taken_for(captured).untyped_storage()
         assert taken_for(x) is x
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:
+    """Batch norm declares nothing, and writes to its statistics all the same."""
+    seen: dict[str, int] = {}
+
+    def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        written = _torch.written_by(operation, args, kwargs)
+        seen[str(operation)] = len(written)
+
+    x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    with _torch.seeing(before=before):
+        x.add(1)
+        x.add_(1)
+        torch.add(x, 1, out=torch.empty(4, 3))
+        torch._foreach_mul_([x, mean], 2)
+        torch.nn.functional.embedding(torch.tensor([1]), x, max_norm=1.0)
+        torch.batch_norm(x, None, None, mean, var, False, 0.1, 1e-5, False)
+        assert seen["aten.native_batch_norm.default"] == 0
+        torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
+    assert seen["aten.native_batch_norm.default"] == 2
+    assert (seen["aten.add.Tensor"], seen["aten.add_.Tensor"], seen["aten.add.out"]) == (0, 1, 1)
+    assert seen["aten._foreach_mul_.Scalar"] == 2
+    assert seen["aten.embedding_renorm_.default"] == 1
+
+
+def test_views_have_one_memory_and_others_have_not() -> None:
+    x = torch.ones(4, 3)
+    views = (x[1:], x.T, x.detach(), x.data, x.view(-1), torch.nn.Parameter(x))
+    assert {_torch.memory_of(y) for y in views} == {_torch.memory_of(x)}
+    assert _torch.memory_of(x.clone()) != _torch.memory_of(x)
+    assert _torch.memory_of(x.to_sparse()) is None
+    inside = torch.func.vmap(lambda y: y.sum() * (_torch.memory_of(y) == _torch.memory_of(x)))(x)
+    assert inside.eq(3).all()

@@ -232,7 +232,7 @@ def held() -> dict[str, tuple[Callable[[], Any], str]]:
         w = w + 1
 
     def writes(p: Tensor, x: Tensor) -> Tensor:
-        w.add_(1)
+        seen.append(w)
         return (p * x).sum()
 
     def calls() -> None:
@@ -263,7 +263,7 @@ def held() -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "through pureaccum": (
             partial(pa.grad(writes, microbatch_size=1, engine="autograd"), torch.ones(2), x),
-            "writes's w: bits",
+            "writes's seen[0], which is new",
         ),
         "through torch.func": (
             partial(torch.func.vmap(lambda x: (w.add_(1) * x).sum()), x),
