@@ -78,14 +78,80 @@ OF_CORE: dict[str, Mutant] = {
     "the total of a masked microbatch added": Mutant(
         "The loss of a microbatch of weight zero is added, NaN or not.",
         "_weights.py",
-        "value = torch.where(seen.weight != 0, seen.total, 0.0)",
+        "value = torch.where(counts(seen.total, seen.weight), seen.total, 0.0)",
         "value = seen.total",
+    ),
+    "a ratio whose denominator is elsewhere dropped": Mutant(
+        "A microbatch without a weight adds nothing, whatever its total.",
+        "_loss.py",
+        "return (weight != 0) | ((total != 0) & ((total - total) == 0))",
+        "return weight != 0",
+    ),
+    "sums of complex numbers divided as such": Mutant(
+        "A complex sum is divided by torch's complex division.",
+        "_sums.py",
+        "parts = torch.view_as_real(total.resolve_conj()) if total.is_complex() else total\n"
+        "        for number in numbers:  # one at a time: their product may overflow\n"
+        "            parts = divide(parts, number(parts))\n"
+        "        quotients.append(torch.view_as_complex(parts) if total.is_complex() else parts)",
+        "parts = total\n"
+        "        for number in numbers:\n"
+        "            parts = divide(parts, number(parts.real).to(parts.dtype))\n"
+        "        quotients.append(parts)",
+    ),
+    "frozen parameters trained": Mutant(
+        "Parameters that require no gradient are among those that an optimizer moves.",
+        "_module.py",
+        "params if tensor.requires_grad else frozen",
+        "params",
+    ),
+    "one member's frozen parameters for all": Mutant(
+        "An ensemble is given the frozen parameters of one member without a word.",
+        "_module.py",
+        "any(map(mapped_levels, params.values()))",
+        "False",
+    ),
+    "a shell used again while a checkpoint holds it": Mutant(
+        "A recomputation sees the tensors of a later call.",
+        "_shell.py",
+        "alone = _references(shell.modules) == shell.references",
+        "alone = True",
+    ),
+    "a module that leads back called in a shell": Mutant(
+        "A bound method of a module computes with the module's own parameters.",
+        "_shell.py",
+        "if any(id(x) in strangers for x in leaves((args, kwargs))):",
+        "if False:",
+    ),
+    "writes not watched": Mutant(
+        "Nobody looks at what a loss writes to before it does.",
+        "_writes.py",
+        "if memory is not None and memory not in ours:",
+        "if False:",
+    ),
+    "late writes not seen": Mutant(
+        "A write in a later microbatch changes what the loss was given.",
+        "_writes.py",
+        "if before is not None and versions(before[0]) != before[1]:",
+        "if False:",
+    ),
+    "a new mode not watched": Mutant(
+        "A module that writes in training mode alone is watched in eval mode alone.",
+        "_writes.py",
+        "return batch.spec, *looks, *modes",
+        "return batch.spec, *looks",
+    ),
+    "aux that is a donated parameter": Mutant(
+        "Aux of a stream shares memory with a state that is given up.",
+        "_run.py",
+        "entry = entry._replace(aux=apart(entry.aux, given_up))",
+        "pass",
     ),
     "division by a weight of zero": Mutant(
         "A batch of weight zero is divided by it.",
         "_loss.py",
-        "return torch.where(weight == 0, 1.0, weight)",
-        "return weight",
+        "by = torch.where(weight == 0, torch.inf, weight)",
+        "by = weight",
     ),
     "the weight kept on skip": Mutant(
         "A skipped microbatch leaves its weight behind.",
@@ -162,8 +228,8 @@ OF_CORE: dict[str, Mutant] = {
     "a scale that is not undone": Mutant(
         "Gradients reach the optimizer multiplied by the loss scale.",
         "_finish.py",
-        "parts = divide(parts, as_scalar_of(parts, scale))",
-        "pass",
+        "scales = [] if scale is None else [scale]",
+        "scales = []",
     ),
     "a step applied whatever its gradient": Mutant(
         "A step with an inf or NaN in its gradient is applied.",
@@ -180,7 +246,7 @@ OF_CORE: dict[str, Mutant] = {
     "a loss scale that skipped microbatches do not tell": Mutant(
         "Overflows in skipped microbatches do not lower the loss scale.",
         "_finish.py",
-        "finite = sound & (nonfinite == 0)",
+        "finite = sound & (accum.nonfinite == 0)",
         "finite = sound",
     ),
     "a loss scale that learns from nothing": Mutant(

@@ -13,8 +13,8 @@ OF_SAMPLES: dict[str, Mutant] = {
     "samples without weight by multiplication": Mutant(
         "A sample of weight zero is multiplied away: NaN * 0 is NaN.",
         "_reducers.py",
-        "x = torch.where(_along(chunk.weight.to(x.device) != 0, x), x, 0.0)",
-        "x = x * _along(chunk.weight.to(x.device) != 0, x)",
+        "x = torch.where(_along(keep, x), x, 0.0)",
+        "x = x * _along(keep, x)",
     ),
     "second moments of terms": Mutant(
         "The second moment of a sample that weighs more is that of its term, not over its weight.",

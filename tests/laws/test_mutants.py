@@ -45,6 +45,30 @@ KILLERS = {
     "the total of a masked microbatch added": (
         "exact/test_zero_weight.py::test_masked_microbatches_add_nothing_anywhere"
     ),
+    "a ratio whose denominator is elsewhere dropped": (
+        "laws/test_weighted.py::test_a_ratio_whose_denominator_is_elsewhere[cut]"
+    ),
+    "sums of complex numbers divided as such": (
+        "laws/test_weighted.py::test_complex_sums_are_divided_as_pairs"
+    ),
+    "frozen parameters trained": "purity/test_frozen.py::test_a_run_is_the_run_of_torch",
+    "one member's frozen parameters for all": (
+        "purity/test_frozen.py::test_members_that_are_frozen_apart_are_not_taken_for_one_another"
+    ),
+    "a shell used again while a checkpoint holds it": (
+        "purity/test_shells.py::test_a_recomputation_sees_the_tensors_of_its_own_call"
+    ),
+    "a module that leads back called in a shell": (
+        "purity/test_shells.py::test_a_module_that_leads_back_to_itself_sees_what_it_is_given"
+    ),
+    "writes not watched": "purity/test_writes.py::test_a_write_is_refused_before_it_happens",
+    "late writes not seen": (
+        "purity/test_writes.py::test_a_write_in_a_later_microbatch_raises[cut]"
+    ),
+    "a new mode not watched": "purity/test_writes.py::test_a_new_mode_is_looked_at_again",
+    "aux that is a donated parameter": (
+        "purity/test_donated_aux.py::test_what_came_beside_a_donated_state_stays"
+    ),
     "division by a weight of zero": (
         "exact/test_zero_weight.py::test_a_batch_of_weight_zero_has_gradient_zero_and_value_nan"
     ),
