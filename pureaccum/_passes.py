@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._held import call_watched, holding
 from ._loss import Read, Shape, agreed, detached, read
+from ._refused import advise
 from ._sharded import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
 from ._sums import nothing_like
 from ._torch import innermost, transform_active
@@ -171,17 +172,6 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
         return [leaf.grad for leaf in leaves]
 
     return Forward(agreed(detached(Read(total, weight, aux))), shape, pull, push)
-
-
-def advise(error: RuntimeError) -> None:
-    """Say what to do where torch.func refuses a loss."""
-    if "saved tensor hooks" in str(error) or "setup_context" in str(error):
-        error.add_note(
-            "pureaccum: torch.func cannot differentiate this loss (a checkpoint, a custom "
-            "Function without setup_context, or what redistributes DTensors: from_local, to_local, "
-            "the hooks of parallelize_module). engine='autograd' can; a checkpoint takes "
-            "use_reentrant=False."
-        )
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
