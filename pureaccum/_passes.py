@@ -110,7 +110,11 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
     # False would silently drop second-order terms under an outer transform.
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
-        grads = vjp(cotangent, retain_graph=False)
+        try:
+            grads = vjp(cotangent, retain_graph=False)
+        except RuntimeError as error:
+            advise(error)
+            raise
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
     return Forward(agreed(seen), shape, pull, None)

@@ -84,6 +84,7 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
     ),
     ("`.data`", "assigns to the .data of a tensor", f"{BY_AUTOGRAD}."),
     ("NestedTensorImpl", "makes nested tensors", f"{BY_AUTOGRAD}; pad the rows, and both can."),
+    ("values backward", "makes nested tensors", f"{BY_AUTOGRAD}; pad the rows, and both can."),
     (
         "mutate a captured Tensor",
         "writes to a tensor that it was given or holds",

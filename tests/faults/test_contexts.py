@@ -207,6 +207,15 @@ def nested(params: Tensors, batch: Any) -> Tensor:
     return torch.nested.as_nested_tensor(rows).to_padded_tensor(0.0).square().mean()
 
 
+# torch keeps a part of the first that it sees
+torch.nested.nested_tensor([torch.ones(1, 2)], layout=torch.jagged)
+
+
+def jagged(params: Tensors, batch: Any) -> Tensor:
+    rows = torch.nested.nested_tensor_from_jagged(batch["x"] * params["w"], torch.tensor([0, 1, 2]))
+    return rows.values().square().mean()
+
+
 def not_nested(params: Tensors, batch: Any) -> Tensor:
     return (batch["x"] * params["w"]).square().mean()
 
@@ -263,6 +272,7 @@ REFUSED = {
     ),
     "an assignment to data": Refused(swaps_data, "`.data`", (ENGINE,), swaps_numbers),
     "nested tensors": Refused(nested, "NestedTensorImpl", (ENGINE, "pad"), not_nested),
+    "jagged tensors": Refused(jagged, "values backward", (ENGINE, "pad"), not_nested),
     "a module's buffers": Refused(
         counts_in_a_module, "mutate a captured Tensor", ("functional(module)", "aux", "eval()")
     ),
