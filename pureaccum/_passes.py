@@ -169,11 +169,13 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             # The leaves are the window's own, and so is their .grad. It is never None: autograd
             # would begin it with the first gradient itself, which may be a view of the cotangent
             # or share its memory with another leaf's, and go on adding to that.
-            if leaf.grad is not sum_:
-                leaf.grad = sum_
+            leaf.grad = sum_
         with holding(held):
             torch.autograd.backward(total, cotangent, inputs=leaves)
-        return [leaf.grad for leaf in leaves]
+        new = [leaf.grad for leaf in leaves]
+        for leaf in leaves:  # else a loss that calls .backward() would add to the sums as well
+            leaf.grad = None
+        return new
 
     return Forward(agreed(detached(Read(total, weight, aux))), shape, pull, push)
 

@@ -156,7 +156,7 @@ def trains_a_critic(params: Tensors, batch: Any) -> Tensor:
 
 def differentiates_itself(params: Tensors, batch: Any) -> Tensor:
     loss = squares(params, batch)
-    loss.backward()
+    loss.backward(retain_graph=True)
     return loss
 
 
@@ -261,7 +261,7 @@ REFUSED = {
         trains_a_critic, "backward() called", (ENGINE, "another network"), squares
     ),
     "its own backward": Refused(
-        differentiates_itself, "backward() called", ("leave .backward() out",)
+        differentiates_itself, "backward() called", ("leave .backward() out",), squares
     ),
     "packed sequences": Refused(packed, "doesn't have storage", (ENGINE, "packed"), not_packed),
     "numpy": Refused(
