@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ._batches import need_rows, read_batch
+from ._batches import read_batch, rows_to_cut
 from ._inputs import check_argnums, positions
 from ._live import counting
 from ._passes import outside_inference_mode
@@ -48,6 +48,7 @@ def by_memory(
     run: Callable[..., T],
     look: Callable[..., tuple[Tree, Tree]],
     budget: int | None = None,
+    root: str = "batch",
 ) -> Callable[..., T]:
     """A function that finds the microbatch size by itself.
 
@@ -55,6 +56,7 @@ def by_memory(
         run: ``run(size, *args, **kwargs)``, a pure function.
         look: The batch among ``args``, and what else decides how much memory is needed.
         budget: Bytes that a call may hold beyond its arguments; None for all that there is.
+        root: What errors call the batch.
 
     Returns:
         ``run`` without its first argument.
@@ -69,7 +71,7 @@ def by_memory(
                 "info.microbatches of a step), and give that number."
             )
         batch, rest = look(*args, **kwargs)
-        rows = max(need_rows(read_batch(batch)), 1)
+        rows = max(rows_to_cut(read_batch(batch, root), root), 1)
         kind, device = _kind(batch, rest)
         known, outer = kinds.get(kind, Known()), sys.exception()
         before, drain = generators([] if device is None else [device]), _oldest()
@@ -208,7 +210,7 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
             return {i: args[i] for i in at}, (rest, kwargs)
 
         func = make(**knobs | {"microbatch_size": 1})  # checks the knobs, and has a name
-        return cast(T, wraps(func)(by_memory(run, look)))
+        return cast(T, wraps(func)(by_memory(run, look, root="args")))
 
     return with_auto
 

@@ -38,8 +38,8 @@ def read_batch(batch: Tree, root: str = "batch") -> Batch:
                     "argument of the function, or into the batch as a Python scalar."
                 )
             if rows is None:
-                rows = leaf.shape[0]
-            elif leaf.shape[0] != rows:
+                rows = leaf.size(0)  # a nested tensor may have no shape
+            elif leaf.size(0) != rows:
                 raise ValueError(_disagreement(leaves, spec, root, i))
         elif not isinstance(leaf, (bool, int, float, complex)):
             raise TypeError(
@@ -61,6 +61,34 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
             + ("; batch_argnums says which arguments are batches." if root == "args" else ".")
         )
     return batch.rows
+
+
+def rows_to_cut(batch: Batch, root: str = "batch") -> int:
+    """The number of rows, or an error where a batch cannot be cut into them."""
+    for i, leaf in enumerate(batch.leaves):
+        if isinstance(leaf, torch.Tensor) and (kind := _not_cut(leaf)):
+            raise TypeError(
+                f"{paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into rows. "
+                f"{kind[1]}. What cuts nothing takes it as it is: microbatch_size=None, and the "
+                "update of an accumulator or of a step, microbatch by microbatch."
+            )
+    return need_rows(batch, root)
+
+
+def _not_cut(x: torch.Tensor) -> tuple[str, str] | None:
+    """What a tensor is that torch cannot cut, and what can be cut in its place."""
+    if x.is_nested:
+        return (
+            f"a nested tensor of layout {x.layout}",
+            "Pad its rows (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the "
+            "loss",
+        )
+    if x.layout != torch.strided:
+        return f"a tensor of layout {x.layout}", "Make it dense: x.to_dense()"
+    per_tensor = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+    if x.is_quantized and x.qscheme() not in per_tensor:
+        return "quantized by channel", "Quantize it as a whole, or x.dequantize()"
+    return None
 
 
 def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
@@ -128,7 +156,7 @@ def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
     """
     check_size(size, "size")
     flat = read_batch(batch)
-    need_rows(flat)
+    rows_to_cut(flat)
     return cut(flat, size)
 
 
@@ -159,9 +187,13 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
 def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int) -> str:
     first = next(j for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     names = paths(spec, root)
+    came, expected = (
+        (x.size(0), "nested" if x.is_nested else f"shape {tuple(x.shape)}")
+        for x in (leaves[i], leaves[first])
+    )
     return (
-        f"{names[i]} has {leaves[i].shape[0]} rows (shape {tuple(leaves[i].shape)}) where "
-        f"{names[first]} has {leaves[first].shape[0]} (shape {tuple(leaves[first].shape)}); every "
+        f"{names[i]} has {came[0]} rows ({came[1]}) where "
+        f"{names[first]} has {expected[0]} ({expected[1]}); every "
         "tensor of a batch has one row per sample along dim 0. A tensor that all samples share "
         "(class weights, a mask of positions) goes in another argument of the function."
     )

@@ -83,8 +83,13 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
         f"{BY_AUTOGRAD}.",
     ),
     ("`.data`", "assigns to the .data of a tensor", f"{BY_AUTOGRAD}."),
-    ("NestedTensorImpl", "makes nested tensors", f"{BY_AUTOGRAD}; pad the rows, and both can."),
-    ("values backward", "makes nested tensors", f"{BY_AUTOGRAD}; pad the rows, and both can."),
+    (
+        "NestedTensorImpl",
+        "computes with nested tensors",
+        f"{BY_AUTOGRAD}; padding runs in both.",
+    ),
+    ("do not have strides", "computes with compressed sparse tensors", f"{BY_AUTOGRAD}."),
+    ("values backward", "computes with nested tensors", f"{BY_AUTOGRAD}; padding runs in both."),
     (
         "mutate a captured Tensor",
         "writes to a tensor that it was given or holds",
@@ -96,11 +101,11 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
 
 def advise(error: RuntimeError) -> None:
     """Say what to do where torch.func's vjp refuses a loss."""
-    for words, meaning, way_out in ADVICE:
+    for words, why, way_out in ADVICE:
         if words in str(error):
-            error.add_note(
-                f"pureaccum: torch.func cannot differentiate this loss, which {meaning}. {way_out}"
-            )
+            note = f"pureaccum: torch.func cannot differentiate this loss, which {why}. {way_out}"
+            if note not in getattr(error, "__notes__", ()):  # of a transform inside of another
+                error.add_note(note)
             return
 
 
