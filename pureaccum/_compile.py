@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._aux import AuxState, finish_aux, fold_stack, stack_of_one
-from ._batches import need_rows, read_batch
+from ._batches import read_batch, rows_to_cut
 from ._donation import Spoiled, mark
 from ._engine import Rule
 from ._explain import explained
@@ -73,7 +73,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             check_train_state(plan, state)
             refuse_sharded([*leaves, *flat_state[0]], "the state or the batch", _SHARDED)
             if plan.size is not None:
-                need_rows(flat, "batch")
+                rows_to_cut(flat, "batch")
             if flat.rows == 0:
                 return whole(plan, state, batch)
             if len(recipes) == REMEMBERED:
