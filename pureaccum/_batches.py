@@ -154,10 +154,9 @@ def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
     References:
         `torch.split <https://docs.pytorch.org/docs/stable/generated/torch.split.html>`_
     """
-    check_size(size, "size")
     flat = read_batch(batch)
     rows_to_cut(flat)
-    return cut(flat, size)
+    return cut(flat, check_size(size, "size"))
 
 
 def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
@@ -179,8 +178,13 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
     References:
         `itertools.batched <https://docs.python.org/3/library/itertools.html#itertools.batched>`_
     """
+    try:
+        rest = iter(loader)
+    except TypeError as error:
+        raise TypeError(
+            f"loader is a {type(loader).__name__}; expected what yields microbatches."
+        ) from error
     check_size(k, "k")
-    rest = iter(loader)
     return iter(lambda: list(itertools.islice(rest, k)), [])
 
 

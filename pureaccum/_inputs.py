@@ -128,7 +128,8 @@ def check_state(state: Any, expected: type, owner: str, root: str = "state") -> 
     if not isinstance(state, expected):
         raise TypeError(
             f"{root} is a {type(state).__name__}; {owner} expects the {expected.__name__} that "
-            "its init or its last call returned. A state of another configuration?"
+            "its init or its last call returned. A state of another configuration? Arguments in "
+            "another order?"
         )
 
 
