@@ -201,6 +201,8 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
         Srivastava et al., `Dropout <https://jmlr.org/papers/v15/srivastava14a.html>`_, 2014;
         `torch.nn.Dropout <https://docs.pytorch.org/docs/stable/generated/torch.nn.Dropout.html>`_
     """
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"x is a {type(x).__name__}; expected a tensor.")
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"p is {p!r}; expected a Python number in [0, 1].")
     if not (x.is_floating_point() or x.is_complex()):
@@ -246,9 +248,9 @@ def _draw(
 
     A CPU does so in pieces that fit its cache: 16 million numbers take a third of the time.
     """
+    _check_key(key)
     if not isinstance(shape, Sequence) or any(n < 0 for n in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"shape is {shape!r}; expected a tuple of ints, none of them negative.")
-    _check_key(key)
     count, whole, device = math.prod(shape), (*key.shape[:-1], *shape), key.device
     blocks = -(-count // each)
     if device.type != "cpu" or transform_active():

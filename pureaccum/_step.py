@@ -268,10 +268,10 @@ def _check_staged(
 
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
     """The first state; it shares no memory with what it is made of."""
+    leaves, _ = read_params(params)
     check_buffers(plan, buffers)
     if plan.buffers:
         begin_buffers(plan.buffers, buffers)  # names what is no tensor
-    leaves, _ = read_params(params)
     device = leaves[0].device
     if plan.group is not None:
         check_same(params, plan.group)
