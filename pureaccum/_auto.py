@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._batches import read_batch, rows_to_cut
-from ._inputs import check_argnums, positions
+from ._inputs import check_argnums, check_int, positions
 from ._live import counting
 from ._passes import outside_inference_mode
 from ._replay import generators, restore
@@ -196,7 +196,7 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(transform)
     def with_auto(*args: P.args, **knobs: P.kwargs) -> T:
-        if knobs.get("microbatch_size") != "auto":
+        if not is_auto(knobs.get("microbatch_size")):
             return transform(*args, **knobs)
         make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
         cut_at = check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
@@ -215,22 +215,23 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
     return with_auto
 
 
+def is_auto(size: object) -> bool:
+    """Whether a size is to be found; an array of sizes compares number by number."""
+    return isinstance(size, str) and size == "auto"
+
+
 def check_auto(size: object, budget: object, given: Mapping[str, object]) -> None:
     """Check what a step whose size is found by itself may be made of."""
-    if size != "auto":
+    if not is_auto(size):
         if budget is not None:
             raise ValueError(
                 f"memory_budget={budget!r} came with microbatch_size={size!r}; it is the budget in "
                 "which microbatch_size='auto' looks for a size."
             )
         return
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
-        raise TypeError(
-            f"memory_budget is {budget!r}, a {type(budget).__name__}; expected an int, the bytes "
-            "that a step may hold beyond its arguments."
-        )
-    if budget is not None and budget <= 0:
-        raise ValueError(f"memory_budget is {budget}; expected one byte at least.")
+    if budget is not None:
+        expected = "an int of at least 1, the bytes that a step may hold beyond its arguments"
+        check_int(budget, "memory_budget", expected, 1)
     for name, why in (
         ("donate", "a try that runs out of memory has used up the state that it was given"),
         ("compile", "each size would be compiled, and a graph has a memory of its own"),

@@ -7,11 +7,12 @@ scalars are the same for every sample.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
 
+from ._inputs import check_int
 from ._rows_of_ranks import cut_rows
 from ._sharded import any_sharded
 from ._tree import Tree, flatten, paths, unflatten
@@ -113,23 +114,20 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
-def check_size(size: int, name: str = "microbatch_size") -> int:
+def check_size(size: Any, name: str = "microbatch_size") -> int:
     """The size itself, or an error that says what a size is."""
-    if isinstance(size, bool) or not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"{name} is {size!r}, a {type(size).__name__}; expected an int, the number of rows in "
-            "a microbatch (not the number of microbatches)."
-        )
-    if size <= 0:
-        raise ValueError(f"{name} is {size}; expected at least one row per microbatch.")
-    return size
+    return check_int(size, name, _SIZE, 1)
 
 
-def check_sizes(size: int | Sequence[int] | str) -> int | list[int]:
-    """The same for a size that each microbatch has of its own."""
-    if not isinstance(size, (list, tuple)):
-        return check_size(size)  # pyright: ignore[reportArgumentType]
-    return [check_size(each, f"microbatch_size[{i}]") for i, each in enumerate(size)]
+def check_sizes(size: Any) -> int | list[int]:
+    """The size of all microbatches, or the sizes that each has of its own."""
+    if isinstance(size, (list, tuple)):
+        each = enumerate(cast(Sequence[Any], size))
+        return [check_size(one, f"microbatch_size[{i}]") for i, one in each]
+    return check_int(size, "microbatch_size", f"{_SIZE}, or a list of such", 1)
+
+
+_SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
 
 
 def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
@@ -184,7 +182,7 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
         raise TypeError(
             f"loader is a {type(loader).__name__}; expected what yields microbatches."
         ) from error
-    check_size(k, "k")
+    k = check_int(k, "k", "an int of at least 1, the microbatches of a window", 1)
     return iter(lambda: list(itertools.islice(rest, k)), [])
 
 

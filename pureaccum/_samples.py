@@ -72,7 +72,7 @@ def check_sampling(func: Any, how: Sampling) -> Sampling:
     """The same, or an error that says what is wrong with it."""
     refuse_stream(func)
     if how.chunk_size is not None:
-        check_size(how.chunk_size, "chunk_size")
+        how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
     check_choice(how.randomness, ("error", "different", "same"), "randomness")
     check_choice(how.engine, ("vmap", "autograd"), "engine")
     transform: Any = how.transform
