@@ -82,8 +82,12 @@ def _noted(subject: Subject, names: set[str], seed: int) -> Noted:
     """The statistics that a loss takes of the whole batch."""
     noted: Noted = []
 
+    def note(call: Call, own: Callable[[], Any]) -> Any:
+        noted.append((call, own()))
+        return noted[-1][1]
+
     def noting(params: Any, part: Any) -> Any:
-        with _Statistics(names, lambda call, own: noted.append((call, own)) or own):
+        with _Statistics(names, note):
             return subject.loss_fn(params, part)
 
     subject._replace(loss_fn=noting).sums(subject.everything(), seed)
@@ -99,7 +103,7 @@ def _same(noted: Noted, others: Noted) -> bool:
 class _Statistics(TorchFunctionMode):
     """Hands on what ``told`` makes of each statistic over rows of what has no gradient."""
 
-    def __init__(self, names: set[str], told: Callable[[Call, Any], Any]) -> None:
+    def __init__(self, names: set[str], told: Callable[[Call, Callable[[], Any]], Any]) -> None:
         super().__init__()
         self.names, self.told = names, told
 
@@ -111,10 +115,9 @@ class _Statistics(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        out = func(*args, **kwargs)
         if name not in self.names or not _over_rows(*args, **kwargs):
-            return out
-        return self.told(Call(name, "", "", "", users_line()), out)
+            return func(*args, **kwargs)
+        return self.told(Call(name, "", "", "", users_line()), lambda: func(*args, **kwargs))
 
 
 def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:

@@ -173,7 +173,7 @@ def standardised_advantages(dtype: torch.dtype) -> Case:
             1, batch["label"][:, None]
         )
         ratio, gain = (chosen[:, 0] - chosen[:, 0].detach()).exp(), batch["y"][:, 0]
-        gain = (gain - gain.mean()) / (gain.std(correction=0) + 1e-8)
+        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
         return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
 
     return loss, *linear(dtype)
