@@ -153,13 +153,13 @@ def accumulator(
     def init(params: Tree) -> AccumState:
         """The identity: a state of zeros."""
         leaves, _ = read_params(params)
+        count = len(leaves) if squares else None
         with outside_inference_mode():
-            return empty(
-                zeros(params, at_least), leaves[0].device, len(leaves) if squares else None
-            )
+            return empty(zeros(params, at_least), leaves[0].device, count)
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         """The state with one microbatch more, or ``(state, aux)``."""
+        read_state(state)
         leaves, spec = read_params(params)
         check_belongs(state, leaves, spec, squares)
         called = (params, *args)

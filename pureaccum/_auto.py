@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ._batches import need_rows, read_batch
-from ._inputs import check_argnums, positions
+from ._batches import read_batch, rows_to_cut
+from ._inputs import check_argnums, check_int, positions
 from ._live import counting
 from ._passes import outside_inference_mode
 from ._replay import generators, restore
@@ -48,6 +48,7 @@ def by_memory(
     run: Callable[..., T],
     look: Callable[..., tuple[Tree, Tree]],
     budget: int | None = None,
+    root: str = "batch",
 ) -> Callable[..., T]:
     """A function that finds the microbatch size by itself.
 
@@ -55,6 +56,7 @@ def by_memory(
         run: ``run(size, *args, **kwargs)``, a pure function.
         look: The batch among ``args``, and what else decides how much memory is needed.
         budget: Bytes that a call may hold beyond its arguments; None for all that there is.
+        root: What errors call the batch.
 
     Returns:
         ``run`` without its first argument.
@@ -69,7 +71,7 @@ def by_memory(
                 "info.microbatches of a step), and give that number."
             )
         batch, rest = look(*args, **kwargs)
-        rows = max(need_rows(read_batch(batch)), 1)
+        rows = max(rows_to_cut(read_batch(batch, root), root), 1)
         kind, device = _kind(batch, rest)
         known, outer = kinds.get(kind, Known()), sys.exception()
         before, drain = generators([] if device is None else [device]), _oldest()
@@ -194,7 +196,7 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(transform)
     def with_auto(*args: P.args, **knobs: P.kwargs) -> T:
-        if knobs.get("microbatch_size") != "auto":
+        if not is_auto(knobs.get("microbatch_size")):
             return transform(*args, **knobs)
         make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
         cut_at = check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
@@ -208,27 +210,28 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
             return {i: args[i] for i in at}, (rest, kwargs)
 
         func = make(**knobs | {"microbatch_size": 1})  # checks the knobs, and has a name
-        return cast(T, wraps(func)(by_memory(run, look)))
+        return cast(T, wraps(func)(by_memory(run, look, root="args")))
 
     return with_auto
 
 
+def is_auto(size: object) -> bool:
+    """Whether a size is to be found; an array of sizes compares number by number."""
+    return isinstance(size, str) and size == "auto"
+
+
 def check_auto(size: object, budget: object, given: Mapping[str, object]) -> None:
     """Check what a step whose size is found by itself may be made of."""
-    if size != "auto":
+    if not is_auto(size):
         if budget is not None:
             raise ValueError(
                 f"memory_budget={budget!r} came with microbatch_size={size!r}; it is the budget in "
                 "which microbatch_size='auto' looks for a size."
             )
         return
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
-        raise TypeError(
-            f"memory_budget is {budget!r}, a {type(budget).__name__}; expected an int, the bytes "
-            "that a step may hold beyond its arguments."
-        )
-    if budget is not None and budget <= 0:
-        raise ValueError(f"memory_budget is {budget}; expected one byte at least.")
+    if budget is not None:
+        expected = "an int of at least 1, the bytes that a step may hold beyond its arguments"
+        check_int(budget, "memory_budget", expected, 1)
     for name, why in (
         ("donate", "a try that runs out of memory has used up the state that it was given"),
         ("compile", "each size would be compiled, and a graph has a memory of its own"),

@@ -162,6 +162,12 @@ def _broadcast(reduction: Tree, aux: Tree) -> list[str]:
     try:  # optree.broadcast_prefix does the same, and cannot be compiled
         return leaves_of(map(lambda word, below: [word] * len(leaves_of(below)), reduction, aux))
     except ValueError as error:
+        if not leaves_of(aux):
+            raise ValueError(
+                f"aux_reduction={reduction!r} is a tree, and the loss returned no aux that has "
+                "leaves. With has_aux=True it returns some beside the loss; without, leave "
+                "aux_reduction out."
+            ) from error
         raise ValueError(
             f"aux_reduction={reduction!r} is no prefix of the aux that the loss returned: {error}"
         ) from error

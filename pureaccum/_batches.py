@@ -7,11 +7,12 @@ scalars are the same for every sample.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
 
+from ._inputs import check_int
 from ._rows_of_ranks import cut_rows
 from ._sharded import any_sharded
 from ._tree import Tree, flatten, paths, unflatten
@@ -38,8 +39,8 @@ def read_batch(batch: Tree, root: str = "batch") -> Batch:
                     "argument of the function, or into the batch as a Python scalar."
                 )
             if rows is None:
-                rows = leaf.shape[0]
-            elif leaf.shape[0] != rows:
+                rows = leaf.size(0)  # a nested tensor may have no shape
+            elif leaf.size(0) != rows:
                 raise ValueError(_disagreement(leaves, spec, root, i))
         elif not isinstance(leaf, (bool, int, float, complex)):
             raise TypeError(
@@ -61,6 +62,34 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
             + ("; batch_argnums says which arguments are batches." if root == "args" else ".")
         )
     return batch.rows
+
+
+def rows_to_cut(batch: Batch, root: str = "batch") -> int:
+    """The number of rows, or an error where a batch cannot be cut into them."""
+    for i, leaf in enumerate(batch.leaves):
+        if isinstance(leaf, torch.Tensor) and (kind := _not_cut(leaf)):
+            raise TypeError(
+                f"{paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into rows. "
+                f"{kind[1]}. What cuts nothing takes it as it is: microbatch_size=None, and the "
+                "update of an accumulator or of a step, microbatch by microbatch."
+            )
+    return need_rows(batch, root)
+
+
+def _not_cut(x: torch.Tensor) -> tuple[str, str] | None:
+    """What a tensor is that torch cannot cut, and what can be cut in its place."""
+    if x.is_nested:
+        return (
+            f"a nested tensor of layout {x.layout}",
+            "Pad its rows (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the "
+            "loss",
+        )
+    if x.layout != torch.strided:
+        return f"a tensor of layout {x.layout}", "Make it dense: x.to_dense()"
+    per_tensor = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+    if x.is_quantized and x.qscheme() not in per_tensor:
+        return "quantized by channel", "Quantize it as a whole, or x.dequantize()"
+    return None
 
 
 def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
@@ -85,23 +114,20 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
-def check_size(size: int, name: str = "microbatch_size") -> int:
+def check_size(size: Any, name: str = "microbatch_size") -> int:
     """The size itself, or an error that says what a size is."""
-    if isinstance(size, bool) or not isinstance(size, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"{name} is {size!r}, a {type(size).__name__}; expected an int, the number of rows in "
-            "a microbatch (not the number of microbatches)."
-        )
-    if size <= 0:
-        raise ValueError(f"{name} is {size}; expected at least one row per microbatch.")
-    return size
+    return check_int(size, name, _SIZE, 1)
 
 
-def check_sizes(size: int | Sequence[int] | str) -> int | list[int]:
-    """The same for a size that each microbatch has of its own."""
-    if not isinstance(size, (list, tuple)):
-        return check_size(size)  # pyright: ignore[reportArgumentType]
-    return [check_size(each, f"microbatch_size[{i}]") for i, each in enumerate(size)]
+def check_sizes(size: Any) -> int | list[int]:
+    """The size of all microbatches, or the sizes that each has of its own."""
+    if isinstance(size, (list, tuple)):
+        each = enumerate(cast(Sequence[Any], size))
+        return [check_size(one, f"microbatch_size[{i}]") for i, one in each]
+    return check_int(size, "microbatch_size", f"{_SIZE}, or a list of such", 1)
+
+
+_SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
 
 
 def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
@@ -126,10 +152,9 @@ def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
     References:
         `torch.split <https://docs.pytorch.org/docs/stable/generated/torch.split.html>`_
     """
-    check_size(size, "size")
     flat = read_batch(batch)
-    need_rows(flat)
-    return cut(flat, size)
+    rows_to_cut(flat)
+    return cut(flat, check_size(size, "size"))
 
 
 def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
@@ -151,17 +176,26 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
     References:
         `itertools.batched <https://docs.python.org/3/library/itertools.html#itertools.batched>`_
     """
-    check_size(k, "k")
-    rest = iter(loader)
+    try:
+        rest = iter(loader)
+    except TypeError as error:
+        raise TypeError(
+            f"loader is a {type(loader).__name__}; expected what yields microbatches."
+        ) from error
+    k = check_int(k, "k", "an int of at least 1, the microbatches of a window", 1)
     return iter(lambda: list(itertools.islice(rest, k)), [])
 
 
 def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int) -> str:
     first = next(j for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     names = paths(spec, root)
+    came, expected = (
+        (x.size(0), "nested" if x.is_nested else f"shape {tuple(x.shape)}")
+        for x in (leaves[i], leaves[first])
+    )
     return (
-        f"{names[i]} has {leaves[i].shape[0]} rows (shape {tuple(leaves[i].shape)}) where "
-        f"{names[first]} has {leaves[first].shape[0]} (shape {tuple(leaves[first].shape)}); every "
+        f"{names[i]} has {came[0]} rows ({came[1]}) where "
+        f"{names[first]} has {expected[0]} ({expected[1]}); every "
         "tensor of a batch has one row per sample along dim 0. A tensor that all samples share "
         "(class weights, a mask of positions) goes in another argument of the function."
     )

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ._aux import AuxState, finish_aux, fold_stack, stack_of_one
-from ._batches import need_rows, read_batch
+from ._batches import read_batch, rows_to_cut
 from ._donation import Spoiled, mark
 from ._engine import Rule
 from ._explain import explained
 from ._forms import Recipe, form_of, is_tensor, recipe_for
-from ._inputs import refuse_autocast_cache
+from ._inputs import check_state, refuse_autocast_cache
 from ._programs import Program, has_cuda_graphs, programs, renewed, unit_of
 from ._ranks import before_this_rank, window_of_all_ranks
 from ._run import apply, check_window, first_row, update, whole
@@ -73,7 +73,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             check_train_state(plan, state)
             refuse_sharded([*leaves, *flat_state[0]], "the state or the batch", _SHARDED)
             if plan.size is not None:
-                need_rows(flat, "batch")
+                rows_to_cut(flat, "batch")
             if flat.rows == 0:
                 return whole(plan, state, batch)
             if len(recipes) == REMEMBERED:
@@ -211,6 +211,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         return result
 
     def form(state: TrainState, batch: Tree) -> str:
+        check_state(state, TrainState, "this step")
         return form_of(plan, state, read_batch(batch)).name
 
     return Compiled(update_compiled, apply_compiled, whole_compiled, form)

@@ -3,6 +3,7 @@
 An error names the leaf or the argument, what came, what was expected, and the likely cause.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,11 +81,11 @@ def check_fits(
 
 def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
     """One position or several, as a tuple."""
-    several = argnums if isinstance(argnums, tuple) else (argnums,)
-    for argnum in several:  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(argnum, bool) or not isinstance(argnum, int):
-            raise TypeError(f"{name} is {argnums!r}; expected an int or a tuple of ints.")
-    return several  # pyright: ignore[reportUnknownVariableType]
+    expected = "an int or a tuple of ints"
+    if not isinstance(argnums, tuple):
+        return (check_int(argnums, name, expected),)
+    several: tuple[Any, ...] = argnums
+    return tuple(check_int(each, f"{name}[{i}]", expected) for i, each in enumerate(several))
 
 
 def positions(argnums: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
@@ -112,6 +113,29 @@ def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> 
         )
 
 
+def check_int(
+    value: Any, name: str, expected: str, least: int | None = None, most: int | None = None
+) -> int:
+    """The int that something is, or an error that says what was expected."""
+    if type(value) is int:
+        number = value
+    else:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+        if number is None or shape or isinstance(value, bool) or dtype == torch.bool:
+            came = f"{value!r}, a {type(value).__name__}"
+            if shape:
+                kind = "a tensor" if isinstance(value, Tensor) else "an array"
+                came = f"{kind} of shape {tuple(shape)}"
+            raise TypeError(f"{name} is {came}; expected {expected}.")
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{name} is {number}; expected {expected}.")
+    return number
+
+
 def check_choice(value: str, choices: Sequence[str], name: str) -> None:
     """Check that a word is one of a few."""
     if value not in choices:
@@ -131,7 +155,8 @@ def check_state(state: Any, expected: type, owner: str, root: str = "state") -> 
     if not isinstance(state, expected):
         raise TypeError(
             f"{root} is a {type(state).__name__}; {owner} expects the {expected.__name__} that "
-            "its init or its last call returned. A state of another configuration?"
+            "its init or its last call returned. A state of another configuration? Arguments in "
+            "another order?"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._inputs import check_int
 from ._tree import Tree, accumulation_dtype, as_scalar_of, map
 
 
@@ -122,8 +123,9 @@ def dynamic_loss_scale(
         _check_scale(name, scale)
     _check_between("growth_factor", growth_factor, 1.0, math.inf, "the scale grows by it")
     _check_between("backoff_factor", backoff_factor, 0.0, 1.0, "the scale shrinks by it")
-    _check_count("growth_interval", growth_interval, "finite updates are counted up to it")
-    _check_count("hysteresis", hysteresis, "1 backs off at every overflow")
+    why = "finite updates are counted up to it"
+    growth_interval = _check_count("growth_interval", growth_interval, why)
+    hysteresis = _check_count("hysteresis", hysteresis, "1 backs off at every overflow")
     if min_scale > max_scale:
         raise ValueError(
             f"min_scale is {min_scale!r}, above max_scale={max_scale!r}; expected it below, or no "
@@ -269,12 +271,8 @@ def _check_between(name: str, value: Any, low: float, high: float, why: str) -> 
         raise ValueError(f"{name} is {value!r}; expected {expected}.")
 
 
-def _check_count(name: str, value: Any, why: str) -> None:
-    expected = f"an int from 1 to 2**31 - 1: {why}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
-    if not 1 <= value <= MOST:
-        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+def _check_count(name: str, value: Any, why: str) -> int:
+    return check_int(value, name, f"an int from 1 to 2**31 - 1: {why}", 1, MOST)
 
 
 def _check_tensor(name: str, value: Any, expected: str) -> None:

@@ -134,6 +134,8 @@ def memory_report(
         `Understanding CUDA memory usage
         <https://docs.pytorch.org/docs/stable/torch_cuda_memory.html>`_
     """
+    if not callable(step):
+        raise TypeError(f"step is a {type(step).__name__}; expected what make_step returned.")
     check_state(state, TrainState, "make_step")
     params, _ = read_params(state.params, "state.params")
     if getattr(step, "form", _eager)(state, batch) != "eager":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._held import call_watched, holding
 from ._loss import Read, Shape, agreed, detached, read
+from ._refused import advise
 from ._sharded import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
 from ._sums import nothing_like
 from ._torch import innermost, transform_active
@@ -111,7 +112,11 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
     # False would silently drop second-order terms under an outer transform.
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
-        grads = vjp(cotangent, retain_graph=False)
+        try:
+            grads = vjp(cotangent, retain_graph=False)
+        except RuntimeError as error:
+            advise(error)
+            raise
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
     return Forward(agreed(seen), shape, pull, None)
@@ -166,24 +171,15 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             # The leaves are the window's own, and so is their .grad. It is never None: autograd
             # would begin it with the first gradient itself, which may be a view of the cotangent
             # or share its memory with another leaf's, and go on adding to that.
-            if leaf.grad is not sum_:
-                leaf.grad = sum_
+            leaf.grad = sum_
         with holding(held):
             torch.autograd.backward(total, cotangent, inputs=leaves)
-        return [leaf.grad for leaf in leaves]
+        new = [leaf.grad for leaf in leaves]
+        for leaf in leaves:  # else a loss that calls .backward() would add to the sums as well
+            leaf.grad = None
+        return new
 
     return Forward(agreed(detached(Read(total, weight, aux))), shape, pull, push)
-
-
-def advise(error: RuntimeError) -> None:
-    """Say what to do where torch.func refuses a loss."""
-    if "saved tensor hooks" in str(error) or "setup_context" in str(error):
-        error.add_note(
-            "pureaccum: torch.func cannot differentiate this loss (a checkpoint, a custom "
-            "Function without setup_context, or what redistributes DTensors: from_local, to_local, "
-            "the hooks of parallelize_module). engine='autograd' can; a checkpoint takes "
-            "use_reentrant=False."
-        )
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:

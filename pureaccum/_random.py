@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._inputs import check_int
 from ._torch import transform_active
 
 
@@ -48,7 +49,7 @@ def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
     References:
         `jax.random <https://docs.jax.dev/en/latest/jax.random.html>`_, whose keys these are like.
     """
-    seed = _int(seed, "seed", -(2**63), 2**64)
+    seed = check_int(seed, "seed", "an int from -2**63 to 2**64 - 1", -(2**63), 2**64 - 1)
     words = (seed >> 32) % 2**32, seed % 2**32
     # Filled where it lies: for a copy the host would wait.
     return torch.stack([torch.full((), w, dtype=torch.int64, device=device) for w in words])
@@ -78,7 +79,8 @@ def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
     """
     _check_key(key)
     if not isinstance(n, Tensor):
-        n = torch.full((), _int(n, "n", 0, 2**62), dtype=torch.int64, device=key.device)
+        n = check_int(n, "n", "an int from 0 to 2**62 - 1, or a tensor of such", 0, 2**62 - 1)
+        n = torch.full((), n, dtype=torch.int64, device=key.device)
     elif n.is_floating_point() or n.is_complex() or n.dtype == torch.bool:
         raise TypeError(f"n is a tensor of {n.dtype}; expected integers.")
     return _threefry(key, (n.long() & (2**62 - 1)) + FOLD).long() & WORD
@@ -106,7 +108,8 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
         <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     _check_key(key)
-    counters = torch.arange(_int(n, "n", 1, 2**62), device=key.device) + SPLIT
+    n = check_int(n, "n", "an int from 1 to 2**62 - 1", 1, 2**62 - 1)
+    counters = torch.arange(n, device=key.device) + SPLIT
     return _threefry(key.unsqueeze(-2), counters).long() & WORD
 
 
@@ -201,6 +204,8 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
         Srivastava et al., `Dropout <https://jmlr.org/papers/v15/srivastava14a.html>`_, 2014;
         `torch.nn.Dropout <https://docs.pytorch.org/docs/stable/generated/torch.nn.Dropout.html>`_
     """
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"x is a {type(x).__name__}; expected a tensor.")
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"p is {p!r}; expected a Python number in [0, 1].")
     if not (x.is_floating_point() or x.is_complex()):
@@ -246,9 +251,9 @@ def _draw(
 
     A CPU does so in pieces that fit its cache: 16 million numbers take a third of the time.
     """
+    _check_key(key)
     if not isinstance(shape, Sequence) or any(n < 0 for n in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"shape is {shape!r}; expected a tuple of ints, none of them negative.")
-    _check_key(key)
     count, whole, device = math.prod(shape), (*key.shape[:-1], *shape), key.device
     blocks = -(-count // each)
     if device.type != "cpu" or transform_active():
@@ -281,11 +286,3 @@ def _check_key(key: Any) -> None:
     came = f"{key.dtype} of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
     if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape[-1:] != (2,):
         raise TypeError(f"key is {came}; expected int64 of shape (..., 2): pureaccum.key(seed).")
-
-
-def _int(n: Any, name: str, least: int, limit: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"{name} is {n!r}, a {type(n).__name__}; expected an int.")
-    if not least <= n < limit:
-        raise ValueError(f"{name} is {n}; expected an int from {least} to {limit - 1}.")
-    return n

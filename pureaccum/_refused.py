@@ -1,4 +1,4 @@
-"""What vmap refuses in a loss: which module it was, why, and the way out."""
+"""What vmap and torch.func's vjp refuse in a loss: why, and the way out."""
 
 from traceback import walk_tb
 
@@ -7,7 +7,7 @@ from torch import nn
 
 ONE_BY_ONE = "engine='autograd' takes the samples one by one"
 STATISTICS = "Batch norm got a batched tensor", "more than 1 value per channel when training"
-RULES = (  # words of torch, and what they mean
+RULES = (  # words of torch about vmap, and what they mean
     (
         "randomness error mode",
         "draws random numbers, and vmap has to be told whether samples share them: "
@@ -42,6 +42,71 @@ RULES = (  # words of torch, and what they mean
     ("setup_context", f"has a custom Function or a checkpoint: {ONE_BY_ONE}."),
     ("saved tensor hooks", f"has a custom Function or a checkpoint: {ONE_BY_ONE}."),
 )
+
+BY_AUTOGRAD = "engine='autograd' can (outside of any transform)"
+ADVICE = (  # words of torch about vjp, what they mean, and the way out
+    (
+        "saved tensor hooks",
+        "has a checkpoint, or keeps elsewhere what is saved for its backward pass (save_on_cpu)",
+        f"{BY_AUTOGRAD}; a checkpoint takes use_reentrant=False, or is a pa.remat, which runs in "
+        "both engines.",
+    ),
+    (
+        "setup_context",
+        "has a custom Function without setup_context (a reentrant checkpoint, a module's backward "
+        "hook), or redistributes DTensors (from_local, to_local, the hooks of parallelize_module)",
+        f"{BY_AUTOGRAD}; a checkpoint takes use_reentrant=False.",
+    ),
+    (
+        "Tensor.requires_grad_()",
+        "has a tensor require grad (a gradient penalty, torch.autograd.functional, transformers' "
+        "gradient_checkpointing_enable)",
+        f"{BY_AUTOGRAD}, and a checkpoint takes {{'use_reentrant': False}}; torch.func.grad, jvp "
+        "and the like inside of the loss run in both engines.",
+    ),
+    ("Tensor.retain_grad()", "keeps the gradient of a tensor of its own", f"{BY_AUTOGRAD}."),
+    (
+        "backward() called",
+        "calls .backward()",
+        "What it returns is differentiated here: leave .backward() out. A loss that trains another "
+        f"network beside params is another thing: that {BY_AUTOGRAD}.",
+    ),
+    (
+        "doesn't have storage",
+        "asks where a tensor's numbers lie: packed sequences in a recurrent network, .numpy(), "
+        "data_ptr(), torch.jit.trace",
+        f"{BY_AUTOGRAD}; .item() and .tolist() run in both engines.",
+    ),
+    (
+        "Cannot access storage",
+        "asks where a tensor's numbers lie: deepcopy, pickle, nested tensors",
+        f"{BY_AUTOGRAD}.",
+    ),
+    ("`.data`", "assigns to the .data of a tensor", f"{BY_AUTOGRAD}."),
+    (
+        "NestedTensorImpl",
+        "computes with nested tensors",
+        f"{BY_AUTOGRAD}; padding runs in both.",
+    ),
+    ("do not have strides", "computes with compressed sparse tensors", f"{BY_AUTOGRAD}."),
+    ("values backward", "computes with nested tensors", f"{BY_AUTOGRAD}; padding runs in both."),
+    (
+        "mutate a captured Tensor",
+        "writes to a tensor that it was given or holds",
+        "Write to a copy (x = x.clone()), and return as aux what is to be kept. A module's buffers "
+        "go in and out by functional(module).apply, and net.eval() leaves them alone.",
+    ),
+)
+
+
+def advise(error: RuntimeError) -> None:
+    """Say what to do where torch.func's vjp refuses a loss."""
+    for words, why, way_out in ADVICE:
+        if words in str(error):
+            note = f"pureaccum: torch.func cannot differentiate this loss, which {why}. {way_out}"
+            if note not in getattr(error, "__notes__", ()):  # of a transform inside of another
+                error.add_note(note)
+            return
 
 
 def explained(error: Exception) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ._attach import attach
+from ._inputs import check_int
 from ._replay import noting, replaying
 from ._torch import version
 from ._tree import Tree, flatten, leaves, unflatten
@@ -128,13 +129,9 @@ def remat_sequential(
             raise TypeError(f"fs[{i}] is {f!r}; expected a function of (params, x).")
     if not fs:
         raise ValueError("fs is empty; expected at least one function of (params, x).")
+    expected = f"an int from 1 to {len(fs)}, the number of functions"
     count = math.ceil(math.sqrt(len(fs))) if segments is None else segments
-    if isinstance(count, bool) or not isinstance(count, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"segments is {count!r}, a {type(count).__name__}; expected an int.")
-    if not 1 <= count <= len(fs):
-        raise ValueError(
-            f"segments is {count}; expected from 1 to {len(fs)}, the number of functions."
-        )
+    count = check_int(count, "segments", expected, 1, len(fs))
 
     def segment(start: int, stop: int) -> Callable[[Sequence[Tree], Tree], Tree]:
         def run(params: Sequence[Tree], x: Tree) -> Tree:

@@ -36,6 +36,7 @@ from .distributed import check_group
 
 def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
     """One step over a whole batch."""
+    check_state(state, TrainState, "this step")
     if plan.group is not None:
         return whole_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
     return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))

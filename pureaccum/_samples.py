@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._batches import Batch, check_size, cut, need_rows, read_batch
+from ._batches import Batch, check_size, cut, read_batch, rows_to_cut
 from ._chain import GradientMap
 from ._inputs import (
     check_choice,
@@ -73,7 +73,7 @@ def check_sampling(func: Any, how: Sampling) -> Sampling:
     """The same, or an error that says what is wrong with it."""
     refuse_stream(func)
     if how.chunk_size is not None:
-        check_size(how.chunk_size, "chunk_size")
+        how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
     check_choice(how.randomness, ("error", "different", "same"), "randomness")
     check_choice(how.engine, ("vmap", "autograd"), "engine")
     transform: Any = how.transform
@@ -109,7 +109,7 @@ def sampled(
     cut_at = positions(batches, len(args), "batch_argnums")
     check_disjoint(at, cut_at)
     batch = read_batch({i: args[i] for i in cut_at}, "args")
-    if need_rows(batch, "args") == 0 and (how.has_aux or callable(how.metrics)):
+    if rows_to_cut(batch, "args") == 0 and (how.has_aux or callable(how.metrics)):
         raise ValueError(
             "the batch has no rows, so the loss is never called and there are no aux or metrics to "
             "return; they need one row at least."

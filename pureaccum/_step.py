@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ._auto import by_memory, check_auto
+from ._auto import by_memory, check_auto, is_auto
 from ._aux import check_aux_reduction
 from ._batches import check_size
 from ._buffers import Threading, check_policy
@@ -177,7 +177,8 @@ def make_step(
     check_policy(buffers)
     given = {"donate": donate, "compile": compile, "noise": noise}
     check_auto(microbatch_size, memory_budget, given)
-    size = None if microbatch_size in (None, "auto") else check_size(microbatch_size)
+    found = microbatch_size is None or is_auto(microbatch_size)
+    size = None if found else check_size(microbatch_size)
     if compile is not False:
         check_compilable(rule, compile)
     if not callable(loss_fn):
@@ -212,7 +213,7 @@ def make_step(
     init, begin = partial(_init, plan), partial(begin_window, plan)
     if compile is False:
         over_batch = partial(whole, plan)
-        if microbatch_size == "auto":
+        if is_auto(microbatch_size):
             look = partial(_looked_at, plan)
             if group is None:
                 over_batch = by_memory(partial(_in_size, plan), look, memory_budget)
@@ -270,10 +271,10 @@ def _check_staged(
 
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
     """The first state; it shares no memory with what it is made of."""
+    leaves, _ = read_params(params)
     check_buffers(plan, buffers)
     if plan.buffers:
         begin_buffers(plan.buffers, buffers)  # names what is no tensor
-    leaves, _ = read_params(params)
     device = leaves[0].device
     if plan.group is not None:
         check_same(params, plan.group)

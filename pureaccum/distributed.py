@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._accumulator import AccumState, read_state
-from ._batches import cut, need_rows, read_batch
+from ._batches import cut, read_batch, rows_to_cut
 from ._buckets import AHEAD, sum_over_ranks_
 from ._donation import mark
 from ._sharded import refuse_sharded
@@ -140,13 +140,13 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
         `torch.tensor_split
         <https://docs.pytorch.org/docs/stable/generated/torch.tensor_split.html>`_, leaf by leaf.
     """
+    flat = read_batch(batch)
     if not 0 <= rank < world:
         raise ValueError(
             f"rank is {rank!r} and world {world!r}; expected a rank from 0 to world - 1, as "
             "torch.distributed.get_rank() and get_world_size() give."
         )
-    flat = read_batch(batch)
-    rows = need_rows(flat)
+    rows = rows_to_cut(flat)
     return list(cut(flat, [rows // world + (i < rows % world) for i in range(world)]))[rank]
 
 

@@ -44,6 +44,7 @@ everywhere.
         `torch.equal <https://docs.pytorch.org/docs/stable/generated/torch.equal.html>`_, which says
         neither where nor why.
     """
+    __tracebackhide__ = True  # of pytest
     found = [said for pair in _pairs(got, want) if (said := _difference(*pair))]
     if found:
         more = len(found) - 1
@@ -80,6 +81,7 @@ def assert_trees_within_bound(got: Tree, want: Tree, bound: Tree) -> None:
         `torch.testing.assert_close <https://docs.pytorch.org/docs/stable/testing.html>`_, whose
         tolerances are chosen where this bound is derived.
     """
+    __tracebackhide__ = True  # of pytest
     bounds = _bounds(bound, want)
     misses = [_miss(*pair, limit) for pair, limit in zip(_pairs(got, want), bounds, strict=True)]
     outside = sum(miss.outside for miss in misses)

@@ -109,6 +109,7 @@ def check_accumulation(
         <https://docs.pytorch.org/docs/stable/generated/torch.autograd.gradcheck.gradcheck.html>`_,
         which asks the same of a derivative.
     """
+    __tracebackhide__ = True  # of pytest
     check_choice(reduction, get_args(Reduction), "reduction")
     check_choice(reference, get_args(Reference), "reference")
     if not (loop is None or callable(loop)):
@@ -171,6 +172,7 @@ def assert_accumulates(  # noqa: D417
     References:
         ``check_accumulation``, which returns a ``Report``.
     """
+    __tracebackhide__ = True  # of pytest
     check_accumulation(
         loss_fn,
         params,

@@ -13,6 +13,7 @@ from ._caller import Call
 from ._cuts import Parts
 from ._in_dtype import BATCH_NORM, DROPOUTS
 from ._kept import Kept
+from ._of_data import of_data
 from ._of_rows import of_rows
 from ._report import Diagnosis
 from ._subject import Subject
@@ -52,7 +53,7 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     if rest is not None and not fits:
         found = of_rows(rest, case.seen.weighted, case.seeds, outcomes, case.shown)
         if any(cause.kind == "batch coupling" for cause in found):
-            found = [*_suspects(case)] or found
+            found = [*_suspects(case)] or of_data(rest, case.outcomes, case.seeds) or found
         causes += found
     if not causes:
         causes.append(UNKNOWN)

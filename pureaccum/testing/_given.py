@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._batches import need_rows, read_batch
+from .._batches import need_rows, read_batch, rows_to_cut
 from .._inputs import read_params
 from ._cuts import Parts, parts_at, ways
 from ._subject import Subject
@@ -20,7 +20,9 @@ def read_subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
         )
     read_params(params)
     flat = read_batch(batch)
-    rows = need_rows(flat)
+    layouts = {x.layout for x in flat.leaves if isinstance(x, torch.Tensor)}
+    # A check takes rows one by one, which torch can do of COO tensors, too.
+    rows = need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat)
     if rows < 2:
         raise ValueError(
             f"batch has {rows} row{'s' * (rows != 1)}; expected two at least, since one cannot be "

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ._cuts import Parts
 from ._report import Diagnosis
-from ._sets import Of, Pair, has_constant, pairs_of, times, weights_of
+from ._sets import Of, Pair, Shares, has_constant, pairs_of, several_means, times, weights_of
 from ._trials import Outcome, Trial
 
 
@@ -55,7 +55,8 @@ def _of_plain(of: Of, pairs: list[Pair]) -> list[Diagnosis]:
     if weights is None:
         if has_constant(of, pairs):
             return [_constant("the loss", "return (per_row + penalty / rows_of_batch).sum()")]
-        return [_coupled(of, pairs)]
+        shares = several_means(of)
+        return [_coupled(of, pairs) if shares is None else _several(shares)]
     return [
         Diagnosis(
             "mean of means",
@@ -135,6 +136,25 @@ def _constant(what: str, mend: str) -> Diagnosis:
         f"{what} holds a term that does not depend on the rows (a penalty on the parameters?): it "
         "is counted once for every microbatch.",
         f"{mend}  # a share for every row; or add its gradient once, outside",
+    )
+
+
+def _several(it: Shares) -> Diagnosis:
+    beside = f"beside rows {', '.join(map(str, it.beside))}, row {it.row}"
+    mend = "No weight is right for both; divided by what the whole batch counts, it is a sum."
+    if len(it.shares) == 1:
+        return Diagnosis(
+            "several means",
+            "it is a total over a count that some rows are no part of, a ratio of two means: "
+            f"{beside} adds to the total, and nothing to the count. {mend}",
+            'return per_row.sum() / batch["positives"]  # a Python number; reduction="sum"',
+        )
+    return Diagnosis(
+        "several means",
+        f"it is a sum of means over different things, such as rows and tokens: {beside} counts as "
+        f"{it.shares[0]:.3g} of them in one and as {it.shares[1]:.3g} in another. {mend}",
+        'return a.sum() / batch["rows"] + b.sum() / batch["tokens"]  # Python numbers; '
+        'reduction="sum"',
     )
 
 

@@ -60,6 +60,7 @@ Likely cause: an operation in place, such as add_, +=, copy_ or out=.
         `Pure functions in JAX
         <https://docs.jax.dev/en/latest/notebooks/Common_Gotchas_in_JAX.html>`_; ``unchanged``
     """
+    __tracebackhide__ = True  # of pytest
     with _watched({"fn": fn, "args": args, "kwargs": kwargs}, draws=False):
         return fn(*args, **kwargs)
 
@@ -93,12 +94,14 @@ Likely cause: a draw without a generator or a key of its own.
     References:
         ``assert_pure``, for one call.
     """
+    __tracebackhide__ = True  # of pytest
     with _watched({"things": things}, draws):
         yield
 
 
 @contextmanager
 def _watched(roots: dict[str, Any], draws: bool) -> Generator[None]:
+    __tracebackhide__ = True  # of pytest
     before = _picture(roots, draws)
     try:
         yield

@@ -41,10 +41,10 @@ class Diagnosis(NamedTuple):
 
     Attributes:
         kind: ``"batch statistics"``, ``"randomness"``, ``"state"``, ``"batch coupling"``,
-            ``"mean of means"``, ``"weight"``, ``"sum as mean"``, ``"mean as sum"``,
-            ``"constant term"``, ``"overflow"``, ``"raises"``; of a loop also
-            ``"gradients zeroed"``, ``"tail dropped"``, ``"factor"``, ``"wrong weights"``; or
-            ``"unknown"``.
+            ``"data statistics"``, ``"several means"``, ``"mean of means"``, ``"weight"``,
+            ``"sum as mean"``, ``"mean as sum"``, ``"constant term"``, ``"overflow"``,
+            ``"raises"``; of a loop also ``"gradients zeroed"``, ``"tail dropped"``, ``"factor"``,
+            ``"wrong weights"``; or ``"unknown"``.
         says: What the experiment showed.
         mend: The line of code that mends it.
 

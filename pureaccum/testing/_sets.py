@@ -6,6 +6,9 @@ With ``f(A)`` the loss of the rows ``A`` and its gradient, ``f(AB)`` that of ``A
     a mean           a f(A) + b f(B) = (a + b) f(AB), for a rows in A and b in B
     a constant term  f(A) + f(B) − f(AB) is the same for all A and B
     a weighted mean  the mean again, each row with a weight that single rows and pairs tell
+    several means    y(x) = (f(A, and x copies of a row) − f(A)) / x is Σ c / (1 + x s), with s the
+                     row's share of what A counts in a mean: of one mean y(x) (1 + x s) is the same
+                     for all x, and of two y(x) (1 + x s)(1 + x s') is a straight line in x
 """
 
 from collections.abc import Iterator, Sequence
@@ -162,3 +165,74 @@ def _inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 def times(value: Value, by: float) -> Value:
     return value._replace(terms=[by * x for x in value.terms])
+
+
+# Several means ---------------------------------------------------------------------------
+
+
+class Shares(NamedTuple):
+    """A row's shares of what a few rows count, in each mean that it is part of."""
+
+    beside: Rows
+    row: int
+    shares: tuple[float, ...]
+
+
+COPIES = 6
+OTHERS = 8  # rows
+
+
+def several_means(of: Of) -> Shares | None:
+    """The clearest row, if the loss is a sum of two means, or a total over a count."""
+    rows = of.trial.subject.rows
+    random = torch.Generator().manual_seed(rows)
+    for size in (2, 3, 4, 5, 3, 4):  # some means are over nothing, for a few rows
+        order = torch.randperm(rows, generator=random).tolist()
+        beside = tuple(sorted(order[:size]))
+        found: list[Shares] = []
+        for row in order[-OTHERS:]:
+            shares = _shares(of, beside, row)
+            if shares is None:
+                break
+            found.append(Shares(beside, row, shares))
+        else:
+            if several := [it for it in found if len(it.shares) > 1]:
+                return max(several, key=lambda it: it.shares[1] - it.shares[0])
+            of_one = {it.shares[0] > 0: it for it in found if it.shares}
+            if len(of_one) > 1:  # some rows count, and some that do not add all the same
+                return of_one[False]
+    return None
+
+
+def _shares(of: Of, beside: Rows, row: int) -> tuple[float, ...] | None:
+    """A row's shares, the smaller first; () where it adds nothing, None where it has none."""
+    values = [of(*beside, *[row] * x) for x in range(COPIES + 1)]
+    other = of(*[row] * COPIES, *beside)
+    if other is None or any(value is None for value in values):
+        return None
+    start, *more = [_vector(value) for value in values if value]
+    x = torch.arange(1.0, COPIES + 1, dtype=torch.float64)[:, None]
+    y = (torch.stack(more) - start) / x
+    noise = of.trial.bound.share * float(max(v.norm() for v in (start, *more)))
+    if (more[-1] - _vector(other)).norm() > noise:
+        return None  # the order of the rows counts
+    if y.norm() <= noise:
+        return ()
+    line, bend = y.diff(dim=0), (x * y).diff(dim=0)
+    share = -float((line * bend).sum() / (bend * bend).sum())
+    if (line + share * bend).norm() <= noise:
+        return (share if abs(share) > 1e-6 else 0.0,)
+    columns = [(x**k * y).diff(n=2, dim=0).flatten() for k in range(3)]
+    sum_, product = torch.linalg.lstsq(torch.stack(columns[1:], 1), -columns[0]).solution.tolist()
+    if (columns[0] + sum_ * columns[1] + product * columns[2]).norm() > noise:
+        return None
+    gap = sum_**2 - 4 * product
+    if not gap > (1e-3 * sum_) ** 2:
+        return None
+    low, high = (sum_ - gap**0.5) / 2, (sum_ + gap**0.5) / 2
+    return (low if abs(low) > 1e-6 else 0.0, high) if low > -1e-6 else None
+
+
+def _vector(value: Value) -> Tensor:
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in value.terms]
+    return torch.cat([x.to("cpu", torch.float64).flatten() for x in parts])

@@ -168,7 +168,11 @@ def test_a_stream_takes_what_it_is_given() -> None:
         (ValueError, {"donate": True}, ("donate came", "'auto'", "used up", "give that number")),
         (ValueError, {"compile": True}, ("compile came", "'auto'", "each size")),
         (ValueError, {"noise": True}, ("noise came", "'auto'", "between microbatches")),
-        (ValueError, {"memory_budget": 0}, ("memory_budget is 0", "one byte")),
+        (
+            ValueError,
+            {"memory_budget": 0},
+            ("memory_budget is 0", "at least 1, the bytes"),
+        ),
         (TypeError, {"memory_budget": 2.0}, ("memory_budget is 2.0, a float", "bytes")),
         (TypeError, {"memory_budget": True}, ("memory_budget is True, a bool", "bytes")),
         (ValueError, {"memory_budget": 9, "microbatch_size": 2}, ("=9", "=2", "'auto'")),

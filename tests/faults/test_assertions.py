@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -11,8 +12,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pureaccum.testing import assert_trees_bitwise_equal, assert_trees_within_bound
+from pureaccum.testing import (
+    assert_accumulates,
+    assert_pure,
+    assert_trees_bitwise_equal,
+    assert_trees_within_bound,
+    check_accumulation,
+)
 from pureaccum.testing.strategies import exact_trees
+from tests.faults.refusals import PACKAGE
 
 
 NAN, INF = math.nan, math.inf
@@ -267,3 +275,29 @@ def test_equal_trees_pass_with_every_bound(pairs: list[tuple[float, float]]) -> 
     got, bound = (double(*column).view(-1, 1) for column in zip(*pairs, strict=True))
     assert_trees_within_bound([got], [got.clone()], [bound.abs()])
     assert_trees_bitwise_equal([got], [got.clone()])
+
+
+# What pytest shows of them ----------------------------------------------------------------
+
+
+def off_by_a_sum(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).sum()
+
+
+FAILING = {
+    "bits": lambda: assert_trees_bitwise_equal(torch.ones(2), torch.zeros(2)),
+    "bound": lambda: assert_trees_within_bound(torch.ones(2), torch.zeros(2), 0.5),
+    "check": lambda: check_accumulation(off_by_a_sum, torch.ones(()), torch.ones(4)),
+    "accumulates": lambda: assert_accumulates(off_by_a_sum, torch.ones(()), torch.ones(4)),
+    "pure": lambda: assert_pure(lambda x: x.add_(1), torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("fails", FAILING.values(), ids=FAILING)
+def test_a_failing_test_shows_the_verdict_and_none_of_our_lines(fails: Any) -> None:
+    with pytest.raises(AssertionError) as caught:
+        fails()
+    shown = [str(entry.path) for entry in caught.traceback.filter(caught)]
+    assert __file__ in shown
+    assert not [path for path in shown if PACKAGE in Path(path).parents]
+    assert str(caught.value).splitlines()[0] in str(caught.getrepr())

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import pureaccum as pa
@@ -74,6 +75,19 @@ def test_a_tree_of_words_that_is_no_prefix(transform: Any, how: Any) -> None:
     words = (f"aux_reduction={how!r} is no prefix", "aux")
     with refused(ValueError, *words, given=PARAMS, loss=loss, calls=1):
         run(transform, loss, how, 5)
+
+
+def test_a_tree_of_words_without_an_aux() -> None:
+    """A loss with buffers returns a pair all the same."""
+
+    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        return squares(params, batch), buffers
+
+    how = {"loss": "mean"}
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, buffers="freeze", aux_reduction=how)
+    state = step.init(PARAMS, {"n": torch.ones(1)})
+    with refused(ValueError, f"aux_reduction={how!r}", "no aux", "has_aux=True", given=state):
+        step(state, make_batch())
 
 
 @transforms()

@@ -1,5 +1,7 @@
 """A batch that cannot be cut is refused before the loss is called, and its leaf is named."""
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,6 +77,109 @@ def test_a_mean_over_rows_that_nobody_counts(batch: Any, came: str, donate: bool
         acc.update(state, PARAMS, batch, donate=donate)
     weighted = pa.accumulator(lambda params, batch: pa.Weighted(params["b"] * 6, 3))
     assert weighted.finalize(weighted.update(state, PARAMS, batch))[0]["b"] == 2
+
+
+# Tensors that torch does not split ---------------------------------------------------------
+
+
+PARTS = [torch.full((rows, 2), float(rows)) for rows in (2, 3, 1, 2)]
+JAGGED = torch.nested.nested_tensor(PARTS, layout=torch.jagged)
+DENSE = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [0.0, 4.0]])
+PADDED = ("is a nested tensor of layout torch.", "x.to_padded_tensor(0.0)", "mask", "Weighted")
+SPARSE = ("is a tensor of layout torch.", "x.to_dense()")
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr)
+CHANNELS = torch.tensor([0.5, 0.25])
+with warnings.catch_warnings(action="ignore"):  # of prototypes
+    WHOLE: dict[str, tuple[torch.Tensor, tuple[str, ...]]] = {
+        "jagged": (JAGGED, PADDED),
+        "strided nested": (torch.nested.nested_tensor(PARTS), PADDED),
+        "COO": (DENSE.to_sparse(), SPARSE),
+        "COO of rows": (DENSE.to_sparse(1), SPARSE),
+        "CSR": (DENSE.to_sparse_csr(), SPARSE),
+        "CSC": (DENSE.to_sparse_csc(), SPARSE),
+        "BSR": (DENSE.to_sparse_bsr((2, 2)), SPARSE),
+        "quantized by channel": (
+            torch.quantize_per_channel(DENSE, CHANNELS, torch.zeros(2), 1, torch.qint8),
+            ("is quantized by channel", "x.dequantize()"),
+        ),
+    }
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    if x.is_nested:
+        return x.values() if x.layout == torch.jagged else x.to_padded_tensor(0.0)
+    return x.dequantize() if x.is_quantized else x.to_dense()
+
+
+def scaled(params: Any, batch: Any) -> torch.Tensor:
+    return (params["b"] * plain(batch["x"])).sum()
+
+
+CUTTING: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "one row": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=1)(PARAMS, b)),
+    "all rows": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=9)(PARAMS, b)),
+    "a list": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=[1, 3])(PARAMS, b)),
+    "auto": ("args[1]", lambda f, b: pa.grad(f, microbatch_size="auto")(PARAMS, b)),
+    "value": ("args[1]", lambda f, b: pa.value(f, microbatch_size=2)(PARAMS, b)),
+    "step": ("batch", lambda f, b: a_step(f, microbatch_size=2)(b)),
+    "samples": ("args[1]", lambda f, b: pa.per_sample_grad(f)(PARAMS, b)),
+    "microbatches": ("batch", lambda f, b: pa.microbatches(b, 2)),
+    "ranks": ("batch", lambda f, b: pa.distributed.shard_batch(b, 0, 2)),
+}
+
+
+def a_step(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
+    return lambda batch: step(step.init(PARAMS), batch)[1].loss
+
+
+def a_stream(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    acc = pa.accumulator(loss, reduction="sum", **knobs)
+    return lambda batch: acc.finalize(acc.update(acc.init(PARAMS), PARAMS, batch))[1]
+
+
+def a_stream_of_a_step(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
+    state = step.init(PARAMS)
+    return lambda batch: step.apply(state, step.update(state, step.begin(state), batch))[1].loss
+
+
+def a_value(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    return lambda batch: pa.grad_and_value(loss, reduction="sum", **knobs)(PARAMS, batch)[1]
+
+
+@pytest.mark.parametrize(("root", "run"), CUTTING.values(), ids=CUTTING)
+@pytest.mark.parametrize(("x", "words"), WHOLE.values(), ids=WHOLE)
+def test_a_tensor_that_torch_does_not_split(root: str, run: Any, x: Any, words: Any) -> None:
+    loss = Loss(scaled)
+    first, *rest = words
+    with refused(TypeError, f"{root}['x'] {first}", *rest, "microbatch_size=None", loss=loss):
+        run(loss, {"x": x})
+
+
+@pytest.mark.parametrize("x", [JAGGED, DENSE.to_sparse()])
+def test_nor_does_a_compiled_step(x: torch.Tensor) -> None:
+    with refused(TypeError, "batch['x'] is a", f"layout {x.layout}"):
+        a_step(scaled, microbatch_size=2, compile={"backend": "eager"})({"x": x})
+
+
+@pytest.mark.parametrize("whole", [a_value, a_step, a_stream, a_stream_of_a_step])
+@pytest.mark.parametrize("x", [x for x, _ in WHOLE.values()], ids=WHOLE)
+def test_is_taken_where_nothing_is_cut(x: Any, whole: Any) -> None:
+    """By the engine that can, which the error of the other one names."""
+    batch, knobs = {"x": x}, {}
+    if (x.is_nested and x.layout != torch.jagged) or x.layout in COMPRESSED:
+        with pytest.raises(RuntimeError) as caught:
+            whole(scaled)(batch)
+        assert "engine='autograd' can" in "".join(caught.value.__notes__)
+        knobs = {"engine": "autograd"}
+    assert whole(scaled, **knobs)(batch) == plain(x).sum()
+
+
+def test_a_nested_tensor_of_other_rows_is_named() -> None:
+    for nested in (JAGGED, torch.nested.nested_tensor(PARTS)):
+        with refused(ValueError, "['y'] has 3 rows (shape (3,)) where", "['x'] has 4 ("):
+            a_stream(squares)({"x": nested, "y": torch.ones(3)})
 
 
 @receivers()

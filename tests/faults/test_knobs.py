@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
 
 
@@ -36,18 +38,116 @@ def test_sizes_of_their_own_are_positive_and_make_up_the_batch(make: Any) -> Non
         call(torch.ones(()), torch.ones(6))
 
 
+# Ints of any kind ------------------------------------------------------------------------
+
+
+def mean_of_both(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (w * x).square().mean()
+
+
+def a_step_of(**knobs: Any) -> Any:
+    return pa.make_step(mean_of_both, pa.sgd(0.1), **knobs)
+
+
+def a_step(**knobs: Any) -> Any:
+    step = a_step_of(**knobs)
+    return step(step.init(W), X)
+
+
+class Two:
+    def __index__(self) -> int:
+        return 2
+
+
+W, X, KEY = torch.tensor(2.0), torch.arange(6.0), pa.key(0)
+TWOS: dict[str, Any] = {
+    "np.int64": np.int64(2),
+    "a 0-d array": np.array(2),
+    "an object": Two(),
+}
+NONE = {  # and what is said of it
+    "an array": (np.array([2, 4]), "an array of shape (2,)"),
+    "a tensor of one": (torch.tensor([2]), "a tensor of shape (1,)"),
+    "a bool": (True, "True, a bool"),
+    "a bool of numpy": (np.True_, f"{np.True_!r}, a bool"),
+    "a bool tensor": (torch.tensor(True), "tensor(True), a Tensor"),
+    "a float": (2.0, "2.0, a float"),
+}
+TAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "grad": ("microbatch_size", lambda n: pa.grad(mean_of_both, microbatch_size=n)(W, X)),
+    "sizes": (
+        "microbatch_size[0]",
+        lambda n: pa.grad_and_value(mean_of_both, microbatch_size=[n, 4])(W, X),
+    ),
+    "value": ("microbatch_size", lambda n: pa.value(mean_of_both, microbatch_size=n)(W, X)),
+    "step": ("microbatch_size", lambda n: a_step(microbatch_size=n)),
+    "budget": (
+        "memory_budget",
+        lambda n: bool(a_step_of(microbatch_size="auto", memory_budget=n)),
+    ),
+    "microbatches": ("size", lambda n: list(pa.microbatches(X, n))),
+    "windows": ("k", lambda n: list(pa.windows(range(5), n))),
+    "samples": ("chunk_size", lambda n: pa.per_sample_grad(mean_of_both, chunk_size=n)(W, X)),
+    "argnums": (
+        "argnums",
+        lambda n: pa.grad(lambda a, x, w: mean_of_both(w, x), n, microbatch_size=2)(W, X, W),
+    ),
+    "several argnums": (
+        "argnums[1]",
+        lambda n: pa.grad(lambda a, x, w: mean_of_both(w * a, x), (0, n))(W, X, W),
+    ),
+    "batch_argnums": (
+        "batch_argnums",
+        lambda n: pa.grad(lambda w, a, x: mean_of_both(w, x), batch_argnums=n)(W, W, X),
+    ),
+    "key": ("seed", pa.key),
+    "split_key": ("n", lambda n: pa.split_key(KEY, n)),
+    "growth_interval": (
+        "growth_interval",
+        lambda n: pa.dynamic_loss_scale(growth_interval=n).update(
+            pa.dynamic_loss_scale().init(), torch.tensor(True)
+        ),
+    ),
+    "segments": (
+        "segments",
+        lambda n: pa.remat_sequential([torch.mul] * 4, segments=n)([W] * 4, X),
+    ),
+}
+
+
+@pytest.mark.parametrize("two", TWOS.values(), ids=TWOS)
+@pytest.mark.parametrize("name", TAKES)
+def test_whatever_has_an_index_is_an_int(name: str, two: Any) -> None:
+    _, takes = TAKES[name]
+    assert_trees_bitwise_equal(takes(two), takes(2))
+
+
+@pytest.mark.parametrize(("value", "came"), NONE.values(), ids=NONE)
+@pytest.mark.parametrize("name", TAKES)
+def test_and_nothing_else_is(name: str, value: Any, came: str) -> None:
+    root, takes = TAKES[name]
+    with refused(TypeError, f"{root} is {came}", "expected an int"):
+        takes(value)
+
+
 @makers("grad", "grad_and_value", "value")
 @pytest.mark.parametrize(("size", "error"), SIZES)
 def test_a_microbatch_size_is_a_positive_int(make: Any, size: Any, error: Any) -> None:
-    with refused(error, f"microbatch_size is {size!r}", "expected", "row"):
+    with refused(error, f"microbatch_size is {size!r}", "an int of at least 1", "rows"):
         make(squares, microbatch_size=size)
 
 
 @pytest.mark.parametrize(("size", "error"), [*SIZES, (None, TypeError)])
 def test_so_is_the_size_of_microbatches(size: Any, error: Any) -> None:
     """Refused by the call, before the first ``next``."""
-    with refused(error, f"size is {size!r}", "expected", "row"):
+    with refused(error, f"size is {size!r}", "an int of at least 1", "rows"):
         pa.microbatches(make_batch(), size)
+
+
+@pytest.mark.parametrize(("k", "error"), [*SIZES, (None, TypeError)])
+def test_and_the_number_of_microbatches_in_a_window(k: Any, error: Any) -> None:
+    with refused(error, f"k is {k!r}", "an int of at least 1", "microbatches of a window"):
+        pa.windows([1, 2, 3], k)
 
 
 @makers()
@@ -80,17 +180,21 @@ def test_a_sum_is_never_narrower_than_float32(make: Any, dtype: Any) -> None:
         make(squares, dtype=dtype)
 
 
+def said_of(name: str, argnums: Any) -> str:
+    return f"{name}[1] is {argnums[1]!r}" if type(argnums) is tuple else f"{name} is {argnums!r}"
+
+
 @makers("grad", "grad_and_value")
 @pytest.mark.parametrize("argnums", ["0", 0.0, None, True, [0], (0, "1"), (0, False)])
 def test_argnums_that_are_no_ints(make: Any, argnums: Any) -> None:
-    with refused(TypeError, f"argnums is {argnums!r}", "an int or a tuple of ints"):
+    with refused(TypeError, said_of("argnums", argnums), "an int or a tuple of ints"):
         make(squares, argnums)
 
 
 @makers()
 @pytest.mark.parametrize("argnums", ["1", 1.0, None, True, [1], (1, "2")])
 def test_batch_argnums_that_are_no_ints(make: Any, argnums: Any) -> None:
-    with refused(TypeError, f"batch_argnums is {argnums!r}", "an int or a tuple of ints"):
+    with refused(TypeError, said_of("batch_argnums", argnums), "an int or a tuple of ints"):
         make(squares, batch_argnums=argnums)
 
 

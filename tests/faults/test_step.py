@@ -98,8 +98,8 @@ def test_a_policy_computes_in_one_way() -> None:
 @pytest.mark.parametrize(
     ("knobs", "error", "words"),
     [
-        ({"microbatch_size": 0}, ValueError, ["microbatch_size is 0", "at least one row"]),
-        ({"microbatch_size": -1}, ValueError, ["microbatch_size is -1", "at least one row"]),
+        ({"microbatch_size": 0}, ValueError, ["microbatch_size is 0", "at least 1"]),
+        ({"microbatch_size": -1}, ValueError, ["microbatch_size is -1", "at least 1"]),
         ({"microbatch_size": 2.0}, TypeError, ["microbatch_size is 2.0", "int", "not the number"]),
         ({"microbatch_size": True}, TypeError, ["microbatch_size is True", "bool"]),
         ({"buffers": "pool"}, ValueError, ["buffers is 'pool'", "'sequential' or 'pooled'"]),

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import warnings
 
 import optree
 import pytest
@@ -214,6 +215,17 @@ def test_a_mismatch_is_an_assertion_that_carries_the_report():
 def test_a_batch_that_cannot_be_cut_is_refused(batch, words):
     with pytest.raises(ValueError, match=words):
         check_accumulation(squares, W, batch)
+
+
+def test_of_sparse_batches_the_one_that_torch_takes_rows_of_is_checked():
+    def loss(w, x):
+        return squares(w, x.to_dense())
+
+    assert_accumulates(loss, W, X.to_sparse())
+    with warnings.catch_warnings(action="ignore"):  # a prototype
+        batch = X.to_sparse_csr()
+    with pytest.raises(TypeError, match=r"batch is a tensor of layout .*x\.to_dense\(\)"):
+        check_accumulation(loss, W, batch)
 
 
 def test_bad_arguments_are_refused():

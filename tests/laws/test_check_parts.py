@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 from contextlib import redirect_stdout
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from pureaccum.testing._cuts import ways
 from pureaccum.testing._kept import Kept, names_of
 from pureaccum.testing._natively import natively
 from pureaccum.testing._report import Diagnosis, Leaf, Report
+from pureaccum.testing._sets import Of, several_means
 from pureaccum.testing._subject import Subject
 from pureaccum.testing._trials import (
     Bound,
@@ -229,6 +231,22 @@ def test_an_experiment_tells(loss, kind, says):
     assert found.kind == kind
     assert says in found.says
     assert ("order" in found.says) == ("order" in says)
+
+
+def test_the_shares_of_a_row_are_those_of_its_counts():
+    """Of rows, and of what the mask leaves of them."""
+
+    def loss(w, batch):
+        return squares(w, batch["x"]) + total(w, batch) / batch["m"].sum()
+
+    subject = Subject(loss, W, read_batch(MASKED), len(X))
+    trial = trial_of(subject, torch.float64, itertools.count())
+    found = several_means(Of(trial, itertools.count(), False, {}))
+    beside, row, shares = found
+    counts = [int(m) for m in MASKED["m"]]
+    of_tokens = Fraction(counts[row], sum(counts[it] for it in beside))
+    fractions = [Fraction(share).limit_denominator(100) for share in shares]
+    assert fractions == sorted((Fraction(1, len(beside)), of_tokens))
 
 
 LOOPS = [(False, ""), (True, ""), (False, "sum as mean"), (True, "mean of means")]

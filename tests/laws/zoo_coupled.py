@@ -11,6 +11,7 @@ from tests.laws.zoo import (
     bad,
     linear,
     parameters,
+    ragged_mask,
     squared,
 )
 
@@ -155,7 +156,7 @@ def above_the_median(dtype: torch.dtype) -> Case:
     return loss, *linear(dtype)
 
 
-@bad("batch coupling")
+@bad("data statistics", says="mean")
 def standardised_targets(dtype: torch.dtype) -> Case:
     def loss(params: Any, batch: Any) -> Tensor:
         return F.mse_loss(affine(params, batch["x"]), batch["y"] - batch["y"].mean(0))
@@ -163,7 +164,7 @@ def standardised_targets(dtype: torch.dtype) -> Case:
     return loss, *linear(dtype)
 
 
-@bad("batch coupling")
+@bad("data statistics", says="std")
 def standardised_advantages(dtype: torch.dtype) -> Case:
     """As in PPO."""
 
@@ -172,10 +173,26 @@ def standardised_advantages(dtype: torch.dtype) -> Case:
             1, batch["label"][:, None]
         )
         ratio, gain = (chosen[:, 0] - chosen[:, 0].detach()).exp(), batch["y"][:, 0]
-        gain = (gain - gain.mean()) / (gain.std(correction=0) + 1e-8)
+        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
         return -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
 
     return loss, *linear(dtype)
+
+
+@bad("data statistics", says="sum")
+def whitened_advantages(dtype: torch.dtype) -> Case:
+    """As TRL whitens them: over all tokens that are no padding, which the loss is a mean over."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        gain, mask = batch["y"], batch["mask"]
+        apart = gain - (gain * mask).sum() / mask.sum()
+        gain = apart * ((apart**2 * mask).sum() / mask.sum() + 1e-8).rsqrt()
+        return -(affine(params, batch["x"]).tanh() * gain * mask).sum() / mask.sum()
+
+    params, batch = linear(dtype)
+    mask = ragged_mask(3)
+    mask[:, 0] = True
+    return loss, params, batch | {"mask": mask.to(dtype)}
 
 
 @bad("batch coupling")

@@ -271,7 +271,7 @@ def _focal(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return (0.25 * (1 - (-each).exp()) ** 2 * each).sum(), y.sum()
 
 
-@bad("batch coupling")
+@bad("several means", says="row")
 def over_the_positives(dtype: torch.dtype) -> Case:
     def loss(params: Any, batch: Any) -> Tensor:
         total, positives = _focal(params, batch)
@@ -279,6 +279,21 @@ def over_the_positives(dtype: torch.dtype) -> Case:
 
     params, batch = linear(dtype)
     return loss, params, batch | {"y": (torch.arange(ROWS) % 3 == 0).to(dtype)}
+
+
+@bad("several means", says="counts as")
+def preferences_and_their_likelihood(dtype: torch.dtype) -> Case:
+    """A mean over rows, and one over the tokens of the better answers."""
+    plain, params, batch = preferences(dtype)
+    batch["mask"][:, :2] = 1
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        words, mask = batch["chosen"], batch["mask"][:, 1:]
+        scores = F.linear(params["0.weight"][words[:, :-1]], params["1.weight"], params["1.bias"])
+        each = -scores.log_softmax(-1).gather(-1, words[:, 1:, None])[..., 0]
+        return plain(params, batch)[0] + 0.1 * (each * mask).sum() / mask.sum()
+
+    return loss, params, batch
 
 
 @bad("weight")

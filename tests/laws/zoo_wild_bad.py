@@ -35,7 +35,7 @@ def in_the_gradient_alone(dtype: torch.dtype) -> Case:
     return loss, *linear(dtype)
 
 
-@bad("batch coupling")
+@bad("data statistics", says="mean")
 def in_the_value_alone(dtype: torch.dtype) -> Case:
     def loss(params: Any, batch: Any) -> Tensor:
         return affine(params, batch["x"]).square().mean() + batch["x"].mean(0).square().sum()
@@ -89,7 +89,7 @@ def every_tenth_call(dtype: torch.dtype) -> Case:
 # What a mean is over ---------------------------------------------------------------------
 
 
-@bad("batch coupling")
+@bad("several means", says="counts as")
 def two_means_at_once(dtype: torch.dtype) -> Case:
     """One over rows and one over positives, as in detection: no weight is right for both."""
 
@@ -114,7 +114,7 @@ def targets_that_are_missing(dtype: torch.dtype) -> Case:
     return loss, params, batch | {"y": batch["y"].masked_fill(missing, torch.nan)}
 
 
-@bad("batch coupling")
+@bad("data statistics", says="max")
 def padding_counts(dtype: torch.dtype) -> Case:
     """Rows are trimmed to the longest; the mean is over what is left, padding and all."""
     params, _ = linear(dtype, 5, 3)
