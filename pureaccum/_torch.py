@@ -230,6 +230,22 @@ def versions(tensors: Sequence[Tensor]) -> int:
 _VERSION = attrgetter("_version")
 
 
+def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
+    """Whether the graph of a loss ends in any of these."""
+    if torch._C._functorch.is_gradtrackingtensor(total):  # pyright: ignore
+        return total.requires_grad  # on this level
+    wanted, below, seen = {id(x) for x in leaves}, [total.grad_fn], set[Any]()
+    while below:
+        node = below.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        below.extend(parent for parent, _ in node.next_functions)
+    return any(total is x for x in leaves)
+
+
 def tensor_hooks(x: Tensor) -> list[Any]:
     """The hooks on a tensor's gradient, and those after it has been accumulated."""
     held = (x._backward_hooks, x._post_accumulate_grad_hooks)  # pyright: ignore

@@ -23,7 +23,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ._donation import Refusing
 from ._sharded import local
 from ._shell import origins
-from ._torch import BUFFERS, PARAMETERS, is_taken_as_new, memory_of, seeing, versions, written_by
+from ._torch import (
+    BUFFERS,
+    PARAMETERS,
+    is_taken_as_new,
+    leads_to,
+    memory_of,
+    seeing,
+    transform_active,
+    versions,
+    written_by,
+)
 from ._tree import leaves, paths
 
 
@@ -99,8 +109,10 @@ def guarding(known: Known, *given: Given) -> Generator[Callable[[Call], Call]]:
             nonlocal before
             if before is not None:
                 return loss(*args)
-            with _watching(known, given):
+            with _watching(known, given) as trained:
                 out = loss(*args)
+            if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
+                _check_depends(out, args[0], trained)
             known.kinds.add(_kind(known, given))
             before = (tensors := _tensors(known, given)), versions(tensors)
             return out
@@ -110,6 +122,20 @@ def guarding(known: Known, *given: Given) -> Generator[Callable[[Call], Call]]:
     yield guard
     if before is not None and versions(before[0]) != before[1]:
         raise LateWriteError(_sentence("has written to", "what it is given or captures"))
+
+
+def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
+    """Check that a loss has not called modules with their own parameters, and nothing else."""
+    total = next(iter(leaves(out)), None)
+    if not trained or not isinstance(total, Tensor) or leads_to(total, given):
+        return
+    if torch.is_grad_enabled() or transform_active():
+        raise ValueError(
+            "the loss depends on none of the parameters that it is given, and calls a "
+            f"{type(trained[0]).__name__} with its own. Call it with those that are given: "
+            "functional(net).apply(params, buffers, x), or torch.func.functional_call(net, params, "
+            "(x,)). What is not to be trained takes requires_grad_(False)."
+        )
 
 
 def _kind(known: Known, given: tuple[Given, ...]) -> Any:
@@ -139,8 +165,11 @@ def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
 
 
 @contextmanager
-def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
-    """Refuse an operation that would write to memory that was there before."""
+def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Module]]:
+    """Refuse an operation that would write to memory that was there before.
+
+    Yields the modules that are called with parameters of their own that require a gradient.
+    """
     names: dict[Any, str] = {}
     for root, its, spec in given:
         for x, name in zip(its, paths(spec, root), strict=True):
@@ -148,6 +177,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
                 names.setdefault(memory_of(local(x)), name)
     modules: dict[nn.Module, None] = {}
     themselves: dict[nn.Module, None] = {}
+    trained: list[nn.Module] = []
     ours: set[Any] = set()  # the memory of what the loss itself has made
     alive: dict[Any, Tensor] = {}  # held, so that no new tensor is taken for an old one
     thread = threading.get_ident()
@@ -175,11 +205,14 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[None]:
             modules.setdefault(origins.get(module, module))
             if module not in origins:
                 themselves.setdefault(module)
+                own = (x for x in vars(module)[PARAMETERS].values() if isinstance(x, nn.Parameter))
+                if any(x.requires_grad for x in own):
+                    trained.append(module)
 
     noting = register_module_forward_pre_hook(note)
     try:
         with seeing(see, before):
-            yield
+            yield trained
     finally:
         noting.remove()
     strangers = [x for memory, x in alive.items() if memory not in names]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._loss import Weighted, is_pair
+from .._torch import leads_to
 from .._tree import leaves
 from ._caller import NOBODY, Call
 from ._kept import Kept, Names
@@ -49,7 +50,7 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
         weighted = isinstance(loss, Weighted)
         total = loss.total if weighted else loss
         if isinstance(total, Tensor):
-            totals.append((weighted, total.dtype, _leads_to(total, leaves(params))))
+            totals.append((weighted, total.dtype, leads_to(total, leaves(params))))
         return out
 
     watched, before = subject._replace(loss_fn=loss_fn), names
@@ -96,17 +97,3 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
 
 
 _CACHES = (".training", "_flat_weight")  # a mode; what recurrent modules make anew in every call
-
-
-def _leads_to(total: Tensor, leaves: list[Tensor]) -> bool:
-    """Whether the graph of a loss ends in any of these."""
-    wanted, below, seen = {id(x) for x in leaves}, [total.grad_fn], set[Any]()
-    while below:
-        node = below.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        below.extend(parent for parent, _ in node.next_functions)
-    return any(total is x for x in leaves)

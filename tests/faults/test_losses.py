@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import pureaccum as pa
 from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
@@ -94,3 +95,44 @@ def test_uncut_it_is_no_other(transform: Any, returns: Any, error: Any, words: A
     loss = Loss(returns)
     with refused(error, *words, given=PARAMS, loss=loss, calls=1):
         transform(loss)(PARAMS, make_batch(2))
+
+
+NET = torch.nn.Linear(2, 1)
+X = torch.ones(4, 2)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine: Any, size: Any) -> None:
+    """The first mistake of a newcomer: a gradient of zero, step after step."""
+    params = pa.functional(NET).params
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return NET(x).square().mean()
+
+    words = "depends on none of the parameters", "calls a Linear with its own", "functional(net)"
+    with refused(ValueError, *words, given=(NET, params)):
+        pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, engine=engine)
+    state = step.init(params)
+    with refused(ValueError, *words, given=(NET, state)):
+        step(state, X)
+
+
+DEPENDING: dict[str, Any] = {
+    "a constant": lambda p, x: torch.ones(()),
+    "a teacher": lambda p, x: (NET(x) - x @ p["weight"].T).square().mean(),
+    "functional_call": lambda p, x: torch.func.functional_call(NET, p, (x,)).square().mean(),
+    "a constant beside a call": lambda p, x: 0 * torch.func.functional_call(NET, p, (x,)).sum() + 1,
+    "a frozen module": lambda p, x: FROZEN(x).square().mean(),
+}
+FROZEN = torch.nn.Linear(2, 1).requires_grad_(False)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("name", DEPENDING)
+def test_other_losses_may_call_modules(name: str, engine: Any) -> None:
+    params = pa.functional(NET).params
+    for size in (None, 2):
+        pa.grad(DEPENDING[name], microbatch_size=size, engine=engine)(params, X)
+        pa.value(lambda p, x: NET(x).square().mean(), microbatch_size=size)(params, X)
