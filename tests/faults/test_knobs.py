@@ -50,6 +50,13 @@ def test_so_is_the_size_of_microbatches(size: Any, error: Any) -> None:
         pa.microbatches(make_batch(), size)
 
 
+@pytest.mark.parametrize(("k", "error"), [*SIZES, (None, TypeError)])
+def test_so_is_the_number_of_microbatches_in_a_window(k: Any, error: Any) -> None:
+    """A window of none would end the run, and look like a loader without any batch."""
+    with refused(error, f"k is {k!r}", "expected"):
+        pa.windows([make_batch()], k)
+
+
 @makers()
 @pytest.mark.parametrize("word", ["average", "", None, ["mean"], 1])
 def test_an_unknown_reduction(make: Any, word: Any) -> None:

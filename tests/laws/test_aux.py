@@ -83,6 +83,61 @@ def test_mean_is_weighted_as_the_loss_is(
         assert abs(Fraction(got.item()) - exact) <= (2 * UNIT + UNIT**2) * abs(exact)
 
 
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+LEAVES = st.tuples(
+    st.sampled_from([*FLOATS, torch.int32, torch.bool, int, float]),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@given(
+    leaves=st.dictionaries(st.sampled_from("abcd"), LEAVES, min_size=1),
+    word=st.sampled_from(["sum", "mean", "stack", "last"]),
+    size=st.sampled_from([1, 2, 4]),
+    seed=seeds(),
+)
+def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
+    transform: str, leaves: dict[str, Any], word: str, size: int, seed: int
+) -> None:
+    """As by hand, of any leaf: integers over two to the something microbatches round nowhere."""
+    parts = 4 // size
+    g = generator(seed)
+    given_ = {
+        name: [torch.randint(0, 2, shape, generator=g) for _ in range(parts)]
+        for name, (_, shape) in leaves.items()
+    }
+
+    def leaf(name: str, i: int) -> Any:
+        kind, _ = leaves[name]
+        x = given_[name][i]
+        return x.to(kind) if isinstance(kind, torch.dtype) else kind(x.sum())
+
+    def loss(w: Tensor, x: Tensor) -> Any:
+        return (x @ w).mean(), {name: leaf(name, int(x[0, 0])) for name in leaves}
+
+    def by_hand(name: str) -> Any:
+        every = [leaf(name, i) for i in range(parts)]
+        if word == "last":
+            return every[-1]
+        stacked = torch.stack([torch.as_tensor(x) for x in every])
+        if word == "stack":
+            return stacked
+        kind = leaves[name][0]
+        summed = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64).sum(0)
+        if word == "mean":
+            return (summed / parts).to(kind if kind in FLOATS else torch.float64)
+        whole = torch.float64 if kind is float else torch.int64
+        return summed.to(kind if kind in FLOATS else whole)
+
+    if word == "stack":  # of tensors alone
+        leaves = {k: x for k, x in leaves.items() if isinstance(x[0], torch.dtype)}
+    numbers = torch.arange(parts).repeat_interleave(size)
+    x = torch.stack([numbers, numbers], 1).float()
+    aux = transformed(transform, loss, microbatch_size=size, aux_reduction=word)(torch.ones(2), x)
+    assert_trees_bitwise_equal(aux, {name: by_hand(name) for name in leaves})
+
+
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @given(seeds(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))
 def test_a_skipped_microbatch_takes_its_weight_along(
