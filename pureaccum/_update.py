@@ -54,10 +54,10 @@ def begin(lr: Rate, params: Tree) -> Begun:
     """No step applied yet. A learning rate that is a number becomes a part of the state."""
     leaves, _ = read_params(params)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
-    rate: Any = ()
-    if isinstance(lr, (int, float)):  # on a CPU, where a kernel can read it without waiting
-        rate = torch.full((), lr, dtype=torch.float64, device="cpu")
-    return Begun(steps, rate)
+    if not isinstance(lr, (int, float)):
+        return Begun(steps, ())
+    # On a CPU, where a kernel can read it without waiting.
+    return Begun(steps, torch.full((), lr, dtype=torch.float64, device="cpu"))
 
 
 def moment(params: Tree) -> Tree:

@@ -252,6 +252,30 @@ def test_several_members_are_each_alone(kind: str) -> None:
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_parts_of_a_complex_number_are_parameters_of_their_own(
+    kind: str, maximize: bool
+) -> None:
+    """As in torch's kernels; the first moments of both and the second are such pairs."""
+    knobs: dict[str, Any] = {"momentum": 0.9} if kind == "sgd" else {"amsgrad": True}
+    opt = MAKE[kind](0.1, weight_decay=0.1, maximize=maximize, **knobs)
+    random = generator(2)
+    x = torch.randn(6, dtype=torch.complex64, generator=random)
+    pair = torch.view_as_real(x)
+    state, states = opt.init(x), opt.init(pair)
+    for _ in range(3):
+        grad = torch.randn(6, dtype=torch.complex64, generator=random)
+        x, state = one_member(opt, grad, state, x)
+        pair, states = one_member(opt, torch.view_as_real(grad), states, pair)
+        parts = optree.tree_map(
+            lambda y: torch.view_as_real(y) if y.is_complex() else y,
+            (x, state),
+            namespace="pureaccum",
+        )
+        torch.testing.assert_close(parts, (pair, states), rtol=0, atol=0)
+
+
 def test_a_rate_that_nobody_may_read_takes_the_formula() -> None:
     """sgd's kernel would wait for a device: the bits are those under a transform."""
     x, grad = torch.randn(9), torch.randn(9)

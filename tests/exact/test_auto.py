@@ -1,7 +1,9 @@
 """``microbatch_size="auto"``: what is tried, what is remembered, what a budget means."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from hypothesis import given
@@ -44,9 +46,9 @@ def make_batch(rows: int) -> Tensor:
 PARAMS = torch.linspace(0.5, 2, WIDTH)
 
 
-def peak(size: int, batch: Tensor, loss: Any = None) -> int:
+def peak(size: int, batch: Tensor, loss: Any = None, params: Any = PARAMS) -> int:
     step = pa.make_step(loss or Counted(), pa.adamw(), microbatch_size=size)
-    state = step.init(PARAMS)
+    state = step.init(params)
     with counting() as live:
         step(state, batch)
     return live.peak
@@ -106,6 +108,89 @@ def test_later_batches_begin_at_what_is_known() -> None:
     assert loss.tried() == [8, 4]
     step(state, torch.zeros(12, 2 * WIDTH)[:, ::2].double())  # another kind of row
     assert loss.tried()[0] == 12
+
+
+class Scarce:
+    """A loss that runs out of memory above so many rows, and notes those that it was asked for."""
+
+    def __init__(self) -> None:
+        self.holds, self.rows = 0, list[int]()
+
+    def __call__(self, params: Any, batch: Any, *shared: Any) -> Tensor:
+        rows = optree.tree_leaves(batch)[0]
+        self.rows.append(len(rows))
+        if len(rows) > self.holds:
+            raise torch.OutOfMemoryError(f"{len(rows)} rows")
+        return (rows.sum() * sum(p.sum() for p in optree.tree_leaves(params))) / len(rows)
+
+
+def rows_like(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[int], Tensor]:
+    return lambda rows: (
+        torch.arange(1.0, rows + 1).reshape(-1, *[1] * len(shape)).expand(-1, *shape).to(dtype)
+    )
+
+
+class KindOf(NamedTuple):
+    """Params, a batch of so many rows, and what else a loss is given."""
+
+    params: Any = torch.ones(4)
+    batch: Callable[[int], Any] = rows_like(3)
+    shared: Any = torch.ones(2)
+
+
+# Each is another kind than the first, by one thing alone.
+KINDS = {
+    "first": KindOf(),
+    "shape of params": KindOf(params=torch.ones(2, 2)),
+    "dtype of params": KindOf(params=torch.ones(4, dtype=torch.float64)),
+    "structure of params": KindOf(params={"w": torch.ones(4)}),
+    "shape of a row": KindOf(batch=rows_like(5)),
+    "dtype of a row": KindOf(batch=rows_like(3, dtype=torch.float64)),
+    "structure of a batch": KindOf(batch=lambda rows: [rows_like(3)(rows)]),
+    "a number in a batch": KindOf(batch=lambda rows: (rows_like(3)(rows), 1.0)),
+    "shape of what is shared": KindOf(shared=torch.ones(3)),
+}
+
+
+def calling(form: str, loss: Scarce) -> Callable[[KindOf, int], Any]:
+    """One function for all kinds."""
+    if form == "step":
+        step = made(loss)
+        return lambda kind, rows: step(step.init(kind.params), kind.batch(rows))
+    transform = {"grad": pa.grad, "value": pa.value}[form](loss, microbatch_size="auto")
+    return lambda kind, rows: transform(kind.params, kind.batch(rows), kind.shared)
+
+
+@pytest.mark.parametrize("form", ["step", "grad", "value"])
+def test_what_is_known_of_one_kind_is_not_taken_for_another(form: str) -> None:
+    """Of the first it is known that 4 rows are too many, and of no other."""
+    loss = Scarce()
+    call = calling(form, loss)
+    left_out = ["first", *(["shape of what is shared"] if form == "step" else [])]
+    others = [(name, 16, [16]) for name in KINDS if name not in left_out]
+    for name, holds, sizes in [("first", 2, [16, 8, 4, *[2] * 8]), *others, ("first", 2, [2] * 8)]:
+        loss.holds, loss.rows = holds, []
+        call(KINDS[name], 16)
+        assert loss.rows == sizes, name
+
+
+def test_a_budget_is_kept_for_each_shape_of_params() -> None:
+    """What is known to fit is not counted again: of wider params nothing is known yet."""
+    batch, wide = torch.ones(16, 1), torch.linspace(0.5, 2, 8 * WIDTH)
+    loss = Counted()
+    step = made(loss, peak(4, batch, params=wide))
+    narrow = step.init(PARAMS)
+    for state, sizes in (
+        (narrow, [16]),
+        (step.init(wide), [16, 8, *[4] * 4]),
+        (narrow, [16]),
+        (step.init(wide), [4] * 4),
+    ):
+        found = step(state, batch)
+        assert loss.tried() == sizes
+        explicit = pa.make_step(loss, pa.adamw(), microbatch_size=sizes[-1])
+        assert_trees_bitwise_equal(found, explicit(state, batch))
+        loss.tried()
 
 
 def test_a_size_that_fits_no_longer_is_forgotten() -> None:

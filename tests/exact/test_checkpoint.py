@@ -32,6 +32,7 @@ ODD = re.compile("q|bits|int[1-7]$|complex32")
 DTYPES = sorted(
     (x for x in vars(torch).values() if type(x) is torch.dtype and not ODD.search(str(x))), key=str
 )
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 TWOS = torch.full((2,), 2.0)
 
 
@@ -154,6 +155,59 @@ def test_dtypes_that_torch_can_only_hold(dtype: torch.dtype, tmp_path: Path) -> 
     assert torch.equal(loaded.view(torch.uint8), x)
 
 
+# Quantized ones cannot be saved, and those of a few bits can only be held.
+SAVED = sorted({x for x in vars(torch).values() if type(x) is torch.dtype} - QUANTIZED, key=str)
+ONLY_HELD = re.compile(r"torch\.(bits|u?int[1-7]$)")
+# Safetensors has these; of all others a reader gets reals in pairs, or bytes.
+READ_AS_THEY_ARE = re.compile(
+    r"torch\.(bool|u?int(8|16|32|64)|b?float(16|32|64)|float8_e(4m3fn|5m2))$"
+)
+
+
+@given(
+    shape=st.lists(st.integers(0, 3), max_size=3),
+    seed=seeds(),
+    order=st.permutations(range(3)),
+    layout=st.sampled_from(["whole", "some", "again"]),
+)
+@example(shape=[2, 3], seed=0, order=[0, 1, 2], layout="whole")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_the_library_s_own_reader_reads_every_dtype(
+    shape: list[int], seed: int, order: list[int], layout: str
+) -> None:
+    """A file with a leaf of each: as itself where safetensors has it, else by its bytes."""
+    tree, expected = {}, {}
+
+    def laid_out(x: Tensor) -> Tensor:
+        x = x.permute([i for i in order if i < len(shape)] + [*range(len(shape), x.dim())])
+        if not shape or layout == "whole":
+            return x
+        return x[::2] if layout == "some" else x[:1].expand(x.shape)
+
+    for dtype in SAVED:
+        raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator(seed))
+        raw = (raw % 2 if dtype == torch.bool else raw).to(torch.uint8)
+        x = raw.flatten().view(dtype).reshape(shape)
+        if not ONLY_HELD.match(str(dtype)):
+            x, raw = laid_out(x), laid_out(raw)
+        name = str(dtype)
+        tree[name], expected[f"tree[{name!r}]"] = x, (x, raw)
+    with TemporaryDirectory() as folder:
+        pa.save(f"{folder}/run", tree)
+        theirs = load_file(f"{folder}/run")
+    assert theirs.keys() == expected.keys() | {"crc32"}
+    for name, (x, raw) in expected.items():
+        came, kind, last = theirs[name], x.dtype, ()
+        if x.dtype.is_complex:
+            kind, last = x.dtype.to_real(), (2,)
+        elif not READ_AS_THEY_ARE.match(str(x.dtype)):
+            kind, last = torch.uint8, (x.dtype.itemsize,)
+        assert (came.dtype, came.shape) == (kind, (*x.shape, *last))
+        # Of other orders in memory than row by row, a reader gets the same numbers in another one.
+        if torch.empty_like(x, device="meta").is_contiguous():
+            assert came.flatten().view(torch.uint8).tolist() == raw.flatten().tolist()
+
+
 def test_what_shares_memory_is_loaded_apart(tmp_path: Path) -> None:
     w = torch.arange(6.0)
     tree = {"a": w, "b": w, "rows": w.view(2, 3), "tail": w[2:], "window": w.unfold(0, 3, 1)}
@@ -229,6 +283,43 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     pa.save(tmp_path / "latest", TWOS)
     assert (tmp_path / "latest").is_symlink()
     assert torch.equal(pa.load(tmp_path / "run", TWOS), TWOS)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECTORY"), reason="no folder can be opened here")
+@pytest.mark.parametrize("numbers", [0, 2, PIECE])
+@pytest.mark.parametrize("there", ["nothing", "another", "a link"])
+def test_what_has_the_name_is_on_the_disk_and_then_the_name_is(
+    there: str, numbers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte is asked to the disk before the file is renamed; after that, its folder is."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    path = tmp_path / "latest" if there == "a link" else folder / "run"
+    if there != "nothing":
+        pa.save(folder / "run", TWOS)
+    if there == "a link":
+        path.symlink_to("runs/run")
+    events: list[tuple[Any, ...]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        now = os.fstat(descriptor)
+        events.append(("fsync", now.st_ino, now.st_size if stat.S_ISREG(now.st_mode) else "folder"))
+
+    def watched_replace(source: str, target: str) -> None:
+        events.append(("replace", os.stat(source).st_ino, os.path.relpath(target, tmp_path)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    pa.save(path, torch.zeros(numbers))
+    file, where = os.stat(folder / "run"), os.stat(folder).st_ino
+    assert events == [
+        ("fsync", file.st_ino, file.st_size),
+        ("replace", file.st_ino, os.path.join("runs", "run")),
+        ("fsync", where, "folder"),
+    ]
 
 
 def test_a_name_alone_is_a_file_in_the_folder_where_one_is(

@@ -238,6 +238,75 @@ def test_sums_are_wide(engine, dtype):
     assert_trees_bitwise_equal(tuple(run("moments")[:2]), want)
 
 
+@engines
+@pytest.mark.parametrize("donate", [False, True])
+@given(
+    st.lists(st.sampled_from([1.0, -2.0, torch.inf, -torch.inf, torch.nan]), max_size=9),
+    st.sampled_from(["sum", "mean", "moments"]),
+    chunks,
+)
+def test_samples_that_are_not_finite_are_counted_and_not_left_out(
+    engine, donate, numbers, reduce, size
+):
+    """Each of them, over all updates and merges; the value is what it is of such numbers."""
+    x, w = torch.tensor(numbers), torch.ones(())
+    knobs = {"chunk_size": size, "engine": engine, "reduce": reduce}
+    acc = pa.per_sample_accumulator(lambda w, x: w * x, **knobs)
+    first, second = (
+        acc.update(acc.init(w), w, part, donate=donate) for part in x.tensor_split([len(x) // 2])
+    )
+    state = acc.update(acc.merge(first, second), w, x, donate=donate)
+    assert state.nonfinite == 2 * (~x.isfinite()).sum()
+    assert (state.microbatches, state.skipped, state.weight) == (2 * len(x), 0, 2 * len(x))
+    _, value = acc.finalize(state)
+    expected = x.double().sum() if reduce == "sum" else x.double().sum() / len(x)
+    total = 2 * expected if reduce == "sum" else expected
+    assert_trees_bitwise_equal(value, total)
+
+
+@engines
+@every(2)
+@given(
+    argnums=st.sampled_from([0, 1, (1, 0)]),
+    has_aux=st.booleans(),
+    at=st.sampled_from([(2, 3), (3, 2), (-1, -2)]),
+    size=chunks,
+    keep=st.booleans(),
+    randomness=st.sampled_from(["different", "same"]),
+    dtype=st.sampled_from([None, torch.float64]),
+)
+def test_a_clipped_sum_takes_every_knob_of_per_sample_grad(
+    engine, argnums, has_aux, at, size, keep, randomness, dtype
+):
+    """It is that function with four of its words given, called as often and with as many rows."""
+    random = generator(3)
+    args = torch.randn(3, generator=random), torch.ones(()), torch.randn(7, 3), torch.ones(7, 2)
+    shapes = []
+
+    def loss(w, scale, x, y):
+        shapes.append((x.shape, y.shape))
+        kept = torch.rand_like(x) > 0.5
+        value = ((w * x * kept).sum() * scale - y.sum()) ** 2
+        return (value, {"x": x.sum()}) if has_aux else value
+
+    knobs = {"batch_argnums": at, "chunk_size": size, "keep_batch_dim": keep}
+    knobs |= {"randomness": randomness, "engine": engine, "dtype": dtype}
+    came = []
+    given_words = {"transform": pa.clip_by_global_norm(2.0), "reduce": "sum", "metrics": "norm"}
+    for func in (
+        pa.clipped_sum(loss, 2.0, argnums, has_aux, **knobs),
+        pa.per_sample_grad(loss, argnums, has_aux, **given_words, **knobs),
+    ):
+        shapes.clear()
+        torch.manual_seed(0)
+        came.append((func(*args), list(shapes)))
+    (got, seen), (want, wanted) = came
+    assert_trees_bitwise_equal(got, want)
+    assert seen == wanted
+    assert len(seen) == (7 if engine == "autograd" else -(-7 // (size or 7)))
+    assert seen[0] == (((1, 3), (1, 2)) if keep else ((3,), (2,)))
+
+
 def mixed_loss(params, scale, batch, table, more):
     """Integers to look up, bools to choose, None and numbers for all, from two batches."""
     assert (batch["nothing"], batch["half"]) == (None, 0.5)

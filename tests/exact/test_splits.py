@@ -1,5 +1,7 @@
 """Any cut, any order, any merge tree: the same bits as the full batch."""
 
+import itertools
+
 import optree
 import pytest
 import torch
@@ -104,3 +106,32 @@ def test_sizes_of_their_own_give_the_bits_of_the_full_batch(engine, data):
     want, _ = model.full_batch("weighted")
     got = pa.grad(model.loss("weighted"), microbatch_size=tuple(sizes), engine=engine)
     assert_trees_bitwise_equal(got(model.params, model.batch), want)
+
+
+ODD = [None, [], (), 0, {}, torch.zeros(0), "batch"]  # whatever a loader yields
+
+
+@given(st.lists(st.sampled_from(range(len(ODD))), max_size=12), st.integers(1, 14), st.data())
+def test_windows_are_all_that_a_loader_yields_in_order(numbers, k, data):
+    """Nothing is lost, whatever the batches are; and nothing is asked for before its window is."""
+    asked = []
+
+    def loader():
+        for i in numbers:
+            asked.append(i)
+            yield ODD[i]
+
+    kinds = {"iterator": loader, "list": lambda: [ODD[i] for i in numbers]}
+    came = []
+    windows = pa.windows(kinds[kind := data.draw(st.sampled_from(sorted(kinds)))](), k)
+    assert not asked
+    for window in windows:
+        assert isinstance(window, list)
+        came.append(window)
+        assert kind == "list" or len(asked) == sum(map(len, came))
+    assert [len(window) for window in came] == [
+        min(k, len(numbers) - start) for start in range(0, len(numbers), k)
+    ]
+    flat = itertools.chain.from_iterable(came)
+    assert all(x is ODD[i] for x, i in zip(flat, numbers, strict=True))
+    assert next(iter(windows), None) is None

@@ -25,12 +25,20 @@ NOT_REDUCED: dict[str, tuple[str, Aux, type[Exception], tuple[str, ...]]] = {
     "the sum of an object": ("sum", lambda x: object(), TypeError, ("is a object", "no sum")),
 }
 # Good in the first microbatch, of two rows; not in the last, of one.
-NOT_ALIKE: dict[str, tuple[str, Aux]] = {
-    "sum of rows": ("sum", lambda x: x),
-    "mean of rows": ("mean", lambda x: x[:, 0]),
-    "stack of rows": ("stack", lambda x: x),
-    "rows of other lengths": ("concat", lambda x: x.new_ones(len(x), len(x))),
-    "rows of more axes": ("concat", lambda x: x if len(x) == 2 else x[..., None]),
+NOT_ALIKE: dict[str, tuple[str, Aux, str]] = {
+    "sum of rows": ("sum", lambda x: x, "(1, 2) after (2, 2)"),
+    "mean of rows": ("mean", lambda x: x[:, 0], "(1,) after (2,)"),
+    "stack of rows": ("stack", lambda x: x, "(1, 2) after (2, 2)"),
+    "rows of other lengths": (
+        "concat",
+        lambda x: x.new_ones(len(x), len(x)),
+        "(1, 1) after (2, 2)",
+    ),
+    "rows of more axes": (
+        "concat",
+        lambda x: x if len(x) == 2 else x[..., None],
+        "(1, 2, 1) after (2, 2)",
+    ),
 }
 
 
@@ -61,10 +69,11 @@ def test_a_leaf_that_is_not_of_its_kind(
 
 
 @transforms()
-@pytest.mark.parametrize(("how", "aux"), NOT_ALIKE.values(), ids=NOT_ALIKE)
-def test_a_leaf_whose_shape_changes(transform: Any, how: str, aux: Aux) -> None:
+@pytest.mark.parametrize(("how", "aux", "shapes"), NOT_ALIKE.values(), ids=NOT_ALIKE)
+def test_a_leaf_whose_shape_changes(transform: Any, how: str, aux: Aux, shapes: str) -> None:
     """Broadcasting two rows against one would be silently wrong."""
-    with refused(ValueError, "aux['a'][0]", "shape", given=PARAMS):
+    words = (f"aux['a'][0] has shape {shapes}", repr(how), "one row per sample takes 'concat'")
+    with refused(ValueError, *words, given=PARAMS):
         run(transform, with_aux(aux), how, 3)
 
 

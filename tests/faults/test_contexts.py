@@ -67,6 +67,27 @@ def test_autocast_without_a_cache_or_inside_the_loss_is_welcome(to: Receiver) ->
     assert not same(to.run(squares, PARAMS, {"x": make_batch()["x"] + 2**-9}), expected)
 
 
+SAMPLES: dict[str, Any] = {
+    "per_sample_grad": lambda size: pa.per_sample_grad(squares, chunk_size=size),
+    "clipped_sum": lambda size: pa.clipped_sum(squares, 1.0, chunk_size=size),
+    "per_sample_accumulator": lambda size: (
+        lambda params, batch: pa.per_sample_accumulator(squares, chunk_size=size).update(
+            pa.accumulator(squares).init(params), params, batch
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_autocast_around_chunks_of_samples_holds_on_to_weights(name: str) -> None:
+    """Around a single chunk it holds no more than it does around any call."""
+    words = ("autocast for 'cpu'", "inside the loss", "cache_enabled=False")
+    with torch.autocast("cpu", torch.bfloat16):
+        with refused(RuntimeError, *words, given=(PARAMS, make_batch())):
+            SAMPLES[name](2)(PARAMS, make_batch())
+        SAMPLES[name](None)(PARAMS, make_batch())
+
+
 # Transforms ----------------------------------------------------------------------------
 
 

@@ -410,6 +410,8 @@ def test_parts_of_a_chain() -> None:
     for part, came in ((0.1, "a float"), (torch.relu, "a builtin_function_or_method")):
         with refused(TypeError, f"part 0 of chain is {came}", "a gradient map", "update(grads"):
             pa.chain(part, pa.sgd(0.1))
+        with pytest.raises(TypeError, match=r"-> \(grads, state\)\.$"):  # it is no optimizer
+            pa.chain(part, pa.sgd(0.1))
     for part in (pa.sgd(0.1), Polyak()):
         words = (
             f"part 1 of chain is a {type(part).__name__}",

@@ -149,6 +149,8 @@ def test_an_error_of_the_loss_comes_out_as_it_is(name, engine):
 FLOATS = {"n": 3.0}
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "chunk_size": ({"chunk_size": 0}, ValueError, ("chunk_size is 0",)),
+    "randomness": ({"randomness": "some"}, ValueError, ("randomness is 'some'", "'different'")),
+    "engine": ({"engine": "func"}, ValueError, ("engine is 'func'", "'vmap' or 'autograd'")),
     "transform": ({"transform": 3}, TypeError, ("transform is 3", "'normalize'")),
     "spelling": ({"transform": "Normalize"}, ValueError, ("'Normalize'", "'normalize'")),
     "reduce": ({"reduce": "avg"}, ValueError, ("reduce is 'avg'", "mean", "'concat'")),

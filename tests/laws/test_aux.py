@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -81,6 +81,61 @@ def test_mean_is_weighted_as_the_loss_is(
         tops = [Fraction(part[:, column].max().item()) for part in parts]
         exact = sum(a * b for a, b in zip(weights, tops, strict=True)) / Fraction(sum(weights))
         assert abs(Fraction(got.item()) - exact) <= (2 * UNIT + UNIT**2) * abs(exact)
+
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+LEAVES = st.tuples(
+    st.sampled_from([*FLOATS, torch.int32, torch.bool, int, float]),
+    st.lists(st.integers(0, 3), max_size=2),
+)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@given(
+    leaves=st.dictionaries(st.sampled_from("abcd"), LEAVES, min_size=1),
+    word=st.sampled_from(["sum", "mean", "stack", "last"]),
+    size=st.sampled_from([1, 2, 4]),
+    seed=seeds(),
+)
+def test_a_leaf_comes_out_in_the_shape_and_the_dtype_of_its_kind(
+    transform: str, leaves: dict[str, Any], word: str, size: int, seed: int
+) -> None:
+    """As by hand, of any leaf: integers over two to the something microbatches round nowhere."""
+    parts = 4 // size
+    g = generator(seed)
+    given_ = {
+        name: [torch.randint(0, 2, shape, generator=g) for _ in range(parts)]
+        for name, (_, shape) in leaves.items()
+    }
+
+    def leaf(name: str, i: int) -> Any:
+        kind, _ = leaves[name]
+        x = given_[name][i]
+        return x.to(kind) if isinstance(kind, torch.dtype) else kind(x.sum())
+
+    def loss(w: Tensor, x: Tensor) -> Any:
+        return (x @ w).mean(), {name: leaf(name, int(x[0, 0])) for name in leaves}
+
+    def by_hand(name: str) -> Any:
+        every = [leaf(name, i) for i in range(parts)]
+        if word == "last":
+            return every[-1]
+        stacked = torch.stack([torch.as_tensor(x) for x in every])
+        if word == "stack":
+            return stacked
+        kind = leaves[name][0]
+        summed = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64).sum(0)
+        if word == "mean":
+            return (summed / parts).to(kind if kind in FLOATS else torch.float64)
+        whole = torch.float64 if kind is float else torch.int64
+        return summed.to(kind if kind in FLOATS else whole)
+
+    if word == "stack":  # of tensors alone
+        leaves = {k: x for k, x in leaves.items() if isinstance(x[0], torch.dtype)}
+    numbers = torch.arange(parts).repeat_interleave(size)
+    x = torch.stack([numbers, numbers], 1).float()
+    aux = transformed(transform, loss, microbatch_size=size, aux_reduction=word)(torch.ones(2), x)
+    assert_trees_bitwise_equal(aux, {name: by_hand(name) for name in leaves})
 
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -159,3 +214,60 @@ def test_update_hands_out_the_aux_of_its_microbatch(seed: int, rows: int) -> Non
     assert_trees_bitwise_equal(
         state, pa.accumulator(lambda w, x: loss(w, x)[0]).update(acc.init(w), w, x)
     )
+
+
+AUX: dict[str, Any] = {
+    "a number": lambda params, buffers, x: 3,
+    "a float": lambda params, buffers, x: 0.5,
+    "a word": lambda params, buffers, x: "word",
+    "None": lambda params, buffers, x: None,
+    "nothing": lambda params, buffers, x: (),
+    "of rows": lambda params, buffers, x: x,
+    "integers": lambda params, buffers, x: (x > 0).sum(),
+    "complex": lambda params, buffers, x: torch.complex(x, x),
+    "sparse": lambda params, buffers, x: (x * 1).to_sparse(),
+    "no numbers": lambda params, buffers, x: x[:0],
+    "a parameter": lambda params, buffers, x: params["w"],
+    "a part of one": lambda params, buffers, x: params["w"][1:],
+    "the large one, turned": lambda params, buffers, x: params["large"].t(),
+    "a buffer": lambda params, buffers, x: buffers["n"],
+    "a part of a buffer": lambda params, buffers, x: buffers["n"][None],
+}
+
+
+@given(
+    kinds=st.lists(st.sampled_from(sorted(AUX)), min_size=1, max_size=4),
+    size=st.sampled_from([None, 2, 9]),
+    engine=st.sampled_from(["func", "autograd"]),
+)
+@example(kinds=sorted(AUX), size=2, engine="func")
+def test_aux_outlives_the_state_that_a_step_was_given(
+    kinds: list[str], size: int | None, engine: Any
+) -> None:
+    """With donation it is what it is without, whatever its leaves are, also after the next step."""
+
+    def loss(params: Any, x: Tensor, buffers: Any) -> Any:
+        value = (x @ params["w"]).mean() + params["large"].mean()
+        aux = [AUX[kind](params, buffers, x) for kind in kinds]
+        return value, ({"n": buffers["n"] + 1}, aux)
+
+    def auxes(donate: bool) -> list[Any]:
+        step = pa.make_step(
+            loss,
+            pa.sgd(0.5, momentum=0.5),
+            has_aux=True,
+            aux_reduction="last",
+            microbatch_size=size,
+            buffers="sequential",
+            donate=donate,
+            engine=engine,
+        )
+        params = {"w": torch.tensor([1.0, -2.0]), "large": torch.ones(512, 512)}
+        state = step.init(params, buffers={"n": torch.tensor(0.0)})
+        came: list[Any] = []
+        for seed in range(3):
+            state, info = step(state, data(seed, 5)[1])
+            came.append(info.aux)
+        return came
+
+    assert_trees_bitwise_equal(auxes(donate=True), auxes(donate=False))

@@ -1,5 +1,6 @@
 """The loss scale beside torch's GradScaler, and beside a model with floor and hysteresis."""
 
+import inspect
 from ctypes import c_float
 from typing import Any, NamedTuple
 
@@ -35,6 +36,18 @@ def rounded(x: float) -> float:
 
 
 # Beside GradScaler ----------------------------------------------------------------------
+
+
+def test_what_is_not_said_is_as_in_torch() -> None:
+    ours = inspect.signature(pa.dynamic_loss_scale).parameters
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))  # it has no scale before
+    assert {name: ours[name].default for name in list(ours)[:4]} == {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
 
 
 class Scaling(RuleBasedStateMachine):

@@ -109,3 +109,48 @@ def test_every_policy_reaches_the_loss_of_fp32(policy: pa.Policy, device: str) -
     learned = full["loss"][0] - full["loss"][-1]
     for ours, theirs in zip(narrow["loss"], full["loss"], strict=True):
         assert abs(ours - theirs) <= BAND * learned
+
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+# What a loss is given, and the autocast that it runs in.
+SEEN: dict[str, tuple[pa.Policy | None, torch.dtype, torch.dtype | None]] = {
+    "none": (None, FULL, None),
+    "of nothing": (pa.Policy(), FULL, None),
+    "compute in fp16": (pa.Policy(compute=HALF), HALF, None),
+    "compute in bf16": (pa.Policy(compute=BRAIN), BRAIN, None),
+    "autocast to fp16": (pa.Policy(autocast=HALF), FULL, HALF),
+    "autocast to bf16": (pa.Policy(autocast=BRAIN), FULL, BRAIN),
+    "fp64": (pa.Policy(compute=torch.float64), torch.float64, None),
+}
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("policy", "given", "cast"), SEEN.values(), ids=SEEN)
+def test_a_loss_runs_in_what_its_policy_says_and_in_nothing_else(
+    policy: pa.Policy | None,
+    given: torch.dtype,
+    cast: torch.dtype | None,
+    streamed: bool,
+    engine: str,
+) -> None:
+    def loss(params: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert torch.is_autocast_enabled("cpu") is (cast is not None)
+        assert cast is None or torch.get_autocast_dtype("cpu") == cast
+        assert (params.dtype, batch["x"].dtype, batch["i"].dtype) == (given, given, torch.int64)
+        out = batch["x"] @ params
+        assert out.dtype == (cast or given)
+        return out.float().mean()
+
+    step = pa.make_step(loss, pa.sgd(0.5), policy=policy, microbatch_size=2, engine=engine)
+    state = step.init(torch.ones(3, 1))
+    batch = {"x": torch.ones(4, 3), "i": torch.arange(4)}
+    if streamed:
+        window = step.update(state, step.begin(state), batch)
+        new, info = step.apply(state, window)
+    else:
+        new, info = step(state, batch)
+    assert info.loss == 3
+    assert new.params.dtype == FULL
+    assert torch.equal(new.params, torch.full((3, 1), 0.5))
+    assert not torch.is_autocast_enabled("cpu")
