@@ -68,12 +68,17 @@ _of_losses: "WeakKeyDictionary[Any, Known]" = WeakKeyDictionary()
 _here = threading.local()
 
 
+def unknown() -> Known:
+    """What is known of a loss that was never called."""
+    return Known(set(), [], [], [])
+
+
 def known_of(loss: Any) -> Known:
     """What is known of a loss, wherever it was called before."""
     try:
-        return _of_losses.setdefault(loss, Known(set(), [], [], []))
+        return _of_losses.setdefault(loss, unknown())
     except TypeError:  # it has no hash, or takes no weak reference
-        return Known(set(), [], [], [])
+        return unknown()
 
 
 @contextmanager
