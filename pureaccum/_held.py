@@ -12,8 +12,9 @@ wants them is run again, with the same random numbers, and watched.
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -22,6 +23,12 @@ from ._donation import Refusing
 from ._replay import generators, restore
 from ._torch import Place, tensor_places
 
+
+# The module that each part of a shell stands for. Shells keep their tensors: see _shell.py.
+origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictionary()
+
+# Whoever puts tensors into a module itself does so alone; one for all, for some are in others.
+ALONE = threading.RLock()
 
 # By module and name: a copy of what was there.
 Held = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
@@ -70,7 +77,7 @@ def _remembering() -> Generator[Held]:
     thread = threading.get_ident()
 
     def before(module: torch.nn.Module, _args: object) -> None:
-        if torch.compiler.is_compiling() or threading.get_ident() != thread:
+        if torch.compiler.is_compiling() or threading.get_ident() != thread or module in origins:
             return
         for place in tensor_places(module):
             owner, attributes, name = place
@@ -94,11 +101,12 @@ def _remembering() -> Generator[Held]:
 @contextmanager
 def holding(held: Held) -> Generator[None]:
     """Let every module hold again what it held when it was called."""
-    own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]
-    try:
-        for (_, attributes, name), tensors in held.values():
-            attributes[name] = tensors
-        yield
-    finally:
-        for attributes, name, tensors in own:
-            attributes[name] = tensors
+    with ALONE if held else nullcontext():
+        own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]
+        try:
+            for (_, attributes, name), tensors in held.values():
+                attributes[name] = tensors
+            yield
+        finally:
+            for attributes, name, tensors in own:
+                attributes[name] = tensors

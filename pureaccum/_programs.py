@@ -23,7 +23,6 @@ from ._tree import Tree, map
 from ._tree import leaves as leaves_of
 from ._weights import power_of_two
 from ._window import Pieces
-from ._writes import unknown
 
 
 Program = Callable[..., Any]
@@ -34,8 +33,7 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
 
     Graphs with separate keys never count towards one another's limit of recompilations.
     """
-    # The compiler need not see what is known of the loss, and cannot hash it.
-    plan = plan._replace(donate=False, group=None, known=unknown())
+    plan = plan._replace(donate=False, group=None)
     size, unit = plan.size or 1, unit_of(plan)
     made: dict[Any, Program] = {}
 

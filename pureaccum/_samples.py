@@ -123,14 +123,17 @@ def sampled(
     def call(leaves: list[Tensor], sample: Tree) -> Any:
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
+    def noted(call: Call) -> Iterator[Chunk]:
+        for chunk in _chunks(call, leaves, spec, batch, how):
+            beside.append((chunk.aux, chunk.metrics))
+            yield chunk
+
     def watched() -> Iterator[Chunk]:
         given = Given("params", leaves, spec), Given("args", *batch[:2])
         with guarding(known_of(func), *given) as guarded:
-            for chunk in _chunks(guarded(call), leaves, spec, batch, how):
-                beside.append((chunk.aux, chunk.metrics))
-                yield chunk
+            yield from noted(guarded(call))
 
-    return watched(), beside
+    return noted(call) if torch.compiler.is_compiling() else watched(), beside
 
 
 def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:

@@ -19,17 +19,17 @@ itself, with the others put in for the time of the call, by one thread at a time
 
 import inspect
 import sys
-import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ._held import ALONE, origins
 from ._places import TABLES, Picture, Places, Vars, changed, own_tensor, picture, what_changed
 from ._replay import generators, restore
 from ._torch import is_cache, seeing
@@ -45,12 +45,6 @@ class Shell(NamedTuple):
     tables: list[tuple[Vars, Vars]]  # of the copies, and what stands there between two calls
     slots: dict[str, list[tuple[Vars, str]]]
     references: list[int]  # to each copy between two calls
-
-
-# The module that each part of a shell stands for.
-origins: "WeakKeyDictionary[nn.Module, nn.Module]" = WeakKeyDictionary()
-
-_ALONE = threading.RLock()  # one for all, since modules may stand in one another
 
 
 def call(
@@ -85,7 +79,7 @@ def call(
         except LeadsBackError:
             places.leads_back.add(True)
             restore(random)
-    with _ALONE:
+    with ALONE:
         return _in_place(places, tensors, args, kwargs)
 
 

@@ -11,7 +11,7 @@ they see it afterwards; to look costs the time of some microbatches.
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ._donation import Refusing
+from ._held import origins
 from ._sharded import local
-from ._shell import origins
 from ._torch import (
     BUFFERS,
     PARAMETERS,
@@ -37,13 +37,21 @@ from ._torch import (
 from ._tree import leaves, paths
 
 
-class Known(NamedTuple):
-    """What is known of a loss."""
+class Known:
+    """What is known of a loss. No tuple: a compiler would look into that, and guard what is in it.
 
-    kinds: set[Any]  # in which it wrote to nothing
-    captured: list[ReferenceType[Tensor]]
-    modules: list[ReferenceType[nn.Module]]  # that it calls …
-    themselves: list[ReferenceType[nn.Module]]  # … and those among them that are not in shells
+    Attributes:
+        kinds: In which it wrote to nothing.
+        captured: Tensors that it was seen to read, and is not given.
+        modules: Those that it calls …
+        themselves: … and those among them that are not in shells.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: set[Any] = set()
+        self.captured: list[ReferenceType[Tensor]] = []
+        self.modules: list[ReferenceType[nn.Module]] = []
+        self.themselves: list[ReferenceType[nn.Module]] = []
 
 
 class Given(NamedTuple):
@@ -68,17 +76,12 @@ _of_losses: "WeakKeyDictionary[Any, Known]" = WeakKeyDictionary()
 _here = threading.local()
 
 
-def unknown() -> Known:
-    """What is known of a loss that was never called."""
-    return Known(set(), [], [], [])
-
-
 def known_of(loss: Any) -> Known:
     """What is known of a loss, wherever it was called before."""
     try:
-        return _of_losses.setdefault(loss, unknown())
+        return _of_losses.setdefault(loss, Known())
     except TypeError:  # it has no hash, or takes no weak reference
-        return unknown()
+        return Known()
 
 
 @contextmanager
@@ -91,20 +94,27 @@ def unguarded() -> Generator[None]:
         _here.off = before
 
 
-@contextmanager
-def guarding(known: Known, *given: Given) -> Generator[Callable[[Call], Call]]:
+def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[Call], Call]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
     Args:
         known: What is known of the loss.
         given: What it is given, last the batch.
 
-    Yields:
-        What makes a guarded loss of a loss.
+    Returns:
+        A context; inside, what makes a guarded loss of a loss.
     """
     if torch.compiler.is_compiling() or getattr(_here, "off", False):
-        yield lambda loss: loss
-        return
+        return nullcontext(_itself)
+    return _guarding(known, given)
+
+
+def _itself(loss: Call) -> Call:
+    return loss
+
+
+@contextmanager
+def _guarding(known: Known, given: tuple[Given, ...]) -> Generator[Callable[[Call], Call]]:
     before: tuple[list[Tensor], int] | None = None
     if _kind(known, given) in known.kinds:
         before = (tensors := _tensors(known, given)), versions(tensors)

@@ -210,8 +210,8 @@ OF_CORE: dict[str, Mutant] = {
     "functional_call not kept open": Mutant(
         "Checkpoints are recomputed with other parameters than the caller's.",
         "_held.py",
-        "            attributes[name] = tensors\n        yield",
-        "            pass\n        yield",
+        "                attributes[name] = tensors\n            yield",
+        "                pass\n            yield",
     ),
     "aux means that are not weighted": Mutant(
         "The mean of aux does not weigh microbatches as the loss does.",

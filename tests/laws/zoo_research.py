@@ -296,9 +296,9 @@ def preferences_and_their_likelihood(dtype: torch.dtype) -> Case:
     return loss, params, batch
 
 
-@bad("weight")
+@good()
 def totals_without_a_weight(dtype: torch.dtype) -> Case:
-    """Rows that are not positive weigh nothing, and by themselves they are dropped."""
+    """Rows that are not positive weigh nothing, and their totals are added all the same."""
     _, params, batch = over_the_positives(dtype)
     return lambda params, batch: pa.Weighted(*_focal(params, batch)), params, batch
 
