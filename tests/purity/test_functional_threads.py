@@ -125,6 +125,21 @@ class Attention(nn.Module):
         return self.attend(tokens, tokens, tokens)[0][0]
 
 
+class Bound(nn.Module):
+    """Holds a method of its own, which leads back to it: it is called itself, by one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.act = self.scaled
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
 def hooked() -> nn.Module:
     """Hooks that read what the module holds."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
@@ -193,6 +208,9 @@ CASES = {
     "hooks": Case(hooked),
     "lazy once": Case(lazy),
     "checkpointed": Case(lambda: Checkpointed(_three()), calls=("plain", "autograd")),
+    "bound, and checkpointed": Case(
+        lambda: nn.Sequential(Bound(), Checkpointed(_three())), calls=("plain", "autograd")
+    ),
     "scripted": Case(
         lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 2)),
         calls=("plain", "autograd"),
