@@ -44,7 +44,7 @@ class Known:
         kinds: In which it wrote to nothing.
         captured: Tensors that it was seen to read, and is not given.
         modules: Those that it calls …
-        themselves: … and those among them that are not in shells.
+        themselves: … and those among them that have buffers and are not in shells.
     """
 
     def __init__(self) -> None:
@@ -170,9 +170,10 @@ def _kind(known: Known, given: tuple[Given, ...]) -> Any:
 def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
     """What it is given and captures, and the buffers of modules that are called themselves."""
     tensors = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
-    # Buffers of a state before are among what it was seen to read, and may be donated now.
-    captured = (x for at in known.captured if (x := at()) is not None)
-    tensors += [x for x in captured if not isinstance(x, Refusing)]
+    if known.captured:
+        captured = (x for at in known.captured if (x := at()) is not None)
+        # Buffers of a state before are among what it was seen to read, and may be donated now.
+        tensors += [x for x in captured if not isinstance(x, Refusing)]
     for at in known.themselves:
         if (module := at()) is not None:
             tensors += [x for x in vars(module)[BUFFERS].values() if x is not None]
@@ -219,7 +220,8 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
         if threading.get_ident() == thread:
             modules.setdefault(origins.get(module, module))
             if module not in origins:
-                themselves.setdefault(module)
+                if vars(module)[BUFFERS]:
+                    themselves.setdefault(module)
                 own = (x for x in vars(module)[PARAMETERS].values() if isinstance(x, nn.Parameter))
                 if any(x.requires_grad for x in own):
                     trained.append(module)
