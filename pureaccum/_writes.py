@@ -106,37 +106,52 @@ def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[Ca
     """
     if torch.compiler.is_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
-    return _guarding(known, given)
+    return _Guard(known, given)
 
 
 def _itself(loss: Call) -> Call:
     return loss
 
 
-@contextmanager
-def _guarding(known: Known, given: tuple[Given, ...]) -> Generator[Callable[[Call], Call]]:
-    before: tuple[list[Tensor], int] | None = None
-    if _kind(known, given) in known.kinds:
-        before = (tensors := _tensors(known, given)), versions(tensors)
+class _Guard:
+    """Once a microbatch, so that it is written out: @contextmanager takes as long as all of it."""
 
-    def guard(loss: Any) -> Any:
+    __slots__ = ("before", "given", "known", "tensors")
+
+    def __init__(self, known: Known, given: tuple[Given, ...]) -> None:
+        self.known, self.given = known, given
+        self.tensors: list[Tensor] | None = None
+
+    def __enter__(self) -> Callable[[Call], Call]:
+        if _kind(self.known, self.given[-1]) in self.known.kinds:
+            self.begin()
+        return self.guarded
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self.tensors is not None and versions(self.tensors) != self.before:
+            raise LateWriteError(_sentence("has written to", "what it is given or captures"))
+
+    def begin(self) -> None:
+        """From here on versions are compared."""
+        self.tensors = _tensors(self.known, self.given)
+        self.before = versions(self.tensors)
+
+    def guarded(self, loss: Any) -> Any:
+        if self.tensors is not None:
+            return loss
+
         def call(*args: Any) -> Any:
-            nonlocal before
-            if before is not None:
+            if self.tensors is not None:  # it was called by a transform before
                 return loss(*args)
-            with _watching(known, given) as trained:
+            with _watching(self.known, self.given) as trained:
                 out = loss(*args)
             if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
                 _check_depends(out, args[0], trained)
-            known.kinds.add(_kind(known, given))
-            before = (tensors := _tensors(known, given)), versions(tensors)
+            self.known.kinds.add(_kind(self.known, self.given[-1]))
+            self.begin()
             return out
 
-        return loss if before is not None else call
-
-    yield guard
-    if before is not None and versions(before[0]) != before[1]:
-        raise LateWriteError(_sentence("has written to", "what it is given or captures"))
+        return call
 
 
 def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
@@ -153,8 +168,7 @@ def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
         )
 
 
-def _kind(known: Known, given: tuple[Given, ...]) -> Any:
-    batch = given[-1]
+def _kind(known: Known, batch: Given) -> Any:
     looks: list[Any] = [
         (x.dtype, x.dim(), x.device.type)
         if isinstance(x, Tensor)
