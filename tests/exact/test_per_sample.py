@@ -181,6 +181,19 @@ def test_norms_and_squares_to_the_bit(engine, rows, size):
 
 
 @engines
+@pytest.mark.parametrize(("dtype", "k"), [(torch.bfloat16, 53), (torch.float16, 511)], ids=str)
+def test_norms_and_squares_of_narrow_gradients_are_wide(engine, dtype, k):
+    """3 k and 4 k are numbers of that dtype, and 5 k is none."""
+    w, x = torch.zeros(2, dtype=dtype), torch.tensor([[3.0 * k, 4.0 * k], [0.0, 1.0]]).to(dtype)
+    assert x[0].tolist() == [3 * k, 4 * k]
+    assert torch.tensor(5.0 * k).to(dtype).item() != 5 * k
+    acc = pa.per_sample_accumulator(lambda w, x: (w * x).sum(), squares=True, engine=engine)
+    assert acc.update(acc.init(w), w, x).squares.tolist() == [(5 * k) ** 2 + 1, 2]
+    _, norms = pa.clipped_sum(lambda w, x: (w * x).sum(), 1.0, engine=engine)(w, x)
+    assert norms.tolist() == [5 * k, 1]
+
+
+@engines
 @pytest.mark.parametrize("by", [None, "sign", "normalize", "clip"])
 @every(3)
 @given(seeds(), chunks)
