@@ -6,8 +6,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import cycle, islice
+from tempfile import TemporaryDirectory
 from threading import Barrier, Event
 from typing import Any, NamedTuple, TypeVar
 
@@ -401,6 +403,76 @@ def test_a_count_in_a_plain_attribute_goes_up() -> None:
     assert once > 0
     assert_each_alone(jobs, wanted)
     assert module.calls > once
+
+
+# A thread that compiles -----------------------------------------------------------------------
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Another thread is in the middle of torch.compile, with a function of its own."""
+    inside, done = Event(), Event()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        inside.set()
+        done.wait(60)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: torch.tanh(x) * 2, backend=backend)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(compiled, torch.ones(3))
+        inside.wait(60)
+        try:
+            yield
+        finally:
+            done.set()
+        other.result()
+
+
+def donated_step(fn: Any) -> tuple[Any, bool]:
+    """By sgd, since adamw of torch itself asks whether something compiles."""
+    step = pa.make_step(loss_of(fn), pa.sgd(0.1, 0.9), microbatch_size=2, donate=True)
+    state = step.init(fn.params)
+    new, _ = step(state, rows(1))
+    try:
+        torch.stack([x.sum() for x in state.params.values()])
+    except RuntimeError:
+        return new, True
+    return new, False
+
+
+def loss_of(fn: Any) -> Callable[[Any, Tensor], Tensor]:
+    return lambda params, x: fn.apply(params, fn.buffers, x)[0].square().mean()
+
+
+def saved(fn: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        pa.save(f"{folder}/run", fn.params)
+        return pa.load(f"{folder}/run", fn.params)
+
+
+MEANWHILE: dict[str, Callable[[Any], Any]] = {
+    "apply": lambda fn: fn.apply(*others(fn, 1), rows(1)),
+    "func": lambda fn: job_of(fn, "func", 1)(),
+    "autograd": lambda fn: job_of(fn, "autograd", 1)(),
+    "auto": lambda fn: pa.grad(loss_of(fn), microbatch_size="auto")(fn.params, rows(1)),
+    "raise": lambda fn: pa.grad(loss_of(fn), microbatch_size=2, nonfinite="raise")(
+        fn.params, rows(1)
+    ),
+    "donated step": donated_step,
+    "save": saved,
+}
+
+
+@pytest.mark.parametrize("name", MEANWHILE)
+def test_what_another_thread_compiles_is_not_taken_for_what_runs_here(name: str) -> None:
+    """``torch.compiler.is_compiling()`` is true of all threads while one of them compiles."""
+    fn = pa.functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()))
+    want = MEANWHILE[name](fn)
+    with compiling():
+        came = MEANWHILE[name](fn)
+    assert_trees_bitwise_equal(came, want)
 
 
 # What is changed between calls ---------------------------------------------------------------
