@@ -68,8 +68,8 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
     (
         "backward() called",
         "calls .backward()",
-        "What it returns is differentiated here: leave .backward() out. A loss that trains another "
-        f"network beside params is another thing: that {BY_AUTOGRAD}.",
+        "What it returns is differentiated here: leave .backward() out. Another network beside "
+        "params is trained by a step of its own.",
     ),
     (
         "doesn't have storage",

@@ -167,14 +167,6 @@ def retained(params: Tensors, batch: Any) -> Tensor:
     return squares(params | {"w": w}, batch)
 
 
-CRITIC = torch.nn.Linear(2, 1)
-
-
-def trains_a_critic(params: Tensors, batch: Any) -> Tensor:
-    CRITIC(batch["x"]).sum().backward()
-    return squares(params, batch)
-
-
 def differentiates_itself(params: Tensors, batch: Any) -> Tensor:
     loss = squares(params, batch)
     loss.backward(retain_graph=True)
@@ -278,9 +270,6 @@ REFUSED = {
         gradient_penalty_by_an_attribute,
     ),
     "retain_grad": Refused(retained, "Tensor.retain_grad()", (ENGINE,), doubled),
-    "another backward": Refused(
-        trains_a_critic, "backward() called", (ENGINE, "another network"), squares
-    ),
     "its own backward": Refused(
         differentiates_itself, "backward() called", ("leave .backward() out",), squares
     ),
