@@ -77,7 +77,9 @@ def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree)
         dtypes = [x.dtype if isinstance(x, Tensor) else None for x in stack.leaves]
         none = torch.zeros_like(stack.share[0])
         state = AuxState(spec, how, [None] * len(stack.leaves), dtypes, none)
-    elif not torch.compiler.is_compiling() and spec != state.spec:  # torch 2.11 cannot compile it
+    elif (
+        not torch.compiler.is_dynamo_compiling() and spec != state.spec
+    ):  # torch 2.11 cannot compile it
         raise ValueError(
             f"the loss returned an aux of another structure than before: {spec} after "
             f"{state.spec}; what is reduced over microbatches has one structure."

@@ -155,7 +155,7 @@ def normalise(
     x: Tensor, moments: BatchMoments, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Rows of a microbatch, with the moments of the batch."""
-    if not torch.compiler.is_compiling() and known(moments.elements) == 1:
+    if not torch.compiler.is_dynamo_compiling() and known(moments.elements) == 1:
         raise ValueError(
             f"expected more than one value per channel when training, got input of shape "
             f"{tuple(x.shape)} in a batch of one row."

@@ -193,7 +193,7 @@ def unchanged(
     through: Pass, n: int, parts: list[Boundary], values: Mapping[str, Tree]
 ) -> Generator[None]:
     """Raise if a leg writes to what it is given: other microbatches, or it itself, need that."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         yield
         return
     given = {

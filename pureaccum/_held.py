@@ -77,7 +77,11 @@ def _remembering() -> Generator[Held]:
     thread = threading.get_ident()
 
     def before(module: torch.nn.Module, _args: object) -> None:
-        if torch.compiler.is_compiling() or threading.get_ident() != thread or module in origins:
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or threading.get_ident() != thread
+            or module in origins
+        ):
             return
         for place in tensor_places(module):
             owner, attributes, name = place

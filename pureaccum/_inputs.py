@@ -172,7 +172,7 @@ def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 def refuse_autocast_cache(leaves: list[Tensor]) -> None:
     """Refuse an autocast region around microbatches: its cache keeps weights of each of them."""
-    if torch.compiler.is_compiling() or not torch.is_autocast_cache_enabled():
+    if torch.compiler.is_dynamo_compiling() or not torch.is_autocast_cache_enabled():
         return
     for device in {leaf.device.type for leaf in leaves}:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

@@ -77,7 +77,7 @@ def join(parts: list[Boundary], what: str) -> Boundary:
     if len(parts) == 1:
         return first
     for part in parts[1:]:
-        if not torch.compiler.is_compiling() and part.spec != first.spec:
+        if not torch.compiler.is_dynamo_compiling() and part.spec != first.spec:
             raise ValueError(
                 f"{what} sees all rows at once, but the boundary is {part.spec} in one microbatch "
                 f"and {first.spec} in another; expected one structure."

@@ -147,7 +147,7 @@ def _apply(
             "were expected, since it would write to its own in place of a missing one. They "
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         _check_gradients(names)
     tensors = dict(params)
     if frozen:

@@ -64,7 +64,7 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
 
     @wraps(func)
     def rematerialised(*args: Any, **kwargs: Any) -> Tree:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         rest, spec = flatten((args, kwargs))
         where = [i for i, leaf in enumerate(rest) if isinstance(leaf, Tensor)]

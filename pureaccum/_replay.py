@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
 def noting(call: Callable[[], T], devices: Iterable[torch.device]) -> tuple[T, list[Drawn]]:
     """What a call returns, and which of torch's generators it drew from."""
-    if torch.compiler.is_compiling():  # the compiler sees to that itself
+    if torch.compiler.is_dynamo_compiling():  # the compiler sees to that itself
         return call(), []
     before = generators(devices)
     out = call()

@@ -133,7 +133,7 @@ def sampled(
         with guarding(known_of(func), *given) as guarded:
             yield from noted(guarded(call))
 
-    return noted(call) if torch.compiler.is_compiling() else watched(), beside
+    return noted(call) if torch.compiler.is_dynamo_compiling() else watched(), beside
 
 
 def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:

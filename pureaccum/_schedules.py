@@ -193,7 +193,7 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
             f"the schedule returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
             "computed from the number of applied steps. A schedule without a return?"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise TypeError(
             f"the schedule returned a Python {type(rate).__name__}, which torch.compile would "
             "bake into the graph as a constant: the rate would never change again. Compute it "

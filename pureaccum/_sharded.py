@@ -45,7 +45,7 @@ def is_sharded(x: object) -> TypeGuard[Any]:
 
 def any_sharded(leaves: Sequence[Any]) -> bool:
     """Whether there is a DTensor among the leaves. Steps that compile themselves have none."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     tensor = module()
     return tensor is not None and any(isinstance(x, tensor.DTensor) for x in leaves)

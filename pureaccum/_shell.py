@@ -61,7 +61,7 @@ def call(
     Returns:
         What it returned, and the tensors by name, with those among them that it assigned anew.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _in_place(places, tensors, args, kwargs)
     if (shell := _taken(places)) is not None:
         training = places.modules[0].training

@@ -165,7 +165,7 @@ def _last_leg(through: Pass, window: Window, kept: Kept, sums: Sums, values: Val
     rule, parts, n = window.rule, kept.boundaries.pop(), len(through.legs) - 1
     most = max(_counts(through, part) for part in parts)
     unit: float | Tensor = power_of_two(most) if rule.reduction == "mean" else 1.0
-    known: dict[float, Tensor] | None = None if torch.compiler.is_compiling() else {}
+    known: dict[float, Tensor] | None = None if torch.compiler.is_dynamo_compiling() else {}
     shape: Shape | None = None
     aux: AuxState | None = None
     entries: list[Microbatch] = []

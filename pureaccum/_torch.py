@@ -49,9 +49,10 @@ VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 def transform_active() -> bool:
     """Whether code runs under a torch.func transform or is being compiled.
 
-    Asked in that order: dynamo cannot trace the second question.
+    Asked in that order: dynamo cannot trace the second question. Everywhere it is asked of dynamo,
+    since ``torch.compiler.is_compiling`` is true of all threads while one of them compiles.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return True
     return transform_level() is not None
 
@@ -66,7 +67,7 @@ def innermost(x: Tensor) -> Tensor:
 
     It counts all writes: a wrapper of vmap counts none.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return x
     functorch = torch._C._functorch  # pyright: ignore
     while functorch.is_functorch_wrapped_tensor(x):
@@ -208,7 +209,7 @@ def compiler_stack(error: BaseException) -> list[FrameSummary]:
 
 def version(x: Tensor) -> int | None:
     """How often a tensor was written to; nobody counts that for inference tensors, or compiling."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     x = innermost(x)
     return None if x.is_inference() else x._version

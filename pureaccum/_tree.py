@@ -54,7 +54,7 @@ def check_same_structure(
 ) -> None:
     """Raise ValueError naming the first leaf that one tree has and the other has not."""
     # Compilers cannot compare structures (torch 2.11), or mind the order of a dict's keys (2.13).
-    if torch.compiler.is_compiling() or expected == came:
+    if torch.compiler.is_dynamo_compiling() or expected == came:
         return
     want, have = paths(expected, came_root), paths(came, came_root)
     missing = [path for path in want if path not in have]

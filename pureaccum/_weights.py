@@ -101,7 +101,7 @@ def weigh(
         return Weighing(scaled(cotangent, scale), power / (unit or 1.0), counts(total, weight))
     if reduction == "mean" and not rows:
         return None
-    if reduction == "mean" and unit is None and torch.compiler.is_compiling():
+    if reduction == "mean" and unit is None and torch.compiler.is_dynamo_compiling():
         # As a tensor, since a graph may be made for any number of rows.
         count = torch.full((), rows or 0, dtype=torch.float64, device=total.device)
         power = _power_of_two(count)
@@ -149,7 +149,7 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
     """Total, weight and the number of microbatches that are not finite, in float64 and int64."""
     # Few operations for many entries; a compiler sees to that itself, and would take the number of
     # rows for a constant if two of them were compared.
-    alone = torch.compiler.is_compiling()
+    alone = torch.compiler.is_dynamo_compiling()
     if any_sharded([x.value for x in seen]):  # one reduction for all of them
         values = whole([x.value for x in seen])
         seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]

@@ -228,7 +228,7 @@ def _fold_all(window: Window) -> Folded:
         and all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
     )
     # Compilers share what is alike by themselves.
-    cotangents: dict[float, Tensor] | None = None if torch.compiler.is_compiling() else {}
+    cotangents: dict[float, Tensor] | None = None if torch.compiler.is_dynamo_compiling() else {}
     wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=window.scale, straight=straight)
     seen: list[Microbatch] = []
     aux: AuxState | None = None

@@ -104,7 +104,7 @@ def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[Ca
     Returns:
         A context; inside, what makes a guarded loss of a loss.
     """
-    if torch.compiler.is_compiling() or getattr(_here, "off", False):
+    if torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
     return _Guard(known, given)
 
