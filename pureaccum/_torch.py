@@ -129,10 +129,12 @@ def scan(
 def compile_anew(
     function: Callable[..., Any], wrapped: bool, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """``torch.compile(function, fullgraph=True, **settings)`` with a cache of its own.
+    """``torch.compile(function, fullgraph=True, dynamic=False, **settings)`` with its own cache.
 
     torch keeps graphs by the code of a function: all closures made by one ``def`` share its
-    ``recompile_limit``, and the ninth would not compile.
+    ``recompile_limit``, and the ninth would not compile. Sizes it remembers by the line, and leaves
+    open what it sees with a second size, in another model too: slower, and torch.func has no
+    dropout then. So only those of ``let_vary`` are left open.
     """
     own = function.__code__.replace()
     function = FunctionType(
@@ -140,12 +142,24 @@ def compile_anew(
     )
     options: dict[str, Any] = {"guard_filter_fn": _worth_guarding}
     inductor = settings.get("backend", "inductor") == "inductor"
-    # On 2.11 the C++ wrapper asserts around a scan.
-    if wrapped and inductor and "mode" not in settings and VERSION >= (2, 13):
+    if wrapped and inductor and VERSION >= (2, 13):  # on 2.11 it asserts around a scan
         options["cpp_wrapper"] = True
+    settings = {"dynamic": False, **settings}
     if "mode" not in settings:  # torch takes one of the two
-        settings = {**settings, "options": options | dict(settings.get("options") or {})}
+        settings["options"] = options | dict(settings.get("options") or {})
     return torch.compile(function, fullgraph=True, **settings)
+
+
+def cuda_toolkit() -> str | None:
+    """Where it is; it does not come with torch."""
+    from torch.utils import cpp_extension  # takes a third of a second
+
+    return cpp_extension.CUDA_HOME
+
+
+def has_cpp_wrapper(device: str, toolkit: Callable[[], str | None] = cuda_toolkit) -> bool:
+    """Whether inductor can build its C++ wrapper for a type of device."""
+    return device == "cpu" or (device == "cuda" and toolkit() is not None)
 
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
@@ -170,7 +184,7 @@ def let_vary(x: Tensor) -> Tensor:
     return x
 
 
-def is_compiler_error(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException | None) -> bool:
     """Whether it is the compiler's own, and not one of a graph that runs."""
     return any(
         cls.__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx.experimental"))
