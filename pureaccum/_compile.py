@@ -53,7 +53,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     undonated = plan._replace(donate=False)
     alone = undonated._replace(group=None)  # the other ranks do not run eagerly what fails here
     recipes: dict[Any, Recipe] = {}
-    told_apart = settings.get("dynamic", False) is False
+    told_apart = not settings.get("dynamic")
     of_batches, of_microbatches = Shapes({}, told_apart), Shapes({}, told_apart)
     fitting: set[Any] = set()
     recorded = has_cuda_graphs(settings)
@@ -111,7 +111,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             given = recipe.arrange(leaves)
             if recipe.form == "loop":
                 parts, numbers = given
-                return looped(state, began, recipe.key, parts, numbers, eagerly)
+                return looped(state, began, recipe, parts, numbers, eagerly)
             name = "scanned" if recipe.form == "scan" else "unrolled"
             return finishing(name, recipe, state, flat_state, given, eagerly)
 
@@ -135,12 +135,13 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     ) -> tuple[TrainState, StepInfo]:
         """What gives the next state: in place, if this one is given up and that saves anything."""
         leaves, spec = flat_state
-        key, tiny, cpp = (recipe.key, recipe.tiny, recipe.cpp) if recipe else ((), False, False)
+        key, tiny = (recipe.key, recipe.tiny) if recipe else ((), False)
+        how = {"cpp": recipe.cpp, "static": not recipe.left.sizes} if recipe else {}
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
         distinct = len({*map(id, leaves)}) == len(leaves)
         in_place = plan.donate and not tiny and not recorded and distinct
-        program = get(name, in_place, *key, cpp=cpp)
+        program = get(name, in_place, *key, **how)
         new, info = attempt(program, (state, *rest), eagerly)
         if in_place:
             new = unflatten(spec, renewed(leaves, new))
@@ -151,17 +152,18 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     def looped(
         state: TrainState,
         began: TrainState,
-        key: tuple[Any, ...],
+        recipe: Recipe,
         pieces: tuple[Tree, ...],
         numbers: Numbers,
         eagerly: Callable[[], object],
     ) -> tuple[StepWindow, Tree]:
         """The sums of all microbatches, and their aux."""
-        program = get("first_of_a_batch", False, *key)
+        static = not recipe.left.sizes
+        program = get("first_of_a_batch", False, *recipe.key, static=static)
         window, out = attempt(program, (began, pieces[0], numbers), eagerly)
         aux = folded(None, pieces[0], *out) if plan.has_aux else None
         for part in pieces[1:]:
-            program = get("more_of_a_batch", True, *key)
+            program = get("more_of_a_batch", True, *recipe.key, static=static)
             left, out = attempt(program, (window, state, part, numbers), eagerly)
             leaves, spec = flatten(window)
             window = unflatten(spec, renewed(leaves, left))
@@ -212,7 +214,8 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         def run(recipe: Recipe) -> Any:
             (part,), numbers = recipe.arrange(flat.leaves)
             args = own, state, part, numbers
-            return attempt(get("more", True, *recipe.key), args, eagerly, plan.donate)
+            program = get("more", True, *recipe.key, static=not recipe.left.sizes)
+            return attempt(program, args, eagerly, plan.donate)
 
         each = [x.shape if is_tensor(x) else type(x) for x in flat.leaves]
         kind = "more", flatten(state)[1], flat.spec, *each

@@ -24,7 +24,7 @@ from ._call import caller
 from ._numbers import Dtypes, dtypes_of_numbers, taken_out
 from ._scan import one_of, tensors_of
 from ._together import how_many
-from ._torch import has_cpp_wrapper, let_vary
+from ._torch import let_vary
 from ._train_state import Plan, TrainState
 from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._tree import leaves as leaves_of
@@ -39,7 +39,7 @@ class Left(NamedTuple):
 
     several: int  # how many microbatches go together
     numbers: Dtypes  # the Python numbers of a batch that are tensors in it
-    sizes: bool  # the number of microbatches, and of the rows in the last one
+    sizes: bool  # the number of microbatches, of the rows in the last one, and what torch thinks
 
 
 class Recipe(NamedTuple):
@@ -51,7 +51,6 @@ class Recipe(NamedTuple):
     tiny: bool  # gradients
     cpp: bool  # wrapped in C++: faster for a graph of few leaves
     left: Left
-    varies: bool  # whether it takes any size already
 
 
 class Form(NamedTuple):
@@ -124,7 +123,7 @@ def recipe_for(
             parts[-1] = rows_of(here, count * size, vary[-1])
         return tuple(parts), numbers
 
-    return Recipe(name, (number,), arrange, tiny, cpp, left, any(vary))
+    return Recipe(name, (number,), arrange, tiny, cpp, left)
 
 
 def narrowed(recipe: Recipe) -> Left | None:
@@ -134,7 +133,7 @@ def narrowed(recipe: Recipe) -> Left | None:
         return left._replace(several=1)
     if left.numbers:
         return left._replace(numbers={})
-    return left._replace(sizes=False) if recipe.varies else None
+    return left._replace(sizes=False) if left.sizes else None
 
 
 def key_of(
@@ -196,6 +195,18 @@ def rows_of(flat: Batch, start: int, any_number: bool) -> Tree:
 def open_to(x: Any, any_number: bool) -> Any:
     """A leaf, and a graph that is made for it will take any number of rows."""
     return let_vary(x) if any_number and is_tensor(x) else x
+
+
+def cuda_toolkit() -> str | None:
+    """The folder of the toolkit that CUDA's compiler comes with, which does not come with torch."""
+    from torch.utils import cpp_extension  # takes a third of a second
+
+    return cpp_extension.CUDA_HOME
+
+
+def has_cpp_wrapper(device: str, toolkit: Callable[[], str | None] = cuda_toolkit) -> bool:
+    """Whether inductor can build its C++ wrapper for a type of device."""
+    return device == "cpu" or (device == "cuda" and toolkit() is not None)
 
 
 def is_tensor(x: Any) -> bool:

@@ -70,12 +70,15 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     of_batches = (scanned, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
     functions = {function.__name__: function for function in (*of_batches, more, applied)}
 
-    def get(name: str, in_place: bool, *key: Any, cpp: bool = False) -> Program:
+    def get(
+        name: str, in_place: bool, *key: Any, cpp: bool = False, static: bool = False
+    ) -> Program:
         if (known := made.get((name, in_place, *key))) is None:
             function = functions[name]
             # Inductor's C++ wrapper halves the time where kernels are small, and compiles for
             # half as long again.
-            known = compile_anew(_in_place(function) if in_place else function, cpp, settings)
+            given = {"dynamic": False, **settings} if static else settings
+            known = compile_anew(_in_place(function) if in_place else function, cpp, given)
             if has_cuda_graphs(settings):
                 known = _kept(known)
             made[name, in_place, *key] = known

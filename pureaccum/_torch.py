@@ -29,6 +29,7 @@ name                               what for                                check
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from traceback import FrameSummary
 from types import FunctionType
 from typing import Any
@@ -129,14 +130,14 @@ def scan(
 def compile_anew(
     function: Callable[..., Any], wrapped: bool, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """``torch.compile(function, fullgraph=True, dynamic=False, **settings)`` with its own cache.
+    """``torch.compile(function, fullgraph=True, **settings)`` with a memory of its own.
 
     torch keeps graphs by the code of a function: all closures made by one ``def`` share its
-    ``recompile_limit``, and the ninth would not compile. Sizes it remembers by the line, and leaves
-    open what it sees with a second size, in another model too: slower, and torch.func has no
-    dropout then. So only those of ``let_vary`` are left open.
+    ``recompile_limit``, and the ninth would not compile. And by its name and line it remembers
+    sizes: what it sees with another one it leaves open, in another model too, which is slower, and
+    torch.func has no dropout then.
     """
-    own = function.__code__.replace()
+    own = function.__code__.replace(co_name=f"{function.__name__}_{next(_MADE)}")
     function = FunctionType(
         own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -144,22 +145,12 @@ def compile_anew(
     inductor = settings.get("backend", "inductor") == "inductor"
     if wrapped and inductor and VERSION >= (2, 13):  # on 2.11 it asserts around a scan
         options["cpp_wrapper"] = True
-    settings = {"dynamic": False, **settings}
     if "mode" not in settings:  # torch takes one of the two
-        settings["options"] = options | dict(settings.get("options") or {})
+        settings = {**settings, "options": options | dict(settings.get("options") or {})}
     return torch.compile(function, fullgraph=True, **settings)
 
 
-def cuda_toolkit() -> str | None:
-    """Where it is; it does not come with torch."""
-    from torch.utils import cpp_extension  # takes a third of a second
-
-    return cpp_extension.CUDA_HOME
-
-
-def has_cpp_wrapper(device: str, toolkit: Callable[[], str | None] = cuda_toolkit) -> bool:
-    """Whether inductor can build its C++ wrapper for a type of device."""
-    return device == "cpu" or (device == "cuda" and toolkit() is not None)
+_MADE = count()
 
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:

@@ -17,8 +17,8 @@ import pureaccum as pa
 from pureaccum._batches import read_batch
 from pureaccum._compile import CompileError
 from pureaccum._donation import Donated, Spoiled
-from pureaccum._forms import Shapes, recipe_for
-from pureaccum._torch import VERSION, has_cpp_wrapper
+from pureaccum._forms import Shapes, has_cpp_wrapper, recipe_for
+from pureaccum._torch import VERSION
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
 
