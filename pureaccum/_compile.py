@@ -13,14 +13,15 @@ from torch import Tensor
 
 from ._aux import AuxState, finish_aux, fold_stack, stack_of_one
 from ._batches import read_batch, rows_to_cut
-from ._donation import Spoiled, mark
+from ._donation import mark
 from ._engine import Rule
-from ._explain import explained
-from ._forms import Recipe, form_of, is_tensor, recipe_for
+from ._explain import CompileError, attempt, is_limit
+from ._forms import Left, Recipe, Shapes, form_of, is_tensor, narrowed, recipe_for
 from ._inputs import check_state, refuse_autocast_cache
-from ._programs import Program, has_cuda_graphs, programs, renewed, unit_of
+from ._numbers import Numbers
+from ._programs import has_cuda_graphs, programs, renewed, unit_of
 from ._ranks import before_this_rank, window_of_all_ranks
-from ._run import apply, check_window, first_row, update, whole
+from ._run import apply, check_window, first_row, look, update, whole
 from ._sharded import refuse_sharded
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
@@ -29,7 +30,9 @@ from ._tree import leaves as leaves_of
 from ._tree import map as map_tree
 
 
-REMEMBERED = 1000  # kinds of batches
+REMEMBERED = 1000  # kinds of batches, and of microbatches
+
+Make = Callable[[Left | None], Recipe]
 
 
 class Compiled(NamedTuple):
@@ -44,18 +47,32 @@ class Compiled(NamedTuple):
 _SHARDED = "compile=True makes graphs of plain tensors. Leave compile out."
 
 
-class CompileError(RuntimeError):
-    """A step that runs, and does not compile."""
-
-
 def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     """The functions of a plan; each graph is made when it is first needed."""
     get = programs(plan, settings)
     undonated = plan._replace(donate=False)
     alone = undonated._replace(group=None)  # the other ranks do not run eagerly what fails here
     recipes: dict[Any, Recipe] = {}
+    told_apart = not settings.get("dynamic")
+    of_batches, of_microbatches = Shapes({}, told_apart), Shapes({}, told_apart)
     fitting: set[Any] = set()
     recorded = has_cuda_graphs(settings)
+
+    def remembered(kind: Any, make: Make) -> Recipe:
+        if len(recipes) >= REMEMBERED:
+            recipes.clear()
+        return recipes.setdefault(kind, make(None))
+
+    def trying(kind: Any, recipe: Recipe, make: Make, run: Callable[[Recipe], Any]) -> Any:
+        """Run a recipe, and where the compiler fails on it one that leaves less open."""
+        while True:
+            try:
+                return run(recipe)
+            except CompileError as error:
+                left = None if is_limit(error.__cause__) else narrowed(recipe)
+                if left is None:
+                    raise
+            recipe = recipes[kind] = make(left)
 
     def whole_compiled(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
         if transform_active() or not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -66,8 +83,11 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         leaves, spec = flatten(batch)
         flat_state = flatten(state)
         kind = flat_state[1], spec, *[x.shape if is_tensor(x) else type(x) for x in leaves]
+
+        def make(left: Left | None) -> Recipe:
+            return recipe_for(undonated, state, read_batch(batch), of_batches, left)
+
         recipe = recipes.get(kind)
-        new = recipe is None
         if recipe is None:  # all that is looked at is the same for the next of this kind
             flat = read_batch(batch)
             check_train_state(plan, state)
@@ -76,25 +96,37 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
                 rows_to_cut(flat, "batch")
             if flat.rows == 0:
                 return whole(plan, state, batch)
-            if len(recipes) == REMEMBERED:
-                recipes.clear()
-            recipe = recipes[kind] = recipe_for(undonated, state, flat)
+            look(plan, state, flat, "batch", plan.size)
+            recipe = remembered(kind, make)
+        else:
+            look(plan, state, read_batch(batch), "batch", plan.size)
         refuse_autocast_cache([state.samples])
+        began = state
+        if plan.group is not None and plan.keys:
+            rows = read_batch(batch).rows or 0
+            first = state.samples + before_this_rank(plan, state.samples, rows)
+            began = state._replace(samples=first)
 
         def eagerly() -> object:
             return whole(alone, state, batch)
 
-        given = recipe.arrange(leaves)
-        if recipe.form == "loop":
-            return looped(state, flat_state, given, eagerly)
-        name = "scanned" if recipe.form == "scan" else "unrolled"
-        try:
+        def run(recipe: Recipe) -> Any:
+            given = recipe.arrange(leaves)
+            if recipe.form == "loop":
+                parts, numbers = given
+                return looped(state, began, recipe, parts, numbers, eagerly)
+            name = "scanned" if recipe.form == "scan" else "unrolled"
             return finishing(name, recipe, state, flat_state, given, eagerly)
-        except CompileError:
-            if recipe.several == 1 or not new:
-                raise
-        recipes[kind] = recipe_for(undonated, state, read_batch(batch), 1)
-        return whole_compiled(state, batch)
+
+        came = trying(kind, recipe, make, run)
+        if isinstance(came[0], TrainState):
+            return came
+        window, aux = came
+        name = "applied_of_a_batch"
+        if plan.group is not None:
+            window = window_of_all_ranks(plan, state, window, began.samples, unit_of(plan))
+            name = "applied"
+        return finishing(name, None, state, flat_state, (window, aux), eagerly)
 
     def finishing(
         name: str,
@@ -106,13 +138,14 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     ) -> tuple[TrainState, StepInfo]:
         """What gives the next state: in place, if this one is given up and that saves anything."""
         leaves, spec = flat_state
-        key, tiny, brief = (recipe.key, recipe.tiny, recipe.brief) if recipe else ((), False, False)
+        key, tiny = (recipe.key, recipe.tiny) if recipe else ((), False)
+        how = {"cpp": recipe.cpp, "static": not recipe.left.sizes} if recipe else {}
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
         distinct = len({*map(id, leaves)}) == len(leaves)
         in_place = plan.donate and not tiny and not recorded and distinct
-        program = get(name, in_place, *key, brief=brief)
-        new, info = attempt(program, (state, *rest), state, eagerly)
+        program = get(name, in_place, *key, **how)
+        new, info = attempt(program, (state, *rest), eagerly)
         if in_place:
             new = unflatten(spec, renewed(leaves, new))
         if plan.donate:
@@ -121,31 +154,25 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
 
     def looped(
         state: TrainState,
-        flat_state: tuple[list[Tensor], Any],
+        began: TrainState,
+        recipe: Recipe,
         pieces: tuple[Tree, ...],
+        numbers: Numbers,
         eagerly: Callable[[], object],
-    ) -> tuple[TrainState, StepInfo]:
-        began = state
-        if plan.group is not None and plan.keys:
-            rows = sum(read_batch(part).rows or 0 for part in pieces)
-            first = state.samples + before_this_rank(plan, state.samples, rows)
-            began = state._replace(samples=first)
-        program = get("first_of_a_batch", False)
-        window, out = attempt(program, (began, pieces[0]), state, eagerly)
+    ) -> tuple[StepWindow, Tree]:
+        """The sums of all microbatches, and their aux."""
+        static = not recipe.left.sizes
+        program = get("first_of_a_batch", False, *recipe.key, static=static)
+        window, out = attempt(program, (began, pieces[0], numbers), eagerly)
         aux = folded(None, pieces[0], *out) if plan.has_aux else None
         for part in pieces[1:]:
-            program = get("more_of_a_batch", True)
-            left, out = attempt(program, (window, state, part), state, eagerly)
+            program = get("more_of_a_batch", True, *recipe.key, static=static)
+            left, out = attempt(program, (window, state, part, numbers), eagerly)
             leaves, spec = flatten(window)
             window = unflatten(spec, renewed(leaves, left))
             if plan.has_aux:
                 aux = folded(aux, part, *out)
-        reduced = () if aux is None else finish_aux(aux)
-        name = "applied_of_a_batch"
-        if plan.group is not None:
-            window = window_of_all_ranks(plan, state, window, began.samples, unit_of(plan))
-            name = "applied"
-        return finishing(name, None, state, flat_state, (window, reduced), eagerly)
+        return window, () if aux is None else finish_aux(aux)
 
     def folded(aux: AuxState | None, part: Tree, out: Tree, share: Tensor, ok: Any) -> AuxState:
         stack = stack_of_one(out, share, ok if isinstance(ok, Tensor) else None)
@@ -171,19 +198,32 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return update_compiled(state, window, microbatch, offset)
-        if not read_batch(microbatch, "microbatch").rows:
+        flat = read_batch(microbatch, "microbatch")
+        if not flat.rows:
             return update(plan, state, window, microbatch, offset)
         at = first_row(plan, state, window, offset)
+        look(plan, state, flat, "microbatch")
+        samples = window.samples + flat.rows
+        own = window if plan.donate else map_tree(torch.clone, window)
+        own = own._replace(samples=at)
+        leaves, spec = flatten(own)
 
         def eagerly() -> object:
             return update(alone, state, window, microbatch)
 
-        samples = window.samples + (read_batch(microbatch).rows or 0)
-        own = window if plan.donate else map_tree(torch.clone, window)
-        own = own._replace(samples=at)
-        leaves, spec = flatten(own)
-        args = own, state, microbatch
-        left, aux = attempt(get("more", True), args, state, eagerly, plan.donate)
+        def make(left: Left | None) -> Recipe:
+            as_it_is = alone._replace(size=None)
+            return recipe_for(as_it_is, state, flat, of_microbatches, left)
+
+        def run(recipe: Recipe) -> Any:
+            (part,), numbers = recipe.arrange(flat.leaves)
+            args = own, state, part, numbers
+            program = get("more", True, *recipe.key, static=not recipe.left.sizes)
+            return attempt(program, args, eagerly, plan.donate)
+
+        each = [x.shape if is_tensor(x) else type(x) for x in flat.leaves]
+        kind = "more", flatten(state)[1], flat.spec, *each
+        left, aux = trying(kind, recipes.get(kind) or remembered(kind, make), make, run)
         new = unflatten(spec, renewed(leaves, left))
         if offset is not None:
             new = new._replace(samples=samples)
@@ -215,29 +255,6 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         return form_of(plan, state, read_batch(batch)).name
 
     return Compiled(update_compiled, apply_compiled, whole_compiled, form)
-
-
-def attempt(
-    program: Program,
-    args: tuple[Any, ...],
-    state: TrainState,
-    eagerly: Callable[[], object],
-    spoils: bool = False,
-) -> Any:
-    """Call a graph; what goes wrong without the compiler too is said without it."""
-    try:
-        with torch.no_grad():
-            return program(*args)
-    except BaseException as error:
-        sentence = explained(error)
-        if sentence is None:
-            if spoils:
-                mark(leaves_of(args[0]), Spoiled)
-            raise
-        device = state.samples.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            eagerly()
-        raise CompileError(sentence) from error
 
 
 def check_compilable(rule: Rule, settings: Any) -> None:

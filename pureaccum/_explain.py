@@ -2,12 +2,16 @@
 
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optree
 import torch
 
+from ._donation import Spoiled, mark
 from ._torch import compiler_stack, is_compiler_error
+from ._tree import leaves as leaves_of
 
 
 # Words of the compiler, and what they mean for whoever wrote the line.
@@ -36,17 +40,52 @@ LIBRARIES = (
 )
 
 
+class CompileError(RuntimeError):
+    """A step that runs, and does not compile."""
+
+
+def attempt(
+    program: Callable[..., Any],
+    args: tuple[Any, ...],
+    eagerly: Callable[[], object],
+    spoils: bool = False,
+) -> Any:
+    """Call a graph; what goes wrong without the compiler too is said without it.
+
+    Args:
+        program: The graph, which the first call makes.
+        args: Its arguments, of which the first is written to if it ``spoils`` that.
+        eagerly: Does the same without the compiler.
+        spoils: Whether the first is of no use any more where the graph fails while it runs.
+    """
+    try:
+        with torch.no_grad():
+            return program(*args)
+    except BaseException as error:
+        sentence = explained(error)
+        if sentence is None:
+            if spoils:
+                mark(leaves_of(args[0]), Spoiled)
+            raise
+        device = leaves_of(args[0])[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            eagerly()
+        raise CompileError(sentence) from error
+
+
 def explained(error: BaseException) -> str | None:
     """A message for an error of the compiler; None for any other error."""
     if not is_compiler_error(error):
         return None
     text = str(error)
-    if "recompile" in type(error).__name__.lower():
+    if is_limit(error):
         return (
             "this step was compiled anew again and again: something besides the number of rows "
-            "changes from call to call, or a Python number is made of that. Make such numbers "
-            "tensors, pad what comes in many lengths, and keep the order of a dict's keys. The "
-            f"compiler's own words:\n\n{text}"
+            "changes from call to call (torch's own warning names it), or a Python number is made "
+            "of that. A number that the loss reads goes into the batch instead, where it may "
+            "change at every step; one in the batch of which it makes a size, a range or a branch "
+            "may not (hand over a tensor with one row per sample). Pad what comes in many lengths, "
+            f"and keep the order of a dict's keys. The compiler's own words:\n\n{text}"
         )
     stack = compiler_stack(error)
     ours = stack and Path(stack[-1].filename).parent == OURS and RAISED.search(text)
@@ -65,6 +104,11 @@ def explained(error: BaseException) -> str | None:
         f'cannot compile `{at.line}` (File "{at.filename}", line {at.lineno}, in {at.name}): '
         f"{why}. Without compile=True the step runs as it is. The compiler's own words:\n\n{text}"
     )
+
+
+def is_limit(error: BaseException | None) -> bool:
+    """Whether the compiler would not make one more graph of the same code."""
+    return is_compiler_error(error) and "recompile" in type(error).__name__.lower()
 
 
 def _of_a_library(file: str) -> bool:

@@ -9,17 +9,19 @@ It follows from sizes, and can be read off (``step.form(state, batch)``):
                 them; streams of microbatches use the same two, and so do ranks, which add up their
                 sums between them
 
-A graph knows how many rows a microbatch has, and a loop takes any number of microbatches: a
-handful of batch sizes is compiled a handful of times.
+A graph knows the shapes of a microbatch: others have graphs of their own. It leaves open how many
+microbatches there are, how many rows a shorter last one has, and which Python numbers come along:
+a handful of batch sizes is compiled a handful of times.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ._batches import Batch, cut
 from ._call import caller
+from ._numbers import Dtypes, dtypes_of_numbers, taken_out
 from ._scan import one_of, tensors_of
 from ._together import how_many
 from ._torch import let_vary
@@ -32,6 +34,14 @@ TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three
 FEW, SHORT = 4, 64  # microbatches, and leaves times microbatches: longer graphs compile for minutes
 
 
+class Left(NamedTuple):
+    """What a graph leaves open."""
+
+    several: int  # how many microbatches go together
+    numbers: Dtypes  # the Python numbers of a batch that are tensors in it
+    sizes: bool  # the number of microbatches, of the rows in the last one, and what torch thinks
+
+
 class Recipe(NamedTuple):
     """How batches of one shape go through the compiler."""
 
@@ -39,8 +49,8 @@ class Recipe(NamedTuple):
     key: tuple[Any, ...]  # of the graph
     arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
     tiny: bool  # gradients
-    brief: bool  # a graph of few leaves
-    several: int = 1  # microbatches that go together
+    cpp: bool  # wrapped in C++: faster for a graph of few leaves
+    left: Left
 
 
 class Form(NamedTuple):
@@ -50,6 +60,13 @@ class Form(NamedTuple):
     whole: int
     rest: int
     tiny: bool  # gradients
+
+
+class Shapes(NamedTuple):
+    """What a step has been compiled for."""
+
+    first: dict[Any, tuple[int, ...]]  # a number for each graph, and the sizes it was made with
+    told_apart: bool  # else torch decides which shapes share a graph: the user said dynamic=...
 
 
 def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
@@ -70,67 +87,126 @@ def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
     return Form("scan" if size <= SMALL else "loop", count, rest, tiny)
 
 
-def recipe_for(plan: Plan, state: TrainState, flat: Batch, several: int | None = None) -> Recipe:
+def recipe_for(
+    plan: Plan, state: TrainState, flat: Batch, shapes: Shapes, left: Left | None = None
+) -> Recipe:
     """How batches like this one go through the compiler."""
     name, count, rest, tiny = form_of(plan, state, flat)
-    size = plan.size or 1
-    brief = len(leaves_of(state.params)) * FEW <= SHORT
-    first, flat = flat, flat._replace(leaves=[])  # a recipe outlives the batch
+    size, device = plan.size or 1, state.samples.device
+    cpp = len(leaves_of(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
+    if left is None:
+        several = together(plan, state, flat) if name == "scan" else 1
+        left = Left(several, dtypes_of_numbers(plan, state, flat), True)
+    alone = count + (rest > 0) == 1
     if name == "scan":
-        several = several or together(plan, state, first)
+        sizes = *grouped(count, left.several), rest
+    else:
+        sizes = (flat.rows or 0,) if alone else (rest,)
+    # A graph that knows its sizes is the faster for it: only the second takes any.
+    told = key_of(name, count, flat, sizes, left, shapes)
+    number, *first = shapes.first.setdefault(told, (len(shapes.first), *sizes))
+    usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
+    vary = [left.sizes and n > 1 and n != m for n, m in zip(sizes, usual, strict=True)]
+    flat = flat._replace(leaves=[])  # a recipe outlives the batch
 
-        def stacked(leaves: list[Any]) -> tuple[Any, ...]:
-            here = flat._replace(leaves=leaves)
-            tail = rows_of(here, count * size) if rest else None
-            return *stacks(here, size, count, several), tail, several
-
-        key = *(x is None for x in stacked(first.leaves)[:3]), several
-        return Recipe(name, key, stacked, tiny, brief, several)
-
-    def pieces(leaves: list[Any]) -> tuple[Any, ...]:
+    def arrange(leaves: list[Any]) -> tuple[Any, ...]:
+        leaves, numbers = taken_out(leaves, left.numbers, device)
         here = flat._replace(leaves=leaves)
-        if count == 1 and not rest:
-            parts = [unflatten(flat.spec, leaves)]
-        else:
-            parts = list(cut(here, size))
-            if rest:
-                parts[-1] = rows_of(here, count * size)
-        return tuple(parts) if name == "loop" else (parts,)
+        if name == "scan":
+            stacked = stacks(here, size, left.several, sizes, vary)
+            tail = rows_of(here, count * size, vary[-1]) if rest else None
+            return *stacked, tail, left.several, numbers
+        if alone:
+            return (rows_of(here, 0, vary[0]),), numbers
+        parts = list(cut(here, size))
+        if rest:
+            parts[-1] = rows_of(here, count * size, vary[-1])
+        return tuple(parts), numbers
 
-    return Recipe(name, (count, rest > 0), pieces, tiny, brief)
+    return Recipe(name, (number,), arrange, tiny, cpp, left)
+
+
+def narrowed(recipe: Recipe) -> Left | None:
+    """What a graph leaves open where the compiler failed on the one of this recipe, if anything."""
+    left = recipe.left
+    if left.several > 1:
+        return left._replace(several=1)
+    if left.numbers:
+        return left._replace(numbers={})
+    return left._replace(sizes=False) if left.sizes else None
+
+
+def key_of(
+    name: str, count: int, flat: Batch, sizes: tuple[int, ...], left: Left, shapes: Shapes
+) -> tuple[Any, ...]:
+    """What graphs are told apart by."""
+    rows = [x.shape[1:] if is_tensor(x) else type(x) for x in flat.leaves]
+    return (
+        flat.spec,
+        *(rows if shapes.told_apart else ()),
+        count if name == "unrolled" else None,
+        left.several,
+        *left.numbers.items(),
+        # None and one are other graphs to torch than any number of at least two.
+        *((min(n, 2) for n in sizes) if left.sizes else (sizes,)),
+    )
 
 
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:
     """How many microbatches go through at once."""
     if plan.has_aux or plan.buffers or plan.rule.nonfinite != "propagate":
         return 1
-    size = plan.size or 1
     params, spec = flatten(state.params)
-    first = tensors_of(next(stacks(flat, size, 2, 1)))
+    first, _ = stacks(flat, plan.size or 1, 1, (2, 0), (False, False))
     one = one_of(caller(plan, state, spec), unflatten(flat.spec, flat.leaves))
-    return how_many(one, params, first, state.samples)
+    return how_many(one, params, tensors_of(first), state.samples)
 
 
-def stacks(flat: Batch, size: int, count: int, several: int) -> Iterator[Tree]:
+def grouped(count: int, several: int) -> tuple[int, int]:
+    """How many groups of microbatches there are, and how many microbatches are left."""
+    groups, single = divmod(count, several)
+    return (0, count) if groups == 1 else (groups, single)  # one group is no loop
+
+
+def stacks(
+    flat: Batch, size: int, several: int, sizes: Sequence[int], vary: Sequence[bool]
+) -> tuple[Tree, Tree]:
     """The whole microbatches stacked, in groups if several go together, and those that are left."""
-    groups, left = divmod(count, several)
-    if groups == 1:  # one group is no loop
-        groups, left = 0, count
+    groups, single, *_ = sizes
     end = groups * several * size
 
-    def of(at: slice, *shape: int) -> Tree:
+    def of(at: slice, any_number: bool, *shape: int) -> Tree:
         leaves = [x[at].view(*shape, *x.shape[1:]) if is_tensor(x) else x for x in flat.leaves]
-        return unflatten(flat.spec, leaves)
+        return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
 
-    shape = (count,) if several == 1 else (groups, several)
-    yield of(slice(end), *shape, size) if groups else None
-    yield of(slice(end, count * size), left, size) if left else None
+    shape = (groups,) if several == 1 else (groups, several)
+    return (
+        of(slice(end), vary[0], *shape, size) if groups else None,
+        of(slice(end, end + single * size), vary[1], single, size) if single else None,
+    )
 
 
-def rows_of(flat: Batch, start: int) -> Tree:
+def rows_of(flat: Batch, start: int, any_number: bool) -> Tree:
     """The rows from ``start`` on, of which there may be any number."""
-    leaves = [let_vary(x[start:]) if is_tensor(x) else x for x in flat.leaves]
-    return unflatten(flat.spec, leaves)
+    leaves = [x[start:] if is_tensor(x) and (start or any_number) else x for x in flat.leaves]
+    return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
+
+
+def open_to(x: Any, any_number: bool) -> Any:
+    """A leaf, and a graph that is made for it will take any number of rows."""
+    return let_vary(x) if any_number and is_tensor(x) else x
+
+
+def cuda_toolkit() -> str | None:
+    """The folder of the toolkit that CUDA's compiler comes with, which does not come with torch."""
+    from torch.utils import cpp_extension  # takes a third of a second
+
+    return cpp_extension.CUDA_HOME
+
+
+def has_cpp_wrapper(device: str, toolkit: Callable[[], str | None] = cuda_toolkit) -> bool:
+    """Whether inductor can build its C++ wrapper for a type of device."""
+    return device == "cpu" or (device == "cuda" and toolkit() is not None)
 
 
 def is_tensor(x: Any) -> bool:

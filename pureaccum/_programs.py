@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._aux import share_of
+from ._numbers import Numbers, with_numbers
 from ._run import apply, begin_window, over, updated_window
 from ._scan import Stacked
 from ._torch import compile_anew
@@ -37,22 +38,26 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     size, unit = plan.size or 1, unit_of(plan)
     made: dict[Any, Program] = {}
 
-    def scanned(state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int) -> Any:
-        return over(plan, state, Stacked(some, rest, tail, size, together))
+    def scanned(
+        state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int, numbers: Numbers
+    ) -> Any:
+        cut = Stacked(some, rest, tail, size, together)
+        return over(with_numbers(plan, numbers), state, cut)
 
-    def unrolled(state: TrainState, pieces: list[Tree]) -> Any:
-        return over(plan, state, Pieces(pieces, plan.size, len(pieces) == 1))
+    def unrolled(state: TrainState, pieces: list[Tree], numbers: Numbers) -> Any:
+        cut = Pieces(pieces, plan.size, len(pieces) == 1)
+        return over(with_numbers(plan, numbers), state, cut)
 
-    def more(window: StepWindow, state: TrainState, part: Tree) -> Any:
-        new, entry = updated_window(plan, state, window, part)
+    def more(window: StepWindow, state: TrainState, part: Tree, numbers: Numbers) -> Any:
+        new, entry = updated_window(with_numbers(plan, numbers), state, window, part)
         return new, entry.aux
 
-    def first_of_a_batch(state: TrainState, part: Tree) -> Any:
+    def first_of_a_batch(state: TrainState, part: Tree, numbers: Numbers) -> Any:
         # The compiler sees that the sums begin with zeros: nothing is filled, and nothing added.
-        return more_of_a_batch(begin_window(plan, state), state, part)
+        return more_of_a_batch(begin_window(plan, state), state, part, numbers)
 
-    def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree) -> Any:
-        new, entry = updated_window(plan, state, window, part, unit)
+    def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree, numbers: Numbers) -> Any:
+        new, entry = updated_window(with_numbers(plan, numbers), state, window, part, unit)
         finite = () if entry.finite is None else entry.finite
         return new, (entry.aux, share_of(entry), finite)
 
@@ -65,12 +70,15 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     of_batches = (scanned, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
     functions = {function.__name__: function for function in (*of_batches, more, applied)}
 
-    def get(name: str, in_place: bool, *key: Any, brief: bool = False) -> Program:
+    def get(
+        name: str, in_place: bool, *key: Any, cpp: bool = False, static: bool = False
+    ) -> Program:
         if (known := made.get((name, in_place, *key))) is None:
             function = functions[name]
             # Inductor's C++ wrapper halves the time where kernels are small, and compiles for
             # half as long again.
-            known = compile_anew(_in_place(function) if in_place else function, brief, settings)
+            given = {"dynamic": False, **settings} if static else settings
+            known = compile_anew(_in_place(function) if in_place else function, cpp, given)
             if has_cuda_graphs(settings):
                 known = _kept(known)
             made[name, in_place, *key] = known

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._accumulator import check_belongs, empty, updated
-from ._batches import need_rows, read_batch
+from ._batches import Batch, cut, need_rows, read_batch
 from ._buffers import begin, collect
 from ._call import attempt_key, caller, onwards, row_keys
 from ._donation import Spoiled, hand_over, mark
@@ -30,7 +30,7 @@ from ._tree import Tree, apart, check_same_structure, flatten, map, unflatten, z
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
 from ._window import Cut, Folded, Pieces, Window, fold, read_cut
-from ._writes import Given
+from ._writes import Given, guarding
 from .distributed import check_group
 
 
@@ -221,6 +221,25 @@ def apply(
     if own:
         mark(leaves_of(window))
     return result
+
+
+def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | None = None) -> None:
+    """Call the loss once for each kind of batch to see what it writes to: in a graph nobody can."""
+    leaves, spec = _read(plan, state)
+    given = Given("state.params", leaves, spec), Given(root, *batch[:2])
+    call = caller(plan, state, spec)
+
+    def loss(leaves: list[Tensor]) -> Any:
+        part = next(cut(batch, size or batch.rows or 1))
+        carried = begin(plan.buffers, state.buffers) if plan.buffers else ()
+        return call(leaves, part, (carried, state.samples))
+
+    with guarding(plan.known, *given) as guarded:
+        if (watched := guarded(loss)) is not loss:
+            device = state.samples.device
+            random = torch.random.fork_rng([device] if device.type == "cuda" else [])
+            with random, outside_inference_mode(), torch.enable_grad():
+                watched([x.detach().requires_grad_() for x in leaves])
 
 
 def check_window(plan: Plan, state: TrainState, window: StepWindow) -> None:

@@ -33,6 +33,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from operator import attrgetter
 from traceback import FrameSummary
 from types import FunctionType
@@ -150,23 +151,27 @@ def scan(
 def compile_anew(
     function: Callable[..., Any], wrapped: bool, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """``torch.compile(function, fullgraph=True, **settings)`` with a cache of its own.
+    """``torch.compile(function, fullgraph=True, **settings)`` with a memory of its own.
 
     torch keeps graphs by the code of a function: all closures made by one ``def`` share its
-    ``recompile_limit``, and the ninth would not compile.
+    ``recompile_limit``, and the ninth would not compile. And by its name and line it remembers
+    sizes: what it sees with another one it leaves open, in another model too, which is slower, and
+    torch.func has no dropout then.
     """
-    own = function.__code__.replace()
+    own = function.__code__.replace(co_name=f"{function.__name__}_{next(_MADE)}")
     function = FunctionType(
         own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     options: dict[str, Any] = {"guard_filter_fn": _worth_guarding}
     inductor = settings.get("backend", "inductor") == "inductor"
-    # On 2.11 the C++ wrapper asserts around a scan.
-    if wrapped and inductor and "mode" not in settings and VERSION >= (2, 13):
+    if wrapped and inductor and VERSION >= (2, 13):  # on 2.11 it asserts around a scan
         options["cpp_wrapper"] = True
     if "mode" not in settings:  # torch takes one of the two
         settings = {**settings, "options": options | dict(settings.get("options") or {})}
     return torch.compile(function, fullgraph=True, **settings)
+
+
+_MADE = count()
 
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
@@ -191,7 +196,7 @@ def let_vary(x: Tensor) -> Tensor:
     return x
 
 
-def is_compiler_error(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException | None) -> bool:
     """Whether it is the compiler's own, and not one of a graph that runs."""
     return any(
         cls.__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx.experimental"))

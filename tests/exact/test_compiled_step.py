@@ -17,7 +17,14 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.laws.exactly import LOSSES, full_batch, integers, make_batch, make_params
+from tests.laws.exactly import (
+    LOSSES,
+    full_batch,
+    integers,
+    make_batch,
+    make_params,
+    row_losses,
+)
 from tests.strategies import every, generator
 
 
@@ -139,13 +146,64 @@ def without_weight(batch: Any) -> set[int]:
     return {i for i, mask in enumerate(batch["mask"].split(2)) if mask.sum() == 0}
 
 
+# Aux, and what is left out of it ------------------------------------------------------------
+
+HOW = {"all": "concat", "sum": "sum", "mean": "mean", "last": "last", "each": "stack"}
+
+
+def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
+    """Aux of any kind, finite where the loss is not."""
+    seen = batch["mask"] if keys is None else pa.dropout(batch["mask"].float(), 0.5, keys)
+    total = (seen * row_losses(params, batch)).sum()
+    if "large" in params:
+        total = total + 0 * params["large"].sum()
+    whole = {"sum": seen.sum(), "mean": batch["i"].sum(), "last": seen[-1], "each": seen[0]}
+    return pa.Weighted(total, batch["mask"].sum()), whole | {"all": batch["i"]}
+
+
+@pytest.mark.parametrize(
+    ("form", "nonfinite", "keys"),
+    [
+        ("scan", "propagate", False),
+        ("scan", "skip", True),
+        pytest.param("loop", "skip", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, keys: bool) -> None:
+    """Whole and ragged batches, of which some microbatches are bad, the last among them."""
+    knobs: dict[str, Any] = {"has_aux": True, "aux_reduction": HOW, "keys": keys}
+    ours, eager = (
+        pa.make_step(
+            with_aux, pa.sgd(LR), microbatch_size=2, nonfinite=nonfinite, compile=c, **knobs
+        )
+        for c in (EAGER, False)
+    )
+
+    @every(3)
+    @given(seeds(), st.sampled_from([11, 10]), st.sets(st.integers(0, 10), max_size=3))
+    @example(0, 11, {10})  # the tail
+    @example(0, 11, {3})
+    @example(0, 10, {9})  # the last of some whole ones
+    def run(seed: int, rows: int, bad: set[int]) -> None:
+        params = make_params(seed)
+        if form == "loop":
+            params["large"] = torch.zeros(2**21 + 1)
+        batch = make_batch(seed, rows)
+        batch["y"][[row for row in bad if row < rows]] = torch.nan
+        state = ours.init(params, seed=seed)
+        assert ours.form(state, batch) == form
+        assert_trees_bitwise_equal(ours(state, batch), eager(state, batch))
+
+    run()
+
+
 # Several at a time ------------------------------------------------------------------------
 
 WIDE = 40_000  # what two microbatches keep may be kept together, and that of four may not
 
 
-def wide_loss(params: Any, batch: Any, keys: Tensor) -> Tensor:
-    x = pa.dropout(batch["x"], 0.5, keys)  # 0 or doubled: exact
+def wide_loss(params: Any, batch: Any, keys: Tensor | None = None) -> Tensor:
+    x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.5, keys)  # 0 or doubled: exact
     return ((x * params["w"]) ** 2).sum(-1).mean()  # at most 16 * WIDE a row
 
 
@@ -155,6 +213,24 @@ GRAPHS: list[str] = []
 def reading(graph: Any, inputs: Any) -> Any:
     GRAPHS.append(graph.print_readable(print_output=False))
     return graph.forward
+
+
+def test_groups_and_what_is_left_of_them_are_counted() -> None:
+    """In a scan of groups of two; of a batch that is poisoned in one place the count is known."""
+    ours, eager = (
+        pa.make_step(wide_loss, pa.sgd(2.0**-10), microbatch_size=2, compile=c)
+        for c in ({"backend": reading}, False)
+    )
+    g = generator(0)
+    state = ours.init({"w": integers(g, WIDE, bound=2)})
+    GRAPHS.clear()
+    for rows, bad in ((15, None), (12, None), (17, 16), (17, 15), (17, 0)):
+        batch = {"x": torch.randint(0, 2, (rows, 1), generator=g).float() * 2 - 1}
+        if bad is not None:
+            batch["x"][bad] = torch.nan
+        assert_trees_bitwise_equal(ours(state, batch), eager(state, batch))
+    assert "scan" in GRAPHS[0]
+    assert "vmap" in GRAPHS[0]
 
 
 @pytest.mark.nightly
@@ -174,6 +250,7 @@ def test_groups_of_microbatches_get_their_own_keys_and_weights() -> None:
     g = generator(0)
     params = {"w": integers(g, WIDE, bound=2)}
     state = step.init(params, seed=5)
+    GRAPHS.clear()
     for rows in (15, 19):
         batch = {"x": torch.randint(0, 2, (rows, 1), generator=g).float() * 2 - 1}
         assert step.form(state, batch) == "scan"

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
+from pureaccum._batches import read_batch
 from pureaccum._compile import CompileError
 from pureaccum._donation import Donated, Spoiled
+from pureaccum._forms import Shapes, has_cpp_wrapper, recipe_for
 from pureaccum._torch import VERSION
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
@@ -394,3 +396,31 @@ def test_a_donated_window_is_given_up() -> None:
     ):
         with pytest.raises(RuntimeError, match="given up with donate=True"):
             call()
+
+
+# What inductor can build ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "toolkit", "wraps"),
+    [
+        ("cpu", None, True),
+        ("cuda", "/usr/local/cuda", True),
+        ("cuda", None, False),
+        ("meta", "/usr/local/cuda", False),
+    ],
+)
+def test_a_wrapper_in_cpp_is_asked_for_where_it_can_be_built(
+    device: str, toolkit: str | None, wraps: bool
+) -> None:
+    """For CUDA that takes a toolkit, which does not come with torch."""
+    assert has_cpp_wrapper(device, lambda: toolkit) == wraps
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_device_of_the_state_decides_about_the_wrapper(device: str) -> None:
+    step = make(compile=False, microbatch_size=None)
+    plan = step.update.args[0]
+    state = optree.tree_map(lambda x: x.to(device), step.init(PARAMS), namespace="pureaccum")
+    recipe = recipe_for(plan, state, read_batch(make_batch()), Shapes({}, True))
+    assert recipe.cpp == has_cpp_wrapper(device) == (device == "cpu")

@@ -70,7 +70,7 @@ FLOORS = (
         "distributed",
     },
     {"_memory_report", "_call", "_noise_scale", "_per_sample", "_ranks", "_scan", "_staged"},
-    {"_loadable", "_clipped", "_finish"},
+    {"_loadable", "_clipped", "_finish", "_numbers"},
     {"_run", "_transforms"},
     {"_forms", "_programs"},
     {"_compile"},

@@ -285,3 +285,22 @@ def test_a_write_to_what_the_loss_itself_has_made_is_let_through(name: str, engi
             gradient = pa.grad_and_value(loss, microbatch_size=2, engine=engine)
             results.append([gradient(of.params, of.batch) for _ in range(2)])
     assert_trees_bitwise_equal(results[0], results[1])
+
+
+# Compiled steps -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["step", "stream"])
+def test_a_write_in_a_compiled_step_is_refused_before_it_happens(form: str) -> None:
+    """In eager code, before a graph is made; in a graph nobody could see it."""
+    of = world()
+    batch = {k: v for k, v in of.batch.items() if k != "late"}
+    for name in ("clamp_", "data", "max_norm", "captured"):
+        loss = loss_of(of, WRITES[name][1])
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, compile={"backend": "eager"})
+        state = step.init(of.params)
+        with unchanged(of, state), saying(RuntimeError, OURS, WRITES[name][0]):
+            if form == "step":
+                step(state, batch)
+            else:
+                step.update(state, step.begin(state), batch)

@@ -1,0 +1,134 @@
+"""The Python numbers in a batch, as inputs of a graph.
+
+A compiler takes a Python number for a constant: the number of the step, or a coefficient that is
+annealed, would be compiled anew with every value. So inside a graph the loss is given a 0-d tensor
+in place of each of them,
+
+    batch["t"] = 0.3   ->   tensor(0.3)
+
+if that comes to the same. The loss is tried out with both, and what is not the same (a 0-d tensor
+may be wider than the numbers it meets; ``range(n)``, a slice or an ``if`` asks it what it is) stays
+a constant.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._batches import Batch, cut
+from ._buffers import begin
+from ._call import caller
+from ._loss import read
+from ._precision import under
+from ._torch import seeing
+from ._train_state import Plan, TrainState
+from ._tree import flatten, unflatten
+
+
+Numbers = dict[int, Tensor]  # which leaf of a batch, and what stands for it
+Dtypes = dict[int, torch.dtype]
+
+# A Python number takes on the dtype of what it meets, and so does a 0-d tensor where that has
+# dimensions. Where it has none, the wider of the two dtypes wins: hence the narrower ones.
+OF_FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+OF_INTS = (torch.int64, torch.float64)  # an int64 that is divided is a float32
+
+
+def dtypes_of_numbers(plan: Plan, state: TrainState, batch: Batch) -> Dtypes:
+    """Which leaves may be tensors to the loss, and of what dtype.
+
+    Bools choose what is computed, and remain what they are.
+    """
+    found = [i for i, x in enumerate(batch.leaves) if isinstance(x, (int, float))]
+    chosen: Dtypes = {}
+    for i in (i for i in found if not isinstance(batch.leaves[i], bool)):
+        x = batch.leaves[i]
+        # Another value than this one, which may be 0 or 1, and hide what is done to it.
+        value = x + 1 if isinstance(x, int) else (x + 1) / math.pi
+        leaves = [*batch.leaves[:i], value, *batch.leaves[i + 1 :]]
+        want = _tried(plan, state, batch._replace(leaves=leaves), {})
+        for dtype in OF_INTS if isinstance(x, int) else OF_FLOATS:
+            dtypes = chosen | {i: dtype}
+            came = want and _tried(plan, state, batch._replace(leaves=leaves), dtypes)
+            if came and _same(came, want):
+                chosen = dtypes
+                break
+    return chosen
+
+
+def taken_out(leaves: list[Any], dtypes: Dtypes, device: torch.device) -> tuple[list[Any], Numbers]:
+    """Leaves in which all numbers of a place are alike, and those numbers as tensors."""
+    if not dtypes:
+        return leaves, {}
+    # Filled and not copied: a device need not be waited for.
+    numbers = {i: torch.full((), leaves[i], dtype=d, device=device) for i, d in dtypes.items()}
+    return [0 if i in numbers else x for i, x in enumerate(leaves)], numbers
+
+
+def with_numbers(plan: Plan, numbers: Numbers) -> Plan:
+    """The plan of a loss that finds them in its batch; no policy casts them, as none casts 0.3."""
+    if not numbers:
+        return plan
+    loss_fn = plan.loss_fn if plan.policy is None else plan.loss_fn.__wrapped__
+
+    def filled(params: Any, part: Any, **named: Any) -> Any:
+        leaves, spec = flatten(part)
+        leaves = [numbers.get(i, x) for i, x in enumerate(leaves)]
+        return loss_fn(params, unflatten(spec, leaves), **named)
+
+    return plan._replace(loss_fn=under(plan.policy, filled))
+
+
+def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
+    """What the loss makes of the first microbatch, and how often a tensor was asked what it is."""
+    asked: list[Any] = []
+
+    def see(arguments: Any, out: Any) -> None:
+        if isinstance(out, (bool, int, float)):
+            asked.append(out)
+
+    device = state.samples.device
+    params, spec = flatten(state.params)
+    carried = begin(plan.buffers, state.buffers) if plan.buffers else (), state.samples
+    try:
+        leaves, numbers = taken_out(batch.leaves, dtypes, device)
+        part = next(cut(batch._replace(leaves=leaves), plan.size or batch.rows or 1))
+        call = caller(with_numbers(plan, numbers), state, spec)
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            warnings.catch_warnings(),
+            seeing(see),
+        ):
+            warnings.simplefilter("ignore")
+            out = call(params, part, carried)
+        return *read(out, plan.rule.has_aux), len(asked)
+    except Exception:
+        return None
+
+
+def _same(came: Any, want: Any) -> bool:
+    """Whether two trials came to the same dtypes, and to the same numbers up to rounding."""
+    (read_a, *rest_a), (read_b, *rest_b) = came, want
+    (xs, spec), (ys, other) = flatten(read_a), flatten(read_b)
+    return (
+        rest_a == rest_b
+        and spec == other
+        and all(
+            x.dtype == y.dtype
+            and x.shape == y.shape
+            and torch.allclose(x, y, rtol=_rounding(x.dtype), atol=0, equal_nan=True)
+            for x, y in zip(xs, ys, strict=True)
+        )
+    )
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """More than kernels for numbers and for tensors differ by, and less than narrower dtypes do."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    eps = torch.finfo(dtype).eps
+    return min(2**8 * eps, eps**0.5)

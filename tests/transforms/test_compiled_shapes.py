@@ -1,0 +1,156 @@
+"""Which sizes a step that compiles itself leaves open, and what becomes of those it does not.
+
+``nn.Dropout`` tells: torch.func has none for tensors of which a size is open.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pureaccum as pa
+from tests.transforms.test_compiled_step import counting, pair
+from tests.transforms.test_step import assert_close
+
+
+ROWS = 600_000  # of a table whose gradient is too large for a scan
+
+
+def dropping(
+    module: nn.Module, size: int | None, backend: Any, table: int = 0, **knobs: Any
+) -> Any:
+    """A step of a loss that hands out what a network with nn.Dropout did to its rows."""
+    fn = pa.functional(module)
+
+    def loss(params: Any, x: Tensor) -> Any:
+        out, _ = fn.apply(params["net"], fn.buffers, x)
+        value = out.square().mean()
+        return (value + params["table"][0].sum() if table else value), out.flatten(1).sum(1)
+
+    knobs = {"has_aux": True, "compile": {"backend": backend}} | knobs
+    step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=size, **knobs)
+    params = {"net": fn.params} | ({"table": torch.zeros(table, 4)} if table else {})
+    return step, step.init(params)
+
+
+def check(info: Any, rows: int) -> None:
+    """Every row is there, and of a hundred numbers in it about half are zero and the others two."""
+    assert info.applied
+    assert len(info.aux) == rows
+    assert all(40 <= n <= 160 for n in info.aux.tolist())
+    assert len(info.aux.unique()) > 1 or rows == 1  # no two rows share their mask
+
+
+def net() -> nn.Module:
+    """Ones in, and 0 or 2 out."""
+    return nn.Sequential(Ones(), nn.Dropout(0.5))
+
+
+class Ones(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one * x
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "table"),
+    [
+        ("scan", 2, 0),
+        pytest.param("unrolled", None, 0, marks=pytest.mark.nightly),
+        pytest.param("loop", 2, ROWS, marks=pytest.mark.nightly),
+    ],
+)
+def test_dropout_at_any_number_of_lengths_and_widths(form: str, size: Any, table: int) -> None:
+    """Each has a graph of its own, so torch's limit (here one) is none."""
+    step, state = dropping(net(), size, "eager", table)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for shape in ((10, 10), (4, 25), (5, 20)):
+            batch = torch.ones(10, *shape)
+            assert step.form(state, batch) == form
+            check(step(state, batch)[1], 10)
+
+
+@pytest.mark.slow
+def test_dropout_at_a_second_length_by_inductor() -> None:
+    step, state = dropping(net(), 2, "inductor")
+    for shape in ((10, 10), (4, 25)):
+        check(step(state, torch.ones(8, *shape))[1], 8)
+
+
+def test_dropout_in_a_second_model() -> None:
+    """In one process; torch remembers the sizes of the first by the same lines of ours."""
+    for width in (3, 5):
+        module = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        step, state = dropping(module, 2, "aot_eager")
+        assert step(state, torch.randn(8, width))[1].applied
+
+
+@pytest.mark.parametrize(
+    ("size", "table", "all_rows"),
+    [
+        (4, 0, (14, 11)),
+        pytest.param(None, 0, (3, 4, 5, 1), marks=pytest.mark.nightly),
+        pytest.param(4, ROWS, (18, 19), marks=pytest.mark.nightly),
+    ],
+)
+def test_dropout_in_any_number_of_rows(size: Any, table: int, all_rows: tuple[int, ...]) -> None:
+    """A graph for any number of rows does not compile, and one for each of them does."""
+    step, state = dropping(net(), size, "eager", table)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in all_rows:
+            check(step(state, torch.ones(rows, 10, 10))[1], rows)
+
+
+def test_dropout_in_a_ragged_stream() -> None:
+    step, state = dropping(net(), None, "eager")
+    window = step.begin(state)
+    for rows in (2, 3, 4, 3):
+        window, aux = step.update(state, window, torch.ones(rows, 10, 10))
+        assert len(aux) == rows
+    assert step.apply(state, window)[1].weight == 12
+
+
+def test_no_other_size_is_open() -> None:
+    """Of a second model of other widths in the same process, or of another length."""
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append([x for x in inputs if isinstance(x, torch.SymInt)])
+        return graph.forward
+
+    settings = {"compile": {"backend": backend}}
+    for width in (3, 5):
+        ours, _ = pair(lambda p, x: (x @ p).square().mean(), pa.sgd(0.1), **settings)
+        for length in (2, 3):
+            ours(ours.init(torch.ones(width, width)), torch.ones(8, length, width))
+    assert seen == [[]] * 4
+
+
+def test_who_asks_for_open_sizes_has_them() -> None:
+    """``dynamic`` is torch's own word, and shapes then share a graph."""
+    settings, graphs = counting()
+    loss = lambda w, x: (x * w).square().mean()  # noqa: E731
+    compile = settings | {"dynamic": True}
+    ours, eager = pair(loss, pa.sgd(0.1), nonfinite="skip", compile=compile)
+    state = ours.init(torch.tensor(1.0).double())
+    for length in range(2, 6):
+        batch = torch.ones(8, length).double()
+        assert_close(ours(state, batch), eager(state, batch))
+    assert len(graphs) <= 2
+
+
+def test_a_module_that_begins_to_drop_goes_on() -> None:
+    """Microbatches that went through together, while nothing was random, go one by one."""
+    fn = pa.functional(module := net().eval())
+    ours, _ = pair(lambda p, x: fn.apply(p, fn.buffers, x)[0].square().mean(), pa.sgd(0.0))
+    state = ours.init(fn.params)
+    losses = []
+    for mode in (False, True, False):
+        module.train(mode)
+        losses.append(ours(state, torch.ones(8, 50))[1].loss.item())
+    assert losses[0] == losses[2] == 1
+    assert losses[1] != 1
