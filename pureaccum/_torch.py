@@ -21,7 +21,7 @@ name                               what for                                check
 ``torch._dynamo``                  dims that vary; the compiler's errors   2.11, 2.13, 2.15
 ``torch._inductor.exc``            the same                                2.11, 2.13, 2.15
 ``torch.utils._python_dispatch``   see every operation                     2.11, 2.13, 2.15
-``._should_skip_dynamo``           … and import no compiler for it         2.13
+``._should_skip_dynamo``           … and import no compiler for it         2.11, 2.13
 ``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
 ``torch._subclasses.fake_tensor``  tensors that hold no numbers            2.11, 2.13, 2.15
 =================================  ======================================  ================
