@@ -220,17 +220,14 @@ def version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def versions(tensors: Sequence[Tensor]) -> int:
-    """How often some tensors were written to in all, but for inference tensors.
-
-    Nobody counts what foreach operations write.
-    """
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each of some tensors was written to; inference tensors and foreach do not count."""
     if transform_level() is None:
         try:
-            return sum(map(_VERSION, tensors))
+            return [*map(_VERSION, tensors)]
         except RuntimeError:  # an inference tensor among them
             pass
-    return sum(x._version for x in map(innermost, tensors) if not x.is_inference())
+    return [version(x) or 0 for x in tensors]
 
 
 _VERSION = attrgetter("_version")

@@ -128,8 +128,14 @@ class _Guard:
         return self.guarded
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is None and self.tensors is not None and versions(self.tensors) != self.before:
-            raise LateWriteError(_sentence("has written to", "what it is given or captures"))
+        if error is None and self.tensors is not None:
+            now = versions(self.tensors)
+            if now != self.before:
+                pairs = zip(now, self.before, self.tensors, strict=True)
+                x = next(x for a, b, x in pairs if a != b)
+                modules = [module for at in self.known.modules if (module := at()) is not None]
+                name = _names(self.given).get(memory_of(local(x))) or _named(x, modules)
+                raise LateWriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
         """From here on versions are compared."""
@@ -200,11 +206,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
 
     Yields the modules that are called with parameters of their own that require a gradient.
     """
-    names: dict[Any, str] = {}
-    for root, its, spec in given:
-        for x, name in zip(its, paths(spec, root), strict=True):
-            if isinstance(x, Tensor):
-                names.setdefault(memory_of(local(x)), name)
+    names = _names(given)
     modules: dict[nn.Module, None] = {}
     themselves: dict[nn.Module, None] = {}
     trained: list[nn.Module] = []
@@ -217,7 +219,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
             memory = memory_of(local(x))
             if memory is not None and memory not in ours:
                 raise WriteError(
-                    _sentence("writes to", names.get(memory) or _named(x, memory, [*modules]))
+                    _sentence("writes to", names.get(memory) or _named(x, [*modules]))
                     + f"\n\nThe operation: {operation}"
                 )
         if is_taken_as_new(operation):
@@ -256,8 +258,19 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
         references.extend(ref(x) for x in found if id(x) not in held)  # pyright: ignore
 
 
-def _named(x: Tensor, memory: Any, modules: list[nn.Module]) -> str:
+def _names(given: tuple[Given, ...]) -> dict[Any, str]:
+    """The names of what is given, by its memory."""
+    names: dict[Any, str] = {}
+    for root, its, spec in given:
+        for x, name in zip(its, paths(spec, root), strict=True):
+            if isinstance(x, Tensor):
+                names.setdefault(memory_of(local(x)), name)
+    return names
+
+
+def _named(x: Tensor, modules: list[nn.Module]) -> str:
     """What a captured tensor is called in a module that was called, or else how it looks."""
+    memory = memory_of(local(x))
     for module in modules:
         for table in (PARAMETERS, BUFFERS):
             for key, tensor in vars(module)[table].items():

@@ -132,7 +132,7 @@ OF_CORE: dict[str, Mutant] = {
     "late writes not seen": Mutant(
         "A write in a later microbatch changes what the loss was given.",
         "_writes.py",
-        "if before is not None and versions(before[0]) != before[1]:",
+        "if now != self.before:",
         "if False:",
     ),
     "a new mode not watched": Mutant(

@@ -182,7 +182,8 @@ def test_a_write_in_a_later_microbatch_raises(form: str) -> None:
         loss = loss_of(of, late)
         if form in ("uncut", "value uncut", "update", "donated"):
             FORMS[form](loss, of, "autograd")  # its one call
-        with saying(RuntimeError, "has written to", "only lent to it"):
+        name = "['x']" if write == "batch in place" else WRITES[write][0]
+        with saying(RuntimeError, "has written to", name, "only lent to it"):
             FORMS[form](loss, of, "autograd")
 
 
