@@ -54,7 +54,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     alone = undonated._replace(group=None)  # the other ranks do not run eagerly what fails here
     recipes: dict[Any, Recipe] = {}
     told_apart = not settings.get("dynamic")
-    of_batches, of_microbatches = Shapes({}, told_apart), Shapes({}, told_apart)
+    of_batches, of_microbatches = Shapes({}, {}, told_apart), Shapes({}, {}, told_apart)
     fitting: set[Any] = set()
     recorded = has_cuda_graphs(settings)
 

@@ -82,10 +82,10 @@ def explained(error: BaseException) -> str | None:
         return (
             "this step was compiled anew again and again: something besides the number of rows "
             "changes from call to call (torch's own warning names it), or a Python number is made "
-            "of that. A number that the loss reads goes into the batch instead, where it may "
-            "change at every step; one in the batch of which it makes a size, a range or a branch "
-            "may not (hand over a tensor with one row per sample). Pad what comes in many lengths, "
-            f"and keep the order of a dict's keys. The compiler's own words:\n\n{text}"
+            "of that. Put a number that the loss reads into the batch, where it may change at "
+            "every step; if it is there, the loss makes a size, a range or a branch of it: hand "
+            "over a tensor with one row per sample. Pad what comes in many lengths, and keep the "
+            f"order of a dict's keys. The compiler's own words:\n\n{text}"
         )
     stack = compiler_stack(error)
     ours = stack and Path(stack[-1].filename).parent == OURS and RAISED.search(text)

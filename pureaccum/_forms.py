@@ -39,7 +39,7 @@ class Left(NamedTuple):
 
     several: int  # how many microbatches go together
     numbers: Dtypes  # the Python numbers of a batch that are tensors in it
-    sizes: bool  # the number of microbatches, of the rows in the last one, and what torch thinks
+    sizes: bool = True  # of microbatches, of rows in the last one, and what torch has seen to vary
 
 
 class Recipe(NamedTuple):
@@ -65,8 +65,9 @@ class Form(NamedTuple):
 class Shapes(NamedTuple):
     """What a step has been compiled for."""
 
-    first: dict[Any, tuple[int, ...]]  # a number for each graph, and the sizes it was made with
-    told_apart: bool  # else torch decides which shapes share a graph: the user said dynamic=...
+    first: dict[Any, tuple[int, ...]]  # the sizes that came first with them
+    graphs: dict[Any, int]  # numbers for graphs
+    told_apart: bool  # else shapes share graphs, as the user said by dynamic=True
 
 
 def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
@@ -96,17 +97,22 @@ def recipe_for(
     cpp = len(leaves_of(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
     if left is None:
         several = together(plan, state, flat) if name == "scan" else 1
-        left = Left(several, dtypes_of_numbers(plan, state, flat), True)
+        left = Left(several, dtypes_of_numbers(plan, state, flat))
     alone = count + (rest > 0) == 1
     if name == "scan":
         sizes = *grouped(count, left.several), rest
     else:
         sizes = (flat.rows or 0,) if alone else (rest,)
+    rows = [x.shape[1:] if is_tensor(x) else type(x) for x in flat.leaves]
+    told = name, left, flat.spec, *(rows if shapes.told_apart else ())
     # A graph that knows its sizes is the faster for it: only the second takes any.
-    told = key_of(name, count, flat, sizes, left, shapes)
-    number, *first = shapes.first.setdefault(told, (len(shapes.first), *sizes))
+    first = shapes.first.setdefault(told, sizes)
     usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
     vary = [left.sizes and n > 1 and n != m for n, m in zip(sizes, usual, strict=True)]
+    # None and one are other graphs to torch than any number of at least two.
+    each = [min(n, 2) for n in sizes] if left.sizes else sizes
+    parts = count if name == "unrolled" else 0
+    key = shapes.graphs.setdefault((*told, parts, *each), len(shapes.graphs))
     flat = flat._replace(leaves=[])  # a recipe outlives the batch
 
     def arrange(leaves: list[Any]) -> tuple[Any, ...]:
@@ -118,12 +124,12 @@ def recipe_for(
             return *stacked, tail, left.several, numbers
         if alone:
             return (rows_of(here, 0, vary[0]),), numbers
-        parts = list(cut(here, size))
+        pieces = list(cut(here, size))
         if rest:
-            parts[-1] = rows_of(here, count * size, vary[-1])
-        return tuple(parts), numbers
+            pieces[-1] = rows_of(here, count * size, vary[-1])
+        return tuple(pieces), numbers
 
-    return Recipe(name, (number,), arrange, tiny, cpp, left)
+    return Recipe(name, (key,), arrange, tiny, cpp, left)
 
 
 def narrowed(recipe: Recipe) -> Left | None:
@@ -132,24 +138,8 @@ def narrowed(recipe: Recipe) -> Left | None:
     if left.several > 1:
         return left._replace(several=1)
     if left.numbers:
-        return left._replace(numbers={})
+        return left._replace(numbers=())
     return left._replace(sizes=False) if left.sizes else None
-
-
-def key_of(
-    name: str, count: int, flat: Batch, sizes: tuple[int, ...], left: Left, shapes: Shapes
-) -> tuple[Any, ...]:
-    """What graphs are told apart by."""
-    rows = [x.shape[1:] if is_tensor(x) else type(x) for x in flat.leaves]
-    return (
-        flat.spec,
-        *(rows if shapes.told_apart else ()),
-        count if name == "unrolled" else None,
-        left.several,
-        *left.numbers.items(),
-        # None and one are other graphs to torch than any number of at least two.
-        *((min(n, 2) for n in sizes) if left.sizes else (sizes,)),
-    )
 
 
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:

@@ -422,5 +422,5 @@ def test_the_device_of_the_state_decides_about_the_wrapper(device: str) -> None:
     step = make(compile=False, microbatch_size=None)
     plan = step.update.args[0]
     state = optree.tree_map(lambda x: x.to(device), step.init(PARAMS), namespace="pureaccum")
-    recipe = recipe_for(plan, state, read_batch(make_batch()), Shapes({}, True))
+    recipe = recipe_for(plan, state, read_batch(make_batch()), Shapes({}, {}, True))
     assert recipe.cpp == has_cpp_wrapper(device) == (device == "cpu")
