@@ -10,9 +10,10 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import refused, saying
+from tests.strategies import generator
 
 
-W, X = torch.randn(3, 3), torch.randn(3, 3)
+W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))
 x = X[0]
 
 

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.strategies import generator
 
 
-W, X = torch.randn(3, 3), torch.randn(4, 3)
+W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 
 
 # Kernels -------------------------------------------------------------------------------
