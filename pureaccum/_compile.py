@@ -16,7 +16,7 @@ from ._batches import read_batch, rows_to_cut
 from ._donation import mark
 from ._engine import Rule
 from ._explain import CompileError, attempt, is_limit
-from ._forms import Left, Recipe, Shapes, form_of, is_tensor, narrowed, recipe_for
+from ._forms import Freedom, Recipe, Shapes, form_of, is_tensor, narrowed, recipe_for
 from ._inputs import check_state, refuse_autocast_cache
 from ._numbers import Numbers
 from ._programs import has_cuda_graphs, programs, renewed, unit_of
@@ -32,7 +32,7 @@ from ._tree import map as map_tree
 
 REMEMBERED = 1000  # kinds of batches, and of microbatches
 
-Make = Callable[[Left | None], Recipe]
+Make = Callable[[Freedom | None], Recipe]
 
 
 class Compiled(NamedTuple):
@@ -69,10 +69,10 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             try:
                 return run(recipe)
             except CompileError as error:
-                left = None if is_limit(error.__cause__) else narrowed(recipe)
-                if left is None:
+                free = None if is_limit(error.__cause__) else narrowed(recipe)
+                if free is None:
                     raise
-            recipe = recipes[kind] = make(left)
+            recipe = recipes[kind] = make(free)
 
     def whole_compiled(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
         if transform_active() or not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -84,8 +84,8 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         flat_state = flatten(state)
         kind = flat_state[1], spec, *[x.shape if is_tensor(x) else type(x) for x in leaves]
 
-        def make(left: Left | None) -> Recipe:
-            return recipe_for(undonated, state, read_batch(batch), of_batches, left)
+        def make(free: Freedom | None) -> Recipe:
+            return recipe_for(undonated, state, read_batch(batch), of_batches, free)
 
         recipe = recipes.get(kind)
         if recipe is None:  # all that is looked at is the same for the next of this kind
@@ -139,7 +139,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         """What gives the next state: in place, if this one is given up and that saves anything."""
         leaves, spec = flat_state
         key, tiny = (recipe.key, recipe.tiny) if recipe else ((), False)
-        how = {"cpp": recipe.cpp, "static": not recipe.left.sizes} if recipe else {}
+        how = {"cpp": recipe.cpp, "static": not recipe.free.sizes} if recipe else {}
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
         distinct = len({*map(id, leaves)}) == len(leaves)
@@ -161,7 +161,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         eagerly: Callable[[], object],
     ) -> tuple[StepWindow, Tree]:
         """The sums of all microbatches, and their aux."""
-        static = not recipe.left.sizes
+        static = not recipe.free.sizes
         program = get("first_of_a_batch", False, *recipe.key, static=static)
         window, out = attempt(program, (began, pieces[0], numbers), eagerly)
         aux = folded(None, pieces[0], *out) if plan.has_aux else None
@@ -211,14 +211,14 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         def eagerly() -> object:
             return update(alone, state, window, microbatch)
 
-        def make(left: Left | None) -> Recipe:
+        def make(free: Freedom | None) -> Recipe:
             as_it_is = alone._replace(size=None)
-            return recipe_for(as_it_is, state, flat, of_microbatches, left)
+            return recipe_for(as_it_is, state, flat, of_microbatches, free)
 
         def run(recipe: Recipe) -> Any:
             (part,), numbers = recipe.arrange(flat.leaves)
             args = own, state, part, numbers
-            program = get("more", True, *recipe.key, static=not recipe.left.sizes)
+            program = get("more", True, *recipe.key, static=not recipe.free.sizes)
             return attempt(program, args, eagerly, plan.donate)
 
         each = [x.shape if is_tensor(x) else type(x) for x in flat.leaves]

@@ -34,7 +34,7 @@ TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three
 FEW, SHORT = 4, 64  # microbatches, and leaves times microbatches: longer graphs compile for minutes
 
 
-class Left(NamedTuple):
+class Freedom(NamedTuple):
     """What a graph leaves open."""
 
     several: int  # how many microbatches go together
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
     arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
     tiny: bool  # gradients
     cpp: bool  # wrapped in C++: faster for a graph of few leaves
-    left: Left
+    free: Freedom
 
 
 class Form(NamedTuple):
@@ -89,39 +89,39 @@ def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
 
 
 def recipe_for(
-    plan: Plan, state: TrainState, flat: Batch, shapes: Shapes, left: Left | None = None
+    plan: Plan, state: TrainState, flat: Batch, shapes: Shapes, free: Freedom | None = None
 ) -> Recipe:
     """How batches like this one go through the compiler."""
     name, count, rest, tiny = form_of(plan, state, flat)
     size, device = plan.size or 1, state.samples.device
     cpp = len(leaves_of(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
-    if left is None:
+    if free is None:
         several = together(plan, state, flat) if name == "scan" else 1
-        left = Left(several, dtypes_of_numbers(plan, state, flat))
+        free = Freedom(several, dtypes_of_numbers(plan, state, flat))
     alone = count + (rest > 0) == 1
     if name == "scan":
-        sizes = *grouped(count, left.several), rest
+        sizes = *grouped(count, free.several), rest
     else:
         sizes = (flat.rows or 0,) if alone else (rest,)
     rows = [x.shape[1:] if is_tensor(x) else type(x) for x in flat.leaves]
-    told = name, left, flat.spec, *(rows if shapes.told_apart else ())
+    told = name, free, flat.spec, *(rows if shapes.told_apart else ())
     # A graph that knows its sizes is the faster for it: only the second takes any.
     first = shapes.first.setdefault(told, sizes)
     usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
-    vary = [left.sizes and n > 1 and n != m for n, m in zip(sizes, usual, strict=True)]
+    vary = [free.sizes and n > 1 and n != m for n, m in zip(sizes, usual, strict=True)]
     # None and one are other graphs to torch than any number of at least two.
-    each = [min(n, 2) for n in sizes] if left.sizes else sizes
+    each = [min(n, 2) for n in sizes] if free.sizes else sizes
     parts = count if name == "unrolled" else 0
     key = shapes.graphs.setdefault((*told, parts, *each), len(shapes.graphs))
     flat = flat._replace(leaves=[])  # a recipe outlives the batch
 
     def arrange(leaves: list[Any]) -> tuple[Any, ...]:
-        leaves, numbers = taken_out(leaves, left.numbers, device)
+        leaves, numbers = taken_out(leaves, free.numbers, device)
         here = flat._replace(leaves=leaves)
         if name == "scan":
-            stacked = stacks(here, size, left.several, sizes, vary)
+            stacked = stacks(here, size, free.several, sizes, vary)
             tail = rows_of(here, count * size, vary[-1]) if rest else None
-            return *stacked, tail, left.several, numbers
+            return *stacked, tail, free.several, numbers
         if alone:
             return (rows_of(here, 0, vary[0]),), numbers
         pieces = list(cut(here, size))
@@ -129,17 +129,17 @@ def recipe_for(
             pieces[-1] = rows_of(here, count * size, vary[-1])
         return tuple(pieces), numbers
 
-    return Recipe(name, (key,), arrange, tiny, cpp, left)
+    return Recipe(name, (key,), arrange, tiny, cpp, free)
 
 
-def narrowed(recipe: Recipe) -> Left | None:
+def narrowed(recipe: Recipe) -> Freedom | None:
     """What a graph leaves open where the compiler failed on the one of this recipe, if anything."""
-    left = recipe.left
-    if left.several > 1:
-        return left._replace(several=1)
-    if left.numbers:
-        return left._replace(numbers=())
-    return left._replace(sizes=False) if left.sizes else None
+    free = recipe.free
+    if free.several > 1:
+        return free._replace(several=1)
+    if free.numbers:
+        return free._replace(numbers=())
+    return free._replace(sizes=False) if free.sizes else None
 
 
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:
