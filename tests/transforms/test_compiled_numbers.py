@@ -43,7 +43,8 @@ def mean(w: Tensor, b: Any) -> Tensor:
 
 
 def with_aux(w: Tensor, b: Any) -> Any:
-    return mean(w, b), {"last": mean(w, b), "rows": rows(w, b) * b["t"]}
+    """Only the aux without dimensions could be too wide."""
+    return (rows(w, b) * b["t"]).mean(), {"last": mean(w, b), "rows": rows(w, b) * b["t"]}
 
 
 def half(step: int) -> float:
@@ -101,8 +102,8 @@ def test_a_number_in_the_batch_may_change_at_every_step(name: str) -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("form", ["scan", "loop", "stream"])
-def test_in_every_form(form: str) -> None:
+@pytest.mark.parametrize("form", [pytest.param("loop", marks=pytest.mark.nightly), "stream"])
+def test_a_number_in_other_forms(form: str) -> None:
     settings, graphs = counting()
 
     def loss(params: Any, batch: Any) -> Tensor:
@@ -121,11 +122,12 @@ def test_in_every_form(form: str) -> None:
             assert ours.form(state, batch) == form
             got, want = ours(state, batch), eager(state, batch)
         alike(got, want, F32)
-    assert len(graphs) == {"scan": 1, "loop": 3, "stream": 2}[form]
+    assert len(graphs) == {"loop": 3, "stream": 2}[form]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [half, pytest.param(itself, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [half, itself])
 def test_by_inductor(number: Any) -> None:
     ours, eager = pair(mean, pa.sgd(0.01), compile=True)
     state = ours.init(torch.ones(3, 1))
@@ -154,7 +156,9 @@ KNOWN: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(
+    "name", [n if n == "a branch" else pytest.param(n, marks=pytest.mark.nightly) for n in KNOWN]
+)
 def test_a_number_that_the_loss_has_to_know(name: str) -> None:
     ours, eager = pair(KNOWN[name], pa.sgd(0.01))
     state = ours.init(torch.ones(3, 1))
