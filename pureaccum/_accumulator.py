@@ -308,7 +308,7 @@ def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumS
         # no two states may share a tensor: donating the one would take it from the other
         state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
         state.nonfinite + nonfinite,
-        state.weighted + sum(x.weighted for x in seen),
+        state.weighted + sum([x.weighted for x in seen]),
         state.squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
         if isinstance(state.squares, Tensor)
         else (),
