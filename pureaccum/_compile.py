@@ -28,6 +28,7 @@ from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_st
 from ._tree import Tree, flatten, unflatten
 from ._tree import leaves as leaves_of
 from ._tree import map as map_tree
+from ._writes import knows
 
 
 REMEMBERED = 1000  # kinds of batches, and of microbatches
@@ -98,7 +99,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
                 return whole(plan, state, batch)
             look(plan, state, flat, "batch", plan.size)
             recipe = remembered(kind, make)
-        else:
+        elif not knows(plan.known, leaves, spec):
             look(plan, state, read_batch(batch), "batch", plan.size)
         refuse_autocast_cache([state.samples])
         began = state
@@ -202,7 +203,8 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         if not flat.rows:
             return update(plan, state, window, microbatch, offset)
         at = first_row(plan, state, window, offset)
-        look(plan, state, flat, "microbatch")
+        if not knows(plan.known, flat.leaves, flat.spec):
+            look(plan, state, flat, "microbatch")
         samples = window.samples + flat.rows
         own = window if plan.donate else map_tree(torch.clone, window)
         own = own._replace(samples=at)

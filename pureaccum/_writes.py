@@ -109,6 +109,11 @@ def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[Ca
     return _Guard(known, given)
 
 
+def knows(known: Known, leaves: list[Any], spec: optree.PyTreeSpec) -> bool:
+    """Whether batches of this kind were watched before."""
+    return _kind(known, Given("", leaves, spec)) in known.kinds
+
+
 def _itself(loss: Call) -> Call:
     return loss
 
