@@ -10,6 +10,7 @@ import optree
 import torch
 
 from ._donation import Spoiled, mark
+from ._replay import put_back
 from ._torch import compiler_stack, is_compiler_error
 from ._tree import leaves as leaves_of
 
@@ -68,7 +69,7 @@ def attempt(
                 mark(leaves_of(args[0]), Spoiled)
             raise
         device = leaves_of(args[0])[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with put_back(device):
             eagerly()
         raise CompileError(sentence) from error
 

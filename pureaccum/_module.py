@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._places import Places, own_tensor, places_of
+from ._places import Places, full_name, own_tensor, places_of
 from ._shell import call
 from ._torch import BUFFERS, mapped_levels, tensor_hooks, transform_active
 
@@ -98,12 +98,12 @@ def functional(module: nn.Module) -> Functional:
         kind = buffers if table == BUFFERS else params if tensor.requires_grad else frozen
         kind[name] = tensor.detach()
     names = Names(
-        {name: x.shape for name, x in (params | frozen).items()},
-        {name: x.shape for name, x in buffers.items()},
-        _ties(places),
-        {name: x.dtype for name, x in params.items()},
-        [own_tensor(places, name) for name in params | frozen],
-        [name in params for name in params | frozen],
+        params={name: x.shape for name, x in (params | frozen).items()},
+        buffers={name: x.shape for name, x in buffers.items()},
+        tied=_ties(places),
+        dtypes={name: x.dtype for name, x in params.items()},
+        own=[own_tensor(places, name) for name in params | frozen],
+        required=[name in params for name in params | frozen],
     )
     for name in params:
         if any(tensor_hooks(own_tensor(places, name))):
@@ -202,9 +202,8 @@ def _check_gradients(names: Names) -> None:
 
 def _ties(places: Places) -> dict[str, str]:
     """For every other place of a tensor the name that it goes by."""
-    paths = places.paths
     return {
-        f"{paths[i]}.{key}" if paths[i] else key: name
+        full_name(places.paths[i], key): name
         for name, (_, *others) in places.slots.items()
         for i, _, key in others
     }

@@ -23,6 +23,7 @@ from ._buffers import begin
 from ._call import caller
 from ._loss import read
 from ._precision import under
+from ._replay import put_back
 from ._torch import seeing
 from ._train_state import Plan, TrainState
 from ._tree import flatten, unflatten
@@ -99,7 +100,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
         call = caller(with_numbers(plan, numbers), state, spec)
         with (
             torch.no_grad(),
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            put_back(device),
             warnings.catch_warnings(),
             seeing(see),
         ):

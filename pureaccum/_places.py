@@ -52,7 +52,7 @@ def places_of(module: nn.Module) -> Places:
         for table in (PARAMETERS, BUFFERS):
             for key, tensor in vars(part)[table].items():
                 if tensor is not None:
-                    names.setdefault(tensor, f"{path}.{key}" if path else key)
+                    names.setdefault(tensor, full_name(path, key))
                     slots.setdefault(tensor, []).append((i, table, key))
     scripted = any(map(is_compiled_module, modules))
     tables = [] if scripted else [vars(m)[table] for m in modules for table in TABLES[::2]]
@@ -66,6 +66,11 @@ def places_of(module: nn.Module) -> Places:
         seen=set(),
         leads_back={True} if scripted else set(),
     )
+
+
+def full_name(path: str, key: str) -> str:
+    """What ``named_parameters`` calls a tensor of the module at a path."""
+    return f"{path}.{key}" if path else key
 
 
 def own_tensor(places: Places, name: str) -> Tensor:

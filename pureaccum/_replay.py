@@ -8,7 +8,7 @@ A generator's state is kept only where numbers were drawn, since most calls draw
 """
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +43,11 @@ def replaying(drawn: list[Drawn]) -> Generator[None]:
         yield
     finally:
         restore(now)
+
+
+def put_back(device: torch.device) -> AbstractContextManager[None]:
+    """Let the generators of the CPU and of a device stand afterwards where they stood."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def generators(devices: Iterable[torch.device]) -> list[Drawn]:

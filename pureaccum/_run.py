@@ -21,6 +21,7 @@ from ._finish import finished
 from ._inputs import check_state, read_params, refuse_autocast_cache
 from ._passes import outside_inference_mode
 from ._ranks import before_this_rank, of_all_ranks
+from ._replay import put_back
 from ._scan import Stacked, fold_scanned
 from ._staged import fold_staged, goes_by_stages
 from ._stages import Staged, refuse_stream, sees_all_at_once
@@ -92,18 +93,18 @@ def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None
     leaves, spec = _read(plan, state)
     first = state.samples if first is None else first
     return Window(
-        caller(plan, state, spec),
-        leaves,
-        spec,
-        cut,
-        plan.rule,
-        torch.float32,
-        plan.aux_reduction,
-        plan.known,
-        ("state.params", "batch"),
-        _scale(plan, state),
-        (begin(plan.buffers, state.buffers) if plan.buffers else (), first),
-        partial(onwards, plan),
+        call=caller(plan, state, spec),
+        leaves=leaves,
+        spec=spec,
+        batch=cut,
+        rule=plan.rule,
+        at_least=torch.float32,
+        aux_reduction=plan.aux_reduction,
+        known=plan.known,
+        roots=("state.params", "batch"),
+        scale=_scale(plan, state),
+        carried=(begin(plan.buffers, state.buffers) if plan.buffers else (), first),
+        advance=partial(onwards, plan),
     )
 
 
@@ -236,9 +237,7 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
 
     with guarding(plan.known, *given) as guarded:
         if (watched := guarded(loss)) is not loss:
-            device = state.samples.device
-            random = torch.random.fork_rng([device] if device.type == "cuda" else [])
-            with random, outside_inference_mode(), torch.enable_grad():
+            with put_back(state.samples.device), outside_inference_mode(), torch.enable_grad():
                 watched([x.detach().requires_grad_() for x in leaves])
 
 

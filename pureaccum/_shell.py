@@ -30,7 +30,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ._held import ALONE, origins
-from ._places import TABLES, Picture, Places, Vars, changed, own_tensor, picture, what_changed
+from ._places import (
+    TABLES,
+    Picture,
+    Places,
+    Vars,
+    changed,
+    full_name,
+    own_tensor,
+    picture,
+    what_changed,
+)
 from ._replay import generators, restore
 from ._torch import is_cache, seeing
 from ._tree import leaves
@@ -99,7 +109,7 @@ def _in_place(
     held: dict[str, Any] = {}
     for name, tensor in tensors.items():
         for i, _, key in places.slots[name]:
-            held[f"{places.paths[i]}.{key}" if places.paths[i] else key] = tensor
+            held[full_name(places.paths[i], key)] = tensor
     # torch's own way with ties would leave our tensors in a module that has two names.
     out = functional_call(places.modules[0], held, args, dict(kwargs), tie_weights=False)
     return out, held

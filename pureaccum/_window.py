@@ -215,8 +215,9 @@ def _speculate(window: Window) -> Folded:
 
 
 def _fold_all(window: Window) -> Folded:
-    call, leaves, spec, batch, rule = window[:5]
-    aux_reduction, carried, advance = window.aux_reduction, window.carried, window.advance
+    call, leaves, spec, batch = window.call, window.leaves, window.spec, window.batch
+    rule, aux_reduction = window.rule, window.aux_reduction
+    carried, advance = window.carried, window.advance
     wrt = prepare(leaves, rule.engine, set())
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
     sums, layouts = opened(zeros(leaves, window.at_least))

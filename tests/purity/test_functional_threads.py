@@ -24,7 +24,8 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.calls import BoomError
 from tests.purity.collating import Embedding
-from tests.purity.networks import Checkpointed
+from tests.purity.networks import Checkpointed, Tied
+from tests.purity.test_functional import Twice
 from tests.strategies import generator
 
 
@@ -65,29 +66,6 @@ def at_once(jobs: Sequence[Callable[[], T]]) -> list[list[T]]:
 
 
 # Modules ------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    """One weight in two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
-class Twice(nn.Module):
-    """One layer that is called twice, under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.second = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
 
 
 class Reassigning(nn.Module):
