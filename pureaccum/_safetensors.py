@@ -1,28 +1,37 @@
-"""The safetensors format, with a header that follows from the leaves of a tree.
+"""The safetensors format, written and read strictly.
 
     8 bytes    the length of the header
-    header     JSON: dtype, shape and place of each tensor; as metadata, the leaves of the tree
-    tensors    their memory, those of the widest numbers first, so that each is aligned
-    8 bytes    the crc32 of all before the tensors, and that of the tensors
+    header     JSON: dtype, shape and place of each tensor; as metadata, all that is no tensor
+    tensors    row by row, those of the widest numbers first, so that each is aligned
+    crc32      a tensor too: the checksum of each of the others, and last that of the header
 
-Every reader of that format opens the file. Nothing in it decides what runs or how much memory is
-taken: a header is believed only where it is, byte for byte, the one that ``header_of`` writes for
-the leaves that it names, and where the file is as long as that.
+Every reader of that format finds the right numbers in the right places. What it has no words for
+stands as JSON in the metadata, by the name of the tensor: a dtype, an order in memory, and of which
+part of which leaf the numbers are.
+
+Nothing in a file decides what runs or how much memory is taken. A header is not parsed but matched,
+entry by entry, against what ``header_of`` can write, so that bytes which are not that cost nothing.
 """
 
+import itertools
 import json
 import math
+import operator
 import os
+import re
 import sys
 import zlib
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from io import BufferedReader
+from typing import Any, NamedTuple
 
 import torch
 
 
-FORMAT, VERSION = "pureaccum", "1"
+FORMAT, VERSION = "pureaccum", "2"
+LONGEST = 100_000_000  # bytes of a header: other readers take no more
 SCALARS = (bool, int, float, str)
-Leaf = dict[str, Any]  # path, and dtype, shape and strides of a tensor or the value of a scalar
 
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
 # What safetensors calls a dtype, and a last dim where it has none such; all others go as bytes.
@@ -46,92 +55,318 @@ NAMES: dict[torch.dtype, tuple[str, tuple[int, ...]]] = {
     torch.complex64: ("F32", (2,)),
     torch.complex128: ("F64", (2,)),
 }
+ITSELF = {name: dtype for dtype, (name, last) in NAMES.items() if not last}
 
 
-def in_file(leaves: list[Leaf]) -> list[Leaf]:
-    """The tensors, in the order in which they stand in a file."""
-    tensors = [leaf for leaf in leaves if "value" not in leaf]
-    return sorted(tensors, key=lambda leaf: -DTYPES[leaf["dtype"]].itemsize)
+class Piece(NamedTuple):
+    """A tensor in a file: a whole leaf, or the part of one that a rank held.
+
+    Attributes:
+        path: Of the leaf.
+        dtype: Of the leaf.
+        shape: Of the piece.
+        whole: The shape of the leaf.
+        at: Where in the leaf the piece begins.
+        strides: Of the leaf in memory.
+    """
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    at: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def header_of(leaves: list[Leaf]) -> bytes:
-    """All that stands before the tensors: what it says follows from the leaves alone."""
-    tensors: dict[str, Any] = {}
+class Part(NamedTuple):
+    """Which file it is of a checkpoint in several: shard 1 of 4 of the save of that name."""
+
+    save: str
+    shard: int
+    shards: int
+
+
+class Contents(NamedTuple):
+    """What a file holds of the leaves that are wanted.
+
+    Attributes:
+        part: Which file it is of a checkpoint in several.
+        scalars: Python numbers and strings, by their paths.
+        pieces: Tensors by their paths, each with where its bytes begin, and its number.
+        checks: The checksums of all tensors, by their numbers, and that of the header.
+        others: The first of the leaves that are not wanted.
+        count_of_others: How many of them there are.
+    """
+
+    part: Part | None
+    scalars: dict[str, Any]
+    pieces: dict[str, tuple[Piece, int, int]]
+    checks: bytearray
+    others: list[str]
+    count_of_others: int
+
+
+# Writing -----------------------------------------------------------------------------------
+
+
+def header_of(
+    pieces: Sequence[Piece], scalars: Mapping[str, Any], part: Part | None = None
+) -> bytes:
+    """All that stands before the tensors, which follow in the order of ``pieces``.
+
+    Args:
+        pieces: Those of the widest numbers first.
+        scalars: Python numbers and strings, by their paths.
+        part: Of a checkpoint in several files.
+    """
+    metadata = {"format": FORMAT, "version": VERSION}
+    if part is not None:
+        metadata |= {"save": part.save, "shard": f"{part.shard} of {part.shards}"}
+    tensors: list[str] = []
     end = 0
-    for leaf in in_file(leaves):
-        dtype = DTYPES[leaf["dtype"]]
-        kind, last = NAMES.get(dtype, ("U8", (dtype.itemsize,)))
-        begin, end = end, end + math.prod(leaf["shape"]) * dtype.itemsize
-        shape = [*leaf["shape"], *last]
-        tensors[leaf["path"]] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    tensors["crc32"] = {"dtype": "U8", "shape": [8], "data_offsets": [end, end + 8]}
-    metadata = {"format": FORMAT, "version": VERSION, "leaves": json.dumps(leaves)}
-    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    for piece in pieces:
+        name, last = _in_words(piece.dtype)
+        begin, end = end, end + piece.nbytes
+        tensors.append(_entry(piece.path, name, piece.shape + last, begin, end))
+        note: dict[str, Any] = {}
+        if last:
+            note["dtype"] = str(piece.dtype).removeprefix("torch.")
+        if piece.strides != row_by_row(piece.whole):
+            note["strides"] = piece.strides
+        if piece.shape != piece.whole:
+            note |= {"whole": piece.whole, "at": piece.at}
+        if note:
+            metadata[piece.path] = json.dumps(note)
+    metadata |= {path: json.dumps(value) for path, value in scalars.items()}
+    tensors.append(_entry_of_checks(len(pieces), end))
+    text = f'{{"__metadata__": {json.dumps(metadata)}, {", ".join(tensors)}}}'.encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    if len(text) > LONGEST:
+        raise ValueError(
+            f"the names and shapes of the {len(pieces) + len(scalars)} leaves of the tree take "
+            f"{len(text)} bytes; expected at most {LONGEST}, since readers of the safetensors "
+            "format take no more. Save it in parts."
+        )
     return len(text).to_bytes(8, "little") + text
 
 
-def checks_of(header: bytes, of_tensors: int) -> bytes:
+def checks_of(header: bytes, of_tensors: list[int]) -> bytes:
+    """What stands after the tensors, whose checksums these are."""
+    return b"".join(map(_as_bytes, [*of_tensors, zlib.crc32(header)]))
+
+
+def _entry(path: str, name: str, shape: tuple[int, ...], begin: int, end: int) -> str:
+    """What a header says of a tensor; by hand, for there may be a hundred thousand of them."""
+    sizes = ", ".join(map(str, shape))
+    where = f'"shape": [{sizes}], "data_offsets": [{begin}, {end}]'
+    return f'{_QUOTED(path)}: {{"dtype": "{name}", {where}}}'
+
+
+def _entry_of_checks(count: int, end: int) -> str:
+    size = 4 * (count + 1)
+    return _entry("crc32", "U8", (size,), end, end + size)
+
+
+def _as_bytes(check: int) -> bytes:
     """As this machine writes numbers: on one that writes them the other way they do not fit."""
-    return b"".join(check.to_bytes(4, sys.byteorder) for check in (zlib.crc32(header), of_tensors))
+    return check.to_bytes(4, sys.byteorder)
 
 
-def read_header(file: BinaryIO) -> tuple[list[Leaf], int]:
-    """The leaves in a file, and the checksum of its tensors, which come next."""
+_QUOTED = json.JSONEncoder().encode
+
+
+@lru_cache(1000)
+def row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose numbers lie row by row."""
+    sizes = [1, *(max(1, size) for size in reversed(shape))]
+    return tuple(itertools.accumulate(sizes[:-1] if shape else (), operator.mul))[::-1]
+
+
+def _in_words(dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
+    return NAMES.get(dtype, ("U8", (dtype.itemsize,)))
+
+
+# Reading -----------------------------------------------------------------------------------
+
+# Possessive: what matches in one way only need not be remembered.
+_REST = rb'[^"\\]*+(?:\\.[^"\\]*+)*+"'  # of a string
+_BEGIN = re.compile(
+    rb'\{"__metadata__": \{"format": "pureaccum", "version": "([^"\\]{0,20})"'
+    rb'(?:, "save": "([0-9a-f]{32})", "shard": "(\d{1,6}) of (\d{1,6})")?'
+)
+_NAME = rb'"[^"\\]*+(?:\\.[^"\\]*+){0,10000}+"'
+_NOTE = re.compile(rb', (%s): ("\{%s)' % (_NAME, _REST))
+_SCALAR = re.compile(rb', (%s): ("%s)' % (_NAME, _REST))
+_TENSOR = re.compile(
+    rb', (%s): \{"dtype": "(\w{1,20})", "shape": \[((?:\d{1,19}(?:, \d{1,19}){0,64})?)\], '
+    rb'"data_offsets": \[(\d{1,19}), (\d{1,19})\]\}' % _NAME
+)
+_CHECKS = b', "crc32": '
+MOST = 10_000  # bytes of a note, or of a number
+SHOWN = 20  # leaves in an error
+MANY = 100_000  # leaves that nobody wants, or what is said of them
+
+
+def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
+    """What a file holds; ValueError says why it is not whole.
+
+    Args:
+        file: Its beginning and its end are read.
+        wanted: Pieces and scalars such as are wanted, by their paths. Nothing is kept of others,
+            so that no header takes more memory than these do.
+    """
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")
-    if 8 + length + 8 > size:
+    if length > LONGEST or 8 + length + 4 > size:
         raise ValueError(f"it ends after {size} bytes, in its header. Cut short, or something else")
-    header = start + file.read(length)
-    leaves = _read_leaves(header)
-    bytes_of = (math.prod(x["shape"]) * DTYPES[x["dtype"]].itemsize for x in in_file(leaves))
-    whole = len(header) + sum(bytes_of) + 8
-    if size != whole:
-        raise ValueError(f"it has {size} bytes, and {whole} were written. Cut short, or damaged")
-    file.seek(size - 8)
-    checks = file.read(8)
-    file.seek(len(header))
-    of_tensors = int.from_bytes(checks[4:], sys.byteorder)
-    if checks != checks_of(header, of_tensors):
-        raise ValueError("the checksum of its header is another. Damaged")
-    return leaves, of_tensors
-
-
-def _read_leaves(header: bytes) -> list[Leaf]:
-    """The leaves that a header names, where it is the header of just these."""
+    header = bytearray(8 + length)  # and not a second one for a moment
+    header[:8] = start
+    file.readinto(memoryview(header)[8:])
+    part, at = _begun(header)
     try:
-        metadata = json.loads(header[8:])["__metadata__"]
-        if metadata["format"] != FORMAT:
-            raise KeyError
-        version = metadata["version"]
+        contents, end = _matched(header, at, wanted)
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise ValueError("it does not begin as one. Of another program, or damaged") from None
+        raise ValueError("its header contradicts itself. Damaged") from None
+    if not end:  # it has too many leaves that are not wanted to look at them all
+        return contents
+    if size != end:
+        raise ValueError(f"it has {size} bytes, and {end} were written. Cut short, or damaged")
+    file.seek(size - len(contents.checks))
+    file.readinto(contents.checks)
+    if bytes(contents.checks[-4:]) != _as_bytes(zlib.crc32(header)):
+        raise ValueError("the checksum of its header is another. Damaged")
+    return contents._replace(part=part)
+
+
+def check_of(contents: Contents, number: int) -> int:
+    """The checksum of a tensor."""
+    return int.from_bytes(contents.checks[4 * number : 4 * number + 4], sys.byteorder)
+
+
+def _begun(header: bytearray) -> tuple[Part | None, int]:
+    """Which file it is of several, and where what is said of leaves begins."""
+    begin = _BEGIN.match(header, 8)
+    if begin is None:
+        raise ValueError("it does not begin as one. Of another program, or damaged")
+    version, save, shard, shards = ((x or b"").decode(errors="replace") for x in begin.groups())
     if version != VERSION:
         raise ValueError(
             f"its version is {version!r}, and this pureaccum reads {VERSION!r}. Of a newer one, or "
             "damaged"
         )
-    try:
-        leaves: list[Leaf] = json.loads(metadata["leaves"])
-        once = len({leaf["path"] for leaf in leaves}) == len(leaves)
-        if once and header_of(leaves) == header and all(map(_makes_sense, leaves)):
-            return leaves
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError):
-        pass
-    raise ValueError("its header contradicts itself. Damaged")
+    return Part(save, int(shard), int(shards)) if save else None, begin.end()
 
 
-def _makes_sense(leaf: Leaf) -> bool:
-    """Whether a leaf is a scalar, or a tensor whose every number has a place of its own."""
-    if "value" in leaf:
-        return leaf.keys() == {"path", "value"} and type(leaf["value"]) in SCALARS
-    shape, strides = leaf["shape"], leaf["strides"]
-    if not all(type(n) is int and 0 <= n < 2**63 for n in [*shape, *strides]):
+def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Contents, int]:
+    """What a header says of leaves, and how long the file is by that; errors are of its bytes."""
+    names = {_QUOTED(path).encode(): path for path in wanted}
+    longest = max(map(len, names), default=0)
+    notes: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    pieces: dict[str, tuple[Piece, int, int]] = {}
+    others: list[str] = []
+    count_of_others = count = end = 0
+    left = 2 * len(wanted) + MANY
+
+    def entries(pattern: re.Pattern[bytes]) -> Iterator[re.Match[bytes]]:
+        nonlocal at, left
+        while left and not header.startswith(_CHECKS, at) and (it := pattern.match(header, at)):
+            at, left = it.end(), left - 1
+            yield it
+
+    def path_of(entry: re.Match[bytes], among: dict[str, Any]) -> str | None:
+        nonlocal count_of_others
+        begin, until = entry.span(1)
+        path = names.get(entry[1]) if until - begin <= longest else None
+        if path in among:
+            raise ValueError("twice")
+        if path is None and among is not notes:
+            count_of_others += 1
+            if len(others) < SHOWN:
+                others.append(header[begin + 1 : min(until - 1, begin + 200)].decode("ascii"))
+        return path
+
+    for entry in entries(_NOTE):
+        if path := path_of(entry, notes):
+            notes[path] = _text(header, entry)
+    for entry in entries(_SCALAR):
+        if path := path_of(entry, scalars):
+            scalars[path] = _text(header, entry, type(wanted[path]))
+    at = _after(header, at, b"}") if left else at
+    for entry in entries(_TENSOR):
+        begin, end = end, int(entry[5])
+        if path := path_of(entry, pieces):
+            piece = _piece(path, entry, notes.pop(path, {}), wanted[path])
+            if piece.nbytes != end - begin or path in scalars:
+                raise ValueError(path)
+            pieces[path] = piece, len(header) + begin, count
+        if int(entry[4]) != begin or end < begin:
+            raise ValueError("holes")
+        count += 1
+    contents = Contents(None, scalars, pieces, bytearray(4 * count + 4), others, count_of_others)
+    if not left:  # of another tree
+        return contents._replace(others=others or ["much else"]), 0
+    at = _after(header, at, f", {_entry_of_checks(count, end)}}}".encode())
+    if notes or len(header) - at > 7 or header[at:].strip(b" "):
+        raise ValueError("something else")
+    return contents, len(header) + end + 4 * count + 4
+
+
+def _after(header: bytearray, at: int, what: bytes) -> int:
+    if not header.startswith(what, at):
+        raise ValueError(what)
+    return at + len(what)
+
+
+def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
+    """What stands in the metadata of a leaf of that class."""
+    begin, until = entry.span(2)
+    is_string = header.startswith(b'"\\"', begin)
+    if is_string and kind is not str:
+        return ""  # one that nobody reads, of whatever length
+    if not is_string and until - begin > MOST:
+        raise ValueError("too long")
+    value = json.loads(json.loads(header[begin:until]))
+    if type(value) not in (*SCALARS, dict):
+        raise TypeError(value)
+    return value
+
+
+def _piece(path: str, entry: re.Match[bytes], note: dict[str, Any], like: Any) -> Piece:
+    """The piece that an entry and its note describe, if there can be such a one."""
+    sizes = tuple(map(int, entry[3].split(b", "))) if entry[3] else ()
+    if not note:
+        dtype, strides = ITSELF[entry[2].decode()], row_by_row(sizes)
+        if type(like) is Piece and like[1:3] == (dtype, sizes) and like.strides == strides:
+            return like  # of which there may be a hundred thousand: no second ones
+        return Piece(path, dtype, sizes, sizes, (0,) * len(sizes), strides)
+    dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[entry[2].decode()]
+    name, last = _in_words(dtype)
+    shape = sizes[: len(sizes) - len(last)]
+    whole, at = tuple(note.pop("whole", shape)), tuple(note.pop("at", (0,) * len(shape)))
+    strides = tuple(note.pop("strides")) if "strides" in note else row_by_row(whole)
+    piece = Piece(path, dtype, shape, whole, at, strides)
+    if note or name.encode() != entry[2] or sizes != shape + last or not _makes_sense(piece):
+        raise ValueError(path)
+    return piece
+
+
+def _makes_sense(piece: Piece) -> bool:
+    """Whether a piece is a part of a leaf whose every number has a place of its own."""
+    shape, whole, at = piece.shape, piece.whole, piece.at
+    if not all(type(n) is int and 0 <= n < 2**63 for n in (*whole, *at, *piece.strides)):
+        return False
+    if any(a + n > size for a, n, size in zip(at, shape, whole, strict=True)):
         return False
     places = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride != places and 0 not in shape:
+    for stride, size in sorted(zip(piece.strides, whole, strict=True)):
+        if size > 1 and stride != places and 0 not in whole:
             return False
         places *= size
     return True

@@ -81,6 +81,20 @@ def local(x: Any) -> Tensor:
         return x.to_local()
 
 
+def part_of(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where in a tensor the numbers begin that this rank holds, and their shape."""
+    if not is_sharded(x):
+        return (0,) * x.dim(), tuple(x.shape)
+    (part,) = x.__create_chunk_list__()  # as torch's own checkpoints ask
+    if tuple(part.sizes) != tuple(local(x).shape):
+        raise ValueError(
+            f"a DTensor of shape {tuple(x.shape)}, {', '.join(map(str, x.placements))}, is not cut "
+            f"into blocks: this rank holds {tuple(local(x).shape)} of it and not {part.sizes} from "
+            f"{part.offsets} on. Redistribute it to Shard or Replicate first."
+        )
+    return tuple(part.offsets) or (0,) * x.dim(), tuple(part.sizes)
+
+
 def opened(leaves: list[Tensor]) -> tuple[list[Tensor], Layouts | None]:
     """Local parts and how they lie; plain leaves as they are, with None for all of it."""
     if not any_sharded(leaves):
@@ -220,11 +234,15 @@ def _full(part: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
 
 def agreed(flag: Tensor, layouts: Layouts) -> Tensor:
     """Whether a flag is true on all ranks of all meshes."""
-    least = module().Partial("min")
+    return largest(1 - flag.to(torch.int32), layouts) == 0  # not every backend reduces bools
+
+
+def largest(number: Tensor, layouts: Layouts) -> Tensor:
+    """The largest that a number is on any rank of any mesh."""
+    most = module().Partial("max")
     for mesh in dict.fromkeys(at.mesh for at in layouts if at is not None):
-        number = flag.to(torch.int32)  # not every backend reduces bools
-        flag = _full(number, mesh, [least] * mesh.ndim).bool()
-    return flag
+        number = _full(number.to(mesh.device_type), mesh, [most] * mesh.ndim)
+    return number
 
 
 def norms_over_ranks(norms: list[Tensor], layouts: Layouts) -> list[Tensor]:

@@ -1,153 +1,162 @@
-"""Saving and loading trees whose tensors are spread over ranks.
+"""A checkpoint of several ranks: a folder of files, of which each rank wrote one.
 
-    path/shard-…-of-….safetensors    what one rank held: names, parts, and where they lie
+    path/shard-00001-of-00004.safetensors    what one rank held, each part of a leaf once
 
-Every rank writes what it holds, once, without pickle, into a directory that gets its name when all
-of them are done. Any number of ranks reads it again: each reads what it needs and nobody waits for
-another. Sums that are ``Partial`` are saved as what they are a sum of; the first rank gets it back.
+Each file says of which save it is, how many there are, and which part of which leaf its tensors
+are, with their checksums. So any number of ranks can read them again, each what it needs, and none
+goes on unless all of it was there and whole.
 """
 
+import itertools
 import os
-import shutil
-from collections.abc import Callable
-from pathlib import Path
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._inputs import read_tensors
-from ._sharded import close, landed, layout_of, local, resolved, whole_layout
-from ._tree import Tree, paths, unflatten
+from ._pieces import write_file
+from ._safetensors import Contents, Part, Piece
+from ._sharded import largest, layout_of
+from ._whole_file import whole_folder
 
 
-def save_sharded(path: str | os.PathLike[str], tree: Tree) -> None:
-    """Save a tree with DTensors in it; all ranks call this together.
+def is_ours_to_write(x: Any, i: int) -> bool:
+    """Whether this rank writes its part of the leaf of that number: of those that hold it one does.
 
-    Args:
-        path: A directory that does not exist yet.
-        tree: A pytree of tensors. Those that are no DTensors are taken to be the same on all ranks.
+    The leaves go round, so that all write about as much.
     """
-    storage: Any = _storage()
-    if not dist.is_initialized():
-        raise RuntimeError("there is no process group, so nothing is spread over ranks: use save.")
-    named = _named(resolved(read_tensors(tree, "tree", _CAUSE)[0]), tree)
-    final = Path(path)
-    unfinished = final.with_name(f".{final.name}.unfinished")
-    _on_first_rank(lambda: _make(final, unfinished))
+    at = layout_of(x)
+    if at is None:
+        return i % dist.get_world_size() == dist.get_rank()
+    coordinate = at.mesh.get_coordinate()
+    return coordinate is not None and all(
+        here == i % size
+        for p, here, size in zip(at.placements, coordinate, at.mesh.shape, strict=True)
+        if p.is_replicate()
+    )
+
+
+def save_by_ranks(
+    path: str, tensors: Sequence[tuple[Piece, Tensor]], scalars: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint; all ranks call this together, each with what it is to write."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with ExitStack() as stack:
+
+        def begin() -> Any:
+            if rank == 0:
+                return stack.enter_context(whole_folder(path)), os.urandom(16).hex()
+            return None
+
+        folder, save = _on_all_ranks(begin)[0]
+
+        def write() -> None:
+            with open(os.path.join(folder, _name(rank + 1, world)), "xb") as file:
+                write_file(file, tensors, {} if rank else scalars, Part(save, rank + 1, world))
+                file.flush()
+                os.fsync(file.fileno())
+
+        _on_all_ranks(write)
+        _on_all_ranks(stack.close)  # the folder gets its name
+
+
+def files_of(path: str) -> list[str]:
+    """The files of a checkpoint: itself, or those in a folder, none of which may be missing."""
+    if not os.path.isdir(path):
+        return [path]
+    found = set(filter(_NAME.fullmatch, os.listdir(path)))
+    if not found:
+        raise ValueError(not_whole(path, "it is not a file, nor a folder that several ranks saved"))
+    count = int(min(found).removesuffix(_END).rpartition("-")[2])
+    names = (_name(i, count) for i in range(1, count + 1))
+    files = list(itertools.takewhile(found.__contains__, names))
+    if len(files) < count:
+        why = f"{_name(len(files) + 1, count)} is missing. Copied in part"
+        raise ValueError(not_whole(path, why))
+    if more := found.difference(files):
+        raise ValueError(not_whole(path, f"{min(more)} is one too many. Mixed with another"))
+    return [os.path.join(path, name) for name in files]
+
+
+def check_parts(path: str, files: Sequence[tuple[str, Contents]]) -> None:
+    """Check that all files are of one save, each in its place."""
+    parts = [contents.part or Part("", 0, 0) for _, contents in files]
+    if files[0][0] == path:
+        if parts[0].shards:
+            why = f"it is shard {parts[0].shard} of {parts[0].shards}. Load the folder of them"
+            raise ValueError(not_whole(path, why))
+        return
+    saves = [part.save for part in parts]
+    usual = max(saves, key=saves.count)
+    for i, ((name, _), part) in enumerate(zip(files, parts, strict=True), 1):
+        if part.save != usual:
+            why = f"it is of another save than {files[saves.index(usual)][0]!r}"
+            raise ValueError(not_whole(name, f"{why}. Copied from elsewhere"))
+        if part != Part(usual, i, len(files)):
+            why = f"it was written as shard {part.shard} of {part.shards}. Renamed"
+            raise ValueError(not_whole(name, why))
+
+
+def not_whole(path: str, why: str) -> str:
+    """What is said of a file that cannot be loaded."""
+    return f"{path!r} is not a whole pureaccum checkpoint: {why}."
+
+
+@contextmanager
+def all_or_none(leaves: Sequence[Any], path: str) -> Generator[None]:
+    """Where one rank of the meshes of these leaves raises an error, raise one on all of them."""
+    error = None
     try:
-        writer = storage.HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
-        storage.save(named, storage_writer=writer)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    _on_first_rank(lambda: unfinished.rename(final))
-
-
-def load_sharded(path: str | os.PathLike[str], like: Tree) -> Tree:
-    """Load what ``save_sharded`` saved, on any number of ranks.
-
-    Args:
-        path: The directory.
-        like: A tree of the structure, shapes, dtypes and placements that are wanted, such as
-            ``step.init(params)``. It is not changed.
-
-    Returns:
-        A tree like it, with the numbers that were saved.
-    """
-    storage: Any = _storage()
-    if not Path(path).is_dir():
-        raise FileNotFoundError(f"{path} is no directory; expected one that save_sharded made.")
-    leaves, spec = read_tensors(like, "like", _CAUSE)
-    found = [_empty(x) for x in leaves]
-    named = _named(found, like)
-    reader, planner = storage.HuggingFaceStorageReader(str(path)), storage.DefaultLoadPlanner()
-    metadata = reader.read_metadata()
-    _check(path, named, metadata.state_dict_metadata)
-    # What storage.load does, without asking other ranks: each knows what it needs.
-    planner.set_up_planner(named, metadata, False)
-    reader.set_up_storage_reader(metadata, False)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
-    return unflatten(spec, [_in_place_of(x, old) for x, old in zip(found, leaves, strict=True)])
-
-
-def is_saved_by_ranks(path: str | os.PathLike[str]) -> bool:
-    """Whether that is a folder such as ``save_sharded`` makes."""
-    return any(Path(path).glob("shard-*.safetensors"))
-
-
-_CAUSE = "What is saved is tensors: a state, parameters, what is no tensor goes elsewhere."
-
-
-def _storage() -> Any:
-    """Torch's module of checkpoints, imported only here: it takes a while."""
-    try:
-        import safetensors  # noqa: F401  # pyright: ignore
-    except ImportError as error:
-        raise ImportError(
-            "states spread over ranks are saved and loaded by torch.distributed.checkpoint with "
-            "safetensors, which is not installed: pip install 'pureaccum[sharded]'"
-        ) from error
-    import torch.distributed.checkpoint as storage
-
-    return storage
-
-
-def _named(leaves: list[Tensor], tree: Tree) -> dict[str, Tensor]:
-    _, spec = read_tensors(tree, "tree", _CAUSE)
-    return dict(zip(paths(spec, "tree"), leaves, strict=True))
-
-
-def _on_first_rank(do: Callable[[], object]) -> None:
-    """Let one rank do it, and all of them know how it went."""
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            do()
-        except OSError as error:
-            told = [error]
-    dist.broadcast_object_list(told)
-    if told[0] is not None:
-        raise told[0]
-
-
-def _make(final: Path, unfinished: Path) -> None:
-    if final.exists():
-        raise FileExistsError(
-            f"{final} exists, and a directory cannot be replaced in one move. Save under a new "
-            "name, and remove the old one afterwards."
-        )
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was interrupted
-    unfinished.mkdir(parents=True)
-
-
-def _check(path: Any, named: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    missing = [name for name in named if name not in saved]
-    extra = [name for name in saved if name not in named]
-    if missing or extra:
-        what = f"has no {missing[0]}" if missing else f"has {extra[0]}, which like has not"
+        yield
+    except Exception as raised:
+        error = raised
+    named = error and _NAME.search(str(error))
+    number = int(named[1]) if named else _NONE if error else 0
+    worst = int(largest(torch.tensor(number), [layout_of(x) for x in leaves]))
+    if error is not None:
+        raise error
+    if worst:
+        which = "it" if worst == _NONE else f"shard {worst} of it"
         raise ValueError(
-            f"{path} {what} ({len(saved)} leaves were saved, {len(named)} are wanted). The state "
-            "of another configuration?"
+            f"{path!r} was not loaded: another rank could not read {which}, and its own message "
+            "says why. No rank goes on without the others."
         )
-    for name, x in named.items():
-        shape, dtype = tuple(saved[name].size), saved[name].properties.dtype
-        if (shape, dtype) != (tuple(x.shape), x.dtype):
-            raise ValueError(
-                f"{name} was saved with shape {shape} as {dtype}; like has {tuple(x.shape)} as "
-                f"{x.dtype} there. The state of another configuration?"
-            )
 
 
-def _empty(x: Tensor) -> Tensor:
-    return close(torch.empty_like(local(x), requires_grad=False), whole_layout(layout_of(x)))
+_END = ".safetensors"
+_NAME = re.compile(r"shard-(\d{5,6})-of-(\d{5,6})\.safetensors")
+_NONE = 10**6  # no shard has that number
 
 
-def _in_place_of(x: Tensor, old: Tensor) -> Tensor:
-    at = layout_of(old)
-    if at is None or at == whole_layout(at):
-        return x
-    part = landed(x, at)
-    return close(torch.zeros_like(local(x)) if part is None else part, at)
+def _name(shard: int, shards: int) -> str:
+    return f"shard-{shard:05}-of-{shards:05}{_END}"
+
+
+def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
+    """What it returns on each rank; where it raises an error on one, all of them raise it."""
+    result = error = None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    told: list[Any] = [None] * dist.get_world_size()
+    says = error if isinstance(error, OSError | None) else OSError(f"{error!r}")
+    try:
+        dist.all_gather_object(told, (result, says))
+    except RuntimeError as lost:
+        lost.add_note(
+            "pureaccum: the checkpoint was not saved. Another rank has died or has raised an "
+            "error, or did not come to this point within the group's timeout."
+        )
+        raise
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(told):
+        if failure is not None:
+            failure.add_note(f"on rank {rank}, so that no rank saved anything")
+            raise failure
+    return [result for result, _ in told]

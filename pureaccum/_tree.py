@@ -5,6 +5,7 @@ never paired with leaves of the other: trees are flattened here, and torch gets 
 Classes registered globally in optree, or under the namespace ``"pureaccum"``, are trees too.
 """
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,20 @@ def leaves(tree: Tree) -> list[Any]:
 
 def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
     """How a user would write each leaf: ``params['layer'][0].weight``."""
-    return [accessor.codify(root) for accessor in spec.accessors()]
+    kind: Any = spec.type
+    if kind in _WITH_ITEMS:
+        names = [f"{root}[{entry!r}]" for entry in spec.entries()]
+    elif optree.is_namedtuple_class(kind):
+        names = [f"{root}.{field}" for field in kind._fields]
+    else:  # a leaf, or a class that somebody registered; three objects a leaf, which take a while
+        return [accessor.codify(root) for accessor in spec.accessors()]
+    if spec.num_nodes == spec.num_leaves + 1:
+        return names
+    parts = zip(spec.children(), names, strict=True)
+    return [path for child, name in parts for path in paths(child, name)]
+
+
+_WITH_ITEMS = {dict, OrderedDict, defaultdict, list, tuple, deque}
 
 
 def check_same_structure(

@@ -1,17 +1,19 @@
-"""A file that is written whole or not at all.
+"""A file, or a folder of them, that is written whole or not at all.
 
     write beside it under another name  ->  fsync  ->  rename  ->  fsync of the folder
 
 Whoever looks finds the old file or the new one, whenever the process or the machine dies. Every
 writer has a name of its own, so that two never mix their bytes: the last to rename wins. What
-killed writers leave behind goes with the next save: a writer holds a lock on its file for as
-long as it lives.
+killed writers leave behind goes with the next save into that folder, whatever its name: a writer
+holds a lock on what it writes for as long as it lives.
 """
 
+import errno
 import os
 import re
+import shutil
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
@@ -21,31 +23,63 @@ try:
 except ImportError:  # Windows, where nobody can remove a file that is open
     fcntl = None
 
+Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
+def whole_file(path: Path) -> Generator[BinaryIO]:
     """A file to write to, which takes the place of ``path`` when the block ends without an error.
 
-    Links are followed and permissions are kept, as ``open(path, "wb")`` would.
+    Links are followed, permissions are kept, and what is no file or may not be written to is
+    refused, as ``open(path, "wb")`` would.
     """
-    target = os.path.realpath(os.fspath(path))
-    folder, name = os.path.split(target)
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise ValueError(f"{os.fspath(path)!r} is not a file; expected the path of one to write.")
-    _remove_leftovers(folder, name)
-    descriptor, temporary = _open_another(folder, name)
+    name = os.fsdecode(path)
+    mode = _mode_of_file(name)
+    target = os.path.realpath(name)
+    folder = os.path.dirname(target)
+    _remove_leftovers(folder)
+    descriptor, temporary = _open_another(folder, _new_file)
     try:
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
-            if os.path.exists(target):
-                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            if mode is not None:
+                os.chmod(temporary, mode)
             os.fsync(descriptor)
             os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
             os.remove(temporary)
         raise
+    _sync_folder(folder)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Generator[str]:
+    """The name of a folder to fill, which becomes ``path`` when the block ends without an error.
+
+    There must be nothing of that name: a folder that is not empty cannot be replaced in one move.
+    """
+    target = os.path.abspath(os.fsdecode(path))  # which takes a slash at the end away
+    with suppress(FileNotFoundError):
+        os.lstat(target)
+        raise FileExistsError(
+            f"{target} exists, and a directory cannot be replaced in one move. Save under a new "
+            "name, and remove the old one afterwards."
+        )
+    folder = os.path.dirname(target)
+    os.makedirs(folder, exist_ok=True)
+    _remove_leftovers(folder)
+    descriptor, temporary = _open_another(folder, _new_folder)
+    try:
+        yield temporary
+        _sync_folder(temporary)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(descriptor)
     _sync_folder(folder)
 
 
@@ -62,31 +96,64 @@ def hand_over(file: BinaryIO, begin: int) -> int:
     return end
 
 
-def _open_another(folder: str, name: str) -> tuple[int, str]:
-    """A new file of a name that nobody else has, and a lock on it."""
+def _mode_of_file(name: str) -> int | None:
+    """The permissions of a file that may be written to; None where there is none yet."""
+    if not os.path.basename(name):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    try:
+        mode = os.stat(name).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{name!r} is not a file; expected the path of one to write.")
+    os.close(os.open(name, os.O_WRONLY))  # raises what open() would
+    return stat.S_IMODE(mode)
+
+
+_OURS = re.compile(r"\.pureaccum-[0-9a-f]{8}\.tmp")  # as the names that _open_another gives
+
+
+def _open_another(folder: str, make: Callable[[str], int]) -> tuple[int, str]:
+    """What ``make`` opens under a name that nobody else has, and a lock on it."""
     while True:
-        temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
-        # 0o666 is what open() asks for: the umask is taken off by the system
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _BINARY, 0o666)
+        temporary = os.path.join(folder, f".pureaccum-{os.urandom(4).hex()}.tmp")
+        descriptor = make(temporary)
         _lock(descriptor, wait=True)
-        if os.fstat(descriptor).st_nlink:
+        if os.path.lexists(temporary):
             return descriptor, temporary
         os.close(descriptor)  # somebody's _remove_leftovers came before the lock
 
 
-def _remove_leftovers(folder: str, name: str) -> None:
-    """Remove the files of those who died while they wrote to this name."""
-    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.tmp")  # as _open_another names them
-    for entry in os.listdir(folder):
-        if ours.fullmatch(entry):
-            with suppress(OSError):  # another one removed it, or may, or it is not ours
-                leftover = os.path.join(folder, entry)
-                descriptor = os.open(leftover, os.O_WRONLY)
-                try:
-                    if _lock(descriptor, wait=False):
-                        os.remove(leftover)
-                finally:
-                    os.close(descriptor)
+def _new_file(name: str) -> int:
+    # 0o666 is what open() asks for: the umask is taken off by the system
+    return os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _BINARY, 0o666)
+
+
+def _new_folder(name: str) -> int:
+    os.mkdir(name)
+    try:  # on Windows folders cannot be opened, nor are those of others removed there
+        return os.open(name if fcntl else os.devnull, os.O_RDONLY)
+    except FileNotFoundError:  # _remove_leftovers of another one again
+        return _new_folder(name)
+
+
+def _remove_leftovers(folder: str) -> None:
+    """Remove what those who died while they wrote into this folder left there.
+
+    What only has such a name, a pipe or a link, stays, and is not waited for.
+    """
+    for name in filter(_OURS.fullmatch, os.listdir(folder)):
+        leftover = os.path.join(folder, name)
+        with suppress(OSError, RecursionError):  # others removed it, or may, or it is not ours
+            is_folder = stat.S_ISDIR(os.lstat(leftover).st_mode)
+            if not is_folder and not stat.S_ISREG(os.lstat(leftover).st_mode):
+                continue
+            descriptor = os.open(leftover, _CAREFULLY | (os.O_RDONLY if is_folder else os.O_WRONLY))
+            try:
+                if _lock(descriptor, wait=False):
+                    (shutil.rmtree if is_folder else os.remove)(leftover)
+            finally:
+                os.close(descriptor)
 
 
 def _lock(descriptor: int, wait: bool) -> bool:
@@ -101,7 +168,7 @@ def _lock(descriptor: int, wait: bool) -> bool:
 
 
 def _sync_folder(folder: str) -> None:
-    """Wait until the new name is on the disk too; on Windows folders cannot be opened."""
+    """Wait until the names in it are on the disk too; on Windows folders cannot be opened."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -111,3 +178,4 @@ def _sync_folder(folder: str) -> None:
 
 
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows would write "\r\n"
+_CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no link, no pipe

@@ -4,11 +4,10 @@ Nothing is pickled. Tensors are written from where they lie and read to where th
 tree is held, on a GPU or not, but one leaf at a time.
 """
 
-import ctypes
 import os
 import stat
-import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from io import BufferedReader
 from typing import Any
 
@@ -16,21 +15,37 @@ import optree
 import torch
 from torch import Tensor
 
-from ._safetensors import SCALARS, Leaf, checks_of, header_of, in_file, read_header
-from ._sharded import any_sharded
-from ._sharded_checkpoint import is_saved_by_ranks, load_sharded, save_sharded
+from ._pieces import read_piece, tile, write_file
+from ._safetensors import SCALARS, SHOWN, Contents, Piece, check_of, read_header, row_by_row
+from ._sharded import (
+    any_sharded,
+    is_sharded,
+    landed,
+    layout_of,
+    local,
+    part_of,
+    resolved,
+    whole_layout,
+)
+from ._sharded import close as in_layout
+from ._sharded_checkpoint import (
+    all_or_none,
+    check_parts,
+    files_of,
+    is_ours_to_write,
+    not_whole,
+    save_by_ranks,
+)
 from ._torch import transform_active
 from ._tree import Tree, flatten, paths, unflatten
-from ._tree import leaves as leaves_of
-from ._whole_file import hand_over, whole_file
+from ._whole_file import Path, whole_file
 
 
 ROOT = "tree"  # what a file calls the tree
-PIECE = 2**20  # bytes: a piece is still in the cache of the core when it is written
-SHOWN = 20  # lines of an error
+LARGEST = 10**4300
 
 
-def save(path: str | os.PathLike[str], tree: Tree) -> None:
+def save(path: Path, tree: Tree) -> None:
     """Write a tree to a file, which then is there whole, or as it was before.
 
     The rule: ``load(path, like)`` gives the same bits again.
@@ -40,9 +55,8 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
 
     Args:
         path: Of the file; one that is there is replaced.
-            Where the tree holds DTensors, all ranks save together: to a new folder, which gets
-            its name when it is whole, by ``torch.distributed.checkpoint``. Any number of ranks
-            can load it.
+            Where the tree holds DTensors, all ranks save together: to a new folder of a file for
+            each rank, which gets its name when it is whole. Any number of ranks can load it.
         tree: A pytree of tensors, and of Python bools, ints, floats and strings beside them: a
             ``TrainState``, an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
 
@@ -54,46 +68,43 @@ def save(path: str | os.PathLike[str], tree: Tree) -> None:
         {'w': tensor([1., 2.]), 'epoch': 3}
 
     References:
-        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has;
-        `torch.distributed.checkpoint
-        <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>`_
+        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has.
     """
     _check_outside("save")
-    if any_sharded(leaves_of(tree)):
-        save_sharded(path, tree)
-        return
     values, _, leaves = _read(tree, "tree")
-    header = header_of(leaves)
-    value = {leaf["path"]: x for leaf, x in zip(leaves, values, strict=True)}
-    with whole_file(path) as file:
-        file.write(header)
-        check = handed = 0
-        for leaf in in_file(leaves):
-            for piece in _pieces(_on_host(value[leaf["path"]], leaf["strides"])):
-                check = zlib.crc32(piece, check)
-                file.write(piece)
-                handed = hand_over(file, handed)
-        file.write(checks_of(header, check))
+    scalars = {name: x for name, x in leaves.items() if not isinstance(x, Piece)}
+    if not any_sharded(values):
+        with whole_file(path) as file:
+            pairs = zip(leaves.values(), values, strict=True)
+            write_file(file, [(leaf, x) for leaf, x in pairs if isinstance(leaf, Piece)], scalars)
+        return
+    ours: list[tuple[Piece, Tensor]] = []
+    for i, (x, leaf) in enumerate(zip(resolved(values), leaves.values(), strict=True)):
+        if isinstance(leaf, Piece) and is_ours_to_write(x, i):
+            at, shape = part_of(x)
+            ours.append((leaf._replace(at=at, shape=shape), local(x)))
+    save_by_ranks(os.fsdecode(path), ours, scalars)
 
 
-def load(path: str | os.PathLike[str], like: Tree) -> Tree:
+def load(path: Path, like: Tree) -> Tree:
     """Read a tree that ``save`` wrote: the same bits, in memory of its own.
 
     The rule: the structure and the devices of ``like``, with the numbers of the file.
 
     Args:
-        path: Of the file.
+        path: Of the file, or of the folder that several ranks saved.
         like: A tree such as was saved, ``step.init(params)`` for instance. It gives structure,
-            devices, and the placements of DTensors; its numbers are not used, and it stays as it
-            is.
+            devices, and the placements of DTensors, whose ranks load together; its numbers are not
+            used, and it stays as it is.
 
     Returns:
-        A tree like ``like``. Its tensors share no memory, and have the strides of the saved ones.
+        A tree like ``like``. Its tensors share no memory, and plain ones have the strides of the
+        saved ones.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is damaged, or not a checkpoint, or not one of a tree like this: then
-            every leaf that is off is named.
+            every leaf that is off is named. With DTensors it is raised on all ranks, if on one.
 
     Example:
         >>> import tempfile
@@ -110,128 +121,168 @@ def load(path: str | os.PathLike[str], like: Tree) -> Tree:
         ``save``, which writes it.
     """
     _check_outside("load")
-    if is_saved_by_ranks(path):
-        return load_sharded(path, like)
-    if any_sharded(leaves_of(like)):
-        raise ValueError(
-            f"like holds DTensors, and {os.fspath(path)!r} is not what several ranks saved. "
-            "Load it with plain tensors, and spread those: distribute_tensor(x, mesh, placements)."
-        )
-    values, spec, wanted = _read(like, "like")
-    with _opened(path) as file:
-        try:
-            leaves, check = read_header(file)
-        except ValueError as error:
-            raise ValueError(_not_whole(path, str(error))) from error
-        _check_alike(path, leaves, wanted)
-        place = {leaf["path"]: i for i, leaf in enumerate(wanted)}
-        for leaf in leaves:
-            if "value" in leaf:
-                values[place[leaf["path"]]] = leaf["value"]
-        came = 0
-        for leaf in in_file(leaves):
-            like_this = values[place[leaf["path"]]]
-            x = torch.empty_strided(
-                like_this.shape, leaf["strides"], dtype=like_this.dtype, device="cpu"
-            )
-            for piece in _pieces(x):
-                file.readinto(piece)
-                came = zlib.crc32(piece, came)
-            values[place[leaf["path"]]] = x.to(like_this.device)
-    if came != check:
-        raise ValueError(_not_whole(path, "the checksum of its tensors is another. Damaged"))
-    return unflatten(spec, values)
+    name = os.fsdecode(path)
+    values, spec, leaves = _read(like, "like")
+    together = all_or_none(values, name) if any_sharded(values) else nullcontext()
+    with together, ExitStack() as stack:
+        files = [_opened(file, stack, leaves) for file in files_of(name)]
+        check_parts(name, [(file.name, contents) for file, contents in files])
+        _check_alike(name, [contents for _, contents in files], leaves)
+        found = _loaded(files, dict(zip(leaves, values, strict=True)))
+        return unflatten(spec, found)
 
 
 # Leaves ------------------------------------------------------------------------------------
 
 
-def _read(tree: Tree, root: str) -> tuple[list[Any], optree.PyTreeSpec, list[Leaf]]:
-    """The leaves of a tree, and what a file says of them; those that cannot be saved are named."""
+def _read(
+    tree: Tree, root: str
+) -> tuple[list[Any], optree.PyTreeSpec, dict[str, Piece | bool | int | float | str]]:
+    """The leaves of a tree, and what a file says of each; those that cannot be saved are named."""
     values, spec = flatten(tree)
     names = paths(spec, ROOT)
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    leaves = {name: _leaf(x, name, root) for x, name in zip(values, names, strict=True)}
+    if len(leaves) < len(names):
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))
         raise ValueError(f"two leaves are called {twice}: give keys that look different.")
-    return values, spec, [_leaf(x, name, root) for x, name in zip(values, names, strict=True)]
+    return values, spec, leaves
 
 
-def _leaf(x: Any, name: str, root: str) -> Leaf:
-    where = root + name.removeprefix(ROOT)
+def _leaf(x: Any, name: str, root: str) -> Any:
     if type(x) in SCALARS:
-        return {"path": name, "value": x}
+        if type(x) is int and abs(x) >= LARGEST:
+            raise ValueError(
+                f"{_named(name, root)} is an int of more than 4,300 digits; expected a "
+                "shorter one, since Python by itself reads no longer ones. Save it as a str."
+            )
+        return x
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{where} is a {type(x).__name__}; expected a tensor, or a Python bool, int, float or "
-            "str. Functions, modules and arrays of other libraries are no part of a state."
+            f"{_named(name, root)} is a {type(x).__name__}; expected a tensor, or a Python "
+            "bool, int, float or str. Functions, modules and arrays of other libraries are no part "
+            "of a state."
         )
-    plain = x.layout == torch.strided and not x.is_quantized  # a donated one says that it is
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    dtype = x.dtype  # a donated one says that it is
+    if type(x) not in (Tensor, torch.nn.Parameter) and not is_sharded(x):
         raise TypeError(
-            f"{where} is a {type(x).__name__}, a tensor that may hold its numbers anywhere; "
-            "expected plain ones, or DTensors."
+            f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its "
+            "numbers anywhere; expected plain ones, or DTensors."
         )
-    if not plain or x.is_meta or (x.numel() and not x.data_ptr()):
+    here = local(x)
+    dense = here.layout == torch.strided and not here.is_quantized
+    if not dense or here.is_meta or (here.numel() and not here.data_ptr()):
         raise TypeError(
-            f"{where} is a {x.dtype} tensor in the layout {x.layout} on {x.device}; expected a "
-            "dense one with memory: sparse, quantized and meta tensors cannot be saved."
+            f"{_named(name, root)} is a {dtype} tensor in the layout {here.layout} on "
+            f"{here.device}; expected a dense one with memory: sparse, quantized and meta tensors "
+            "cannot be saved."
         )
-    # The order in memory decides bits of what is computed later: channels_last is kept.
-    strides = torch.empty_like(x, device="meta").stride()
-    dtype = str(x.dtype).removeprefix("torch.")
-    return {"path": name, "dtype": dtype, "shape": [*x.shape], "strides": [*strides]}
+    shape, strides = tuple(x.shape), x.stride()
+    if strides != row_by_row(shape):
+        # The order in memory decides bits of what is computed later: channels_last is kept.
+        like = torch.empty_strided(shape, strides, device="meta") if is_sharded(x) else x
+        strides = torch.empty_like(like, device="meta").stride()
+    return Piece(name, dtype, shape, shape, (0,) * len(shape), strides)
 
 
-def _check_alike(path: str | os.PathLike[str], leaves: list[Leaf], wanted: list[Leaf]) -> None:
-    """Name every leaf that a file has and ``like`` has not, and the other way round."""
-    came, want = ({leaf["path"]: _said(leaf) for leaf in side} for side in (leaves, wanted))
-    off = [f"{name} is not in the file" for name in want if name not in came]
-    off += [f"{name} is only in the file" for name in came if name not in want]
-    both = [name for name in want if name in came]
+def _named(name: str, root: str) -> str:
+    return root + name.removeprefix(ROOT)
+
+
+def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
+    """Name every leaf that a checkpoint has and ``like`` has not, and the other way round."""
+    came: dict[str, Any] = {}
+    for contents in files:
+        came |= contents.scalars
+        came |= {name: piece for name, (piece, _, _) in contents.pieces.items()}
+    others = dict.fromkeys(name for contents in files for name in contents.others)
+    count = max(len(others), *(contents.count_of_others for contents in files))
+    off = [f"{name} is not in the file" for name in wanted if name not in came]
+    off += [f"{name} is only in the file" for name in others]
     off += [
-        f"{name} is {came[name]} in the file and {want[name]} in like"
-        for name in both
-        if came[name] != want[name]
+        f"{name} is {_said(came[name])} in the file and {_said(leaf)} in like"
+        for name, leaf in wanted.items()
+        if name in came and not _is_alike(came[name], leaf)
     ]
     if off:
-        shown = off[:SHOWN] + ([f"and {len(off) - SHOWN} more"] if len(off) > SHOWN else [])
+        count += len(off) - len(others)
+        shown = off[:SHOWN] + ([f"and {count - SHOWN} more"] if count > SHOWN else [])
         raise ValueError(
-            f"{os.fspath(path)!r} holds another tree than like: {len(off)} leaves are off. Of "
-            "another model, optimizer, loss scale or window? Make like as the saved tree was made."
+            f"{path!r} holds another tree than like: {count} leaves are off. Of another model, "
+            "optimizer, loss scale or window? Make like as the saved tree was made."
             + "".join(f"\n  {line}" for line in shown)
         )
+    for name, leaf in wanted.items():
+        if isinstance(leaf, Piece):
+            parts = [contents.pieces[name][0] for contents in files if name in contents.pieces]
+            if not all(_is_alike(part, leaf) for part in parts) or not tile(parts, leaf.whole):
+                why = f"parts of {name} are not there, or twice. Of several saves, or damaged"
+                raise ValueError(not_whole(path, why))
 
 
-def _said(leaf: Leaf) -> str:
-    if "value" in leaf:
-        return f"a Python {type(leaf['value']).__name__}"
-    return f"{leaf['dtype']} of shape {tuple(leaf['shape'])}"
+def _is_alike(came: Any, leaf: Any) -> bool:
+    if isinstance(leaf, Piece) and isinstance(came, Piece):
+        return came.whole == leaf.whole and came.dtype == leaf.dtype
+    return type(came) is type(leaf)
 
 
-# Bytes ------------------------------------------------------------------------------------
+def _said(leaf: Any) -> Any:
+    if isinstance(leaf, Piece):
+        return f"{str(leaf.dtype).removeprefix('torch.')} of shape {leaf.whole}"
+    return f"a Python {type(leaf).__name__}"
 
 
-def _opened(path: str | os.PathLike[str]) -> BufferedReader:
-    """The file; a folder cannot be read, and a pipe might never end."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(_not_whole(path, "it is not a file"))
-    return open(path, "rb")
+# Files -------------------------------------------------------------------------------------
 
 
-def _on_host(x: Tensor, strides: list[int]) -> Tensor:
-    """The numbers of a tensor in memory that this process can read, in that order."""
-    x = x.detach().resolve_conj().resolve_neg()
-    if x.stride() != tuple(strides):
-        x = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-    return x.cpu()
+def _opened(
+    name: str, stack: ExitStack, wanted: Mapping[str, Any]
+) -> tuple[BufferedReader, Contents]:
+    """A file and what it holds; a folder cannot be read, and a pipe might never end."""
+    if not stat.S_ISREG(os.stat(name).st_mode):
+        raise ValueError(not_whole(name, "it is not a file"))
+    file = stack.enter_context(open(name, "rb"))  # noqa: SIM115
+    try:
+        return file, read_header(file, wanted)
+    except ValueError as error:
+        raise ValueError(not_whole(name, str(error))) from error
 
 
-def _pieces(x: Tensor) -> Iterator[memoryview]:
-    """The memory of a dense tensor, piece by piece."""
-    if x.numel():
-        memory = memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()))
-        for i in range(0, x.nbytes, PIECE):
-            yield memory[i : i + PIECE]
+def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str, Any]) -> list[Any]:
+    """The leaves, with the numbers of the files."""
+    found: dict[str, Any] = {}
+    blocks: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # what this rank holds, and from where
+    for file, contents in files:
+        found |= contents.scalars
+        for name, (piece, begin, number) in contents.pieces.items():
+            if name not in found:
+                x = found[name] = _empty(like[name], piece)
+                blocks[name] = (
+                    (x, (0,) * x.dim()) if type(x) is Tensor else (local(x), part_of(x)[0])
+                )
+            check = read_piece(file, begin, piece, *blocks[name])
+            if check is not None and check != check_of(contents, number):
+                why = f"the checksum of {name} is another. Damaged"
+                raise ValueError(not_whole(file.name, why))
+    return [_in_place_of(found[name], x) for name, x in like.items()]
+
+
+def _empty(like: Any, piece: Piece) -> Any:
+    """Memory for a leaf; nobody sees it before every number of it is there."""
+    at = layout_of(like)
+    if at is None:
+        strides = piece.strides
+        return torch.empty_strided(piece.whole, strides, dtype=piece.dtype, device=like.device)
+    part = torch.empty_like(local(like), requires_grad=False)
+    return in_layout(part, whole_layout(at))
+
+
+def _in_place_of(x: Any, old: Any) -> Any:
+    """The same in the layout of another: of a sum over ranks, the first has all of it."""
+    if type(x) is Tensor or (at := layout_of(old)) is None or at == whole_layout(at):
+        return x
+    part = landed(x, at)
+    return in_layout(torch.zeros_like(local(x)) if part is None else part, at)
 
 
 def _check_outside(what: str) -> None:
@@ -239,7 +290,3 @@ def _check_outside(what: str) -> None:
         raise RuntimeError(
             f"{what} works on files: call it outside of torch.func's transforms and compiled code."
         )
-
-
-def _not_whole(path: str | os.PathLike[str], why: str) -> str:
-    return f"{os.fspath(path)!r} is not a whole pureaccum checkpoint: {why}."

@@ -11,7 +11,7 @@ import pureaccum
 
 FLOORS = (
     {"_torch", "_whole_file", "_safetensors", "_sharded"},
-    {"_tree", "_donation", "_replay", "_rows_of_ranks"},
+    {"_tree", "_donation", "_pieces", "_replay", "_rows_of_ranks"},
     {
         "_explain",
         "_ensemble",
