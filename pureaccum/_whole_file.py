@@ -98,11 +98,13 @@ def hand_over(file: BinaryIO, begin: int) -> int:
 
 def _mode_of_file(name: str) -> int | None:
     """The permissions of a file that may be written to; None where there is none yet."""
-    if not os.path.basename(name):
+    if name.endswith(("/", os.sep)):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
     try:
         mode = os.stat(name).st_mode
     except FileNotFoundError:
+        if not name:
+            raise
         return None
     if not stat.S_ISREG(mode):
         raise ValueError(f"{name!r} is not a file; expected the path of one to write.")

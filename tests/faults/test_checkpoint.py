@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -126,6 +127,127 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["pipe"]
 
 
+def outcome(do: Callable[[], object]) -> Any:
+    """Whether it went well, or the class and number of its error."""
+    try:
+        do()
+    except OSError as error:
+        return type(error), error.errno
+    return None
+
+
+def as_nobody(do: Callable[[], object]) -> Any:
+    """The same without root's rights, to whom every file is open; in a fork."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            end = outcome(do)
+            os.write(writer, repr(end and (end[0].__name__, end[1])).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader) as file:
+        return file.read()
+
+
+PATHS: dict[str, Callable[[Path], Any]] = {
+    "of 255 bytes": lambda folder: folder / ("n" * 255),
+    "of 256 bytes": lambda folder: folder / ("n" * 256),
+    "of bytes": lambda folder: os.fsencode(folder / "b"),
+    "of bytes that are no text": lambda folder: os.fsencode(folder) + b"/\xff",
+    "with a slash at its end": lambda folder: f"{folder}/q/",
+    "a file with a slash at its end": lambda folder: f"{folder}/file/",
+    "in a file": lambda folder: folder / "file" / "x",
+    "a link": lambda folder: folder / "link",
+    "a link to nothing": lambda folder: folder / "to nothing",
+    "a link to itself": lambda folder: folder / "loop",
+    "with a zero byte's neighbour": lambda folder: folder / "a\nb",
+    "empty": lambda folder: "",
+}
+
+
+def some_files(folder: Path) -> None:
+    (folder / "file").touch()
+    (folder / "link").symlink_to("file")
+    (folder / "to nothing").symlink_to("nothing")
+    (folder / "loop").symlink_to("loop")
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_are_taken_as_open_takes_them(name: str, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+        some_files(folder)
+    path = PATHS[name](ours)
+    want = outcome(lambda: open(PATHS[name](theirs), "wb").close())
+    assert outcome(lambda: pa.save(path, OLD)) == want
+    assert sorted(os.listdir(os.fsencode(ours))) == sorted(os.listdir(os.fsencode(theirs)))
+    if want is None:
+        assert torch.equal(pa.load(path, OLD)["w"], OLD["w"])
+        assert (ours / "link").is_symlink()
+    want = outcome(lambda: open(PATHS[name](theirs), "rb").close())
+    if want is not None:
+        assert outcome(lambda: pa.load(PATHS[name](ours), OLD)) == want
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another user's rights: not on Windows")
+@pytest.mark.parametrize("mode", [0o444, 0o666, 0o200])
+def test_rights_are_those_of_open(mode: int) -> None:
+    with TemporaryDirectory() as outer:
+        folder = Path(outer)
+        folder.chmod(0o777)
+        (folder / "run").touch()
+        (folder / "run").chmod(mode)
+        if os.getuid() == 0:
+            os.chown(folder / "run", 65534, 65534)
+        want = as_nobody(lambda: open(folder / "run", "ab").close())
+        assert as_nobody(lambda: pa.save(folder / "run", OLD)) == want
+        assert os.listdir(folder) == ["run"]
+        assert (folder / "run").stat().st_size == 0 or want == "None"
+        folder.chmod(0o555)  # where no file can be made beside it
+        assert as_nobody(lambda: pa.save(folder / "run", OLD)) == "('PermissionError', 13)"
+        assert os.listdir(folder) == ["run"]
+        folder.chmod(0o777)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on Windows")
+def test_what_only_has_the_name_of_a_leftover(path: str) -> None:
+    """It stays, it is not waited for, and what it leads to stays too."""
+    folder = Path(path).parent
+    precious = folder / "precious"
+    precious.mkdir()
+    (precious / "work").touch()
+    names = [f".pureaccum-{i:08x}.tmp" for i in range(4)]
+    os.mkfifo(folder / names[0])
+    (folder / names[1]).symlink_to(path)
+    (folder / names[2]).symlink_to(precious)
+    (folder / names[3]).symlink_to("nothing")
+    pa.save(path, OLD)
+    assert sorted(os.listdir(folder)) == [*names, "precious", "run"]
+    assert os.listdir(precious) == ["work"]
+    inside = folder / names[3]
+    inside.unlink()
+    inside.mkdir()
+    (inside / "link").symlink_to(precious)
+    pa.save(path, OLD)  # a leftover, of which the link is removed and not what it leads to
+    assert sorted(os.listdir(folder)) == [*names[:3], "precious", "run"]
+    assert os.listdir(precious) == ["work"]
+
+
+def test_an_int_that_python_does_not_read(path: str) -> None:
+    pa.save(path, {"seed": 10**4300 - 1})
+    assert pa.load(path, {"seed": 0})["seed"] == 10**4300 - 1
+    pa.save(path, OLD)
+    with refused(ValueError, "tree['seed'] is an int of more than 4,300 digits", "as a str"):
+        pa.save(path, {"seed": -(10**4300)})
+    assert_untouched(path)
+
+
 def test_a_full_disk(path: str) -> None:
     """A file may not grow beyond 64 KiB here: a real error in the middle of a real write."""
     resource = pytest.importorskip("resource", reason="Windows has no such limits")
@@ -166,6 +288,19 @@ def test_not_more_lines_than_one_reads(path: str) -> None:
     lines = str(caught.value).splitlines()
     assert len(lines) == 22
     assert lines[-1] == "  and 30 more"
+
+
+def test_other_trees_of_many_leaves(path: str) -> None:
+    """The work grows with their number: with its square it would take a quarter of an hour."""
+    tree = {f"l{i}": 0.5 for i in range(100_000)}
+    pa.save(path, tree)
+    like = {f"m{i}": 0.5 for i in range(100_000)}
+    with saying(ValueError, "200000 leaves are off", "tree['m0'] is not in", "and 199980 more"):
+        pa.load(path, like)
+    like = tree | {"l5": 1, "new": 0.5}
+    del like["l7"]
+    with saying(ValueError, "3 leaves are off", "tree['new'] is not", "tree['l7'] is only in"):
+        pa.load(path, like)
 
 
 def test_a_run_with_another_loss_scale(path: str) -> None:
