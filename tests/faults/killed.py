@@ -1,9 +1,9 @@
 """``python -m tests.faults.killed FOLDER KILLS``: kill a training run again and again.
 
 A run saves after each microbatch, and goes on from the file that it finds. It is a fork of this
-process, which has imported torch once, and is killed at random moments or, every third time, where
-a file is being written for sure: it is stopped, looked at, and only then killed. Prints what came
-of it as JSON.
+process, which has imported torch once, and is killed at random moments, by any of three signals,
+or every third time where a file is being written for sure: it is stopped, looked at, and only then
+killed. Prints what came of it as JSON.
 """
 
 import json
@@ -56,10 +56,17 @@ def fork(path: Path) -> int:
         try:
             train(path)
             os._exit(0)
+        except KeyboardInterrupt:
+            os._exit(128 + signal.SIGINT)
         except BaseException:
             traceback.print_exc()
         os._exit(1)
     return child
+
+
+def is_killed(status: int) -> bool:
+    """Whether a process ended by one of the signals that it was sent."""
+    return os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 128 + signal.SIGINT
 
 
 def half_written(path: Path) -> set[str]:
@@ -68,7 +75,7 @@ def half_written(path: Path) -> set[str]:
 
 def kill_at_random(child: int, path: Path) -> int:
     time.sleep(random.uniform(0, LONGEST))
-    os.kill(child, signal.SIGKILL)
+    os.kill(child, random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
     return os.waitpid(child, 0)[1]
 
 
@@ -101,7 +108,7 @@ def main(folder: str, kills: int) -> None:
             status = (kill_in_a_save if killed % 3 == 2 else kill_at_random)(child, path)
         else:
             status = os.waitpid(child, 0)[1]
-        if not os.WIFSIGNALED(status):
+        if not is_killed(status):
             assert status == 0, "a run failed"
             assert_trees_bitwise_equal(pa.load(path, like), want)
             path.unlink()
