@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -363,18 +363,22 @@ def test_writers_to_one_path_do_not_mix(tmp_path: Path) -> None:
     """Each reader sees the file of one writer, whole."""
     like = torch.zeros(40_000)
     pa.save(tmp_path / "run", like)
+    ended = threading.Event()
 
     def write(number: float) -> None:
-        for _ in range(15):
+        while not ended.is_set():
             pa.save(tmp_path / "run", torch.full_like(like, number))
 
-    writers = [threading.Thread(target=write, args=(float(i),)) for i in range(1, 4)]
+    writers = [threading.Thread(target=write, args=(float(i),)) for i in range(1, 3)]
     for writer in writers:
         writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert len(pa.load(tmp_path / "run", like).unique()) == 1
-    for writer in writers:
-        writer.join()
+    try:
+        for _ in range(10 * settings.default.max_examples):
+            assert len(pa.load(tmp_path / "run", like).unique()) == 1
+    finally:
+        ended.set()
+        for writer in writers:
+            writer.join()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

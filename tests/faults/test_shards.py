@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -214,19 +214,26 @@ def test_parts_that_are(tmp_path: Path) -> None:
 # On ranks -------------------------------------------------------------------------------------
 
 
-def damages(run: Path) -> Iterator[tuple[str, Callable[[bytes], bytes | None]]]:
-    """What is done to which shard."""
-    yield NAMES[0], lambda content: content[:-100] + b"x" + content[-99:]  # numbers of one rank
-    yield NAMES[3], lambda content: content[:-100] + b"x" + content[-99:]
-    yield NAMES[1], lambda content: content[: len(content) // 2]
-    yield NAMES[2], lambda content: None
+def another_number(content: bytes) -> bytes:
+    """With a number changed that not every rank reads."""
+    header = 8 + int.from_bytes(content[:8], "little")
+    at = header + json.loads(content[8:header])["tree['w']"]["data_offsets"][0]
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGES: list[tuple[str, Callable[[bytes], bytes | None]]] = [
+    (NAMES[0], another_number),
+    (NAMES[3], another_number),
+    (NAMES[1], lambda content: content[: len(content) // 2]),
+    (NAMES[2], lambda content: None),
+]
 
 
 def loads_damaged(folder: str, rank: int, world: int) -> list[str]:
     """An error on every rank, which names the shard; then they go on together."""
     run, told = Path(folder) / "run", []
     like = {name: x if name == "epoch" else x * 0 for name, x in spread(LIKE).items()}
-    for shard, damage in damages(run):
+    for shard, damage in DAMAGES:
         whole = (run / shard).read_bytes()
         dist.barrier()
         if rank == 0:
@@ -252,7 +259,7 @@ def test_an_error_on_one_rank_is_one_on_all(run: Path, world: int) -> None:
     ends = run_on_ranks(world, partial(loads_damaged, str(run.parent)))
     assert not [end.failure for end in ends if end.failure], ends
     for end in ends:
-        for said, (shard, _) in zip(end.returned, damages(run), strict=True):
+        for said, (shard, _) in zip(end.returned, DAMAGES, strict=True):
             number = int(shard.split("-")[1])
             assert shard in said or f"shard {number} of it" in said, said
 

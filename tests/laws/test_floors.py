@@ -91,6 +91,7 @@ FLOORS = (
         "testing._assertions",
         "testing._exact_losses",
         "testing._kept",
+        "testing._mutants_of_disk",
         "testing._mutants_of_samples",
         "testing._mutants_of_stages",
         "testing._pure",

@@ -66,6 +66,19 @@ KILLERS = {
         "purity/test_writes.py::test_a_write_in_a_later_microbatch_raises[cut]"
     ),
     "a new mode not watched": "purity/test_writes.py::test_a_new_mode_is_looked_at_again",
+    "numbers as they lie in memory": (
+        "exact/test_checkpoint.py::test_the_library_s_own_reader_reads_every_dtype"
+    ),
+    "a checksum that nobody compares": "faults/test_corrupted.py::test_any_byte_flipped",
+    "parts with holes between them": "faults/test_shards.py::test_parts_that_are_not_the_whole",
+    "shards of two saves": "faults/test_shards.py::test_a_shard_of_another_run",
+    "one rank goes on without the others": (
+        "faults/test_shards.py::test_an_error_on_one_rank_is_one_on_all"
+    ),
+    "a header of any length": "faults/test_corrupted.py::test_a_hostile_file_costs_nothing",
+    "leftovers of one name alone": (
+        "exact/test_checkpoint.py::test_a_folder_that_dead_ranks_left_goes_too"
+    ),
     "aux that is a donated parameter": (
         "purity/test_donated_aux.py::test_what_came_beside_a_donated_state_stays"
     ),
