@@ -8,12 +8,13 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -215,3 +216,31 @@ def test_a_hostile_file_costs_nothing(tmp_path: Path) -> None:
     assert len(found) == 30
     assert {it["end"] for it in found.values()} == {"ValueError"}
     assert max(it["beyond"] for it in found.values()) <= 16 * 10**6
+
+
+# What stands in headers, and what does not.
+TOKENS = [
+    *(b'"', b"{", b"}", b"[", b"]", b",", b":", b"0", b"-1", b"9" * 20, b"\\", b"null", b" "),
+    *(b"\xff", b"\0", b'"U8"', b'"crc32"', b"\"tree['w']\"", b'"whole"', b'\\"at\\"', b'["a", 9]'),
+    *(b'"tree[\'w\']": "{\\"strides\\": [1]}"', b'"save": ', b'{\\"dtype\\": \\"int4\\"}'),
+]
+
+
+def test_headers_changed_at_random(path: Path) -> None:
+    """With checksums that fit: refused, or a tree of that structure, with those shapes."""
+    random = Random(0)
+    for _ in range({6: 500, 25: 2000}.get(settings.default.max_examples, 20_000)):
+        text = bytearray(WHOLE[8:HEADER])
+        for _ in range(random.randint(1, 4)):
+            at = random.randrange(len(text))
+            text[at : at + random.choice([0, 0, 1, 2, 5, 20])] = random.choice(TOKENS)
+        text += b" " * (-len(text) % 8)
+        start = struct.pack("<Q", len(text)) + text
+        path.write_bytes(start + WHOLE[HEADER:-4] + struct.pack("=I", zlib.crc32(start)))
+        try:
+            loaded = pa.load(path, TREE)
+        except ValueError:
+            continue
+        for name, x in TREE.items():
+            assert type(loaded[name]) is type(x)
+            assert not isinstance(x, torch.Tensor) or torch.equal(loaded[name], x)
