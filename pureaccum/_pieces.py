@@ -63,6 +63,8 @@ def read_piece(
     """
     if not piece.nbytes:
         return 0
+    if not into.numel():  # on a rank outside the mesh, not even of so many dims
+        return None
     shape = tuple(into.shape)
     if piece.shape == shape and piece.at == at and into.is_contiguous() and into.is_cpu:
         return _filled(file, begin, into)

@@ -199,12 +199,11 @@ _BEGIN = re.compile(
     rb'\{"__metadata__": \{"format": "pureaccum", "version": "([^"\\]{0,20})"'
     rb'(?:, "save": "([0-9a-f]{32})", "shard": "(\d{1,6}) of (\d{1,6})")?'
 )
-_NAME = rb'"[^"\\]*+(?:\\.[^"\\]*+){0,10000}+"'
-_NOTE = re.compile(rb', (%s): ("\{%s)' % (_NAME, _REST))
-_SCALAR = re.compile(rb', (%s): ("%s)' % (_NAME, _REST))
+_NOTE = re.compile(rb', ("%s): ("\{%s)' % (_REST, _REST))
+_SCALAR = re.compile(rb', ("%s): ("%s)' % (_REST, _REST))
 _TENSOR = re.compile(
-    rb', (%s): \{"dtype": "(\w{1,20})", "shape": \[((?:\d{1,19}(?:, \d{1,19}){0,64})?)\], '
-    rb'"data_offsets": \[(\d{1,19}), (\d{1,19})\]\}' % _NAME
+    rb', ("%s): \{"dtype": "(\w{1,20})", "shape": \[((?:\d{1,19}(?:, \d{1,19}){0,999})?)\], '
+    rb'"data_offsets": \[(\d{1,19}), (\d{1,19})\]\}' % _REST
 )
 _CHECKS = b', "crc32": '
 MOST = 10_000  # bytes of a note, or of a number

@@ -241,6 +241,8 @@ def largest(number: Tensor, layouts: Layouts) -> Tensor:
     """The largest that a number is on any rank of any mesh."""
     most = module().Partial("max")
     for mesh in dict.fromkeys(at.mesh for at in layouts if at is not None):
+        if mesh.get_coordinate() is None:  # this rank is not one of them
+            continue
         number = _full(number.to(mesh.device_type), mesh, [most] * mesh.ndim)
     return number
 

@@ -199,6 +199,23 @@ def by_hand(folder: Path, pieces: list[Any]) -> None:
             write_file(file, [it], {}, Part("0" * 32, i, len(pieces)))
 
 
+def test_a_number_and_a_tensor_of_one_name(tmp_path: Path) -> None:
+    for i, first in enumerate((True, False)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for shard in (1, 2):
+            with open(folder / name(shard, 2), "wb") as file:
+                tensors, scalars = ([piece(ROWS, 0)], {}), ([], {"tree['w']": 3})
+                write_file(file, *(tensors if (shard == 1) is first else scalars), part(shard))
+        for like in (torch.zeros(8, 3), 3):
+            with saying(ValueError, "tree['w'] is"):
+                pa.load(folder, {"w": like})
+
+
+def part(shard: int) -> Part:
+    return Part("0" * 32, shard, 2)
+
+
 @pytest.mark.parametrize("how", BY_HAND)
 def test_parts_that_are_not_the_whole(tmp_path: Path, how: str) -> None:
     by_hand(tmp_path / "run", BY_HAND[how])
