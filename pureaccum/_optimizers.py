@@ -18,7 +18,16 @@ from ._inputs import check_at_least
 from ._kernels import adam_method, sgd_method
 from ._schedules import check_rate
 from ._tree import Tree
-from ._update import Keeping, Optimizer, Rate, apply_method, begin, check_kept, moment
+from ._update import (
+    Keeping,
+    Optimizer,
+    Rate,
+    begin,
+    check_kept,
+    moment,
+    optimizer_of,
+    ready_method,
+)
 
 
 class SGDState(NamedTuple):
@@ -60,7 +69,8 @@ def sgd(
     Args:
         lr: A float, which the state then holds (``state.lr``: replace it there, or stack states
             of several); a tensor, which is used as it is and may be differentiated; or a
-            schedule, a function of the number of applied steps.
+            schedule, a function of the number of applied steps. Where it is not finite a training
+            step is not applied; ``apply`` alone computes with it as it is.
         momentum: How much of the last direction is kept; without any there is no such state.
         dampening: How much of a gradient the momentum leaves out.
         weight_decay: How much of the parameters is added to the gradient.
@@ -100,7 +110,8 @@ def sgd(
         return SGDState(*begin(lr, params), moment(params) if momentum else ())
 
     keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
-    return Optimizer(init, partial(apply_method, method, keeping), partial(check_kept, keeping))
+    ready = partial(ready_method, method, keeping)
+    return optimizer_of(init, ready, partial(check_kept, keeping))
 
 
 def adam(
@@ -225,4 +236,5 @@ def _adam(
 
     trees = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
     keeping = Keeping("adamw" if decoupled else "adam", AdamState, lr, trees)
-    return Optimizer(init, partial(apply_method, method, keeping), partial(check_kept, keeping))
+    ready = partial(ready_method, method, keeping)
+    return optimizer_of(init, ready, partial(check_kept, keeping))

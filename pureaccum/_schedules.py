@@ -7,14 +7,17 @@ torch.func, also for gradients with respect to the rates that they are made of.
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+import optree
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ._tree import moved
+from ._torch import transform_active
+from ._tree import known, moved, paths
 
 
 Schedule = Callable[[Tensor], Any]
@@ -202,6 +205,31 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
     return _float64(rate, count)
 
 
+def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None:
+    """Raise where a learning rate is too large for the dtype of a parameter."""
+    for i, x in enumerate(leaves):
+        most = torch.finfo(x.dtype).max
+        if not lr <= most:
+            raise ValueError(
+                f"lr is {lr!r}, which {paths(spec, 'params')[i]} in {x.dtype} cannot hold; "
+                f"expected at most {most:.3g}, and no step would be applied. A slip in the "
+                "exponent?"
+            )
+
+
+def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
+    """Whether a learning rate is finite in the dtypes of the parameters.
+
+    A bool where the host knows the rate, which costs a device nothing, and else a 0-d tensor.
+    """
+    dtypes = {x.dtype for x in leaves}
+    if rate.is_floating_point():
+        dtypes.add(rate.dtype)  # in which it is compared
+    most = min(torch.finfo(dtype).max for dtype in dtypes)
+    number = None if transform_active() else known(rate)
+    return rate.abs() <= most if number is None else abs(number) <= most
+
+
 # Pieces ---------------------------------------------------------------------------------
 
 
@@ -244,7 +272,7 @@ def _check_part(name: str, value: Any, expected: str = "a float or a 0-d tensor"
             )
     elif not _is_number(value):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
-    elif not 0 <= value < math.inf:
+    elif not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{name} is {value!r}; expected {expected}, finite and not negative.")
 
 
