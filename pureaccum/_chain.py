@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._donation import hand_over
+from ._inputs import as_float
 from ._torch import transform_active
 from ._tree import Tree, check_same_structure, flatten, global_norm, scalars_of, unflatten, where
 from ._tree import leaves as leaves_of
@@ -61,6 +62,7 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         `torch.nn.utils.clip_grad_norm_
         <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html>`_
     """
+    max_norm = as_float(max_norm)
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"max_norm is {max_norm!r}; expected a number above zero.")
 

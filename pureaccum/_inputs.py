@@ -3,9 +3,11 @@
 An error names the leaf or the argument, what came, what was expected, and the likely cause.
 """
 
+import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import optree
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from ._sharded import first_partial, is_sharded
 from ._tree import Tree, check_same_structure, flatten, paths
+
+
+MOST = 2**63 - 1  # that torch counts to: of rows, sizes and steps
 
 
 def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optree.PyTreeSpec]:
@@ -83,9 +88,9 @@ def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
     """One position or several, as a tuple."""
     expected = "an int or a tuple of ints"
     if not isinstance(argnums, tuple):
-        return (check_int(argnums, name, expected),)
-    several: tuple[Any, ...] = argnums
-    return tuple(check_int(each, f"{name}[{i}]", expected) for i, each in enumerate(several))
+        return (check_int(argnums, name, expected, -MOST, MOST),)
+    several = enumerate(cast("tuple[Any, ...]", argnums))
+    return tuple(check_int(each, f"{name}[{i}]", expected, -MOST, MOST) for i, each in several)
 
 
 def positions(argnums: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
@@ -132,8 +137,25 @@ def check_int(
                 came = f"{kind} of shape {tuple(shape)}"
             raise TypeError(f"{name} is {came}; expected {expected}.")
     if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"{name} is {number}; expected {expected}.")
+        raise ValueError(f"{name} is {shown(number)}; expected {expected}.")
     return number
+
+
+def shown(number: int) -> str:
+    """An int in a message; Python writes out no more than 4,300 digits, and nobody reads 40."""
+    bits = number.bit_length()
+    return str(number) if bits <= 128 else f"an int of {bits} bits"
+
+
+def as_float(value: Any) -> Any:
+    """Any real number as Python's float, one that is too large for it as inf; the rest as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    number: Any = value
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def check_choice(value: str, choices: Sequence[str], name: str) -> None:

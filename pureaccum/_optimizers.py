@@ -9,12 +9,11 @@ last place.
 """
 
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from ._inputs import check_at_least
+from ._inputs import as_float, check_at_least
 from ._kernels import adam_method, sgd_method
 from ._schedules import check_rate
 from ._tree import Tree
@@ -94,8 +93,8 @@ def sgd(
     References:
         `torch.optim.SGD <https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html>`_
     """
-    lr, momentum = _plain(lr), _plain(momentum)
-    dampening, weight_decay = _plain(dampening), _plain(weight_decay)
+    lr, momentum = as_float(lr), as_float(momentum)
+    dampening, weight_decay = as_float(dampening), as_float(weight_decay)
     check_rate(lr)
     check_at_least(0, momentum=momentum, weight_decay=weight_decay)
     if nesterov and (momentum <= 0 or dampening != 0):
@@ -202,11 +201,6 @@ def adamw(
     return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=True)
 
 
-def _plain(x: Any) -> Any:
-    """NumPy's numbers, and fractions, as Python's own; anything else as it is."""
-    return float(x) if isinstance(x, Real) and not isinstance(x, (bool, int)) else x
-
-
 def _adam(
     lr: Rate,
     betas: tuple[float, float],
@@ -217,11 +211,11 @@ def _adam(
     fused: bool,
     decoupled: bool,
 ) -> Optimizer:
-    lr, eps, weight_decay = _plain(lr), _plain(eps), _plain(weight_decay)
+    lr, eps, weight_decay = as_float(lr), as_float(eps), as_float(weight_decay)
     check_rate(lr)
     check_at_least(0, eps=eps, weight_decay=weight_decay)
     if isinstance(betas, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        betas = cast("tuple[float, float]", tuple(map(_plain, betas)))
+        betas = cast("tuple[float, float]", tuple(map(as_float, betas)))
     numbers = isinstance(betas, tuple) and all(isinstance(b, (int, float)) for b in betas)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not numbers or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas is {betas!r}; expected two numbers from 0 to less than 1.")
