@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from ._inputs import MOST, check_int
+from ._inputs import check_int
+from ._python_numbers import MOST
 from ._rows_of_ranks import cut_rows
 from ._sharded import any_sharded
 from ._tree import Tree, flatten, paths, unflatten

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._donation import hand_over
-from ._inputs import as_float
+from ._python_numbers import as_float
 from ._torch import transform_active
 from ._tree import Tree, check_same_structure, flatten, global_norm, scalars_of, unflatten, where
 from ._tree import leaves as leaves_of

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ._chain import clip_by_global_norm
-from ._inputs import as_float, check_at_least, read_params
+from ._inputs import check_at_least, read_params
 from ._per_sample import per_sample_grad
+from ._python_numbers import as_float
 from ._random import fold_in, normal
 from ._samples import Randomness, SampleEngine
 from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten

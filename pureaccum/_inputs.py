@@ -3,21 +3,17 @@
 An error names the leaf or the argument, what came, what was expected, and the likely cause.
 """
 
-import math
 import operator
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, cast
 
 import optree
 import torch
 from torch import Tensor
 
+from ._python_numbers import MOST, shown
 from ._sharded import first_partial, is_sharded
 from ._tree import Tree, check_same_structure, flatten, paths
-
-
-MOST = 2**63 - 1  # that torch counts to: of rows, sizes and steps
 
 
 def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optree.PyTreeSpec]:
@@ -139,23 +135,6 @@ def check_int(
     if (least is not None and number < least) or (most is not None and number > most):
         raise ValueError(f"{name} is {shown(number)}; expected {expected}.")
     return number
-
-
-def shown(number: int) -> str:
-    """An int in a message; Python writes out no more than 4,300 digits, and nobody reads 40."""
-    bits = number.bit_length()
-    return str(number) if bits <= 128 else f"an int of {bits} bits"
-
-
-def as_float(value: Any) -> Any:
-    """Any real number as Python's float, one that is too large for it as inf; the rest as it is."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    number: Any = value
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf
 
 
 def check_choice(value: str, choices: Sequence[str], name: str) -> None:

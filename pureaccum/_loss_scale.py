@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._inputs import as_float, check_int
+from ._inputs import check_int
+from ._python_numbers import as_float
 from ._tree import Tree, accumulation_dtype, as_scalar_of, map
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ._accumulator import AccumState
-from ._inputs import as_float, check_state, read_params
+from ._inputs import check_state, read_params
+from ._python_numbers import as_float
 from ._reducers import Moments
 from ._tree import Tree, flatten, norm, paths
 from ._tree import leaves as leaves_of

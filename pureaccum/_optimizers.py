@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from ._inputs import as_float, check_at_least
+from ._inputs import check_at_least
 from ._kernels import adam_method, sgd_method
+from ._python_numbers import as_float
 from ._schedules import check_rate
 from ._tree import Tree
 from ._update import (

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._inputs import check_int, shown
+from ._inputs import check_int
+from ._python_numbers import shown
 from ._torch import transform_active
 
 

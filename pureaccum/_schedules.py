@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ._inputs import MOST, as_float, shown
+from ._python_numbers import MOST, as_float, shown
 from ._torch import transform_active
 from ._tree import known, moved, paths
 
