@@ -163,6 +163,8 @@ def ready_method(
     """A step of a method before it is taken."""
     fitted = check_kept(keeping, state, params, root)
     rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
+    if transform_active():  # a graph moves it once, and not for every dtype
+        rate = moved(rate, fitted.columns[0][0].device)
     step = partial(_apply_method, method, keeping, fitted, rate, state)
     return Ready(is_sound(rate, fitted.columns[0]), step)
 

@@ -237,6 +237,22 @@ def test_a_number_costs_a_device_nothing(kind: str) -> None:
     assert found == [True, False]
 
 
+@pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
+def test_a_transform_moves_a_number_to_a_device_once(make: Any) -> None:
+    """For the judgement, and for the parameters of all dtypes."""
+    opt = make(0.1)
+    params = [torch.ones(3, dtype=x, device="meta") for x in (torch.float32, torch.bfloat16)]
+    given = [pa.stack([tree, tree]) for tree in (opt.init(params), params)]
+
+    def stepped(state: Any, params: Any) -> Any:
+        ready = opt.ready(state, params)
+        return ready.apply(params, ready.sound, False)
+
+    with Copies() as copies:
+        torch.func.vmap(stepped)(*given)
+    assert sum(copy.away for copy in copies.seen) == 1
+
+
 # Outside of a step, and at its door -------------------------------------------------------
 
 
