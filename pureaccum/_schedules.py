@@ -211,9 +211,8 @@ def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None
         most = torch.finfo(x.dtype).max
         if not lr <= most:
             raise ValueError(
-                f"lr is {lr!r}, which {paths(spec, 'params')[i]} in {x.dtype} cannot hold; "
-                f"expected at most {most:.3g}, and no step would be applied. A slip in the "
-                "exponent?"
+                f"lr is {lr!r}, which {paths(spec, 'params')[i]} in {x.dtype} cannot hold, so "
+                f"no step would be applied; expected at most {most:.3g}. A slip in the exponent?"
             )
 
 
