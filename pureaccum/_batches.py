@@ -13,9 +13,13 @@ import optree
 import torch
 
 from ._inputs import check_int
+from ._python_numbers import MOST
 from ._rows_of_ranks import cut_rows
 from ._sharded import any_sharded
 from ._tree import Tree, flatten, paths, unflatten
+
+
+_SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
 
 
 class Batch(NamedTuple):
@@ -114,9 +118,16 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
-def check_size(size: Any, name: str = "microbatch_size") -> int:
-    """The size itself, or an error that says what a size is."""
-    return check_int(size, name, _SIZE, 1)
+def check_size(
+    size: Any,
+    name: str = "microbatch_size",
+    expected: str = _SIZE,
+) -> int:
+    """The size itself, or an error that says what a size is.
+
+    No batch has more rows than torch can count, so larger sizes are all the same.
+    """
+    return min(check_int(size, name, expected, 1), MOST)
 
 
 def check_sizes(size: Any) -> int | list[int]:
@@ -124,10 +135,7 @@ def check_sizes(size: Any) -> int | list[int]:
     if isinstance(size, (list, tuple)):
         each = enumerate(cast(Sequence[Any], size))
         return [check_size(one, f"microbatch_size[{i}]") for i, one in each]
-    return check_int(size, "microbatch_size", f"{_SIZE}, or a list of such", 1)
-
-
-_SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
+    return check_size(size, "microbatch_size", f"{_SIZE}, or a list of such")
 
 
 def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
@@ -182,7 +190,7 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
         raise TypeError(
             f"loader is a {type(loader).__name__}; expected what yields microbatches."
         ) from error
-    k = check_int(k, "k", "an int of at least 1, the microbatches of a window", 1)
+    k = check_size(k, "k", "an int of at least 1, the microbatches of a window")
     return iter(lambda: list(itertools.islice(rest, k)), [])
 
 

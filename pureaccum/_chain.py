@@ -9,16 +9,18 @@ optimizer anything with ``init(params)`` and ``apply(grads, state, params)``.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._donation import hand_over
+from ._python_numbers import as_float
 from ._torch import transform_active
 from ._tree import Tree, check_same_structure, flatten, global_norm, scalars_of, unflatten, where
 from ._tree import leaves as leaves_of
-from ._update import Optimizer
+from ._update import Optimizer, Ready, optimizer_of
 
 
 class GradientMap(NamedTuple):
@@ -60,6 +62,7 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         `torch.nn.utils.clip_grad_norm_
         <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html>`_
     """
+    max_norm = as_float(max_norm)
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"max_norm is {max_norm!r}; expected a number above zero.")
 
@@ -131,24 +134,26 @@ def chain(*parts: Any) -> Optimizer:
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
         """Check that a state is one of this chain, and of these params."""
+        check_parts(state, root)
+        optimizer.check(state[-1], params, f"{root}[{len(maps)}]")
+
+    def check_parts(state: Any, root: str) -> None:
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
             raise TypeError(
                 f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of their "
                 "states that its init or its last call returned. A state of another configuration?"
             )
-        optimizer.check(state[-1], params, f"{root}[{len(maps)}]")
 
-    def apply(
-        grads: Tree,
-        state: tuple[Any, ...],
-        params: Tree,
-        *,
-        applied: Tensor | None = None,
-        donate: bool = False,
+    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+        """A step of the chain before it is taken."""
+        check_parts(state, root)
+        last = optimizer.ready(state[-1], params, f"{root}[{len(maps)}]")
+        return Ready(last.sound, partial(step, state, last))
+
+    def step(
+        state: tuple[Any, ...], last: Ready, grads: Tree, applied: Tensor | None, donate: bool
     ) -> tuple[Tree, tuple[Any, ...]]:
-        """The next params and state, or where ``applied`` is false the same again."""
-        check(state, params)
         new: list[Any] = []
         for map, old in zip(maps, state, strict=False):
             if isinstance(map, GradientMap):
@@ -160,10 +165,10 @@ def chain(*parts: Any) -> Optimizer:
                 came = flatten(grads)[1]
                 check_same_structure(before, came, "the gradients it got", "its grads", cause)
             new.append(later if applied is None else where(applied, later, old))
-        params, last = optimizer.apply(grads, state[-1], params, applied=applied, donate=donate)
-        return params, (*new, last)
+        params, kept = last.apply(grads, applied, donate)
+        return params, (*new, kept)
 
-    return Optimizer(init, apply, check)
+    return optimizer_of(init, ready, check)
 
 
 def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
@@ -187,13 +192,11 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
 
     plain: Callable[..., Any] = optimizer.apply
 
-    def apply(
-        grads: Tree,
-        state: Any,
-        params: Tree,
-        *,
-        applied: Tensor | None = None,
-        donate: bool = False,
+    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+        return Ready(True, partial(step, state, params))  # nobody knows its learning rate
+
+    def step(
+        state: Any, params: Tree, grads: Tree, applied: Tensor | None, donate: bool
     ) -> tuple[Tree, Any]:
         old = (params, state)
         new: Any = plain(grads, state, params)
@@ -207,7 +210,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
             new = unflatten(after, hand_over(leaves_of(old), leaves_of(new)))
         return new
 
-    return Optimizer(optimizer.init, apply)
+    return optimizer_of(optimizer.init, ready)
 
 
 def _has(thing: Any, *methods: str) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ._chain import clip_by_global_norm
 from ._inputs import check_at_least, read_params
 from ._per_sample import per_sample_grad
+from ._python_numbers import as_float
 from ._random import fold_in, normal
 from ._samples import Randomness, SampleEngine
 from ._tree import Tree, accumulation_dtype, as_scalar_of, unflatten
@@ -102,7 +103,7 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
         2016.
     """
     if not isinstance(std, Tensor):
-        check_at_least(0.0, std=std)
+        check_at_least(0.0, std=as_float(std))
     else:  # what is below zero cannot be seen without waiting for the device
         std = torch.where(std >= 0, std, torch.nan)
     if not isinstance(key, Tensor) or key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -113,7 +114,7 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
         parts = torch.view_as_real(x) if x.is_complex() else x
         wide = accumulation_dtype(parts.dtype)
         noise = normal(fold_in(key.to(x.device), i), tuple(parts.shape), wide)
-        by = as_scalar_of(noise, std) if isinstance(std, Tensor) else std
+        by = as_scalar_of(noise, std) if isinstance(std, Tensor) else as_float(std)
         parts = (parts.to(wide) + noise * by).to(parts.dtype)
         return torch.view_as_complex(parts) if x.is_complex() else parts
 

@@ -1,10 +1,11 @@
 """From the sums of a window to the next training state.
 
     gradients = sums / weight / scale
-    applied = every one of them is finite, and there was any weight
+    applied = every one of them is finite, there was any weight, and the learning rate is finite
 
 A step that is not applied leaves parameters, optimizer state, schedule and buffers bit for bit as
-they were; the loss scale learns from it all the same.
+they were. The loss scale learns from it all the same, but only from its gradients: a learning rate
+of NaN says nothing about the scale.
 """
 
 from typing import Any
@@ -27,6 +28,7 @@ from ._tree import (
     apart,
     flatten,
     global_norm,
+    moved,
     norm,
     unflatten,
     where,
@@ -67,7 +69,8 @@ def finished(
     any_weight = accum.weight != 0
     if plain is not False:
         any_weight = any_weight | (plain & (accum.microbatches > accum.skipped))
-    applied = sound & any_weight
+    ready = plan.optimizer.ready(state.opt_state, state.params)
+    applied, told = _applied(sound & any_weight, ready.sound)
     length = global_norm(grads)
     info = StepInfo(
         mean_value(accum.total, by),
@@ -92,9 +95,7 @@ def finished(
     if donate and leaves_of(info.aux):
         info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
     tree = unflatten(flatten(state.params)[1], grads)
-    params, opt_state = plan.optimizer.apply(
-        tree, state.opt_state, state.params, applied=applied, donate=donate
-    )
+    params, opt_state = ready.apply(tree, told, donate)
     new = TrainState(
         params,
         buffers,
@@ -109,6 +110,19 @@ def finished(
         rest = (state.buffers, state.loss_scale, *state[4:])
         mark(leaves_of(rest))
     return new, info
+
+
+def _applied(worth: Tensor, rate_is_sound: bool | Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a step is applied, for the info, and for the optimizer.
+
+    The optimizer is told on the host what the host knows: a kernel need not run for nothing, and
+    torch's refuse a rate that the parameters' dtype cannot hold.
+    """
+    if isinstance(rate_is_sound, Tensor):
+        worth = worth & moved(rate_is_sound, worth.device)
+    elif not rate_is_sound:
+        return worth & False, torch.zeros((), dtype=torch.bool, device="cpu")
+    return worth, worth
 
 
 def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> BatchNoise:

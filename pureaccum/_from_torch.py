@@ -9,6 +9,7 @@ state has that structure from the start; before the first step its numbers mean 
 import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 from ._donation import Spoiled, mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._passes import outside_inference_mode
-from ._schedules import rate_at, refuse_scheduler
+from ._schedules import check_held, is_sound, rate_at, refuse_scheduler
 from ._torch import transform_active
 from ._tree import Tree, check_same_structure, flatten, leaves, map, unflatten
-from ._update import Optimizer
+from ._update import Optimizer, Ready, optimizer_of
 
 
 class TorchState(NamedTuple):
@@ -73,14 +74,14 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     # Which parts of the state of leaves of such shapes are Python numbers, once known.
     seen: dict[Any, dict[Path, Any]] = {}
 
-    def begin(params: list[Tensor], grads: list[Tensor], count: Tensor) -> torch.optim.Optimizer:
+    def begin(params: list[Tensor], grads: list[Tensor], rate: Any) -> torch.optim.Optimizer:
         for param, grad in zip(params, grads, strict=True):
             param.requires_grad_()
             param.grad = grad.to(param.dtype, copy=True)  # some classes write to it, or keep it
             if issubclass(cls, torch.optim.SparseAdam) and not grad.is_sparse:
                 param.grad = param.grad.to_sparse(1)
         if callable(lr):
-            given = {**settings, "lr": float(rate_at(lr, count))}
+            given = {**settings, "lr": float(rate)}
             return make(params, **given)  # pyright: ignore[reportArgumentType]
         return make(params, **settings)
 
@@ -88,7 +89,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         """What it keeps for each leaf after a step on copies, and its settings before it."""
         copies = [x.detach().clone() for x in leaves]
         ones = [torch.ones_like(x) for x in copies]
-        optimizer = begin(copies, ones, torch.zeros((), dtype=torch.int64, device="cpu"))
+        # A rate that any class takes: a schedule is asked for those of true steps alone.
+        optimizer = begin(copies, ones, 1e-3)
         group = _encoded(_numbers(optimizer, lr), (), {})
         optimizer.step()
         kinds = seen.setdefault(_likeness(leaves), {})
@@ -98,8 +100,11 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     def init(params: Tree) -> TorchState:
         """The state before the first step, of the structure that it has after it."""
         _refuse_transforms(cls)
+        leaves, spec = read_params(params)
+        if isinstance(lr, (int, float)):
+            check_held(lr, leaves, spec)
         with _plainly():
-            per_leaf, group = first_step(read_params(params)[0])
+            per_leaf, group = first_step(leaves)
             count = torch.zeros((), dtype=torch.int64, device="cpu")
             return TorchState(count, map(torch.zeros_like, per_leaf), group)
 
@@ -113,23 +118,34 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 "A state belongs to the params that it was made from by init."
             )
 
-    def apply(
-        grads: Tree,
+    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+        """A step of the class before it is taken."""
+        _refuse_transforms(cls)
+        check(state, params, root)
+        with _plainly():
+            rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
+            sound = not isinstance(rate, Tensor) or is_sound(rate, read_params(params)[0])
+        return Ready(sound, partial(step, state, params, rate))
+
+    def step(
         state: TorchState,
         params: Tree,
-        *,
-        applied: Tensor | None = None,
-        donate: bool = False,
+        rate: Any,
+        grads: Tree,
+        applied: Tensor | None,
+        donate: bool,
     ) -> tuple[Tree, TorchState]:
-        """The next params and state, or where ``applied`` is false the same again."""
-        _refuse_transforms(cls)
         with _plainly():
-            return stepped(grads, state, params, applied, donate)
+            return stepped(state, params, rate, grads, applied, donate)
 
     def stepped(
-        grads: Tree, state: TorchState, params: Tree, applied: Tensor | None, donate: bool
+        state: TorchState,
+        params: Tree,
+        rate: Any,
+        grads: Tree,
+        applied: Tensor | None,
+        donate: bool,
     ) -> tuple[Tree, TorchState]:
-        check(state, params)
         given, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
@@ -141,7 +157,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             started = state.steps.item() > 0
             if started and _likeness(given) not in seen:
                 first_step(given)
-            optimizer = begin(work, terms, state.steps)
+            optimizer = begin(work, terms, rate)
             numbers: dict[Path, Any] = {}
             _encoded(_numbers(optimizer, lr), (), numbers)
             optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
@@ -162,7 +178,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             mark([*given, *leaves(state)])
         return unflatten(spec, [x.detach() for x in work]), kept
 
-    return Optimizer(init, apply, check)
+    return optimizer_of(init, ready, check)
 
 
 def _check_class(cls: Any) -> None:

@@ -5,12 +5,13 @@ An error names the leaf or the argument, what came, what was expected, and the l
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
 from torch import Tensor
 
+from ._python_numbers import MOST, shown
 from ._sharded import first_partial, is_sharded
 from ._tree import Tree, check_same_structure, flatten, paths
 
@@ -83,9 +84,9 @@ def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
     """One position or several, as a tuple."""
     expected = "an int or a tuple of ints"
     if not isinstance(argnums, tuple):
-        return (check_int(argnums, name, expected),)
-    several: tuple[Any, ...] = argnums
-    return tuple(check_int(each, f"{name}[{i}]", expected) for i, each in enumerate(several))
+        return (check_int(argnums, name, expected, -MOST, MOST),)
+    several = enumerate(cast("tuple[Any, ...]", argnums))
+    return tuple(check_int(each, f"{name}[{i}]", expected, -MOST, MOST) for i, each in several)
 
 
 def positions(argnums: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
@@ -132,7 +133,7 @@ def check_int(
                 came = f"{kind} of shape {tuple(shape)}"
             raise TypeError(f"{name} is {came}; expected {expected}.")
     if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"{name} is {number}; expected {expected}.")
+        raise ValueError(f"{name} is {shown(number)}; expected {expected}.")
     return number
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._inputs import check_int
+from ._python_numbers import as_float
 from ._tree import Tree, accumulation_dtype, as_scalar_of, map
 
 
@@ -115,6 +116,8 @@ def dynamic_loss_scale(
         Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018;
         `torch.amp.GradScaler <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
+    init_scale, min_scale, max_scale = (as_float(x) for x in (init_scale, min_scale, max_scale))
+    growth_factor, backoff_factor = as_float(growth_factor), as_float(backoff_factor)
     for name, scale in (
         ("init_scale", init_scale),
         ("min_scale", min_scale),
@@ -169,7 +172,9 @@ def static_loss_scale(scale: float) -> LossScale:
     The rule: ``update(state, finite)`` is ``state``.
 
     Args:
-        scale: What the loss is multiplied by; a power of two is exact.
+        scale: What the loss is multiplied by; a power of two is exact. One far below 1 takes small
+            gradients to zero, which no step can tell from those that are: float32 holds nothing
+            below ``2**-149``, so with a scale of ``2**-149`` only gradients of 1 and more are left.
 
     Returns:
         ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
@@ -183,6 +188,7 @@ def static_loss_scale(scale: float) -> LossScale:
     References:
         Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
+    scale = as_float(scale)
     _check_scale("scale", scale)
 
     def init(device: torch.device | str | None = None) -> LossScaleState:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ._accumulator import AccumState
 from ._inputs import check_state, read_params
+from ._python_numbers import as_float
 from ._reducers import Moments
 from ._tree import Tree, flatten, norm, paths
 from ._tree import leaves as leaves_of
@@ -167,6 +168,7 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         McCandlish, Kaplan, Amodei and OpenAI Dota Team, `An empirical model of large-batch training
         <https://arxiv.org/abs/1812.06162>`_, 2018.
     """
+    decay = as_float(decay)
     if not isinstance(decay, (int, float)) or not 0 <= decay < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"decay is {decay!r}; expected a number from 0, and below 1.")
 

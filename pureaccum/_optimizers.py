@@ -9,16 +9,25 @@ last place.
 """
 
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from ._inputs import check_at_least
 from ._kernels import adam_method, sgd_method
+from ._python_numbers import as_float
 from ._schedules import check_rate
 from ._tree import Tree
-from ._update import Keeping, Optimizer, Rate, apply_method, begin, check_kept, moment
+from ._update import (
+    Keeping,
+    Optimizer,
+    Rate,
+    begin,
+    check_kept,
+    moment,
+    optimizer_of,
+    ready_method,
+)
 
 
 class SGDState(NamedTuple):
@@ -60,7 +69,8 @@ def sgd(
     Args:
         lr: A float, which the state then holds (``state.lr``: replace it there, or stack states
             of several); a tensor, which is used as it is and may be differentiated; or a
-            schedule, a function of the number of applied steps.
+            schedule, a function of the number of applied steps. Where it is not finite a training
+            step is not applied; ``apply`` alone computes with it as it is.
         momentum: How much of the last direction is kept; without any there is no such state.
         dampening: How much of a gradient the momentum leaves out.
         weight_decay: How much of the parameters is added to the gradient.
@@ -84,8 +94,8 @@ def sgd(
     References:
         `torch.optim.SGD <https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html>`_
     """
-    lr, momentum = _plain(lr), _plain(momentum)
-    dampening, weight_decay = _plain(dampening), _plain(weight_decay)
+    lr, momentum = as_float(lr), as_float(momentum)
+    dampening, weight_decay = as_float(dampening), as_float(weight_decay)
     check_rate(lr)
     check_at_least(0, momentum=momentum, weight_decay=weight_decay)
     if nesterov and (momentum <= 0 or dampening != 0):
@@ -100,7 +110,8 @@ def sgd(
         return SGDState(*begin(lr, params), moment(params) if momentum else ())
 
     keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
-    return Optimizer(init, partial(apply_method, method, keeping), partial(check_kept, keeping))
+    ready = partial(ready_method, method, keeping)
+    return optimizer_of(init, ready, partial(check_kept, keeping))
 
 
 def adam(
@@ -191,11 +202,6 @@ def adamw(
     return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=True)
 
 
-def _plain(x: Any) -> Any:
-    """NumPy's numbers, and fractions, as Python's own; anything else as it is."""
-    return float(x) if isinstance(x, Real) and not isinstance(x, (bool, int)) else x
-
-
 def _adam(
     lr: Rate,
     betas: tuple[float, float],
@@ -206,11 +212,11 @@ def _adam(
     fused: bool,
     decoupled: bool,
 ) -> Optimizer:
-    lr, eps, weight_decay = _plain(lr), _plain(eps), _plain(weight_decay)
+    lr, eps, weight_decay = as_float(lr), as_float(eps), as_float(weight_decay)
     check_rate(lr)
     check_at_least(0, eps=eps, weight_decay=weight_decay)
     if isinstance(betas, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        betas = cast("tuple[float, float]", tuple(map(_plain, betas)))
+        betas = cast("tuple[float, float]", tuple(map(as_float, betas)))
     numbers = isinstance(betas, tuple) and all(isinstance(b, (int, float)) for b in betas)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not numbers or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas is {betas!r}; expected two numbers from 0 to less than 1.")
@@ -225,4 +231,5 @@ def _adam(
 
     trees = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
     keeping = Keeping("adamw" if decoupled else "adam", AdamState, lr, trees)
-    return Optimizer(init, partial(apply_method, method, keeping), partial(check_kept, keeping))
+    ready = partial(ready_method, method, keeping)
+    return optimizer_of(init, ready, partial(check_kept, keeping))

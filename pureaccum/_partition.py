@@ -6,6 +6,7 @@ The state holds one state a label, each over a flat dict from path to leaf.
 """
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import optree
@@ -16,7 +17,7 @@ from ._donation import Spoiled, mark
 from ._inputs import check_fits, read_params
 from ._tree import Tree, flatten, paths, unflatten
 from ._tree import leaves as leaves_of
-from ._update import Optimizer
+from ._update import Optimizer, Ready, both_sound, optimizer_of
 
 
 def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
@@ -87,9 +88,17 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
             for label, at in labels(spec).items()
         }
 
-    def check(state: Any, params: Tree, root: str = "state") -> dict[str, dict[str, int]]:
-        """Check that a state has those of all labels in use, and give the leaves of each."""
+    def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state has those of all labels in use, and that they fit these params."""
         leaves, spec = read_params(params)
+        for label, positions in labels_of_state(state, spec, root).items():
+            part = {path: leaves[i] for path, i in positions.items()}
+            known[label].check(state[label], part, f"{root}[{label!r}]")
+
+    def labels_of_state(
+        state: Any, spec: optree.PyTreeSpec, root: str
+    ) -> dict[str, dict[str, int]]:
+        """The leaves of each label, if a state is one of these labels."""
         at = labels(spec)
         if not isinstance(state, dict) or set(state) != set(at):
             came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
@@ -97,42 +106,36 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
                 f"{root} of partition holds {came}; expected a dict with a state for each label "
                 f"in use, {sorted(at)}. A state of another configuration?"
             )
-        for label, positions in at.items():
-            part = {path: leaves[i] for path, i in positions.items()}
-            known[label].check(state[label], part, f"{root}[{label!r}]")
         return at
 
-    def apply(
-        grads: Tree,
-        state: dict[str, Any],
-        params: Tree,
-        *,
-        applied: Tensor | None = None,
-        donate: bool = False,
-    ) -> tuple[Tree, dict[str, Any]]:
-        """The next params and state, or where ``applied`` is false the same again."""
+    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+        """The steps of all labels before any is taken: all of them are, or none."""
         leaves, spec = read_params(params)
-        terms, terms_spec = flatten(grads)
-        check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")
-        at = check(state, params)
-        new = list(leaves)
-        states: dict[str, Any] = {}
-        given = [*leaves, *leaves_of(state)]
-        try:
-            for label, positions in at.items():
-                updated, states[label] = known[label].apply(
-                    {path: terms[i] for path, i in positions.items()},
-                    state[label],
-                    {path: leaves[i] for path, i in positions.items()},
-                    applied=applied,
-                    donate=donate,
-                )
-                for path, i in positions.items():
-                    new[i] = updated[path]
-        except BaseException:
-            if states and donate:  # what the first ones gave up is lost
-                mark(given, Spoiled)
-            raise
-        return unflatten(spec, new), states
+        at = labels_of_state(state, spec, root)
+        begun: dict[str, Ready] = {}
+        for label, positions in at.items():
+            part = {path: leaves[i] for path, i in positions.items()}
+            begun[label] = known[label].ready(state[label], part, f"{root}[{label!r}]")
+        sound = reduce(both_sound, (one.sound for one in begun.values()))
 
-    return Optimizer(init, apply, check)
+        def step(grads: Tree, applied: Tensor | None, donate: bool) -> tuple[Tree, dict[str, Any]]:
+            terms, terms_spec = flatten(grads)
+            check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")
+            new = list(leaves)
+            states: dict[str, Any] = {}
+            given = [*leaves, *leaves_of(state)]
+            try:
+                for label, positions in at.items():
+                    part = {path: terms[i] for path, i in positions.items()}
+                    updated, states[label] = begun[label].apply(part, applied, donate)
+                    for path, i in positions.items():
+                        new[i] = updated[path]
+            except BaseException:
+                if states and donate:  # what the first ones gave up is lost
+                    mark(given, Spoiled)
+                raise
+            return unflatten(spec, new), states
+
+        return Ready(sound, step)
+
+    return optimizer_of(init, ready, check)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ._inputs import check_int
+from ._python_numbers import shown
 from ._torch import transform_active
 
 
@@ -28,6 +29,7 @@ FOLD, SPLIT, DRAW = 0, 1 << 62, -(1 << 63)  # the two highest bits of a counter
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 WORD = 2**32 - 1
 PIECE = 2**16  # blocks that a thread makes at a time: its cache holds the arrays they need
+MOST_DRAWN = 2**57  # numbers of one key
 
 
 def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
@@ -255,6 +257,10 @@ def _draw(
     if not isinstance(shape, Sequence) or any(n < 0 for n in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"shape is {shape!r}; expected a tuple of ints, none of them negative.")
     count, whole, device = math.prod(shape), (*key.shape[:-1], *shape), key.device
+    if count > MOST_DRAWN:
+        raise ValueError(
+            f"shape has {shown(count)} numbers; expected at most 2**57, more than any memory holds."
+        )
     blocks = -(-count // each)
     if device.type != "cpu" or transform_active():
         counters = torch.arange(blocks, device=device) + DRAW

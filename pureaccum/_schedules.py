@@ -10,11 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+import optree
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ._tree import moved
+from ._python_numbers import MOST, as_float, shown
+from ._torch import transform_active
+from ._tree import known, moved, paths
 
 
 Schedule = Callable[[Tensor], Any]
@@ -39,7 +42,7 @@ def constant(value: float | Tensor) -> Schedule:
         ``optax``: `Optimizer schedules
         <https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html>`_
     """
-    _check_part("value", value)
+    value = _part("value", value)
     return lambda count: _float64(value, count)
 
 
@@ -64,9 +67,9 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
     References:
         Goyal et al., `Accurate, large minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
     """
-    _check_part("peak", peak)
+    peak = _part("peak", peak)
     _check_count("steps", steps)
-    _check_part("start", start)
+    start = _part("start", start)
 
     def rate(count: Tensor) -> Tensor:
         done = _within(count, steps) / steps
@@ -96,9 +99,9 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
     References:
         Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_, 2017.
     """
-    _check_part("peak", peak)
+    peak = _part("peak", peak)
     _check_count("steps", steps)
-    _check_part("end", end)
+    end = _part("end", end)
 
     def rate(count: Tensor) -> Tensor:
         left = (steps - _within(count, steps)) / steps
@@ -157,7 +160,7 @@ def check_rate(lr: Any) -> None:
     """Raise where lr is no learning rate; the numbers in a tensor are not looked at."""
     refuse_scheduler(lr)
     if not callable(lr):
-        _check_part("lr", lr, "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)")
+        _part("lr", lr, "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)")
 
 
 def refuse_scheduler(lr: Any) -> None:
@@ -179,7 +182,7 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
     """
     if not callable(lr):
         check_rate(lr)
-        return lr if isinstance(lr, Tensor) else _float64(lr, count)
+        return lr if isinstance(lr, Tensor) else _float64(as_float(lr), count)
     rate = lr(count)
     if isinstance(rate, Tensor):
         if rate.ndim or not _is_real(rate):
@@ -199,7 +202,31 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
             "bake into the graph as a constant: the rate would never change again. Compute it "
             "from the step tensor with torch operations; for one fixed rate pass the number itself."
         )
-    return _float64(rate, count)
+    return _float64(as_float(rate), count)
+
+
+def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None:
+    """Raise where a learning rate is too large for the dtype of a parameter."""
+    for i, x in enumerate(leaves):
+        most = torch.finfo(x.dtype).max
+        if not lr <= most:
+            raise ValueError(
+                f"lr is {lr!r}, which {paths(spec, 'params')[i]} in {x.dtype} cannot hold, so "
+                f"no step would be applied; expected at most {most:.3g}. A slip in the exponent?"
+            )
+
+
+def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
+    """Whether a learning rate is finite in the dtypes of the parameters.
+
+    A bool where the host knows the rate, which costs a device nothing, and else a 0-d tensor.
+    """
+    dtypes = {x.dtype for x in leaves}
+    if rate.is_floating_point():
+        dtypes.add(rate.dtype)  # in which it is compared
+    most = min(torch.finfo(dtype).max for dtype in dtypes)
+    number = None if transform_active() else known(rate)
+    return rate.abs() <= most if number is None else abs(number) <= most
 
 
 # Pieces ---------------------------------------------------------------------------------
@@ -235,7 +262,9 @@ def _check_steps_taken(count: Any) -> None:
         )
 
 
-def _check_part(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> None:
+def _part(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> Any:
+    """A rate that others are made of: a tensor as it is, and any other number as a float."""
+    value = as_float(value)
     if isinstance(value, Tensor):
         if value.ndim or not _is_real(value):
             raise ValueError(
@@ -246,14 +275,15 @@ def _check_part(name: str, value: Any, expected: str = "a float or a 0-d tensor"
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
     elif not 0 <= value < math.inf:
         raise ValueError(f"{name} is {value!r}; expected {expected}, finite and not negative.")
+    return value
 
 
 def _check_count(name: str, value: Any) -> None:
-    expected = "a positive int, a number of applied steps"
+    expected = "a positive int below 2**63, a number of applied steps"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
-    if value < 1:
-        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+    if not 1 <= value <= MOST:
+        raise ValueError(f"{name} is {shown(value)}; expected {expected}.")
 
 
 def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> None:

@@ -108,7 +108,7 @@ def make_step(
 
         sums, total, weight = those of an accumulator, the gradients those of scale * loss
         grads, loss = sums / weight / scale, total / weight
-        applied = grads and loss are finite, and anything had a weight
+        applied = grads, loss and learning rate are finite, and anything had a weight
         params, opt_state = optimizer.apply(grads, opt_state, params)    # and buffers: if applied
         loss_scale = update(loss_scale, that and every microbatch was finite)
 

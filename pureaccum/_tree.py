@@ -71,12 +71,13 @@ def check_same_structure(
     if torch.compiler.is_dynamo_compiling() or expected == came:
         return
     want, have = paths(expected, came_root), paths(came, came_root)
-    missing = [path for path in want if path not in have]
-    extra = [path for path in have if path not in want]
+    has, wanted = set(have), set(want)
+    missing = next((path for path in want if path not in has), None)
+    extra = next((path for path in have if path not in wanted), None)
     if missing:
-        what = f"{missing[0]} is missing"
+        what = f"{missing} is missing"
     elif extra:
-        what = f"{extra[0]} is not in {expected_root}"
+        what = f"{extra} is not in {expected_root}"
     else:
         what = f"the containers differ: {came} against {expected}"
     raise ValueError(

@@ -7,6 +7,7 @@ tensor operations.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -16,7 +17,7 @@ from torch import Tensor
 from ._donation import Spoiled, mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._kernels import Columns, Method
-from ._schedules import Schedule, rate_at
+from ._schedules import Schedule, check_held, is_sound, rate_at
 from ._sharded import Layouts, any_sharded, closed, opened, placed_like
 from ._torch import transform_active
 from ._tree import Tree, flatten, known, map, moved, unflatten
@@ -26,21 +27,66 @@ from ._tree import leaves as leaves_of
 Rate = float | Tensor | Schedule
 
 
+class Ready(NamedTuple):
+    """A step of an optimizer before it is taken.
+
+    Attributes:
+        sound: Whether the learning rate can be used: a bool if the host knows the rate, and else a
+            0-d bool tensor. The caller decides what a rate that cannot be used means.
+        apply: ``apply(grads, applied, donate)`` takes the step.
+    """
+
+    sound: bool | Tensor
+    apply: Callable[[Tree, Tensor | None, bool], tuple[Tree, Any]]
+
+
+def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
+    """Whether two learning rates can both be used."""
+    if isinstance(a, bool):
+        return a and b
+    return both_sound(b, a) if isinstance(b, bool) else a & moved(b, a.device)
+
+
 class Optimizer(NamedTuple):
-    """An optimizer as two pure functions; whatever has these two is one.
+    """An optimizer as pure functions; whatever has the first two is one.
 
     Attributes:
         init: ``init(params)`` gives the first state.
         apply: ``apply(grads, state, params, applied=None, donate=False)`` gives
             ``(params, state)``. Where ``applied``, a 0-d bool tensor, is false, both come back bit
             for bit as they were; with ``donate`` they are given up, and grads too if a gradient map
-            changes them.
+            changes them. It computes with whatever learning rate there is: one of NaN gives
+            parameters of NaN, and it is a training step that does not apply such a step.
         check: ``check(state, params, root="state")`` raises where a state, named so, does not fit.
+        ready: ``ready(state, params, root="state")`` is the same up to where the gradients are
+            needed: it checks the state, and asks the schedule for the learning rate.
     """
 
     init: Callable[[Tree], Any]
     apply: Callable[..., tuple[Tree, Any]]
-    check: Callable[[Any, Tree, str], object] = lambda state, params, root: None
+    check: Callable[..., object]
+    ready: Callable[..., Ready]
+
+
+def optimizer_of(
+    init: Callable[[Tree], Any],
+    ready: Callable[..., Ready],
+    check: Callable[..., object] = lambda state, params, root="state": None,
+) -> Optimizer:
+    """An optimizer whose ``apply`` is ``ready``, and then the step."""
+
+    def apply(
+        grads: Tree,
+        state: Any,
+        params: Tree,
+        *,
+        applied: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, Any]:
+        """The next params and state, or where ``applied`` is false the same again."""
+        return ready(state, params).apply(grads, applied, donate)
+
+    return Optimizer(init, apply, check, ready)
 
 
 class Begun(NamedTuple):
@@ -52,10 +98,11 @@ class Begun(NamedTuple):
 
 def begin(lr: Rate, params: Tree) -> Begun:
     """No step applied yet. A learning rate that is a number becomes a part of the state."""
-    leaves, _ = read_params(params)
+    leaves, spec = read_params(params)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     if not isinstance(lr, (int, float)):
         return Begun(steps, ())
+    check_held(lr, leaves, spec)
     # On a CPU, where a kernel can read it without waiting.
     return Begun(steps, torch.full((), lr, dtype=torch.float64, device="cpu"))
 
@@ -110,22 +157,32 @@ def check_kept(keeping: Keeping, state: Any, params: Tree, root: str = "state") 
     return Fitted(columns, spec)
 
 
-def apply_method(
+def ready_method(
+    method: Method, keeping: Keeping, state: Any, params: Tree, root: str = "state"
+) -> Ready:
+    """A step of a method before it is taken."""
+    fitted = check_kept(keeping, state, params, root)
+    rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
+    if transform_active():  # a graph moves it once, and not for every dtype
+        rate = moved(rate, fitted.columns[0][0].device)
+    step = partial(_apply_method, method, keeping, fitted, rate, state)
+    return Ready(is_sound(rate, fitted.columns[0]), step)
+
+
+def _apply_method(
     method: Method,
     keeping: Keeping,
-    grads: Tree,
+    fitted: Fitted,
+    rate: Tensor,
     state: Any,
-    params: Tree,
-    *,
-    applied: Tensor | None = None,
-    donate: bool = False,
+    grads: Tree,
+    applied: Tensor | None,
+    donate: bool,
 ) -> tuple[Tree, Any]:
-    """The next params and state of a method, or where ``applied`` is false the same again."""
-    columns, spec = check_kept(keeping, state, params)
+    columns, spec = fitted
     terms, terms_spec = flatten(grads)
     check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), _FOREIGN)
     terms = [_dense(g, x.dtype) for g, x in zip(terms, columns[0], strict=True)]
-    rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
     own = donate and not transform_active()
     given_up = leaves_of((columns, state.steps, state.lr)) if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)

@@ -26,9 +26,15 @@ def run(picture: Path, steps: int = 100) -> bool:
 
     Returns:
         Whether what is claimed was seen.
+
+    Raises:
+        OSError: The picture cannot be written. A link is not followed: what it leads to is no
+            picture of ours.
     """
     from . import _picture, _screen  # which need what `missing` names
 
+    if _is_there(picture):
+        print(f"Replaces {picture.absolute()}", flush=True)
     batch, test = digits()
     runs = {
         "full batch": train(whole(batch)),
@@ -41,8 +47,21 @@ def run(picture: Path, steps: int = 100) -> bool:
     found = outcomes(at_last, batch, test)
     unequal = on_whole_numbers(batch, ragged(batch)(0))
     _screen.conclude(found, unequal)
+    _is_there(picture)  # still nothing but a file: there was time for another one to come
     _picture.draw(found, batch, picture)
     print(f"\nLoss curves, and memory against microbatch size: {picture}")
     return unequal == 0 and all(
         (it.distance.bound < 1) == (it.name != "usual loop") for it in found if it.distance
     )
+
+
+def _is_there(picture: Path) -> bool:
+    """Whether there is a file to replace; raises where what is there must not be replaced."""
+    if picture.is_symlink():
+        raise OSError(
+            f"it is a symbolic link to {picture.readlink()}. Remove the link, or run the demo in "
+            "another folder"
+        )
+    if picture.exists() and not picture.is_file():
+        raise OSError("what is there is not a file. Run the demo in another folder")
+    return picture.exists()

@@ -12,6 +12,7 @@ from torch import Tensor
 import pureaccum as pa
 
 from .._tree import map as tree_map
+from .._whole_file import whole_file
 from ._outcomes import Outcome
 from ._race import RATE, ROWS, Tensors, loss_of, network
 
@@ -39,7 +40,8 @@ def draw(outcomes: Sequence[Outcome], batch: Tensors, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     _losses(left, {it.name: it.at_last.losses for it in outcomes})
     _memory(right, batch)
-    figure.savefig(path, dpi=140)
+    with whole_file(path) as file:
+        figure.savefig(file, format="png", dpi=140)
 
 
 def _losses(axes: Axes, losses: dict[str, Sequence[float]]) -> None:

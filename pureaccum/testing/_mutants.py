@@ -234,14 +234,38 @@ OF_CORE: dict[str, Mutant] = {
     "a step applied whatever its gradient": Mutant(
         "A step with an inf or NaN in its gradient is applied.",
         "_finish.py",
-        "applied = sound & any_weight",
-        "applied = any_weight",
+        "_applied(sound & any_weight,",
+        "_applied(any_weight,",
+    ),
+    "a step applied whatever its learning rate": Mutant(
+        "A step whose learning rate is NaN is applied.",
+        "_finish.py",
+        "_applied(sound & any_weight, ready.sound)",
+        "_applied(sound & any_weight, True)",
+    ),
+    "a learning rate judged by itself": Mutant(
+        "A learning rate is not finite in the parameters' dtype, and is used.",
+        "_schedules.py",
+        "rate.abs() <= most if number is None else abs(number) <= most",
+        "torch.isfinite(rate)",
+    ),
+    "one sound learning rate for all": Mutant(
+        "Of the parts of a partition one has a learning rate that can be used: all are stepped.",
+        "_update.py",
+        "return a and b",
+        "return a or b",
+    ),
+    "a loss scale that learns from a learning rate": Mutant(
+        "A learning rate of NaN counts as an overflow of the gradients.",
+        "_finish.py",
+        "finite = sound & (accum.nonfinite == 0)",
+        "finite = applied & (accum.nonfinite == 0)",
     ),
     "a step of no weight applied": Mutant(
         "A step of weight zero is applied: moments decay, schedules move.",
         "_finish.py",
-        "applied = sound & any_weight",
-        "applied = sound",
+        "_applied(sound & any_weight,",
+        "_applied(sound,",
     ),
     "a loss scale that skipped microbatches do not tell": Mutant(
         "Overflows in skipped microbatches do not lower the loss scale.",

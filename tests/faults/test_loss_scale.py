@@ -15,7 +15,7 @@ KINDS = pytest.mark.parametrize(
     "loss_scale", [pa.dynamic_loss_scale(), pa.static_loss_scale(2.0)], ids=["dynamic", "static"]
 )
 NO_NUMBERS = [True, None, "2", (2.0,), 2j, torch.tensor(2.0)]
-NO_SCALES = [0, 0.0, -1.0, math.nan, math.inf, 1e-46, 1e39, 10**400]  # float32 makes 0 or inf
+NO_SCALES = [0, 0.0, -1.0, math.nan, math.inf, 1e-46, 1e39]  # float32 makes 0 or inf
 
 
 @pytest.mark.parametrize("name", ["init_scale", "min_scale", "max_scale", "scale"])

@@ -535,6 +535,26 @@ def test_an_error_in_the_last_part(donate: bool) -> None:
         opt.apply(grads, other, params, donate=donate)
 
 
+class Fails(Polyak):
+    """A user's optimizer that fails when it has everything."""
+
+    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+        raise ArithmeticError
+
+
+@DONATE
+def test_an_error_in_the_middle_of_a_partition(donate: bool) -> None:
+    """Where the first part has used the memory that it was given, every later use says so."""
+    params, grads = make_params(), make_params(1)
+    opt = pa.partition({"a": pa.sgd(0.1, 0.9), "z": Fails()}, lambda path: "az"[path == "w"])
+    state = opt.init(params)
+    with unchanged(() if donate else (params, grads, state)), pytest.raises(ArithmeticError):
+        opt.apply(grads, state, params, donate=donate)
+    if donate:
+        with saying(RuntimeError, "failed in the middle"):
+            opt.apply(grads, state, params, donate=donate)
+
+
 def test_every_error_says_what_came_and_what_was_expected() -> None:
     """A given-up state is refused wherever it comes from."""
     opt, params = pa.adam(0.1), make_params()

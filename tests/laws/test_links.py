@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "examples" / "guide").glob("*.md")),
+    ROOT / ".github" / "SECURITY.md",
 ]
 FENCED = re.compile(r"^(```+|~~~+).*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^][]|\[[^][]*\])*\]\(\s*([^()\s]*)[^()]*\)|^\[[^]^]+\]:\s*(\S+)", re.M)

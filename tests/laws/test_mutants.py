@@ -115,6 +115,18 @@ KILLERS = {
     "a step applied whatever its gradient": (
         "exact/test_step.py::test_a_step_not_applied_changes_no_bit"
     ),
+    "a step applied whatever its learning rate": (
+        "faults/test_rates.py::test_a_bad_rate_is_a_step_not_applied[sgd-schedule-kept]"
+    ),
+    "a learning rate judged by itself": (
+        "faults/test_rates.py::test_a_bad_rate_is_a_step_not_applied[adamw-in the state-kept]"
+    ),
+    "one sound learning rate for all": (
+        "faults/test_rates.py::test_a_bad_rate_is_a_step_not_applied[partition-schedule-kept]"
+    ),
+    "a loss scale that learns from a learning rate": (
+        "faults/test_rates.py::test_a_bad_rate_is_a_step_not_applied[sgd-number-kept]"
+    ),
     "a step of no weight applied": (
         "exact/test_step.py::test_any_cut_is_the_full_batch_update[weighted]"
     ),

@@ -71,6 +71,73 @@ def test_a_claim_that_is_not_seen_is_no_success(
     assert "pureaccum-demo.png could not be written" in capsys.readouterr().err
 
 
+def test_the_demo_writes_through_no_link(capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before anything is trained, whether or not the link leads to a file."""
+    the_demo()
+    precious = Path("precious.txt")
+    Path("pureaccum-demo.png").symlink_to(precious)
+    for text in (None, "precious"):
+        if text:
+            precious.write_text(text)
+        assert main(["demo"]) == 2
+        told = capsys.readouterr()
+        assert "pureaccum-demo.png could not be written" in told.err
+        assert "symbolic link to precious.txt" in told.err
+        assert told.out == ""
+        assert Path("pureaccum-demo.png").is_symlink()
+    assert precious.read_text() == "precious"
+
+
+def test_nor_through_one_that_came_while_it_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _demo = the_demo()
+    picture = Path("demo.png")
+    monkeypatch.setattr(
+        _demo, "on_whole_numbers", lambda batch, parts: picture.symlink_to("precious.txt") or 0
+    )
+    with pytest.raises(OSError, match=r"symbolic link to precious\.txt"):
+        _demo.run(picture, steps=1)
+    assert not Path("precious.txt").exists()
+
+
+def test_the_demo_says_which_file_it_replaces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it trains: there is time to stop it."""
+    _demo = the_demo()
+
+    def stop() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_demo, "digits", stop)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().out == ""
+    Path("pureaccum-demo.png").write_bytes(b"")
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().out == f"Replaces {Path('pureaccum-demo.png').absolute()}\n"
+
+
+def test_the_picture_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    the_demo()
+    from matplotlib.figure import Figure
+
+    from pureaccum._demo import _picture
+
+    def half(self: Figure, file: Any, **_: Any) -> None:
+        Path(file).write_bytes(b"half") if isinstance(file, Path) else file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(_picture, "_losses", lambda *_: None)
+    monkeypatch.setattr(_picture, "_memory", lambda *_: None)
+    monkeypatch.setattr(Figure, "savefig", half)
+    Path("demo.png").write_bytes(b"before")
+    with pytest.raises(OSError, match="no space left"):
+        _picture.draw([], {}, Path("demo.png"))
+    assert Path("demo.png").read_bytes() == b"before"
+    assert [path.name for path in Path().iterdir()] == ["demo.png"]
+
+
 def test_what_the_demo_needs_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
