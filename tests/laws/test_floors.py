@@ -10,7 +10,7 @@ import pureaccum
 
 
 FLOORS = (
-    {"_torch", "_whole_file", "_safetensors", "_sharded"},
+    {"_settings", "_torch", "_whole_file", "_safetensors", "_sharded"},
     {"_tree", "_donation", "_replay", "_rows_of_ranks"},
     {
         "_explain",
@@ -29,12 +29,13 @@ FLOORS = (
         "_stage",
         "_traced",
         "_arguments",
-        "_buckets",
+        "_agreement",
         "_moments",
     },
     {
         "_shell",
         "_batches",
+        "_buckets",
         "_weights",
         "_passes",
         "_update",
