@@ -53,7 +53,8 @@ class Claim(NamedTuple):
     Args:
         kind: A checksum of the call, of its settings, and of names, shapes and dtypes.
         bits: A checksum of all values; ``NOT_READ`` at most calls.
-        few: A checksum of the small leaves, made without waiting for a device; 0-d float64.
+        few: A checksum of the small leaves, of which the host has not read those on a device; it is
+            a 0-d float64 tensor where the numbers ride along.
         look: Whether the host compares now, and waits for that.
         words: Gives what the checksums are of, from the outside to the inside.
         cause: What may have happened.
@@ -93,7 +94,7 @@ def claim(
         cause: What may have happened where ranks differ.
         whole: Whether to read all values; None does so at calls 1, 2, 4, 8, …
     """
-    flat = {root: flatten(tree) for root, tree in (*kinds.items(), *values.items())}
+    flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
     looks = tuple((spec, *map(_look, leaves)) for leaves, spec in flat.values())
     kind = agreed.kinds.get((call, looks))
     new = kind is None
@@ -121,7 +122,7 @@ def claim(
     if kind is None:
         kind = agreed.kinds[call, looks] = crc32(repr(told()).encode())
     leaves = [x for root in values for x in flat[root][0] if isinstance(x, Tensor)]
-    few = _mixed([x for x in leaves if x.numel() <= FEW], device)
+    few = _small([x for x in leaves if x.numel() <= FEW], device)
     bits = _checksum(leaves) if whole else NOT_READ
     return Claim(kind, bits, few, new or whole or device.type == "cpu", words, cause)
 
@@ -210,6 +211,14 @@ def _checksum(tensors: list[Tensor]) -> int:
     return check
 
 
+def _small(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """A checksum of some numbers, on a device; the host reads those that lie on a CPU."""
+    here = crc32(repr([x.tolist() for x in tensors if x.device.type == "cpu"]).encode())
+    checksum = torch.tensor(here, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+    there = [x for x in tensors if x.device.type != "cpu"]
+    return checksum + _mixed(there, device) if there else checksum
+
+
 @cache
 def _factors(size: int, device: torch.device) -> Tensor:
     """Odd numbers, one a place: what differs in two places does not cancel."""
@@ -218,15 +227,13 @@ def _factors(size: int, device: torch.device) -> Tensor:
 
 
 def _mixed(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """A checksum of some numbers, on the device; integers wrap, and are the same everywhere."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
+    """A checksum that no host reads; integers wrap, and so they are the same everywhere."""
     integers: list[Tensor] = []
     for x in tensors:
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
         x = x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
-        integers.append(x.to(device, non_blocking=x.device.type == "cpu").reshape(-1))
+        integers.append(x.to(device).reshape(-1))
     numbers = torch.cat(integers)
     mixed = numbers * _factors(len(numbers), device)
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-    return (mixed.sum() >> 11).double()  # 53 bits, which float64 holds
+    return (mixed.sum() >> 12).double()  # 52 bits: float64 holds them, and 32 of a crc added
