@@ -234,6 +234,13 @@ def check_group(group: Any) -> None:
             f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
             "dist.new_group(...) returned, or mesh.get_group(...)."
         )
+    try:
+        dist.get_rank(group)
+    except ValueError as error:
+        raise RuntimeError(
+            "the process group was destroyed, or belongs to another init_process_group(...). Make "
+            "the step again, with a group of this one."
+        ) from error
 
 
 def _gathered(state: AccumState, group: Any) -> list[AccumState]:
