@@ -363,4 +363,22 @@ OF_CORE: dict[str, Mutant] = {
         '["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]',
         "[False for guard in guards]",
     ),
+    "counts and scales of ranks not compared": Mutant(
+        "Ranks do not compare the small leaves of their states, which change at every step.",
+        "_agreement.py",
+        "if x.numel() <= FEW], device)",
+        "if False], device)",
+    ),
+    "settings of ranks not compared": Mutant(
+        "What closures hold, such as the learning rate of an optimizer, is not read.",
+        "_settings.py",
+        "_read(cell.cell_contents,",
+        "_read((),",
+    ),
+    "windows merged without their rows": Mutant(
+        "The window of two has the rows of the first.",
+        "_run.py",
+        "a.rows + b.rows",
+        "a.rows.clone()",
+    ),
 }

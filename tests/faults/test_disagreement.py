@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum import distributed
+from pureaccum._agreement import agreement, claim
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import cases_on_ranks
 from tests.strategies import generator
@@ -249,6 +250,41 @@ def one_bit_in_all_leaves() -> None:
     agree_again()
 
 
+def states_that_part_later() -> None:
+    """Small leaves are compared at every step, the others at steps 1, 2, 4, 8, …"""
+    for change, said, at in (
+        (lambda s: s._replace(attempts=s.attempts + 1), r"the same: state\.attempts is 2", 3),
+        (STATES["another scale"][0], r"the same: state\.loss_scale\.scale is 65536", 3),
+        (STATES["another lr"][0], r"the same: state\.opt_state\.lr is 0\.1", 3),
+        (STATES["a parameter"][0], r"the same: state\.params\['w'\]", 4),
+    ):
+        step = pa.make_step(loss, pa.adamw(0.1), group=dist.group.WORLD, **SCALED)
+        state = step.init(PARAMS)
+        for number in (1, 2, 3, 4):
+            if number == 3 and apart():
+                state = change(state)
+            if number == at:
+                refused(lambda: step(state, BATCH), said, state)  # noqa: B023
+                break
+            state, _ = step(state, BATCH)
+    agree_again()
+
+
+def nobody_looks() -> None:
+    """As on an accelerator at most steps: what ranks do not agree on becomes NaN."""
+    for group in (None, dist.group.WORLD):
+        acc = pa.accumulator(loss)
+        for scale, agrees in ((8.0, True), (4.0 if apart() else 8.0, False)):
+            sums = acc.update(acc.init(PARAMS), PARAMS, BATCH)
+            sums = sums._replace(grads=optree.tree_leaves(sums.grads))
+            given = {"state": pa.dynamic_loss_scale(scale).init()}
+            mine = claim(agreement({}), "here", {}, given, torch.device("cpu"), "", whole=False)
+            came, _ = distributed.begin_sum(sums, group, mine._replace(look=False))()
+            assert came.weight == 8 * dist.get_world_size()
+            assert bool(came.total.isfinite()) is agrees
+    agree_again()
+
+
 def models_in_another_order() -> None:
     """The same optimizer, shapes and counts; only what the parameters are differs."""
     one, other = (pa.make_step(loss, pa.sgd(0.1), group=dist.group.WORLD) for _ in range(2))
@@ -329,6 +365,8 @@ CASES: dict[str, Callable[[], object]] = (
             other_shapes,
             other_buffers,
             one_bit_in_all_leaves,
+            states_that_part_later,
+            nobody_looks,
             models_in_another_order,
             other_calls,
             with_and_without_squares,
