@@ -112,11 +112,14 @@ def claim(
         return [{"the call": call, **agreed.settings}, {**alike, **order}]
 
     def words() -> list[Table]:
-        of_values = {
-            name: _value(leaf)
+        named = [
+            (name, leaf)
             for root in values
             for name, leaf in zip(paths(flat[root][1], root), flat[root][0], strict=True)
-        }
+        ]
+        # counts, scales and rates first: they say more than checksums
+        named.sort(key=lambda it: it[1].numel() if isinstance(it[1], Tensor) else 0)
+        of_values = {name: _value(leaf) for name, leaf in named}
         return [*told(), of_values]
 
     if kind is None:

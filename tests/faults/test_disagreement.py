@@ -162,7 +162,7 @@ def with_params(change: Callable[[Tensor], Tensor]) -> Callable[[pa.TrainState],
 STATES: dict[str, tuple[Callable[[pa.TrainState], Any], str]] = {
     "a step ahead": (
         lambda s: ALONE(s, BATCH)[0],
-        r"state\.params\['a'\] is \[.*state\.params\['w'\] is .* more differ",
+        r"the same: state\.opt_state\.steps is 0" + on_these("1") + r"; .*\d more differ",
     ),
     "another lr": (
         lambda s: s._replace(opt_state=s.opt_state._replace(lr=torch.tensor(0.3).double())),
