@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._sharded import local
 from ._tree import Tree, flatten, paths
 
 
@@ -208,7 +209,7 @@ def _checksum(tensors: list[Tensor]) -> int:
     """The crc32 of all their bytes, which the host reads."""
     check = 0
     for x in tensors:
-        x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        x = local(x).detach().cpu().resolve_conj().resolve_neg().contiguous()
         if x.nbytes:
             check = crc32((c_ubyte * x.nbytes).from_address(x.data_ptr()), check)
     return check

@@ -74,7 +74,7 @@ def sum_over_ranks_(
         A function that waits until all is done, and gives the numbers of all ranks, (rank, number),
         and whether ranks agree, where nobody has looked at that.
     """
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     world, room = dist.get_world_size(group), _rooms.get(group, 0)
     parts = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     few = [x for x in parts if x.dtype in FLOATS and x.device == numbers.device]
