@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
 
     Args:
         settings: What it was made with, by name.
-        calls: How many there were; all that a rank holds is compared at calls 1, 2, 4, 8, …
+        calls: How many there were; calls 1, 2, 4, 8, … compare more than the others.
         kinds: The checksums of structures that were met before.
     """
 
@@ -93,15 +93,17 @@ def claim(
         values: Trees that are to be of the same bits.
         device: Where the numbers are to ride along.
         cause: What may have happened where ranks differ.
-        whole: Whether to read all values; None does so at calls 1, 2, 4, 8, …
+        whole: Whether to read all values; None does so at the first call, and where that need not
+            wait at calls 2, 4, 8, … too.
     """
     flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
     looks = tuple((spec, *map(_look, leaves)) for leaves, spec in flat.values())
     kind = agreed.kinds.get((call, looks))
-    new = kind is None
+    new, turn, here = kind is None, False, device.type == "cpu"
     if whole is None:
         number = next(agreed.calls)
-        whole = new or number & (number - 1) == 0
+        turn = number & (number - 1) == 0
+        whole = new or (turn and here)
 
     def told() -> list[Table]:
         alike = {
@@ -128,7 +130,7 @@ def claim(
     leaves = [x for root in values for x in flat[root][0] if isinstance(x, Tensor)]
     few = _small([x for x in leaves if x.numel() <= FEW], device)
     bits = _checksum(leaves) if whole else NOT_READ
-    return Claim(kind, bits, few, new or whole or device.type == "cpu", words, cause)
+    return Claim(kind, bits, few, new or turn or here, words, cause)
 
 
 def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:

@@ -151,10 +151,10 @@ def make_step(
             is initialised. Every rank calls the step with its own rows, as many as it has, perhaps
             none; sums are added up over the ranks once a step, and all ranks come to the same
             state. Counts are those of all ranks; ``aux`` is this rank's own. Ranks whose states or
-            settings differ all get a ``ValueError`` that names what differs. A CPU looks at every
-            step; an accelerator need not be waited for, and so it looks at steps 1, 2, 4, 8, … and
-            wherever shapes are new; a step in which counts, scales or settings differ is not
-            applied on any rank. All parameters are read at those steps alone.
+            settings differ all get a ``ValueError`` that names what differs. A CPU compares
+            settings, counts, scales and rates at every step, and all that a state holds at steps 1,
+            2, 4, 8, …. An accelerator is waited for at those alone, and all is read at the first;
+            at the others a step whose ranks differ is not applied on any of them.
         donate: Each call gives up the state that it is given, and its memory is used again.
         compile: The step compiles itself, when it is first called with a batch of new sizes: the
             microbatches are a loop inside one graph, or where gradients are large a graph that

@@ -140,6 +140,8 @@ def other_settings(name: str) -> None:
     window = step.update(state, step.begin(state), BATCH, **offset)
     refused(lambda: step.init(PARAMS, buffers), said)
     refused(lambda: step(state, BATCH), said, state)
+    donating = pa.make_step(**mine, group=dist.group.WORLD, donate=True)
+    refused(lambda: donating(state, BATCH), said, state)
     refused(lambda: step.apply(state, window), said, state, window)
     assert alone(state, BATCH)[1].applied
     agree_again()

@@ -87,6 +87,11 @@ def test_all_is_read_at_the_first_call_and_more_and_more_seldom():
         for _ in range(20)
     ]
     assert [i for i, it in zip(count(1), read, strict=False) if it] == [1, 2, 4, 8, 16]
+    agreed = agreement({})
+    far = torch.device("meta")  # no numbers to wait for
+    claims = [claim(agreed, "here", {}, {"state": state}, far, "") for _ in range(20)]
+    assert [i for i, it in zip(count(1), claims, strict=False) if it.look] == [1, 2, 4, 8, 16]
+    assert [it.bits != _agreement.NOT_READ for it in claims] == [True] + [False] * 19
     other = trees["trained"]._replace(params=torch.ones(3))
     new = claim(agreed, "here", {}, {"state": other}, HERE, "")
     assert new.bits != _agreement.NOT_READ  # of another structure
