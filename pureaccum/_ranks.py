@@ -113,9 +113,9 @@ def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, grou
     )
     begun = {"params": params, "buffers": buffers, "key": key}
     cause = (
-        "Every rank makes the same steps from the same beginning. Seed all ranks alike before the "
-        "model is made (torch.manual_seed), or send the parameters of one rank to the others "
-        "(torch.distributed.broadcast)."
+        "Every rank makes the same steps from the same beginning, by the same settings. Seed all "
+        "ranks alike before the model is made (torch.manual_seed), or send the parameters of one "
+        "rank to the others (torch.distributed.broadcast)."
     )
     device = leaves[0].device
     meet(claim(agreed, "step.init(...)", {}, begun, device, cause, whole=True), group)
