@@ -1,99 +1,142 @@
 """Sums over ranks in few collectives: tensors lie end to end in flat buckets.
 
-    for bucket in buckets(tensors):  # of one dtype and device, closed at 25 MiB
-        flat = join(bucket)
-        all_reduce(flat)
-        split flat back
+    first = [claims and numbers of every rank, few gradients]
+    all_reduce(first)
+    the claims agree? else all ranks raise
+    for bucket in buckets(many gradients):  # of one dtype and device, closed at 25 MiB
+        all_reduce(bucket)
+        split it back
 
-A few numbers of each rank ride along with the gradients. Each rank writes its own into a slot of
-its own, to which all others add zeros: so every rank has the numbers of all, bit for bit, and adds
-them up in one order. A collective of their own would double the latency of a small model.
+Each rank writes its numbers into a slot of its own, to which all others add zeros: so every rank
+has the numbers of all, bit for bit, and adds them up in one order.
+
+gloo ends a process whose collective is longer than another's. So the first is as long on all ranks,
+whatever they are about to sum: as long as they agreed on in the call before. What needs another
+length waits until they agree on that.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._agreement import NUMBERS as CLAIMED
+from ._agreement import Claim, between_ranks, compare
+
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket
 AHEAD = 2  # buckets filled while another is under way: more would be a second gradient tree
+NUMBERS = 7  # of a rank, beside its claim
+# So many numbers of gradients travel with those, as float64: a collective of 256 KiB takes gloo
+# 396 us, one of a few bytes and one of 128 KiB 290 and 321.
+MOST = 2**15
+FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16  # what float64 holds
+# Of each group, the room for gradients in its first collective, on which all its ranks agreed. It is
+# just what these gradients need: where they lie decides in which order ranks are added up, and a run
+# that begins anew has to add them up as one that goes on.
+_rooms: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class Bucket(NamedTuple):
-    """Tensors that travel together, and how many numbers of the ranks travel with them."""
+    """Tensors that travel together."""
 
     members: list[Tensor]
     dtype: torch.dtype
     device: torch.device
-    extra: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Of the members."""
-        return sum(x.numel() for x in self.members)
 
 
 class Sent(NamedTuple):
     """A bucket under way."""
 
-    bucket: Bucket
+    members: list[Tensor]
     flat: Tensor
     work: Any
 
 
 def sum_over_ranks_(
-    tensors: list[Tensor], numbers: Tensor, group: Any, *, ahead: int = AHEAD
-) -> Callable[[], Tensor]:
+    tensors: list[Tensor], numbers: Tensor, group: Any, claimed: Claim, *, ahead: int = AHEAD
+) -> Callable[[], tuple[Tensor, Tensor | None]]:
     """Begin to sum tensors over the ranks of a group, in place.
+
+    Nothing is written to where ranks turn out to claim different things.
 
     Args:
         tensors: Of the same shapes and dtypes on every rank; they belong to the caller.
-        numbers: A float64 vector, of the same length on every rank.
+        numbers: A float64 vector, at most ``NUMBERS`` long.
         group: The ranks.
+        claimed: What this rank holds that all should.
         ahead: How many buckets may be under way at a time.
 
     Returns:
-        A function that waits until all is done, and gives the numbers of all ranks, (rank, number).
+        A function that waits until all is done, and gives the numbers of all ranks, (rank, number),
+        and whether ranks agree, where nobody has looked at that.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    carrier, buckets = _with_numbers(_buckets(tensors), numbers, world)
-    carried: list[Tensor] = []
+    group = dist.group.WORLD if group is None else group
+    rank, world, room = dist.get_rank(group), dist.get_world_size(group), _rooms.get(group, 0)
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+    few = [x for x in parts if x.dtype in FLOATS and x.device == numbers.device]
+    need = sum(x.numel() for x in few)
+    if need > MOST:
+        few, need = [], 0
+    riding = {*map(id, few)}
+    slots = torch.cat([claimed.numbers(), numbers])
     sent: deque[Sent] = deque()
+    agreed: list[Tensor | None] = []
+    came: list[Tensor] = []
+
+    def send_first(room: int, members: list[Tensor]) -> None:
+        """The numbers of all ranks, and room for so many of gradients."""
+        width = CLAIMED + NUMBERS
+        # -0.0 and not 0.0, which would make 0.0 of another rank's -0.0
+        flat = torch.full((world * width + room,), -0.0, dtype=torch.float64, device=slots.device)
+        of_all, space = flat[: world * width].view(world, width), flat[world * width :]
+        of_all[rank, : len(slots)] = slots
+        _fill(space, members)
+        came[:] = [of_all]
+        agreed.clear()
+        sent.append(_sent(members, flat, space, group))
 
     def land() -> None:
-        bucket, flat, work = sent.popleft()
+        members, flat, work = sent.popleft()
         with between_ranks():
             work.wait()
-        if bucket.extra:
-            carried.append(_decode(flat[-bucket.extra :], world))
+        if not agreed:
+            agreed.append(compare(claimed, came[0][:, :CLAIMED], group))
         at = 0
-        for x in bucket.members:
+        for x in members:
             piece = flat[at : at + x.numel()]
             at += x.numel()
             if piece.data_ptr() != x.data_ptr():
                 x.copy_(piece.view(x.shape))
 
-    for i, bucket in enumerate(buckets):
+    if few and need != room:
+        send_first(room, [])
+        land()
+        _rooms[group] = room = need
+    send_first(room, few)
+    if claimed.look:  # nothing of a length of its own before all ranks are known to agree
+        land()
+    for bucket in _buckets([x for x in parts if id(x) not in riding]):
         if len(sent) == ahead:
             land()
         flat = _filled(bucket)
-        if i == carrier:
-            flat[-bucket.extra :] = _encode(numbers.to(bucket.device), rank, world)
-        with between_ranks():
-            work = dist.all_reduce(flat, group=group, async_op=True)
-        sent.append(Sent(bucket, flat, work))
+        sent.append(_sent(bucket.members, flat, flat, group))
 
-    def wait() -> Tensor:
+    def wait() -> tuple[Tensor, Tensor | None]:
         while sent:
             land()
-        return carried[0].to(numbers.device)
+        return came[0][:, CLAIMED : CLAIMED + len(numbers)], agreed[0]
 
     return wait
+
+
+def _sent(members: list[Tensor], flat: Tensor, of_members: Tensor, group: Any) -> Sent:
+    with between_ranks():
+        return Sent(members, of_members, dist.all_reduce(flat, group=group, async_op=True))
 
 
 def _buckets(tensors: list[Tensor]) -> list[Bucket]:
@@ -102,7 +145,6 @@ def _buckets(tensors: list[Tensor]) -> list[Bucket]:
     still_open: dict[Any, int] = {}
     filled: dict[int, int] = {}  # bytes
     for x in tensors:
-        x = torch.view_as_real(x) if x.is_complex() else x
         kind = x.dtype, x.device
         at = still_open.get(kind)
         if at is None:
@@ -115,59 +157,17 @@ def _buckets(tensors: list[Tensor]) -> list[Bucket]:
     return buckets
 
 
-def _with_numbers(buckets: list[Bucket], numbers: Tensor, world: int) -> tuple[int, list[Bucket]]:
-    """Which bucket takes the numbers along, and all buckets with that one made longer.
-
-    The smallest: a tensor that fills a bucket alone need not be copied into one.
-    """
-    able = [i for i, it in enumerate(buckets) if it.dtype in (torch.float32, torch.float64)]
-    if not able:
-        able = [len(buckets)]
-        buckets = [*buckets, Bucket([], torch.float32, numbers.device)]
-    carrier = min(able, key=lambda i: buckets[i].numel)
-    buckets[carrier] = buckets[carrier]._replace(extra=world * len(numbers) * len(_SHIFTS))
-    return carrier, buckets
-
-
 def _filled(bucket: Bucket) -> Tensor:
-    if len(bucket.members) == 1 and not bucket.extra and bucket.members[0].is_contiguous():
-        return bucket.members[0].view(-1)
-    size = bucket.numel + bucket.extra
-    flat = torch.empty(size, dtype=bucket.dtype, device=bucket.device)
-    at = 0
-    for x in bucket.members:
-        flat[at : at + x.numel()].view(x.shape).copy_(x)
-        at += x.numel()
+    members, dtype, device = bucket
+    if len(members) == 1 and members[0].is_contiguous():
+        return members[0].view(-1)
+    flat = torch.empty(sum(x.numel() for x in members), dtype=dtype, device=device)
+    _fill(flat, members)
     return flat
 
 
-# Float64 numbers as integers below 2**16, which float32 holds exactly, and adds to zero exactly.
-_SHIFTS = (0, 16, 32, 48)
-
-
-def _encode(numbers: Tensor, rank: int, world: int) -> Tensor:
-    bits = numbers.view(torch.int64)
-    slots = torch.zeros(world, len(numbers), len(_SHIFTS), dtype=torch.int64, device=bits.device)
-    for i, shift in enumerate(_SHIFTS):
-        slots[rank, :, i] = (bits >> shift) & 0xFFFF
-    return slots.view(-1)
-
-
-def _decode(slots: Tensor, world: int) -> Tensor:
-    pieces = slots.to(torch.int64).view(world, -1, len(_SHIFTS))
-    shifted = [pieces[..., i] << shift for i, shift in enumerate(_SHIFTS)]
-    return torch.stack(shifted).sum(0).view(torch.float64)
-
-
-@contextmanager
-def between_ranks() -> Generator[None]:
-    """Say what an error of a collective means here."""
-    try:
-        yield
-    except RuntimeError as error:
-        error.add_note(
-            "pureaccum: the sums of the ranks could not be added up. Another rank has died or has "
-            "raised an error, or did not come to this point within the group's timeout; its own "
-            "message says more. The training state before this step is as it was."
-        )
-        raise
+def _fill(flat: Tensor, members: list[Tensor]) -> None:
+    at = 0
+    for x in members:
+        flat[at : at + x.numel()].view(x.shape).copy_(x)
+        at += x.numel()

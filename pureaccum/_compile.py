@@ -105,7 +105,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         began = state
         if plan.group is not None and plan.keys:
             rows = read_batch(batch).rows or 0
-            first = state.samples + before_this_rank(plan, state.samples, rows)
+            first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
 
         def eagerly() -> object:
@@ -115,7 +115,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             given = recipe.arrange(leaves)
             if recipe.form == "loop":
                 parts, numbers = given
-                return looped(state, began, recipe, parts, numbers, eagerly)
+                return looped(began, recipe, parts, numbers, eagerly)
             name = "scanned" if recipe.form == "scan" else "unrolled"
             return finishing(name, recipe, state, flat_state, given, eagerly)
 
@@ -125,7 +125,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         window, aux = came
         name = "applied_of_a_batch"
         if plan.group is not None:
-            window = window_of_all_ranks(plan, state, window, began.samples, unit_of(plan))
+            window = window_of_all_ranks(plan, state, window, unit_of(plan))
             name = "applied"
         return finishing(name, None, state, flat_state, (window, aux), eagerly)
 
@@ -154,7 +154,6 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         return new, info
 
     def looped(
-        state: TrainState,
         began: TrainState,
         recipe: Recipe,
         pieces: tuple[Tree, ...],
@@ -168,7 +167,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         aux = folded(None, pieces[0], *out) if plan.has_aux else None
         for part in pieces[1:]:
             program = get("more_of_a_batch", True, *recipe.key, static=static)
-            left, out = attempt(program, (window, state, part, numbers), eagerly)
+            left, out = attempt(program, (window, began, part, numbers), eagerly)
             leaves, spec = flatten(window)
             window = unflatten(spec, renewed(leaves, left))
             if plan.has_aux:
@@ -205,9 +204,9 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         at = first_row(plan, state, window, offset)
         if not knows(plan.known, flat.leaves, flat.spec):
             look(plan, state, flat, "microbatch")
-        samples = window.samples + flat.rows
+        rows = window.rows + flat.rows
         own = window if plan.donate else map_tree(torch.clone, window)
-        own = own._replace(samples=at)
+        own = own._replace(rows=at)
         leaves, spec = flatten(own)
 
         def eagerly() -> object:
@@ -228,7 +227,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         left, aux = trying(kind, recipes.get(kind) or remembered(kind, make), make, run)
         new = unflatten(spec, renewed(leaves, left))
         if offset is not None:
-            new = new._replace(samples=samples)
+            new = new._replace(rows=rows)
         if plan.donate:
             mark(leaves)
         return (new, aux) if plan.has_aux else new
@@ -246,7 +245,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         given = window
         if plan.group is not None:
             own = window if plan.donate else map_tree(torch.clone, window)
-            given = window_of_all_ranks(plan, state, own, state.samples)
+            given = window_of_all_ranks(plan, state, own)
         result = finishing("applied", None, state, flatten(state), (given, ()), eagerly)
         if plan.donate:
             mark(leaves_of(window))

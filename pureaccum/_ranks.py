@@ -10,105 +10,128 @@ from the same bits on every rank, and so every rank comes to the same state.
 
 from functools import reduce
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ._accumulator import AccumState
-from ._buckets import between_ranks
+from ._agreement import Agreement, Claim, agreement, between_ranks, claim
 from ._buffers import Carried
 from ._inputs import read_params
 from ._moments import Moments, layers, merged
+from ._settings import settings_of
 from ._sharded import refuse_sharded
 from ._train_state import Plan, StepWindow, TrainState
-from ._tree import Tree, flatten, paths, unflatten
-from .distributed import begin_sum
+from ._tree import Tree, flatten, unflatten
+from .distributed import begin_sum, meet
 
 
-def before_this_rank(plan: Plan, samples: Tensor, rows: int) -> Tensor:
+def agreement_of(plan: Plan, compile: Any) -> Agreement:
+    """What a step was made with, of all that decides what it makes of sums.
+
+    How a rank comes to its sums is its own: its loss, its microbatches, its engine, its memory.
+    """
+    rule = plan.rule
+    made_with = {
+        "optimizer": plan.optimizer,
+        "reduction": rule.reduction,
+        "nonfinite": rule.nonfinite,
+        "noise": rule.squares,
+        "loss_scale": plan.loss_scale,
+        "policy": plan.policy,
+        "buffers": plan.buffers,
+        "keys": plan.keys,
+        "compile": compile,
+    }
+    settings: dict[str, str] = {}
+    for name, thing in made_with.items():
+        settings |= settings_of(thing, name)
+    return agreement(settings)
+
+
+def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
     """How many rows the ranks before this one have in the batch."""
-    of_all = _gathered(torch.full_like(samples, rows), plan.group)
-    return torch.stack(of_all)[: dist.get_rank(plan.group)].sum()
+    assert plan.agreed is not None
+    claimed = claim(
+        plan.agreed,
+        "step(state, batch), where rows get keys",
+        {},
+        {"state": state},
+        state.samples.device,
+        _CAUSE,
+        whole=False,
+    )
+    of_all = meet(claimed, plan.group, rows)
+    return of_all[: dist.get_rank(plan.group)].sum().to(torch.int64)
 
 
 def of_all_ranks(
-    plan: Plan,
-    state: TrainState,
-    accum: AccumState,
-    carried: tuple[Any, Tensor],
-    first: Tensor,
-    unit: Any,
+    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
 ) -> tuple[AccumState, tuple[Any, Tensor]]:
     """What was accumulated on all ranks, from what was on this one.
 
     Args:
         plan: What the step is made of.
         state: The state before, the same on all ranks.
-        accum: Of this rank; its gradients are a list, and are written to.
-        carried: Buffers of this rank, and the number of its last row in the run.
-        first: That before its first row.
+        window: Of this rank; its gradients are a list, and are written to.
         unit: What the gradients of this rank are still to be multiplied by: ranks may differ.
+
+    Returns:
+        The sums, and what is carried after the last row.
     """
-    buffers, last = carried
-    for grad in accum.grads:
+    for grad in window.accum.grads:
         if isinstance(unit, Tensor) or unit != 1:
             grad.mul_(unit)
-    wait = begin_sum(accum, plan.group, last - first)
-    buffers = buffers if plan.buffers in (None, "freeze") else _pooled(buffers, plan.group)
+    wait = begin_sum(window.accum, plan.group, _claimed(plan, state, window.accum), window.rows)
     accum, of_all = wait()
+    buffers = window.buffers
+    if plan.buffers not in (None, "freeze"):
+        buffers = _pooled(buffers, plan.group)
     return accum, (buffers, state.samples + of_all.sum().to(torch.int64))
 
 
 def window_of_all_ranks(
-    plan: Plan, state: TrainState, window: StepWindow, first: Tensor, unit: Any = 1.0
+    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
 ) -> StepWindow:
-    """The same for a window, whose sums are written to."""
+    """The same as a window, from one whose sums are written to."""
     sums, spec = flatten(window.accum.grads)
-    accum, buffers, samples = window
-    accum = accum._replace(grads=sums)
-    accum, carried = of_all_ranks(plan, state, accum, (buffers, samples), first, unit)
-    return StepWindow(accum._replace(grads=unflatten(spec, sums)), *carried)
+    own = window._replace(accum=window.accum._replace(grads=sums))
+    accum, (buffers, samples) = of_all_ranks(plan, state, own, unit)
+    accum = accum._replace(grads=unflatten(spec, sums))
+    return StepWindow(accum, buffers, samples - state.samples)
 
 
-def check_same(params: Tree, group: Any) -> None:
-    """Check that all ranks begin with the same parameters; an error comes on all of them."""
-    leaves, spec = read_params(params)
+def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, group: Any) -> None:
+    """Check that all ranks begin with the same; an error comes on all of them."""
+    leaves, _ = read_params(params)
     refuse_sharded(
         leaves,
         "params",
         "group adds up what every rank holds whole. Leave group out: a batch that is sharded over "
         "the mesh (distribute_tensor) is added up over its ranks.",
     )
-    names = paths(spec, "params")
-    looks = [f"{name} {x.dtype} {tuple(x.shape)}" for name, x in zip(names, leaves, strict=True)]
-    kind = crc32("\n".join(looks).encode())
+    begun = {"params": params, "buffers": buffers, "key": key}
+    cause = (
+        "Every rank makes the same steps from the same beginning, by the same settings. Seed all "
+        "ranks alike before the model is made (torch.manual_seed), or send the parameters of one "
+        "rank to the others (torch.distributed.broadcast)."
+    )
     device = leaves[0].device
-    alike = torch.tensor([kind, -kind], device=device)
-    dist.all_reduce(alike, dist.ReduceOp.MAX, group=group)
-    if alike[0] != -alike[1]:
-        raise ValueError(
-            "the ranks of the group have parameters of different names, shapes or dtypes; expected "
-            f"the same on all. On rank {dist.get_rank(group)} there are {len(looks)}, the first "
-            f"{looks[0]}. Another configuration of the model on one of them?"
-        )
-    differs: list[Tensor] = []
-    for leaf in leaves:
-        mine = leaf.detach().contiguous().view(-1).view(torch.uint8)
-        first = mine.clone()
-        dist.broadcast(first, group=group, group_src=0)
-        differs.append((mine != first).any().to(device))
-    flags = torch.stack(differs).to(torch.int64)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    wrong = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
-    if wrong:
-        raise ValueError(
-            f"{wrong[0]} is not the same on all ranks of the group ({len(wrong)} of {len(names)} "
-            "leaves differ); every rank makes the same steps from the same parameters. Seed all "
-            "ranks alike before the model is made (torch.manual_seed), or send those of one rank "
-            "to the others (torch.distributed.broadcast)."
-        )
+    meet(claim(agreed, "step.init(...)", {}, begun, device, cause, whole=True), group)
+
+
+_CAUSE = (
+    "All ranks make the same steps from the same state, and this one was not made. Did one load a "
+    "checkpoint of another step, was it given other settings, or does it call its steps in another "
+    "order?"
+)
+
+
+def _claimed(plan: Plan, state: TrainState, accum: AccumState) -> Claim:
+    assert plan.agreed is not None
+    sums, values = {"window.accum": accum}, {"state": state}
+    return claim(plan.agreed, "the end of a step", sums, values, state.samples.device, _CAUSE)
 
 
 def _pooled(carried: Carried, group: Any) -> Carried:

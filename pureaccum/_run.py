@@ -12,13 +12,14 @@ import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import check_belongs, empty, updated
+from ._accumulator import check_belongs, check_squares, empty, updated
 from ._batches import Batch, cut, need_rows, read_batch
 from ._buffers import begin, collect
 from ._call import attempt_key, caller, onwards, row_keys
 from ._donation import Spoiled, hand_over, mark
 from ._finish import finished
-from ._inputs import check_state, read_params, refuse_autocast_cache
+from ._inputs import check_fits, check_state, read_params, refuse_autocast_cache
+from ._moments import merged
 from ._passes import outside_inference_mode
 from ._ranks import before_this_rank, of_all_ranks
 from ._replay import put_back
@@ -27,7 +28,7 @@ from ._staged import fold_staged, goes_by_stages
 from ._stages import Staged, refuse_stream, sees_all_at_once
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
-from ._tree import Tree, apart, check_same_structure, flatten, map, unflatten, zeros
+from ._tree import Tree, add, apart, check_same_structure, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
 from ._window import Cut, Folded, Pieces, Window, fold, read_cut
@@ -69,12 +70,13 @@ def whole_of_ranks(
     """
     rows = need_rows(read_batch(batch, "batch"), "batch")
     _read(plan, state)
-    first = state.samples
-    if plan.keys:
-        first = first + before_this_rank(plan, first, rows)
     with outside_inference_mode():
-        accum, unit, carried, aux, _, _ = summed(state, batch, first)
-        accum, carried = of_all_ranks(plan, state, accum, carried, first, unit)
+        first = state.samples
+        if plan.keys:
+            first = first + before_this_rank(plan, state, rows)
+        accum, unit, (buffers, last), aux, _, _ = summed(state, batch, first)
+        window = StepWindow(accum, buffers, last - first)
+        accum, carried = of_all_ranks(plan, state, window, unit)
         return finished(plan, state, accum, carried, aux, own=True)
 
 
@@ -137,7 +139,7 @@ def begin_window(plan: Plan, state: TrainState) -> StepWindow:
         buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()
         count = len(leaves) if plan.rule.squares else None
         sums = empty(zeros(state.params), leaves[0].device, count)
-        return StepWindow(sums, map(torch.clone, buffers), state.samples.clone())
+        return StepWindow(sums, map(torch.clone, buffers), torch.zeros_like(state.samples))
 
 
 def update(
@@ -161,15 +163,15 @@ def updated_window(
     offset: int | None = None,
 ) -> tuple[StepWindow, Microbatch]:
     """The window with one microbatch more, and what that came to."""
-    leaves, spec = _read(plan, state)
-    carried = _carried_by(plan, state, window, leaves, spec)
+    leaves, spec = check_window(plan, state, window)
+    carried = window.buffers, window.rows
     read = read_batch(microbatch, "microbatch")
     rows = read.rows
     call = caller(plan, state, spec)
     at = first_row(plan, state, window, offset)
 
     def loss(leaves: list[Tensor]) -> Any:
-        return call(leaves, microbatch, (carried[0], at))
+        return call(leaves, microbatch, (carried[0], state.samples + at))
 
     accum, entry = updated(
         window.accum,
@@ -202,8 +204,8 @@ def apply(
 
     The sums of the window are still to be multiplied by ``unit``.
     """
-    leaves, spec = _read(plan, state)
-    carried = _carried_by(plan, state, window, leaves, spec)
+    check_window(plan, state, window)
+    carried = window.buffers, state.samples + window.rows
     own, shared = plan.donate and not transform_active(), plan.group is not None
     sums = flatten(window.accum.grads)[0]
     work = [x.detach() for x in sums] if own else [x.clone() for x in sums] if shared else sums
@@ -211,7 +213,8 @@ def apply(
     try:
         with outside_inference_mode():
             if shared:
-                accum, carried = of_all_ranks(plan, state, accum, carried, state.samples, unit)
+                own_window = window._replace(accum=accum)
+                accum, carried = of_all_ranks(plan, state, own_window, unit)
                 unit = 1.0
             given = plan, state, accum, carried, aux
             result = finished(*given, unit=unit, own=own or shared)
@@ -241,28 +244,58 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
                 watched([x.detach().requires_grad_() for x in leaves])
 
 
-def check_window(plan: Plan, state: TrainState, window: StepWindow) -> None:
-    """Check that a state and a window are of this plan."""
+def merge(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
+    """One window of two, of which the first came first."""
+    for window, what in ((a, "the first window"), (b, "the second window")):
+        check_state(window, StepWindow, "this step", what)
+        check_squares(window.accum, plan.rule.squares)
+    if plan.buffers == "sequential":
+        raise ValueError(
+            "this step was made with buffers='sequential', which go from one microbatch to the "
+            "next: two windows that began with the same buffers have none together. Expected "
+            "'pooled' or 'freeze'."
+        )
+    cause = "Windows that are merged come from the same step and state."
+    specs = flatten(a)[1], flatten(b)[1]
+    check_same_structure(*specs, "the first window", "the second window", cause)
+    names = "the second window.accum.grads", "the first window.accum.grads"
+    check_fits(*flatten(b.accum.grads), *flatten(a.accum.grads), names, cause)
+    buffers = map(torch.clone, a.buffers)
+    if buffers and buffers.moments:
+        buffers = buffers._replace(moments=merged(a.buffers.moments, b.buffers.moments))
+    return StepWindow(add(a.accum, b.accum), buffers, a.rows + b.rows)
+
+
+def check_window(
+    plan: Plan, state: TrainState, window: StepWindow
+) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Check that a state and a window are of this plan, and give the parameters."""
     leaves, spec = _read(plan, state)
-    _carried_by(plan, state, window, leaves, spec)
+    check_state(window, StepWindow, "this step", "the window")
+    check_belongs(window.accum, leaves, spec, plan.rule.squares)
+    expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
+    specs = flatten(expected)[1], flatten(window.buffers)[1]
+    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
+    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
+    return leaves, spec
 
 
 def first_row(plan: Plan, state: TrainState, window: StepWindow, offset: int | None) -> Tensor:
-    """The number in the run of a microbatch's first row."""
+    """How many rows of the step come before a microbatch's."""
     if offset is not None:
         if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"offset is {offset!r}; expected the number of rows of this step that come before "
                 "this microbatch's, on any rank: an int of at least 0."
             )
-        return state.samples + offset
+        return torch.full_like(window.rows, offset)
     if plan.keys and plan.group is not None:
         raise ValueError(
             "a step with keys over several ranks cannot know which rows of the batch a microbatch "
             "holds, and rows of two ranks would get the same keys. Say how many rows come before "
             "it, on all ranks: step.update(state, window, microbatch, offset=...)."
         )
-    return window.samples
+    return window.rows
 
 
 # Pieces --------------------------------------------------------------------------------
@@ -275,18 +308,6 @@ def _read(plan: Plan, state: TrainState) -> tuple[list[Tensor], optree.PyTreeSpe
     leaves, spec = read_params(state.params, "state.params")
     refuse_autocast_cache(leaves)
     return leaves, spec
-
-
-def _carried_by(
-    plan: Plan, state: TrainState, window: Any, leaves: list[Tensor], spec: optree.PyTreeSpec
-) -> tuple[Any, Tensor]:
-    check_state(window, StepWindow, "this step", "the window")
-    check_belongs(window.accum, leaves, spec, plan.rule.squares)
-    expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
-    specs = flatten(expected)[1], flatten(window.buffers)[1]
-    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
-    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
-    return window.buffers, window.samples
 
 
 def _scale(plan: Plan, state: TrainState) -> Tensor | None:

@@ -29,8 +29,8 @@ from ._loss_scale import LossScale
 from ._passes import Engine, outside_inference_mode
 from ._precision import Policy, check_precision, under
 from ._random import key
-from ._ranks import check_same
-from ._run import apply, begin_window, rows_of_this_rank, update, whole, whole_of_ranks
+from ._ranks import agreement_of, check_same
+from ._run import apply, begin_window, merge, rows_of_this_rank, update, whole, whole_of_ranks
 from ._stages import Staged, refuse_skip
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
@@ -47,6 +47,7 @@ class Functions(NamedTuple):
     update: Callable[..., Any]
     apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
     whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
+    merge: Callable[[StepWindow, StepWindow], StepWindow]
     form: Callable[[TrainState, Tree], str] = lambda state, batch: "eager"
 
 
@@ -61,6 +62,9 @@ class Step(Functions):
             step come before it, where ranks share them out, or they come in another order.
         apply: ``apply(state, window)`` gives ``(state, info)``.
         whole: ``whole(state, batch)`` is the step itself.
+        merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those
+            that ranks had saved: sums, counts and rows are added; pooled moments are merged in that
+            order, and any other buffer is that of ``a``. Not for buffers that go sequentially.
         form: ``form(state, batch)`` gives ``"eager"``, or how ``compile`` goes through that batch:
             ``"scan"``, ``"unrolled"`` or ``"loop"``.
     """
@@ -146,7 +150,11 @@ def make_step(
         group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
             is initialised. Every rank calls the step with its own rows, as many as it has, perhaps
             none; sums are added up over the ranks once a step, and all ranks come to the same
-            state. Counts are those of all ranks; ``aux`` is this rank's own.
+            state. Counts are those of all ranks; ``aux`` is this rank's own. Ranks whose states or
+            settings differ all get a ``ValueError`` that names what differs. A CPU compares
+            settings, counts, scales and rates at every step, and all that a state holds at steps 1,
+            2, 4, 8, …. An accelerator is waited for at those alone, and all is read at the first;
+            at the others a step whose ranks differ is not applied on any of them.
         donate: Each call gives up the state that it is given, and its memory is used again.
         compile: The step compiles itself, when it is first called with a batch of new sizes: the
             microbatches are a loop inside one graph, or where gradients are large a graph that
@@ -156,7 +164,8 @@ def make_step(
     Returns:
         The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch)``, and the same for
         a stream of microbatches: ``begin(state)``, ``update(state, window, microbatch)``, which
-        with ``has_aux`` returns ``(window, aux)``, and ``apply(state, window)``; see ``Step``.
+        with ``has_aux`` returns ``(window, aux)``, ``apply(state, window)``, and ``merge(a, b)`` of
+        two windows; see ``Step``.
 
     Example:
         >>> from pureaccum import sgd
@@ -210,18 +219,25 @@ def make_step(
         known_of(loss_fn),
         group,
     )
-    init, begin = partial(_init, plan), partial(begin_window, plan)
-    if compile is False:
-        over_batch = partial(whole, plan)
-        if is_auto(microbatch_size):
-            look = partial(_looked_at, plan)
-            if group is None:
-                over_batch = by_memory(partial(_in_size, plan), look, memory_budget)
-            else:
-                summed = by_memory(partial(rows_of_this_rank, plan), look, memory_budget)
-                over_batch = partial(whole_of_ranks, plan, summed)
-        return Step(init, begin, partial(update, plan), partial(apply, plan), over_batch)
-    return Step(init, begin, *compiled(plan, {} if compile is True else compile))
+    if group is not None:
+        plan = plan._replace(agreed=agreement_of(plan, compile))
+    shared: dict[str, Any] = {
+        "init": partial(_init, plan),
+        "begin": partial(begin_window, plan),
+        "merge": partial(merge, plan),
+    }
+    if compile is not False:
+        return Step(**shared, **compiled(plan, {} if compile is True else compile)._asdict())
+    over_batch = partial(whole, plan)
+    if is_auto(microbatch_size):
+        look = partial(_looked_at, plan)
+        if group is None:
+            over_batch = by_memory(partial(_in_size, plan), look, memory_budget)
+        else:
+            summed = by_memory(partial(rows_of_this_rank, plan), look, memory_budget)
+            over_batch = partial(whole_of_ranks, plan, summed)
+    streaming: dict[str, Any] = {"update": partial(update, plan), "apply": partial(apply, plan)}
+    return Step(**shared, **streaming, whole=over_batch)
 
 
 def _check_shared(group: Any, loss_fn: Any, buffers: Threading | None) -> None:
@@ -276,8 +292,10 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
     if plan.buffers:
         begin_buffers(plan.buffers, buffers)  # names what is no tensor
     device = leaves[0].device
-    if plan.group is not None:
-        check_same(params, plan.group)
+    if plan.agreed is not None:
+        check_group(plan.group)
+        given = params, () if buffers is None else buffers, key(seed, device)
+        check_same(plan.agreed, *given, plan.group)
     with outside_inference_mode():  # what is made there takes no gradient, ever
         if plan.policy is not None:
             params = plan.policy.cast_to_param(params)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._accumulator import AccumState
+from ._agreement import Agreement
 from ._buffers import Threading
 from ._engine import Rule
 from ._inputs import check_state
@@ -94,12 +95,12 @@ class StepWindow(NamedTuple):
     Attributes:
         accum: The gradients of the *scaled* loss, the weight and the counts.
         buffers: What the next microbatch is given; ``()`` where none are configured.
-        samples: How many rows there were in the run.
+        rows: How many rows they had: 0 at first, so that the windows of ranks can be merged.
     """
 
     accum: AccumState
     buffers: Any
-    samples: Tensor
+    rows: Tensor
 
 
 class Plan(NamedTuple):
@@ -118,7 +119,8 @@ class Plan(NamedTuple):
     donate: bool
     recomputes: set[bool]  # what is learned of the loss: see _held.py
     known: Known  # … and what it writes to: see _writes.py
-    group: Any = None  # the ranks that share a batch
+    group: Any = None  # the ranks that share a batch …
+    agreed: Agreement | None = None  # … and what they have to agree on: see _agreement.py
 
 
 def check_train_state(plan: Plan, state: Any) -> None:

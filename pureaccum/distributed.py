@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._accumulator import AccumState, read_state
+from ._agreement import Claim, agreement, between_ranks, claim
 from ._batches import cut, read_batch, rows_to_cut
 from ._buckets import AHEAD, sum_over_ranks_
 from ._donation import mark
@@ -23,6 +24,9 @@ from ._sharded import refuse_sharded
 from ._torch import transform_active
 from ._tree import Tree, flatten, paths, unflatten
 from ._tree import leaves as leaves_of
+
+
+_AGREED = agreement({})  # among ranks that call all_reduce
 
 
 class Pending(NamedTuple):
@@ -59,8 +63,10 @@ def all_reduce(
 
     The rule: what ``merge`` gives for the states of rank 0, 1, 2, …
 
-    Gradients travel in flat buckets, one for each dtype, device and 25 MiB; totals, weights and
-    counts travel with them, are added in float64, and have the same bits on all ranks.
+    Small gradients travel with totals, weights and counts in one collective of float64, others in
+    flat buckets, one for each dtype, device and 25 MiB. What comes out has the same bits on all
+    ranks. States of different structures raise a ``ValueError`` on all of them that names what
+    differs.
 
     Args:
         state: What ``update`` returned, of any accumulator; with no update yet it adds nothing.
@@ -68,7 +74,8 @@ def all_reduce(
         merge: The ``merge`` of an accumulator whose ``reduce`` is the user's own functions, for
             which adding numbers may not be right: the states of all ranks come together first.
         donate: The state is given up, and its memory is used.
-        async_op: Return at once, with the reduction under way: ``.wait()`` gives the state.
+        async_op: Return with the reduction under way: ``.wait()`` gives the state. On a CPU that is
+            once all ranks have come, with states of one structure.
 
     Returns:
         The merged state.
@@ -98,9 +105,17 @@ def all_reduce(
                 f"{paths(spec, 'state.grads')[i]} is torch.bool, which has no sum. Pass the "
                 "accumulator's own merge=acc.merge, which knows what becomes of it."
             )
+    if merge is not None and async_op:
+        raise ValueError("async_op=True came with merge, which has to wait for every rank.")
+    call = "all_reduce" if merge is None else "all_reduce(merge=...)"
+    cause = (
+        "States that are added up are of the same params, and ranks call the same functions in the "
+        "same order. Another model, or another accumulator, on one of them?"
+    )
+    kinds, device = {"state": state}, state.total.device
+    claimed = claim(_AGREED, call, kinds, {}, device, cause, whole=False)
     if merge is not None:
-        if async_op:
-            raise ValueError("async_op=True came with merge, which has to wait for every rank.")
+        meet(claimed, group)
         merged = reduce(merge, _gathered(state, group))
         if donate:
             mark(leaves_of(state))
@@ -109,7 +124,8 @@ def all_reduce(
     work = unflatten(flatten(state)[1], own)._replace(grads=own[: len(leaves)])
     if donate:  # before anything is written, so that an error leaves nothing half added
         mark(leaves_of(state))
-    wait = begin_sum(work, group, ahead=len(own) if async_op else AHEAD)
+    ahead = len(own) if async_op else AHEAD
+    wait = begin_sum(work, group, claimed, ahead=ahead)
 
     def finish() -> AccumState:
         merged, _ = wait()
@@ -154,14 +170,17 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
 
 
 def begin_sum(
-    state: AccumState, group: Any, *more: Tensor, ahead: int = AHEAD
+    state: AccumState, group: Any, claimed: Claim, *more: Tensor, ahead: int = AHEAD
 ) -> Callable[[], tuple[AccumState, Tensor]]:
     """Begin to add up states whose gradients are a list, and are written to.
+
+    Where nobody has looked whether ranks agree, and they do not, the total becomes NaN.
 
     Args:
         state: Of this rank.
         group: The ranks.
-        more: Further 0-d numbers of this rank.
+        claimed: What this rank holds that all should.
+        more: Further 0-d numbers of this rank, at most one.
         ahead: See ``sum_over_ranks_``.
 
     Returns:
@@ -172,16 +191,25 @@ def begin_sum(
     squares = state.squares.clone() if isinstance(state.squares, Tensor) else ()
     tensors = [*state.grads, *([squares] if isinstance(squares, Tensor) else [])]
     with torch.no_grad():
-        wait = sum_over_ranks_(tensors, numbers, group, ahead=ahead)
+        wait = sum_over_ranks_(tensors, numbers, group, claimed, ahead=ahead)
 
     def finish() -> tuple[AccumState, Tensor]:
         with torch.no_grad():
-            of_all = wait()
+            of_all, agreed = wait()
         sums = of_all[:, : len(amounts)].sum(0).unbind()
         summed = [new.to(old.dtype, copy=True) for new, old in zip(sums, amounts, strict=True)]
+        if agreed is not None:
+            summed[0] = torch.where(agreed, summed[0], torch.nan)
         return AccumState(state.grads, *summed)._replace(squares=squares), of_all[:, len(amounts) :]
 
     return finish
+
+
+def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
+    """Compare claims, and give a number of each rank; float64, (rank)."""
+    numbers = torch.full((1,), number, dtype=torch.float64, device=claimed.few.device)
+    with torch.no_grad():
+        return sum_over_ranks_([], numbers, group, claimed)()[0][:, 0]
 
 
 def check_group(group: Any) -> None:
@@ -206,6 +234,13 @@ def check_group(group: Any) -> None:
             f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
             "dist.new_group(...) returned, or mesh.get_group(...)."
         )
+    try:
+        dist.get_rank(group)
+    except ValueError as error:
+        raise RuntimeError(
+            "the process group was destroyed, or belongs to another init_process_group(...). Make "
+            "the step again, with a group of this one."
+        ) from error
 
 
 def _gathered(state: AccumState, group: Any) -> list[AccumState]:
@@ -213,6 +248,7 @@ def _gathered(state: AccumState, group: Any) -> list[AccumState]:
     columns: list[list[Tensor]] = []
     for leaf in leaves:
         column = [torch.empty_like(leaf) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(column, leaf.contiguous(), group=group)
+        with between_ranks():
+            dist.all_gather(column, leaf.contiguous(), group=group)
         columns.append(column)
     return [unflatten(spec, list(row)) for row in zip(*columns, strict=True)]

@@ -146,7 +146,7 @@ def test_a_step_of_all_ranks_is_that_of_one(
     check(*step(step.init(model.params), batches[rank]), count)
 
 
-@on_ranks(2)
+@on_ranks(2, 4)
 @in_step()
 @given(
     data=st.data(),

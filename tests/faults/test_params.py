@@ -128,7 +128,9 @@ class Path(str):
 
 
 class Spec(list[Path]):
-    """The structure of a flat dict, as far as a message asks for it."""
+    """A structure of which leaves are asked for their paths, as far as a message asks for it."""
+
+    type: ClassVar[None] = None
 
     def accessors(self) -> "Spec":
         return self

@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -90,11 +91,20 @@ def test_ranks_that_begin_apart(rank, world):
     """The error comes on all of them, and names the leaf."""
     step = pa.make_step(loss, pa.sgd(), group=dist.group.WORLD)
     apart = {"a": torch.ones(2), "b": torch.tensor([1.0, 2.0 + rank])}
-    with pytest.raises(ValueError, match=r"params\['b'\] is not the same on all ranks .*1 of 2"):
+    said = r"params\['b'\] is \[1\.0, 2\.0\] on rank 0 and \[1\.0, 3\.0\] on rank 1\. "
+    with pytest.raises(ValueError, match=said + r".*torch\.manual_seed"):
         step.init(apart)
     shapes = {"a": torch.ones(2 + rank)}
-    with pytest.raises(ValueError, match=r"different names, shapes or dtypes.*params\['a'\]"):
+    with pytest.raises(
+        ValueError, match=r"params\['a'\] is torch\.float32 of shape \(2,\) on rank 0"
+    ):
         step.init(shapes)
+    with pytest.raises(
+        ValueError, match=r"params\['a1'\] is absent on rank 0 and torch\.float32 of"
+    ):
+        step.init({f"a{rank}": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"the same: key is "):
+        step.init({"a": torch.ones(2)}, seed=rank)
     kinds = torch.float16, torch.bfloat16, torch.float64, torch.complex64
     alike = [
         torch.tensor([torch.nan, -0.0]),
@@ -136,21 +146,61 @@ def dies_in_mid_window(folder: str, rank: int, world: int) -> None:
     like = {"state": state, "window": step.begin(state)}
     saved = [pa.load(f"{folder}/{r}", like) for r in range(world)]
     assert_trees_bitwise_equal(saved[rank], {"state": state, "window": window})
-    accum = functools.reduce(pa.accumulator(loss).merge, (it["window"].accum for it in saved))
-    new, info = alone.apply(state, window._replace(accum=accum))
-    rows = torch.tensor([[1.0 + r] * 2 for r in range(world)])
-    assert_trees_bitwise_equal(new.params, alone(state, rows)[0].params)
+    new, info = alone.apply(state, functools.reduce(alone.merge, (it["window"] for it in saved)))
+    rows = torch.tensor([[1.0 + r] * 2 for r in range(world) for _ in range(2)])
+    assert_trees_bitwise_equal(new, alone(state, rows)[0])
     assert info.microbatches == world
 
 
-def never_comes(rank: int, world: int) -> None:
-    step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD)
-    state = step.init(torch.ones(2))
+def late(step: Any, state: Any, rank: int) -> Any:
+    if rank == 1:
+        time.sleep(0.5)
+    return step(state, torch.ones(2, 2))
+
+
+def hung(step: Any, state: Any, rank: int) -> Any:
     if rank == 1:  # catches its own error, say, and goes on without the step
-        time.sleep(4)
-        return
-    with pytest.raises(RuntimeError, match=r"[Tt]ime"):
-        step(state, torch.ones(2, 2))
+        return None
+    return step(state, torch.ones(2, 2))
+
+
+def one_step_more(step: Any, state: Any, rank: int) -> Any:
+    state, _ = step(state, torch.ones(2, 2))
+    return None if rank == 1 else step(state, torch.ones(2, 2))
+
+
+def other_group(step: Any, state: Any, rank: int) -> Any:
+    if rank == 1:
+        same_ranks = pa.make_step(loss, pa.sgd(0.5), group=GROUPS[1])
+        return same_ranks(state, torch.ones(2, 2))
+    return step(state, torch.ones(2, 2))
+
+
+GROUPS: list[Any] = []
+
+
+def do_not_meet(rank: int, world: int) -> None:
+    """Each kind in a group of its own, which is of no use afterwards."""
+    alone = pa.make_step(loss, pa.sgd(0.5))
+    state = alone.init(torch.ones(2))
+    before = state.params.clone()
+    wait = timedelta(seconds=2)
+    for kind in (late, hung, one_step_more, other_group):
+        GROUPS[:] = [dist.new_group(timeout=wait), dist.new_group(timeout=wait)]
+        step = pa.make_step(loss, pa.sgd(0.5), group=GROUPS[0])
+        dist.barrier()
+        if kind is late:
+            new, _ = late(step, state, rank)
+            assert_trees_bitwise_equal(new.params, alone(state, torch.ones(2, 2))[0].params)
+        elif rank == 1 and kind is not other_group:
+            kind(step, state, rank)
+        else:
+            with pytest.raises(RuntimeError) as caught:
+                kind(step, state, rank)
+            assert any("could not be added up" in note for note in caught.value.__notes__)
+        assert_trees_bitwise_equal(state.params, before)
+        alone(state, torch.ones(2, 2))
+        dist.barrier()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -168,5 +218,18 @@ def test_a_rank_that_dies(world, tmp_path):
     assert {first, *others} == {End()}, [first, *others]
 
 
-def test_a_rank_that_does_not_come():
-    assert run_on_ranks(2, never_comes, timeout=2) == [End(), End()]
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_do_not_meet(world):
+    assert run_on_ranks(world, do_not_meet) == [End()] * world
+
+
+@on_ranks(2)
+def test_a_group_that_was_destroyed(rank, world):
+    group = dist.new_group()
+    step = pa.make_step(loss, pa.sgd(0.5), group=group)
+    state = step.init(torch.ones(2))
+    step(state, torch.ones(2, 2))
+    dist.destroy_process_group(group)
+    for call in (lambda: step.init(torch.ones(2)), lambda: step(state, torch.ones(2, 2))):
+        with pytest.raises(RuntimeError, match="group was destroyed"):
+            call()

@@ -10,7 +10,7 @@ import pureaccum
 
 
 FLOORS = (
-    {"_torch", "_whole_file", "_safetensors", "_sharded", "_python_numbers"},
+    {"_torch", "_whole_file", "_safetensors", "_settings", "_sharded", "_python_numbers"},
     {"_tree", "_donation", "_pieces", "_replay", "_rows_of_ranks"},
     {
         "_explain",
@@ -29,12 +29,13 @@ FLOORS = (
         "_stage",
         "_traced",
         "_arguments",
-        "_buckets",
+        "_agreement",
         "_moments",
     },
     {
         "_shell",
         "_batches",
+        "_buckets",
         "_weights",
         "_passes",
         "_update",
@@ -92,6 +93,7 @@ FLOORS = (
         "testing._exact_losses",
         "testing._kept",
         "testing._mutants_of_disk",
+        "testing._mutants_of_ranks",
         "testing._mutants_of_samples",
         "testing._mutants_of_stages",
         "testing._pure",

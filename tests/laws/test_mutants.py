@@ -232,6 +232,15 @@ KILLERS = {
     "members that share memory": (
         "transforms/test_ensembles.py::test_a_member_that_is_given_up_leaves_the_others"
     ),
+    "counts and scales of ranks not compared": (
+        "laws/test_agreement.py::test_small_leaves_are_seen_at_every_call"
+    ),
+    "settings of ranks not compared": (
+        "laws/test_agreement.py::test_what_an_optimizer_was_made_with"
+    ),
+    "windows merged without their rows": (
+        "exact/test_windows.py::test_a_window_of_two_is_the_window_of_all[plain]"
+    ),
 }
 
 

@@ -43,6 +43,32 @@ def test_all_gpus_share_a_batch(donate, compile):
     assert not [end.failure for end in ends if end.failure]
 
 
+def disagrees(rank: int, world: int) -> None:
+    """Where no rank looks the step is not applied; where all look they raise."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    knobs: Any = {"loss_scale": pa.dynamic_loss_scale(8.0), "group": dist.group.WORLD}
+    step = pa.make_step(lambda w, x: (w * x).mean(), pa.sgd(0.5), **knobs)
+    state = step.init(torch.ones(4, device=device))
+    x = torch.ones(2, 4, device=device)
+    for _ in range(2):
+        state, info = step(state, x)
+        assert info.applied
+    if rank == world - 1:
+        state = state._replace(samples=state.samples + 1)
+    new, info = step(state, x)
+    assert bool(info.applied) is (world == 1)
+    if world > 1:
+        assert_trees_bitwise_equal(new.params, state.params)
+        with pytest.raises(ValueError, match=r"state\.samples is"):
+            step(new, x)
+
+
+def test_gpus_that_disagree():
+    ends = run_on_ranks(torch.cuda.device_count(), disagrees, backend="nccl")
+    assert not [end.failure for end in ends if end.failure]
+
+
 def test_nothing_waits_for_the_device():
     """One rank, in this process: a reduction is put on the stream, and that is all."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -50,7 +76,8 @@ def test_nothing_waits_for_the_device():
         step = pa.make_step(lambda w, x: (w * x).mean(), pa.sgd(0.5), group=dist.group.WORLD)
         state = step.init(torch.ones(4, device="cuda"))
         x = torch.ones(2, 4, device="cuda")
-        state, _ = step(state, x)  # the first builds NCCL's communicator
+        for _ in range(2):  # the first builds NCCL's communicator; steps 1, 2, 4, … look at claims
+            state, _ = step(state, x)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
