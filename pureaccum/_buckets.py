@@ -35,9 +35,9 @@ NUMBERS = 7  # of a rank, beside its claim
 # 396 us, one of a few bytes and one of 128 KiB 290 and 321.
 MOST = 2**15
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16  # what float64 holds
-# Of each group, the room for gradients in its first collective, on which all its ranks agreed. It is
-# just what these gradients need: where they lie decides in which order ranks are added up, and a run
-# that begins anew has to add them up as one that goes on.
+# Of each group, the room for gradients in its first collective, on which all its ranks agreed: just
+# what these need. Where they lie decides in which order ranks are added up, and a run that begins
+# anew has to add them up as one that goes on.
 _rooms: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
