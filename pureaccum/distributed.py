@@ -63,8 +63,8 @@ def all_reduce(
 
     The rule: what ``merge`` gives for the states of rank 0, 1, 2, …
 
-    Small gradients travel with totals, weights and counts in one collective of float64, others in
-    flat buckets, one for each dtype, device and 25 MiB. What comes out has the same bits on all
+    Totals, weights and counts travel in one collective with the gradients of a small model, others
+    in flat buckets, one for each dtype, device and 25 MiB. What comes out has the same bits on all
     ranks. States of different structures raise a ``ValueError`` on all of them that names what
     differs.
 
