@@ -25,17 +25,17 @@ STEP = 2**20  # bytes
 
 def write_file(
     file: BinaryIO,
-    tensors: Sequence[tuple[Piece, Tensor]],
+    tensors: Mapping[str, tuple[Piece, Tensor]],
     scalars: Mapping[str, Any],
     part: Part | None = None,
 ) -> None:
-    """Write a whole file."""
-    tensors = sorted(tensors, key=lambda it: -it[0].dtype.itemsize)
-    header = header_of([piece for piece, _ in tensors], scalars, part)
+    """Write a whole file, of tensors and scalars by their paths."""
+    tensors = dict(sorted(tensors.items(), key=lambda it: -it[1][0].dtype.itemsize))
+    header = header_of({path: piece for path, (piece, _) in tensors.items()}, scalars, part)
     file.write(header)
     checks: list[int] = []
     handed = 0
-    for _, x in tensors:
+    for _, x in tensors.values():
         check = 0
         host = _row_by_row(x)
         for memory in _memory(host):
@@ -47,7 +47,7 @@ def write_file(
 
 
 def read_piece(
-    file: BufferedReader, begin: int, piece: Piece, into: Tensor, at: tuple[int, ...]
+    file: BufferedReader, begin: int, piece: Piece, into: Tensor, at: tuple[int, ...] | None
 ) -> int | None:
     """Read what a piece has of a block of its leaf.
 
@@ -56,18 +56,19 @@ def read_piece(
         begin: Where the numbers of the piece begin in the file.
         piece: Which part of the leaf it is.
         into: The block.
-        at: Where in the leaf the block begins.
+        at: Where in the leaf the block begins; None where it is all of it.
 
     Returns:
         The checksum of the piece; None where it has nothing of the block, and nothing was read.
     """
+    is_all = piece.shape == into.shape and at in (None, piece.at)
+    if is_all and into.is_cpu and into.is_contiguous():
+        return _filled(file, begin, into)
     if not piece.nbytes:
         return 0
     if not into.numel():  # on a rank outside the mesh, not even of so many dims
         return None
-    shape = tuple(into.shape)
-    if piece.shape == shape and piece.at == at and into.is_contiguous() and into.is_cpu:
-        return _filled(file, begin, into)
+    shape, at = tuple(into.shape), at or (0,) * into.dim()
     edges = list(zip(piece.at, piece.shape, at, shape, strict=True))
     starts = [max(a, b) for a, _, b, _ in edges]
     sizes = [min(a + n, b + m) - s for (a, n, b, m), s in zip(edges, starts, strict=True)]
@@ -128,7 +129,8 @@ def _bits(x: Tensor) -> Tensor:
 
 def _memory(x: Tensor) -> Iterator[memoryview]:
     """The memory of a tensor, piece by piece."""
-    if x.numel():
-        memory = memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()))
-        for i in range(0, x.nbytes, STEP):
-            yield memory[i : i + STEP]
+    size = x.nbytes
+    if size:
+        memory = memoryview((ctypes.c_ubyte * size).from_address(x.data_ptr()))
+        for i in range(0, size, STEP):
+            yield memory[i : i + STEP] if size > STEP else memory

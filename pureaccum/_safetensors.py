@@ -19,9 +19,9 @@ import math
 import operator
 import os
 import re
-import sys
+import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from io import BufferedReader
 from typing import Any, NamedTuple
@@ -62,7 +62,6 @@ class Piece(NamedTuple):
     """A tensor in a file: a whole leaf, or the part of one that a rank held.
 
     Attributes:
-        path: Of the leaf.
         dtype: Of the leaf.
         shape: Of the piece.
         whole: The shape of the leaf.
@@ -70,7 +69,6 @@ class Piece(NamedTuple):
         strides: Of the leaf in memory.
     """
 
-    path: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     whole: tuple[int, ...]
@@ -97,7 +95,8 @@ class Contents(NamedTuple):
     Attributes:
         part: Which file it is of a checkpoint in several.
         scalars: Python numbers and strings, by their paths.
-        pieces: Tensors by their paths, each with where its bytes begin, and its number.
+        pieces: Tensors, by their paths, in the order of the file.
+        places: Where the bytes of each begin, and its number.
         checks: The checksums of all tensors, by their numbers, and that of the header.
         others: The first of the leaves that are not wanted.
         count_of_others: How many of them there are.
@@ -105,8 +104,9 @@ class Contents(NamedTuple):
 
     part: Part | None
     scalars: dict[str, Any]
-    pieces: dict[str, tuple[Piece, int, int]]
-    checks: bytearray
+    pieces: dict[str, Piece]
+    places: dict[str, tuple[int, int]]
+    checks: memoryview
     others: list[str]
     count_of_others: int
 
@@ -114,13 +114,22 @@ class Contents(NamedTuple):
 # Writing -----------------------------------------------------------------------------------
 
 
+@lru_cache(256)  # of hundreds of thousands of leaves most look like others
+def whole_piece(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> Piece:
+    """A whole leaf, row by row unless it has other strides."""
+    strides = row_by_row(shape) if strides is None else strides
+    return Piece(dtype, shape, shape, (0,) * len(shape), strides)
+
+
 def header_of(
-    pieces: Sequence[Piece], scalars: Mapping[str, Any], part: Part | None = None
+    pieces: Mapping[str, Piece], scalars: Mapping[str, Any], part: Part | None = None
 ) -> bytes:
     """All that stands before the tensors, which follow in the order of ``pieces``.
 
     Args:
-        pieces: Those of the widest numbers first.
+        pieces: By their paths, those of the widest numbers first.
         scalars: Python numbers and strings, by their paths.
         part: Of a checkpoint in several files.
     """
@@ -129,10 +138,10 @@ def header_of(
         metadata |= {"save": part.save, "shard": f"{part.shard} of {part.shards}"}
     tensors: list[str] = []
     end = 0
-    for piece in pieces:
+    for path, piece in pieces.items():
         name, last = _in_words(piece.dtype)
         begin, end = end, end + piece.nbytes
-        tensors.append(_entry(piece.path, name, piece.shape + last, begin, end))
+        tensors.append(_entry(path, name, piece.shape + last, begin, end))
         note: dict[str, Any] = {}
         if last:
             note["dtype"] = str(piece.dtype).removeprefix("torch.")
@@ -141,7 +150,7 @@ def header_of(
         if piece.shape != piece.whole:
             note |= {"whole": piece.whole, "at": piece.at}
         if note:
-            metadata[piece.path] = json.dumps(note)
+            metadata[path] = json.dumps(note)
     metadata |= {path: json.dumps(value) for path, value in scalars.items()}
     tensors.append(_entry_of_checks(len(pieces), end))
     text = f'{{"__metadata__": {json.dumps(metadata)}, {", ".join(tensors)}}}'.encode()
@@ -156,8 +165,11 @@ def header_of(
 
 
 def checks_of(header: bytes, of_tensors: list[int]) -> bytes:
-    """What stands after the tensors, whose checksums these are."""
-    return b"".join(map(_as_bytes, [*of_tensors, zlib.crc32(header)]))
+    """What stands after the tensors, whose checksums these are.
+
+    As this machine writes numbers: on one that writes them the other way they do not fit.
+    """
+    return struct.pack(f"={len(of_tensors) + 1}I", *of_tensors, zlib.crc32(header))
 
 
 def _entry(path: str, name: str, shape: tuple[int, ...], begin: int, end: int) -> str:
@@ -170,11 +182,6 @@ def _entry(path: str, name: str, shape: tuple[int, ...], begin: int, end: int) -
 def _entry_of_checks(count: int, end: int) -> str:
     size = 4 * (count + 1)
     return _entry("crc32", "U8", (size,), end, end + size)
-
-
-def _as_bytes(check: int) -> bytes:
-    """As this machine writes numbers: on one that writes them the other way they do not fit."""
-    return check.to_bytes(4, sys.byteorder)
 
 
 _QUOTED = json.JSONEncoder().encode
@@ -202,7 +209,7 @@ _BEGIN = re.compile(
 _NOTE = re.compile(rb', ("%s): ("\{%s)' % (_REST, _REST))
 _SCALAR = re.compile(rb', ("%s): ("%s)' % (_REST, _REST))
 _TENSOR = re.compile(
-    rb', ("%s): \{"dtype": "(\w{1,20})", "shape": \[((?:\d{1,19}(?:, \d{1,19}){0,999})?)\], '
+    rb', ("%s): \{("dtype": "\w{1,20}", "shape": \[(?:\d{1,19}(?:, \d{1,19}){0,99})?\]), '
     rb'"data_offsets": \[(\d{1,19}), (\d{1,19})\]\}' % _REST
 )
 _CHECKS = b', "crc32": '
@@ -236,16 +243,11 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
         return contents
     if size != end:
         raise ValueError(f"it has {size} bytes, and {end} were written. Cut short, or damaged")
-    file.seek(size - len(contents.checks))
+    file.seek(size - contents.checks.nbytes)
     file.readinto(contents.checks)
-    if bytes(contents.checks[-4:]) != _as_bytes(zlib.crc32(header)):
+    if contents.checks[-1] != zlib.crc32(header):
         raise ValueError("the checksum of its header is another. Damaged")
     return contents._replace(part=part)
-
-
-def check_of(contents: Contents, number: int) -> int:
-    """The checksum of a tensor."""
-    return int.from_bytes(contents.checks[4 * number : 4 * number + 4], sys.byteorder)
 
 
 def _begun(header: bytearray) -> tuple[Part | None, int]:
@@ -268,7 +270,8 @@ def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Con
     longest = max(map(len, names), default=0)
     notes: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
-    pieces: dict[str, tuple[Piece, int, int]] = {}
+    pieces: dict[str, Piece] = {}
+    places: dict[str, tuple[int, int]] = {}
     others: list[str] = []
     count_of_others = count = end = 0
     left = 2 * len(wanted) + MANY
@@ -299,16 +302,21 @@ def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Con
             scalars[path] = _text(header, entry, type(wanted[path]))
     at = _after(header, at, b"}") if left else at
     for entry in entries(_TENSOR):
-        begin, end = end, int(entry[5])
+        begin, end = end, int(entry[4])
         if path := path_of(entry, pieces):
-            piece = _piece(path, entry, notes.pop(path, {}), wanted[path])
-            if piece.nbytes != end - begin or path in scalars:
+            noted = path in notes
+            piece, nbytes = (
+                _noted_piece(entry[2], notes.pop(path)) if noted else _plain_piece(entry[2])
+            )
+            if nbytes != end - begin or path in scalars:
                 raise ValueError(path)
-            pieces[path] = piece, len(header) + begin, count
-        if int(entry[4]) != begin or end < begin:
+            pieces[path] = piece
+            places[path] = len(header) + begin, count
+        if int(entry[3]) != begin or end < begin:
             raise ValueError("holes")
         count += 1
-    contents = Contents(None, scalars, pieces, bytearray(4 * count + 4), others, count_of_others)
+    checks = memoryview(bytearray(4 * count + 4)).cast("I")  # as this machine writes numbers
+    contents = Contents(None, scalars, pieces, places, checks, others, count_of_others)
     if not left:  # of another tree
         return contents._replace(others=others or ["much else"]), 0
     at = _after(header, at, f", {_entry_of_checks(count, end)}}}".encode())
@@ -337,23 +345,34 @@ def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
     return value
 
 
-def _piece(path: str, entry: re.Match[bytes], note: dict[str, Any], like: Any) -> Piece:
-    """The piece that an entry and its note describe, if there can be such a one."""
-    sizes = tuple(map(int, entry[3].split(b", "))) if entry[3] else ()
-    if not note:
-        dtype, strides = ITSELF[entry[2].decode()], row_by_row(sizes)
-        if type(like) is Piece and like[1:3] == (dtype, sizes) and like.strides == strides:
-            return like  # of which there may be a hundred thousand: no second ones
-        return Piece(path, dtype, sizes, sizes, (0,) * len(sizes), strides)
-    dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[entry[2].decode()]
-    name, last = _in_words(dtype)
+@lru_cache(256)
+def _read(text: bytes) -> tuple[str, tuple[int, ...]]:
+    """A dtype as safetensors calls it, and a shape."""
+    _, name, sizes = text.decode().split(": ")
+    sizes = sizes.removeprefix("[").removesuffix("]")
+    return name.split('"')[1], tuple(map(int, sizes.split(", "))) if sizes else ()
+
+
+@lru_cache(256)
+def _plain_piece(text: bytes) -> tuple[Piece, int]:
+    """The piece that a header describes, and its bytes."""
+    name, shape = _read(text)
+    piece = whole_piece(ITSELF[name], shape)
+    return piece, piece.nbytes
+
+
+def _noted_piece(text: bytes, note: dict[str, Any]) -> tuple[Piece, int]:
+    """The same where the metadata says more of it; ValueError if there can be no such piece."""
+    name, sizes = _read(text)
+    dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[name]
+    expected, last = _in_words(dtype)
     shape = sizes[: len(sizes) - len(last)]
     whole, at = tuple(note.pop("whole", shape)), tuple(note.pop("at", (0,) * len(shape)))
     strides = tuple(note.pop("strides")) if "strides" in note else row_by_row(whole)
-    piece = Piece(path, dtype, shape, whole, at, strides)
-    if note or name.encode() != entry[2] or sizes != shape + last or not _makes_sense(piece):
-        raise ValueError(path)
-    return piece
+    piece = Piece(dtype, shape, whole, at, strides)
+    if note or name != expected or sizes != shape + last or not _makes_sense(piece):
+        raise ValueError(text)
+    return piece, piece.nbytes
 
 
 def _makes_sense(piece: Piece) -> bool:

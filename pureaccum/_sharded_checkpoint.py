@@ -41,7 +41,7 @@ def is_ours_to_write(x: Any, i: int) -> bool:
 
 
 def save_by_ranks(
-    path: str, tensors: Sequence[tuple[Piece, Tensor]], scalars: Mapping[str, Any]
+    path: str, tensors: Mapping[str, tuple[Piece, Tensor]], scalars: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint; all ranks call this together, each with what it is to write."""
     rank, world = dist.get_rank(), dist.get_world_size()

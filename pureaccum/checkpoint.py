@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._pieces import read_piece, tile, write_file
-from ._safetensors import SCALARS, SHOWN, Contents, Piece, check_of, read_header, row_by_row
+from ._safetensors import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
 from ._sharded import (
     any_sharded,
     is_sharded,
@@ -75,14 +75,15 @@ def save(path: Path, tree: Tree) -> None:
     scalars = {name: x for name, x in leaves.items() if not isinstance(x, Piece)}
     if not any_sharded(values):
         with whole_file(path) as file:
-            pairs = zip(leaves.values(), values, strict=True)
-            write_file(file, [(leaf, x) for leaf, x in pairs if isinstance(leaf, Piece)], scalars)
+            pairs = zip(leaves.items(), values, strict=True)
+            tensors = {name: (leaf, x) for (name, leaf), x in pairs if isinstance(leaf, Piece)}
+            write_file(file, tensors, scalars)
         return
-    ours: list[tuple[Piece, Tensor]] = []
-    for i, (x, leaf) in enumerate(zip(resolved(values), leaves.values(), strict=True)):
+    ours: dict[str, tuple[Piece, Tensor]] = {}
+    for i, (x, (name, leaf)) in enumerate(zip(resolved(values), leaves.items(), strict=True)):
         if isinstance(leaf, Piece) and is_ours_to_write(x, i):
             at, shape = part_of(x)
-            ours.append((leaf._replace(at=at, shape=shape), local(x)))
+            ours[name] = leaf._replace(at=at, shape=shape), local(x)
     save_by_ranks(os.fsdecode(path), ours, scalars)
 
 
@@ -164,12 +165,13 @@ def _leaf(x: Any, name: str, root: str) -> Any:
             "of a state."
         )
     dtype = x.dtype  # a donated one says that it is
-    if type(x) not in (Tensor, torch.nn.Parameter) and not is_sharded(x):
+    plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    if not plain and not is_sharded(x):
         raise TypeError(
             f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its "
             "numbers anywhere; expected plain ones, or DTensors."
         )
-    here = local(x)
+    here = x if plain else local(x)
     dense = here.layout == torch.strided and not here.is_quantized
     if not dense or here.is_meta or (here.numel() and not here.data_ptr()):
         raise TypeError(
@@ -180,9 +182,9 @@ def _leaf(x: Any, name: str, root: str) -> Any:
     shape, strides = tuple(x.shape), x.stride()
     if strides != row_by_row(shape):
         # The order in memory decides bits of what is computed later: channels_last is kept.
-        like = torch.empty_strided(shape, strides, device="meta") if is_sharded(x) else x
+        like = x if plain else torch.empty_strided(shape, strides, device="meta")
         strides = torch.empty_like(like, device="meta").stride()
-    return Piece(name, dtype, shape, shape, (0,) * len(shape), strides)
+    return whole_piece(dtype, shape, strides)
 
 
 def _named(name: str, root: str) -> str:
@@ -191,15 +193,14 @@ def _named(name: str, root: str) -> str:
 
 def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
     """Name every leaf that a checkpoint has and ``like`` has not, and the other way round."""
-    came: dict[str, Any] = {}
+    came: set[str] = set()
     other: dict[str, str] = {}
     for contents in files:
-        pieces = {name: piece for name, (piece, _, _) in contents.pieces.items()}
-        for name, leaf in (contents.scalars | pieces).items():
-            came[name] = leaf
-            if leaf is not wanted[name] and not _is_alike(leaf, wanted[name]):
-                here, there = _said(leaf), _said(wanted[name])
-                other[name] = f"{name} is {here} in the file and {there} in like"
+        for of_kind in (contents.scalars, contents.pieces):
+            came.update(of_kind)
+            for name, leaf in of_kind.items():
+                if leaf is not (like := wanted[name]) and not _is_alike(leaf, like):
+                    other[name] = f"{name} is {_said(leaf)} in the file and {_said(like)} in like"
     more = dict.fromkeys(name for contents in files for name in contents.others)
     off = [f"{name} is not in the file" for name in wanted if name not in came]
     off += [f"{name} is only in the file" for name in more]
@@ -214,8 +215,8 @@ def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]
             + "".join(f"\n  {line}" for line in shown)
         )
     for name, leaf in wanted.items():
-        if isinstance(leaf, Piece) and (len(files) > 1 or came[name] is not leaf):
-            parts = [contents.pieces[name][0] for contents in files if name in contents.pieces]
+        if isinstance(leaf, Piece):
+            parts = [contents.pieces[name] for contents in files if name in contents.pieces]
             if not tile(parts, leaf.whole):
                 why = f"parts of {name} are not there, or twice. Of several saves, or damaged"
                 raise ValueError(not_whole(path, why))
@@ -252,25 +253,24 @@ def _opened(
 def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str, Any]) -> list[Any]:
     """The leaves, with the numbers of the files."""
     found: dict[str, Any] = {}
-    blocks: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # what this rank holds, and from where
+    spread = any_sharded(list(like.values()))
     for file, contents in files:
         found |= contents.scalars
-        for name, (piece, begin, number) in contents.pieces.items():
-            if name not in found:
-                x = found[name] = _empty(like[name], piece)
-                blocks[name] = (
-                    (x, (0,) * x.dim()) if type(x) is Tensor else (local(x), part_of(x)[0])
-                )
-            check = read_piece(file, begin, piece, *blocks[name])
-            if check is not None and check != check_of(contents, number):
+        for name, piece in contents.pieces.items():
+            if (x := found.get(name)) is None:
+                x = found[name] = _empty(like[name], piece, spread)
+            begin, number = contents.places[name]
+            block, at = (local(x), part_of(x)[0]) if spread else (x, None)
+            check = read_piece(file, begin, piece, block, at)
+            if check is not None and check != contents.checks[number]:
                 why = f"the checksum of {name} is another. Damaged"
                 raise ValueError(not_whole(file.name, why))
-    return [_in_place_of(found[name], x) for name, x in like.items()]
+    return [_in_place_of(found[name], x) if spread else found[name] for name, x in like.items()]
 
 
-def _empty(like: Any, piece: Piece) -> Any:
+def _empty(like: Any, piece: Piece, spread: bool) -> Any:
     """Memory for a leaf; nobody sees it before every number of it is there."""
-    at = layout_of(like)
+    at = layout_of(like) if spread else None
     if at is None:
         strides = piece.strides
         return torch.empty_strided(piece.whole, strides, dtype=piece.dtype, device=like.device)

@@ -13,8 +13,8 @@ OF_DISK: dict[str, Mutant] = {
     "a checksum that nobody compares": Mutant(
         "Numbers that were changed on the disk are loaded.",
         "checkpoint.py",
-        "if check is not None and check != check_of(contents, number):",
-        "if check is None and check == check_of(contents, number):",
+        "if check is not None and check != contents.checks[number]:",
+        "if check is None and check == contents.checks[number]:",
     ),
     "parts with holes between them": Mutant(
         "What no rank has written is loaded as it happens to lie in memory.",

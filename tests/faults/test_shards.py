@@ -175,7 +175,7 @@ def test_another_tree(run: Path) -> None:
 
 def piece(x: torch.Tensor, at: int, whole: tuple[int, ...] = (8, 3)) -> Any:
     starts = (at,) + (0,) * (len(whole) - 1)
-    return Piece("tree['w']", x.dtype, tuple(x.shape), whole, starts, (3, 1)), x
+    return {"tree['w']": (Piece(x.dtype, tuple(x.shape), whole, starts, (3, 1)), x)}
 
 
 ROWS = TREE["w"]
@@ -196,7 +196,7 @@ def by_hand(folder: Path, pieces: list[Any]) -> None:
     folder.mkdir()
     for i, it in enumerate(pieces, 1):
         with open(folder / name(i, len(pieces)), "wb") as file:
-            write_file(file, [it], {}, Part("0" * 32, i, len(pieces)))
+            write_file(file, it, {}, Part("0" * 32, i, len(pieces)))
 
 
 def test_a_number_and_a_tensor_of_one_name(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_number_and_a_tensor_of_one_name(tmp_path: Path) -> None:
         folder.mkdir()
         for shard in (1, 2):
             with open(folder / name(shard, 2), "wb") as file:
-                tensors, scalars = ([piece(ROWS, 0)], {}), ([], {"tree['w']": 3})
+                tensors, scalars = (piece(ROWS, 0), {}), ({}, {"tree['w']": 3})
                 write_file(file, *(tensors if (shard == 1) is first else scalars), part(shard))
         for like in (torch.zeros(8, 3), 3):
             with saying(ValueError, "tree['w'] is"):

@@ -637,7 +637,7 @@ def loads(folder: str) -> None:
         _, info = step.apply(state, window)
         assert info.applied
         same_on_all_ranks(info)
-        with refused(ValueError, "another tree than like", "tree[1].samples is only in the file"):
+        with refused(ValueError, "another tree than like", "tree[1].rows is only in the file"):
             pa.load(f"{folder}/{layout}", like[:1])
 
 

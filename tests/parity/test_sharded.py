@@ -43,7 +43,7 @@ def what_does_not_fit_is_refused(folder: Path) -> None:
     _, state, window = in_mid_window("")
     with saying(FileNotFoundError, "nothing"):
         pa.load(folder / "nothing", state)
-    with saying(ValueError, "another tree than like", "tree[2].samples is not in the file"):
+    with saying(ValueError, "another tree than like", "tree[2].rows is not in the file"):
         pa.load(folder / "fsdp", [state, window, window])
     wider = state._replace(params={**state.params, "b1": torch.zeros(9)})
     with saying(ValueError, "params['b1'] is float32 of shape (8,) in the file", "(9,) in like"):
