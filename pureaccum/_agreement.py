@@ -178,15 +178,17 @@ def _differences(of_ranks: tuple[Table, ...]) -> list[str]:
 
 
 @contextmanager
-def between_ranks() -> Generator[None]:
+def between_ranks(
+    what: str = "the sums of the ranks could not be added up",
+    after: str = "The training state before this step is as it was.",
+) -> Generator[None]:
     """Say what an error of a collective means here."""
     try:
         yield
     except RuntimeError as error:
         error.add_note(
-            "pureaccum: the sums of the ranks could not be added up. Another rank has died or has "
-            "raised an error, or did not come to this point within the group's timeout; its own "
-            "message says more. The training state before this step is as it was."
+            f"pureaccum: {what}. Another rank has died or has raised an error, or did not come to "
+            f"this point within the group's timeout; its own message says more. {after}"
         )
         raise
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._agreement import between_ranks
 from ._pieces import write_file
 from ._safetensors import Contents, Part, Piece
 from ._sharded import largest, layout_of
@@ -116,7 +117,8 @@ def all_or_none(leaves: Sequence[Any], path: str) -> Generator[None]:
         error = raised
     named = error and _NAME.search(str(error))
     number = int(named[1]) if named else _NONE if error else 0
-    worst = int(largest(torch.tensor(number), [layout_of(x) for x in leaves]))
+    with between_ranks(f"{path!r} was not loaded", "Nothing was changed."):
+        worst = int(largest(torch.tensor(number), [layout_of(x) for x in leaves]))
     if error is not None:
         raise error
     if worst:
@@ -145,14 +147,8 @@ def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
         error = raised
     told: list[Any] = [None] * dist.get_world_size()
     says = error if isinstance(error, OSError | None) else OSError(f"{error!r}")
-    try:
+    with between_ranks("the checkpoint was not saved", "What was saved before is as it was."):
         dist.all_gather_object(told, (result, says))
-    except RuntimeError as lost:
-        lost.add_note(
-            "pureaccum: the checkpoint was not saved. Another rank has died or has raised an "
-            "error, or did not come to this point within the group's timeout."
-        )
-        raise
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(told):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -279,6 +280,29 @@ def test_an_error_on_one_rank_is_one_on_all(run: Path, world: int) -> None:
         for said, (shard, _) in zip(end.returned, DAMAGES, strict=True):
             number = int(shard.split("-")[1])
             assert shard in said or f"shard {number} of it" in said, said
+
+
+def dies_in_a_save(folder: str, rank: int, world: int) -> None:
+    tree = spread(TREE)
+    pa.save(f"{folder}/before", tree)
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        pa.save(f"{folder}/run", tree)
+    assert "the checkpoint was not saved. Another rank has died" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as caught:
+        pa.load(f"{folder}/before", tree)
+    assert "was not loaded. Another rank has died" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_dies(tmp_path: Path, world: int) -> None:
+    """The others hear of it; nothing of the save is there, and what was before is whole."""
+    *others, last = run_on_ranks(world, partial(dies_in_a_save, str(tmp_path)))
+    assert last.failure == "died with exit code -9"
+    assert others == [End()] * (world - 1), others
+    assert_trees_bitwise_equal(pa.load(tmp_path / "before", LIKE), TREE)
+    assert [x.name for x in tmp_path.iterdir()] == ["before"]
 
 
 def full_on_one(folder: str, rank: int, world: int) -> str:
