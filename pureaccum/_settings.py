@@ -39,8 +39,8 @@ def _read(thing: Any, name: str, inside: str, found: dict[str, list[str]], seen:
             _note(f"{thing.__module__}.{thing.__qualname__}", name, found)
             return
         factory, _, made = thing.__qualname__.partition(".<locals>")
-        if made:
-            _note(factory, inside, found)
+        if made:  # the first is what a user called; others are how that is made
+            found.setdefault(inside, [factory.lstrip("_")])
         cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
         for free, cell in cells:
             _read(cell.cell_contents, f"{inside}.{free}", inside, found, seen)
