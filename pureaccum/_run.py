@@ -18,9 +18,10 @@ from ._buffers import begin, collect
 from ._call import attempt_key, caller, onwards, row_keys
 from ._donation import Spoiled, hand_over, mark
 from ._finish import finished
-from ._inputs import check_fits, check_state, read_params, refuse_autocast_cache
+from ._inputs import check_fits, check_int, check_state, read_params, refuse_autocast_cache
 from ._moments import merged
 from ._passes import outside_inference_mode
+from ._python_numbers import MOST
 from ._ranks import before_this_rank, of_all_ranks
 from ._replay import put_back
 from ._scan import Stacked, fold_scanned
@@ -283,12 +284,8 @@ def check_window(
 def first_row(plan: Plan, state: TrainState, window: StepWindow, offset: int | None) -> Tensor:
     """How many rows of the step come before a microbatch's."""
     if offset is not None:
-        if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"offset is {offset!r}; expected the number of rows of this step that come before "
-                "this microbatch's, on any rank: an int of at least 0."
-            )
-        return torch.full_like(window.rows, offset)
+        expected = "the rows of this step that come before this microbatch's, an int of at least 0"
+        return torch.full_like(window.rows, check_int(offset, "offset", expected, 0, MOST // 2))
     if plan.keys and plan.group is not None:
         raise ValueError(
             "a step with keys over several ranks cannot know which rows of the batch a microbatch "

@@ -60,7 +60,8 @@ class StepInfo(NamedTuple):
         weight: What the loss was divided by: rows, or what ``Weighted`` says; 0 for sums.
         microbatches: How many there were.
         skipped: How many of them ``nonfinite="skip"`` left out.
-        applied: Whether the step was.
+        applied: Whether the step was: its gradients and learning rates were finite, and anything
+            had a weight.
         scale: The loss scale it was computed with.
         aux: What the loss returned beside it, reduced; ``()`` without.
         noise: How much the microbatches' gradients scatter, for ``noise_scale`` and

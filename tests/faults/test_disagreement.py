@@ -85,7 +85,11 @@ SETTINGS: dict[str, tuple[Knobs, Knobs, str]] = {
         adamw(betas=(0.9, 0.95)),
         r"optimizer\.beta2 is 0\.999" + on_these(r"0\.95"),
     ),
-    "optimizer": ({"optimizer": pa.sgd(0.1)}, adamw(), "optimizer is sgd on rank.* and adam on rank"),
+    "optimizer": (
+        {"optimizer": pa.sgd(0.1)},
+        adamw(),
+        "optimizer is sgd on rank.* and adam on rank",
+    ),
     "schedule": (
         {"optimizer": pa.sgd(pa.linear_warmup(0.1, 10))},
         {"optimizer": pa.sgd(pa.linear_warmup(0.1, 20))},

@@ -69,8 +69,13 @@ def test_what_is_refused(rank, world):
     window = step.begin(begun)
     with pytest.raises(ValueError, match=r"the same keys\. Say how many rows come before it, on"):
         step.update(begun, window, torch.ones(3, 2))
-    for offset in (-1, 1.0, True):
-        with pytest.raises(ValueError, match=f"offset is {offset!r}; expected the number of rows"):
+    for offset, error in (
+        (-1, ValueError),
+        (2**63, ValueError),
+        (1.0, TypeError),
+        (True, TypeError),
+    ):
+        with pytest.raises(error, match=f"offset is {offset!r}.*; expected the rows of this step"):
             step.update(begun, window, torch.ones(3, 2), offset=offset)
     mesh = init_device_mesh("cpu", (world,))
     spread = distribute_tensor(torch.ones(2), mesh, [Replicate()])
