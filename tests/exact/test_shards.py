@@ -20,9 +20,14 @@ from tests.strategies import generator
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
 SEEDS = range(4)
-WORLDS = (1, 2, 4)
+WORLDS = (1, 2, 3, 4)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-LAYOUTS = {1: [[S0], [R]], 2: [[S0], [S1], [R]], 4: [[S0, S1], [S0, S0], [R, S1], [S1, R], [R, R]]}
+LAYOUTS = {
+    1: [[S0], [R]],
+    2: [[S0], [S1], [R]],
+    3: [[S0], [S1], [R]],
+    4: [[S0, S1], [S0, S0], [R, S1], [S1, R], [R, R]],
+}
 
 
 def tree_of(seed: int, fill: Any = None) -> dict[str, Any]:
