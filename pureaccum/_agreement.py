@@ -122,7 +122,7 @@ def claim(
         ]
         # counts, scales and rates first: they say more than checksums
         named.sort(key=lambda it: it[1].numel() if isinstance(it[1], Tensor) else 0)
-        of_values = {name: _value(leaf) for name, leaf in named}
+        of_values = {name: value_in_words(leaf) for name, leaf in named}
         return [*told(), of_values]
 
     if kind is None:
@@ -150,7 +150,7 @@ def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
     with between_ranks():
         dist.all_gather_object(tables, mine.words(), group=group)
     for columns in zip(*tables, strict=True):
-        if found := _differences(columns):
+        if found := differences(columns):
             break
     else:
         found = ["the bits of what they hold"]
@@ -160,7 +160,7 @@ def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
     )
 
 
-def _differences(of_ranks: tuple[Table, ...]) -> list[str]:
+def differences(of_ranks: tuple[Table, ...]) -> list[str]:
     """What differs: ``lr is 0.1 on ranks 0, 2, 3 and 0.2 on rank 1``."""
     found: list[str] = []
     for name in {name: None for table in of_ranks for name in table}:
@@ -200,7 +200,8 @@ def _look(x: Any) -> Any:
     return (x.dtype, x.shape) if isinstance(x, Tensor) else type(x)
 
 
-def _value(x: Any) -> str:
+def value_in_words(x: Any) -> str:
+    """A number as it is, and of many a checksum."""
     if not isinstance(x, Tensor):
         return repr(x)
     x = x.detach()

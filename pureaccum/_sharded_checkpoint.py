@@ -13,12 +13,13 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._agreement import between_ranks
+from ._agreement import Table, between_ranks, differences
 from ._pieces import write_file
 from ._safetensors import Contents, Part, Piece
 from ._sharded import largest, layout_of
@@ -42,18 +43,34 @@ def is_ours_to_write(x: Any, i: int) -> bool:
 
 
 def save_by_ranks(
-    path: str, tensors: Mapping[str, tuple[Piece, Tensor]], scalars: Mapping[str, Any]
+    path: str,
+    tensors: Mapping[str, tuple[Piece, Tensor]],
+    scalars: Mapping[str, Any],
+    words: Table,
 ) -> None:
-    """Write a checkpoint; all ranks call this together, each with what it is to write."""
+    """Write a checkpoint; all ranks call this together.
+
+    Args:
+        path: Of the folder.
+        tensors: What this rank is to write.
+        scalars: What the first rank writes beside them.
+        words: What has to be the same on all ranks, by the names of the leaves.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     with ExitStack() as stack:
 
         def begin() -> Any:
-            if rank == 0:
-                return stack.enter_context(whole_folder(path)), os.urandom(16).hex()
-            return None
+            folder = None if rank else stack.enter_context(whole_folder(path))
+            return crc32(repr(words).encode()), folder, os.urandom(16).hex()
 
-        folder, save = _on_all_ranks(begin)[0]
+        begun = _on_all_ranks(begin)
+        if len({check for check, _, _ in begun}) > 1:
+            found = differences(tuple(_on_all_ranks(lambda: words)))
+            raise ValueError(
+                f"the ranks do not hold the same tree: {'; '.join(found[:3])}. What is no DTensor "
+                "is saved once for all of them; what is a rank's own goes into a file of its own."
+            )
+        _, folder, save = begun[0]
 
         def write() -> None:
             with open(os.path.join(folder, _name(rank + 1, world)), "xb") as file:
@@ -108,17 +125,21 @@ def not_whole(path: str, why: str) -> str:
 
 
 @contextmanager
-def all_or_none(leaves: Sequence[Any], path: str) -> Generator[None]:
-    """Where one rank of the meshes of these leaves raises an error, raise one on all of them."""
-    error = None
+def all_or_none(leaves: Sequence[Any], path: str) -> Generator[list[int]]:
+    """Where one rank of the meshes of these leaves raises an error, raise one on all of them.
+
+    Yields what takes the checksum of what is loaded, which has to be the same on all.
+    """
+    error, loaded = None, [0]
     try:
-        yield
+        yield loaded
     except Exception as raised:
         error = raised
     named = error and _NAME.search(str(error))
     number = int(named[1]) if named else _NONE if error else 0
+    told = torch.tensor([number, loaded[-1], -loaded[-1]])
     with between_ranks(f"{path!r} was not loaded", "Nothing was changed."):
-        worst = int(largest(torch.tensor(number), [layout_of(x) for x in leaves]))
+        worst, most, least = largest(told, [layout_of(x) for x in leaves]).tolist()
     if error is not None:
         raise error
     if worst:
@@ -126,6 +147,11 @@ def all_or_none(leaves: Sequence[Any], path: str) -> Generator[None]:
         raise ValueError(
             f"{path!r} was not loaded: another rank could not read {which}, and its own message "
             "says why. No rank goes on without the others."
+        )
+    if most != -least:
+        raise ValueError(
+            f"{path!r} is not the same checkpoint on all ranks: another path, another save, or "
+            "folders of their own? Load one that all ranks see."
         )
 
 

@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ._agreement import value_in_words
 from ._pieces import read_piece, tile, write_file
 from ._safetensors import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
 from ._sharded import (
@@ -56,7 +57,8 @@ def save(path: Path, tree: Tree) -> None:
     Args:
         path: Of the file; one that is there is replaced.
             Where the tree holds DTensors, all ranks save together: to a new folder of a file for
-            each rank, which gets its name when it is whole. Any number of ranks can load it.
+            each rank, which gets its name when it is whole. What is no DTensor is written once, and
+            has to be the same on all of them. Any number of ranks can load it.
         tree: A pytree of tensors, and of Python bools, ints, floats and strings beside them: a
             ``TrainState``, an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
 
@@ -80,11 +82,15 @@ def save(path: Path, tree: Tree) -> None:
             write_file(file, tensors, scalars)
         return
     ours: dict[str, tuple[Piece, Tensor]] = {}
+    words = {
+        name: _said(leaf) if is_sharded(x) else f"{_said(leaf)}: {value_in_words(x)}"
+        for x, (name, leaf) in zip(values, leaves.items(), strict=True)
+    }
     for i, (x, (name, leaf)) in enumerate(zip(resolved(values), leaves.items(), strict=True)):
         if isinstance(leaf, Piece) and is_ours_to_write(x, i):
             at, shape = part_of(x)
             ours[name] = leaf._replace(at=at, shape=shape), local(x)
-    save_by_ranks(os.fsdecode(path), ours, scalars)
+    save_by_ranks(os.fsdecode(path), ours, scalars, words)
 
 
 def load(path: Path, like: Tree) -> Tree:
@@ -124,9 +130,10 @@ def load(path: Path, like: Tree) -> Tree:
     _check_outside("load")
     name = os.fsdecode(path)
     values, spec, leaves = _read(like, "like")
-    together = all_or_none(values, name) if any_sharded(values) else nullcontext()
-    with together, ExitStack() as stack:
+    together = all_or_none(values, name) if any_sharded(values) else nullcontext([0])
+    with together as loaded, ExitStack() as stack:
         files = [_opened(file, stack, leaves) for file in files_of(name)]
+        loaded.append(files[0][1].checks[-1])
         check_parts(name, [(file.name, contents) for file, contents in files])
         _check_alike(name, [contents for _, contents in files], leaves)
         found = _loaded(files, dict(zip(leaves, values, strict=True)))

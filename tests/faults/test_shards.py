@@ -282,6 +282,41 @@ def test_an_error_on_one_rank_is_one_on_all(run: Path, world: int) -> None:
             assert shard in said or f"shard {number} of it" in said, said
 
 
+def holds_another_tree(folder: str, rank: int, world: int) -> list[str]:
+    """What is no DTensor has to be the same, for it is written once."""
+    told = []
+    for more in ({"rank": rank}, {"half": torch.ones(8) * rank}, {"only": 1} if rank else {}):
+        with pytest.raises(ValueError, match="the ranks do not hold the same tree: ") as caught:
+            pa.save(f"{folder}/run", spread(TREE) | more)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_hold_another_tree(tmp_path: Path, world: int) -> None:
+    ends = run_on_ranks(world, partial(holds_another_tree, str(tmp_path)))
+    assert not [end.failure for end in ends if end.failure], ends
+    number, tensor, leaf = ends[0].returned
+    assert "tree['rank'] is a Python int: 0 on rank 0 and a Python int: 1 on rank" in number
+    assert "tree['half'] is float32 of shape (8,): (8,) with checksum" in tensor
+    assert "tree['only'] is absent on rank 0 and a Python int: 1 on rank" in leaf
+    assert all(end == ends[0] for end in ends)
+    assert list(tmp_path.iterdir()) == []
+
+
+def loads_another(folder: str, rank: int, world: int) -> None:
+    pa.save(f"{folder}/run", spread(TREE))
+    pa.save(f"{folder}/other", spread(TREE, 100))
+    like = spread(LIKE)
+    with pytest.raises(ValueError, match="is not the same checkpoint on all ranks: another path"):
+        pa.load(f"{folder}/{'other' if rank else 'run'}", like)
+    assert_trees_bitwise_equal(pa.load(f"{folder}/run", like)["w"].full_tensor(), TREE["w"])
+
+
+def test_ranks_that_load_another(tmp_path: Path) -> None:
+    assert run_on_ranks(2, partial(loads_another, str(tmp_path))) == [End()] * 2
+
+
 def dies_in_a_save(folder: str, rank: int, world: int) -> None:
     tree = spread(TREE)
     pa.save(f"{folder}/before", tree)
