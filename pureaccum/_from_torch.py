@@ -127,18 +127,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             sound = not isinstance(rate, Tensor) or is_sound(rate, read_params(params)[0])
         return Ready(sound, partial(step, state, params, rate))
 
+    @_plainly()
     def step(
-        state: TorchState,
-        params: Tree,
-        rate: Any,
-        grads: Tree,
-        applied: Tensor | None,
-        donate: bool,
-    ) -> tuple[Tree, TorchState]:
-        with _plainly():
-            return stepped(state, params, rate, grads, applied, donate)
-
-    def stepped(
         state: TorchState,
         params: Tree,
         rate: Any,
