@@ -1,9 +1,9 @@
 """``python -m tests.faults.killed_ranks FOLDER KILLS``: kill ranks while they save together.
 
 They are forks of this process, and save under one new name after the other, as the documentation
-asks. At a random moment one of them is sent a signal, or all of them are. Then every folder that
-has its name has to be whole, and the next save of anything into that place has to clear away what
-is left. Prints what came of it as JSON.
+asks. At a random moment, or while something is being written, one of them is sent a signal, or all
+of them are. Then every folder that has its name has to be whole, and the next save of anything into
+that place has to clear away what is left. Prints what came of it as JSON.
 """
 
 import json
@@ -75,6 +75,8 @@ def main(folder: Path, kills: int) -> None:
         while not first.exists():
             time.sleep(0.005)
         time.sleep(random.uniform(0, LONGEST))
+        while kill % 4 > 1 and not leftovers(folder):  # in the middle of a save for sure
+            time.sleep(0.0002)
         for child in children if kill % 3 else children[-1:]:
             os.kill(child, signals[kill % 3] if kill % 4 else signal.SIGKILL)
         for child in children:
