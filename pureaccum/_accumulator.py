@@ -179,11 +179,8 @@ def accumulator(
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
         """One state of two, in any order and grouping."""
-        names = ("the second state's grads", "the first state's grads")
-        check_fits(*flatten(read_state(b).grads), *flatten(read_state(a).grads), names, _FOREIGN)
-        check_squares(a, squares)
-        check_squares(b, squares)
-        return add(a, b)
+        names = "the first state's grads", "the second state's grads"
+        return merged(read_state(a), read_state(b), squares, names)
 
     def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
         """The gradients and the value: sums divided once."""
@@ -206,6 +203,14 @@ def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
 
 
 _FOREIGN = "A state belongs to the params that it was made from by init."
+
+
+def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) -> AccumState:
+    """One state of two; names are those of their gradients."""
+    check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]), _FOREIGN)
+    check_squares(a, squares)
+    check_squares(b, squares)
+    return add(a, b)
 
 
 def read_state(state: Any) -> AccumState:

@@ -9,8 +9,7 @@ All ranks see the claims of all, and so they all take the same branch.
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from ctypes import c_ubyte
-from functools import cache
+from functools import cache, reduce
 from itertools import count
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._bytes import checksum
 from ._sharded import local
 from ._tree import Tree, flatten, paths
 
@@ -32,7 +32,7 @@ Table = dict[str, str]  # what a rank holds, by name
 class Agreement(NamedTuple):
     """What the calls of one function of several ranks have in common.
 
-    Args:
+    Attributes:
         settings: What it was made with, by name.
         calls: How many there were; calls 1, 2, 4, 8, … compare more than the others.
         kinds: The checksums of structures that were met before.
@@ -51,7 +51,7 @@ def agreement(settings: Table) -> Agreement:
 class Claim(NamedTuple):
     """What a rank holds that all should: as numbers below 2**53, and in words.
 
-    Args:
+    Attributes:
         kind: A checksum of the call, of its settings, and of names, shapes and dtypes.
         bits: A checksum of all values; ``NOT_READ`` at most calls.
         few: A checksum of the small leaves, of which the host has not read those on a device; it is
@@ -129,7 +129,7 @@ def claim(
         kind = agreed.kinds[call, looks] = crc32(repr(told()).encode())
     leaves = [x for root in values for x in flat[root][0] if isinstance(x, Tensor)]
     few = _small([x for x in leaves if x.numel() <= FEW], device)
-    bits = _checksum(leaves) if whole else NOT_READ
+    bits = reduce(lambda check, x: checksum(local(x), check), leaves, 0) if whole else NOT_READ
     return Claim(kind, bits, few, new or turn or here, words, cause)
 
 
@@ -154,10 +154,7 @@ def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
             break
     else:
         found = ["the bits of what they hold"]
-    more = f" {len(found) - 3} more differ." if len(found) > 3 else ""
-    raise ValueError(
-        f"the ranks of the group do not hold the same: {'; '.join(found[:3])}.{more} {mine.cause}"
-    )
+    raise ValueError(f"the ranks of the group do not hold the same: {shown(found)} {mine.cause}")
 
 
 def differences(of_ranks: tuple[Table, ...]) -> list[str]:
@@ -175,6 +172,12 @@ def differences(of_ranks: tuple[Table, ...]) -> list[str]:
             ]
             found.append(f"{name} is {' and '.join(each)}")
     return found
+
+
+def shown(found: list[str]) -> str:
+    """The first of what differs, and how much more does."""
+    more = f" {len(found) - 3} more differ." if len(found) > 3 else ""
+    return f"{'; '.join(found[:3])}.{more}"
 
 
 @contextmanager
@@ -207,17 +210,7 @@ def value_in_words(x: Any) -> str:
     x = x.detach()
     if x.numel() <= FEW and bool((x == x).all()):  # NaN has many bits, and one name
         return str(x.tolist())
-    return f"{tuple(x.shape)} with checksum {_checksum([x]):08x}"
-
-
-def _checksum(tensors: list[Tensor]) -> int:
-    """The crc32 of all their bytes, which the host reads."""
-    check = 0
-    for x in tensors:
-        x = local(x).detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if x.nbytes:
-            check = crc32((c_ubyte * x.nbytes).from_address(x.data_ptr()), check)
-    return check
+    return f"{tuple(x.shape)} with checksum {checksum(local(x)):08x}"
 
 
 def _small(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -118,11 +118,7 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
-def check_size(
-    size: Any,
-    name: str = "microbatch_size",
-    expected: str = _SIZE,
-) -> int:
+def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) -> int:
     """The size itself, or an error that says what a size is.
 
     No batch has more rows than torch can count, so larger sizes are all the same.

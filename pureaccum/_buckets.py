@@ -33,7 +33,7 @@ AHEAD = 2  # buckets filled while another is under way: more would be a second g
 NUMBERS = 7  # of a rank, beside its claim
 # So many bytes of gradients travel with those: a collective of 256 KiB takes gloo 396 us, one of a
 # few bytes 290.
-MOST = 2**18
+RIDING = 2**18
 FLOATS = torch.float32, torch.float64
 # Of each group, the room for gradients in its first collective, on which all its ranks agreed: just
 # what these need. Where they lie decides in which order ranks are added up, and a run that begins
@@ -51,10 +51,11 @@ class Bucket(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A bucket under way."""
+    """A collective under way, and where in it the numbers of all ranks are, if they are in it."""
 
     members: list[Tensor]
     flat: Tensor
+    numbers: Tensor | None
     work: Any
 
 
@@ -83,33 +84,31 @@ def sum_over_ranks_(
     able = [x for x in parts if x.dtype in FLOATS and x.device == numbers.device]
     few = [x for x in able if x.dtype == able[0].dtype]
     need = sum(x.numel() for x in few), few[0].dtype if few else torch.float32
-    if sum(x.nbytes for x in few) > MOST:
+    if sum(x.nbytes for x in few) > RIDING:
         few = []
     riding = {*map(id, few)}
     slots = torch.cat([claimed.numbers(), numbers, numbers.new_zeros(NUMBERS - len(numbers))])
     sent: deque[Sent] = deque()
-    agreed: list[Tensor | None] = []
-    firsts: list[Tensor] = []
-    came: list[Tensor] = []
+    of_all, agreed = slots, None
 
     def send_first(room: Room, members: list[Tensor]) -> None:
         """The numbers of all ranks, and room for so many of gradients."""
         mine = _encode(slots)
         before = world * len(mine)
         flat = torch.zeros(before + room[0], dtype=room[1], device=slots.device)
-        flat[:before].view(world, -1)[rank] = mine
-        _fill(flat[before:], members)
-        firsts[:] = [flat[:before].view(world, -1)]
-        agreed.clear()
-        sent.append(_sent(members, flat, flat[before:], group))
+        first, rest = flat[:before].view(world, -1), flat[before:]
+        first[rank] = mine
+        _fill(rest, members)
+        sent.append(Sent(members, rest, first, _summed(flat, group)))
 
     def land() -> None:
-        members, flat, work = sent.popleft()
+        nonlocal of_all, agreed
+        members, flat, first, work = sent.popleft()
         with between_ranks():
             work.wait()
-        if not agreed:
-            came[:] = [_decode(firsts[0])]
-            agreed.append(compare(claimed, came[0][:, :CLAIMED], group))
+        if first is not None:
+            of_all = _decode(first)
+            agreed = compare(claimed, of_all[:, :CLAIMED], group)
         at = 0
         for x in members:
             piece = flat[at : at + x.numel()]
@@ -128,19 +127,19 @@ def sum_over_ranks_(
         if len(sent) == ahead:
             land()
         flat = _filled(bucket)
-        sent.append(_sent(bucket.members, flat, flat, group))
+        sent.append(Sent(bucket.members, flat, None, _summed(flat, group)))
 
     def wait() -> tuple[Tensor, Tensor | None]:
         while sent:
             land()
-        return came[0][:, CLAIMED : CLAIMED + len(numbers)], agreed[0]
+        return of_all[:, CLAIMED : CLAIMED + len(numbers)], agreed
 
     return wait
 
 
-def _sent(members: list[Tensor], flat: Tensor, of_members: Tensor, group: Any) -> Sent:
+def _summed(flat: Tensor, group: Any) -> Any:
     with between_ranks():
-        return Sent(members, of_members, dist.all_reduce(flat, group=group, async_op=True))
+        return dist.all_reduce(flat, group=group, async_op=True)
 
 
 def _buckets(tensors: list[Tensor]) -> list[Bucket]:

@@ -1,26 +1,22 @@
 """The numbers of tensors in a file, and which part of which leaf they are.
 
-Written and read piece by piece of 1 MiB, which is still in the cache of the core when its checksum
-is made: no second copy is held of what lies row by row in memory that this process can read, and
-one leaf's of what does not.
+No second copy is held of what lies row by row in memory that this process can read, and one leaf's
+of what does not.
 """
 
-import ctypes
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from ._bytes import bits, memory, on_host
 from ._safetensors import Part, Piece, checks_of, header_of
 from ._whole_file import hand_over
-
-
-STEP = 2**20  # bytes
 
 
 def write_file(
@@ -37,10 +33,9 @@ def write_file(
     handed = 0
     for _, x in tensors.values():
         check = 0
-        host = _row_by_row(x)
-        for memory in _memory(host):
-            check = zlib.crc32(memory, check)
-            file.write(memory)
+        for some in memory(on_host(x)):
+            check = zlib.crc32(some, check)
+            file.write(some)
             handed = hand_over(file, handed)
         checks.append(check)
     file.write(checks_of(header, checks))
@@ -76,7 +71,7 @@ def read_piece(
         return None
     x = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
     check = _filled(file, begin, x)
-    source, target = _bits(x), _bits(into)
+    source, target = bits(x), bits(into)
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         source = source.narrow(dim, start - piece.at[dim], size)
         target = target.narrow(dim, start - at[dim], size)
@@ -88,9 +83,9 @@ def _filled(file: BufferedReader, begin: int, x: Tensor) -> int:
     """Read the numbers of a tensor; gives their checksum."""
     file.seek(begin)
     check = 0
-    for memory in _memory(x):
-        file.readinto(memory)
-        check = zlib.crc32(memory, check)
+    for some in memory(x):
+        file.readinto(some)
+        check = zlib.crc32(some, check)
     return check
 
 
@@ -110,27 +105,3 @@ def tile(pieces: Sequence[Piece], whole: tuple[int, ...]) -> bool:
         sides.append([(a, b - a) for a, b in itertools.pairwise([*cuts, size])])
     cells = math.prod(map(len, sides)) == len(held)  # asked first: there may be very many
     return cells and sorted(held) == sorted(itertools.product(*sides))
-
-
-# Memory ------------------------------------------------------------------------------------
-
-
-def _row_by_row(x: Tensor) -> Tensor:
-    """The numbers of a tensor, or their bits, row by row in memory that this process can read."""
-    x = x.detach().resolve_conj().resolve_neg()
-    return (x if x.is_contiguous() else _bits(x).contiguous()).cpu()
-
-
-def _bits(x: Tensor) -> Tensor:
-    """As integers, which can be copied: torch can only hold numbers of some dtypes."""
-    as_wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.view(as_wide.get(x.itemsize, x.dtype))
-
-
-def _memory(x: Tensor) -> Iterator[memoryview]:
-    """The memory of a tensor, piece by piece."""
-    size = x.nbytes
-    if size:
-        memory = memoryview((ctypes.c_ubyte * size).from_address(x.data_ptr()))
-        for i in range(0, size, STEP):
-            yield memory[i : i + STEP] if size > STEP else memory

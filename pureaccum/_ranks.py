@@ -24,7 +24,7 @@ from ._settings import settings_of
 from ._sharded import refuse_sharded
 from ._train_state import Plan, StepWindow, TrainState
 from ._tree import Tree, flatten, unflatten
-from .distributed import begin_sum, meet
+from .distributed import begin_sum, gathered, meet
 
 
 def agreement_of(plan: Plan, compile: Any) -> Agreement:
@@ -145,13 +145,6 @@ def _pooled(carried: Carried, group: Any) -> Carried:
                 dist.broadcast(leaves[i], group=group, group_src=0)
     moments = carried.moments
     if moments:
-        of_all = _gathered(torch.stack(moments), group)
+        of_all = gathered(torch.stack(moments), group)
         moments = reduce(merged, (Moments(*each) for each in of_all))
     return Carried(unflatten(spec, leaves), moments)
-
-
-def _gathered(mine: Tensor, group: Any) -> list[Tensor]:
-    of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with between_ranks():
-        dist.all_gather(of_all, mine, group=group)
-    return of_all

@@ -12,13 +12,14 @@ import optree
 import torch
 from torch import Tensor
 
-from ._accumulator import check_belongs, check_squares, empty, updated
+from ._accumulator import check_belongs, empty, updated
+from ._accumulator import merged as merge_states
 from ._batches import Batch, cut, need_rows, read_batch
 from ._buffers import begin, collect
 from ._call import attempt_key, caller, onwards, row_keys
 from ._donation import Spoiled, hand_over, mark
 from ._finish import finished
-from ._inputs import check_fits, check_int, check_state, read_params, refuse_autocast_cache
+from ._inputs import check_int, check_state, read_params, refuse_autocast_cache
 from ._moments import merged
 from ._passes import outside_inference_mode
 from ._python_numbers import MOST
@@ -29,7 +30,7 @@ from ._staged import fold_staged, goes_by_stages
 from ._stages import Staged, refuse_stream, sees_all_at_once
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
-from ._tree import Tree, add, apart, check_same_structure, flatten, map, unflatten, zeros
+from ._tree import Tree, apart, check_same_structure, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
 from ._window import Cut, Folded, Pieces, Window, fold, read_cut
@@ -247,9 +248,9 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
 
 def merge(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
     """One window of two, of which the first came first."""
-    for window, what in ((a, "the first window"), (b, "the second window")):
+    names = "the first window", "the second window"
+    for window, what in zip((a, b), names, strict=True):
         check_state(window, StepWindow, "this step", what)
-        check_squares(window.accum, plan.rule.squares)
     if plan.buffers == "sequential":
         raise ValueError(
             "this step was made with buffers='sequential', which go from one microbatch to the "
@@ -257,14 +258,13 @@ def merge(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
             "'pooled' or 'freeze'."
         )
     cause = "Windows that are merged come from the same step and state."
-    specs = flatten(a)[1], flatten(b)[1]
-    check_same_structure(*specs, "the first window", "the second window", cause)
-    names = "the second window.accum.grads", "the first window.accum.grads"
-    check_fits(*flatten(b.accum.grads), *flatten(a.accum.grads), names, cause)
+    check_same_structure(flatten(a)[1], flatten(b)[1], *names, cause)
+    of_grads = f"{names[0]}.accum.grads", f"{names[1]}.accum.grads"
+    accum = merge_states(a.accum, b.accum, plan.rule.squares, of_grads)
     buffers = map(torch.clone, a.buffers)
     if buffers and buffers.moments:
         buffers = buffers._replace(moments=merged(a.buffers.moments, b.buffers.moments))
-    return StepWindow(add(a.accum, b.accum), buffers, a.rows + b.rows)
+    return StepWindow(accum, buffers, a.rows + b.rows)
 
 
 def check_window(

@@ -115,11 +115,8 @@ class Contents(NamedTuple):
 
 
 @lru_cache(256)  # of hundreds of thousands of leaves most look like others
-def whole_piece(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
-) -> Piece:
-    """A whole leaf, row by row unless it has other strides."""
-    strides = row_by_row(shape) if strides is None else strides
+def whole_piece(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Piece:
+    """A whole leaf."""
     return Piece(dtype, shape, shape, (0,) * len(shape), strides)
 
 
@@ -213,7 +210,7 @@ _TENSOR = re.compile(
     rb'"data_offsets": \[(\d{1,19}), (\d{1,19})\]\}' % _REST
 )
 _CHECKS = b', "crc32": '
-MOST = 10_000  # bytes of a note, or of a number
+LONGEST_TEXT = 10_000  # bytes of a note, or of a number
 SHOWN = 20  # leaves in an error
 MANY = 100_000  # leaves that nobody wants, or what is said of them
 
@@ -337,7 +334,7 @@ def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
     is_string = header.startswith(b'"\\"', begin)
     if is_string and kind is not str:
         return ""  # one that nobody reads, of whatever length
-    if not is_string and until - begin > MOST:
+    if not is_string and until - begin > LONGEST_TEXT:
         raise ValueError("too long")
     value = json.loads(json.loads(header[begin:until]))
     if type(value) not in (*SCALARS, dict):
@@ -346,7 +343,7 @@ def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
 
 
 @lru_cache(256)
-def _read(text: bytes) -> tuple[str, tuple[int, ...]]:
+def _look_of(text: bytes) -> tuple[str, tuple[int, ...]]:
     """A dtype as safetensors calls it, and a shape."""
     _, name, sizes = text.decode().split(": ")
     sizes = sizes.removeprefix("[").removesuffix("]")
@@ -356,14 +353,14 @@ def _read(text: bytes) -> tuple[str, tuple[int, ...]]:
 @lru_cache(256)
 def _plain_piece(text: bytes) -> tuple[Piece, int]:
     """The piece that a header describes, and its bytes."""
-    name, shape = _read(text)
-    piece = whole_piece(ITSELF[name], shape)
+    name, shape = _look_of(text)
+    piece = whole_piece(ITSELF[name], shape, row_by_row(shape))
     return piece, piece.nbytes
 
 
 def _noted_piece(text: bytes, note: dict[str, Any]) -> tuple[Piece, int]:
     """The same where the metadata says more of it; ValueError if there can be no such piece."""
-    name, sizes = _read(text)
+    name, sizes = _look_of(text)
     dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[name]
     expected, last = _in_words(dtype)
     shape = sizes[: len(sizes) - len(last)]

@@ -81,18 +81,18 @@ def local(x: Any) -> Tensor:
         return x.to_local()
 
 
-def part_of(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def block_of(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where in a tensor the numbers begin that this rank holds, and their shape."""
     if not is_sharded(x):
         return (0,) * x.dim(), tuple(x.shape)
-    (part,) = x.__create_chunk_list__()  # as torch's own checkpoints ask
-    if tuple(part.sizes) != tuple(local(x).shape):
+    (block,) = x.__create_chunk_list__()  # as torch's own checkpoints ask
+    if tuple(block.sizes) != tuple(local(x).shape):
         raise ValueError(
             f"a DTensor of shape {tuple(x.shape)}, {', '.join(map(str, x.placements))}, is not cut "
-            f"into blocks: this rank holds {tuple(local(x).shape)} of it and not {part.sizes} from "
-            f"{part.offsets} on. Redistribute it to Shard or Replicate first."
+            f"into blocks: this rank holds {tuple(local(x).shape)} of it and not {block.sizes} "
+            f"from {block.offsets} on. Redistribute it to Shard or Replicate first."
         )
-    return tuple(part.offsets) or (0,) * x.dim(), tuple(part.sizes)
+    return tuple(block.offsets) or (0,) * x.dim(), tuple(block.sizes)
 
 
 def opened(leaves: list[Tensor]) -> tuple[list[Tensor], Layouts | None]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._agreement import Table, between_ranks, differences
+from ._agreement import Table, between_ranks, differences, shown
 from ._pieces import write_file
 from ._safetensors import Contents, Part, Piece
 from ._sharded import largest, layout_of
@@ -67,8 +67,8 @@ def save_by_ranks(
         if len({check for check, _, _ in begun}) > 1:
             found = differences(tuple(_on_all_ranks(lambda: words)))
             raise ValueError(
-                f"the ranks do not hold the same tree: {'; '.join(found[:3])}. What is no DTensor "
-                "is saved once for all of them; what is a rank's own goes into a file of its own."
+                f"the ranks do not hold the same tree: {shown(found)} What is no DTensor is saved "
+                "once for all of them; what is a rank's own goes into a file of its own."
             )
         _, folder, save = begun[0]
 

@@ -148,8 +148,6 @@ def _remove_leftovers(folder: str) -> None:
         leftover = os.path.join(folder, name)
         with suppress(OSError, RecursionError):  # others removed it, or may, or it is not ours
             is_folder = stat.S_ISDIR(os.lstat(leftover).st_mode)
-            if not is_folder and not stat.S_ISREG(os.lstat(leftover).st_mode):
-                continue
             descriptor = os.open(leftover, _CAREFULLY | (os.O_RDONLY if is_folder else os.O_WRONLY))
             try:
                 if _lock(descriptor, wait=False):
@@ -180,4 +178,5 @@ def _sync_folder(folder: str) -> None:
 
 
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows would write "\r\n"
-_CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # no link, no pipe
+# A link is an error then, and so is a pipe, which otherwise would be waited for.
+_CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)

@@ -20,11 +20,11 @@ from ._pieces import read_piece, tile, write_file
 from ._safetensors import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
 from ._sharded import (
     any_sharded,
+    block_of,
     is_sharded,
     landed,
     layout_of,
     local,
-    part_of,
     resolved,
     whole_layout,
 )
@@ -43,7 +43,7 @@ from ._whole_file import Path, whole_file
 
 
 ROOT = "tree"  # what a file calls the tree
-LARGEST = 10**4300
+TOO_LONG = 10**4300  # for Python to read it
 
 
 def save(path: Path, tree: Tree) -> None:
@@ -88,7 +88,7 @@ def save(path: Path, tree: Tree) -> None:
     }
     for i, (x, (name, leaf)) in enumerate(zip(resolved(values), leaves.items(), strict=True)):
         if isinstance(leaf, Piece) and is_ours_to_write(x, i):
-            at, shape = part_of(x)
+            at, shape = block_of(x)
             ours[name] = leaf._replace(at=at, shape=shape), local(x)
     save_by_ranks(os.fsdecode(path), ours, scalars, words)
 
@@ -159,7 +159,7 @@ def _read(
 
 def _leaf(x: Any, name: str, root: str) -> Any:
     if type(x) in SCALARS:
-        if type(x) is int and abs(x) >= LARGEST:
+        if type(x) is int and abs(x) >= TOO_LONG:
             raise ValueError(
                 f"{_named(name, root)} is an int of more than 4,300 digits; expected a "
                 "shorter one, since Python by itself reads no longer ones. Save it as a str."
@@ -223,8 +223,8 @@ def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]
         )
     for name, leaf in wanted.items():
         if isinstance(leaf, Piece):
-            parts = [contents.pieces[name] for contents in files if name in contents.pieces]
-            if not tile(parts, leaf.whole):
+            pieces = [contents.pieces[name] for contents in files if name in contents.pieces]
+            if not tile(pieces, leaf.whole):
                 why = f"parts of {name} are not there, or twice. Of several saves, or damaged"
                 raise ValueError(not_whole(path, why))
 
@@ -260,15 +260,17 @@ def _opened(
 def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str, Any]) -> list[Any]:
     """The leaves, with the numbers of the files."""
     found: dict[str, Any] = {}
+    blocks: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # of DTensors, and where they begin
     spread = any_sharded(list(like.values()))
     for file, contents in files:
         found |= contents.scalars
         for name, piece in contents.pieces.items():
             if (x := found.get(name)) is None:
                 x = found[name] = _empty(like[name], piece, spread)
+                if spread:
+                    blocks[name] = local(x), block_of(x)[0]
             begin, number = contents.places[name]
-            block, at = (local(x), part_of(x)[0]) if spread else (x, None)
-            check = read_piece(file, begin, piece, block, at)
+            check = read_piece(file, begin, piece, *(blocks[name] if spread else (x, None)))
             if check is not None and check != contents.checks[number]:
                 why = f"the checksum of {name} is another. Damaged"
                 raise ValueError(not_whole(file.name, why))

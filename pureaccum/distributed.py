@@ -116,7 +116,7 @@ def all_reduce(
     claimed = claim(_AGREED, call, kinds, {}, device, cause, whole=False)
     if merge is not None:
         meet(claimed, group)
-        merged = reduce(merge, _gathered(state, group))
+        merged = reduce(merge, _states_of_all(state, group))
         if donate:
             mark(leaves_of(state))
         return merged
@@ -243,12 +243,15 @@ def check_group(group: Any) -> None:
         ) from error
 
 
-def _gathered(state: AccumState, group: Any) -> list[AccumState]:
+def gathered(mine: Tensor, group: Any) -> list[Tensor]:
+    """A tensor of every rank, of the same shape on all."""
+    of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    with between_ranks():
+        dist.all_gather(of_all, mine, group=group)
+    return of_all
+
+
+def _states_of_all(state: AccumState, group: Any) -> list[AccumState]:
     leaves, spec = flatten(state)
-    columns: list[list[Tensor]] = []
-    for leaf in leaves:
-        column = [torch.empty_like(leaf) for _ in range(dist.get_world_size(group))]
-        with between_ranks():
-            dist.all_gather(column, leaf.contiguous(), group=group)
-        columns.append(column)
+    columns = [gathered(leaf.contiguous(), group) for leaf in leaves]
     return [unflatten(spec, list(row)) for row in zip(*columns, strict=True)]

@@ -6,8 +6,8 @@ from ._mutants import Mutant
 OF_DISK: dict[str, Mutant] = {
     "numbers as they lie in memory": Mutant(
         "A tensor that is not row by row in memory is not so in the file.",
-        "_pieces.py",
-        "return (x if x.is_contiguous() else _bits(x).contiguous()).cpu()",
+        "_bytes.py",
+        "return (x if x.is_contiguous() else bits(x).contiguous()).cpu()",
         "return torch.as_strided(x, (x.numel(),), (1,)).cpu()",
     ),
     "a checksum that nobody compares": Mutant(

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import pureaccum as pa
+from tests.faults.hostile import in_a_fork
 from tests.faults.refusals import refused, saying
 from tests.optimizers import Unread
 from tests.states import batch_of, first_state, full_step
@@ -138,20 +139,14 @@ def outcome(do: Callable[[], object]) -> Any:
 
 def as_nobody(do: Callable[[], object]) -> Any:
     """The same without root's rights, to whom every file is open; in a fork."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            if os.getuid() == 0:
-                os.setgid(65534)
-                os.setuid(65534)
-            end = outcome(do)
-            os.write(writer, repr(end and (end[0].__name__, end[1])).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with open(reader) as file:
-        return file.read()
+
+    def run() -> Any:
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        return repr(outcome(do))
+
+    return in_a_fork(run)
 
 
 PATHS: dict[str, Callable[[Path], Any]] = {
@@ -210,7 +205,7 @@ def test_rights_are_those_of_open(mode: int) -> None:
         assert os.listdir(folder) == ["run"]
         assert (folder / "run").stat().st_size == 0 or want == "None"
         folder.chmod(0o555)  # where no file can be made beside it
-        assert as_nobody(lambda: pa.save(folder / "run", OLD)) == "('PermissionError', 13)"
+        assert as_nobody(lambda: pa.save(folder / "run", OLD)) == repr((PermissionError, 13))
         assert os.listdir(folder) == ["run"]
         folder.chmod(0o777)
 

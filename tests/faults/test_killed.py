@@ -1,12 +1,11 @@
 """Who is killed in a save at any moment finds a whole checkpoint, and leaves nothing for long."""
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.faults.programs import told_by
 
 
 pytestmark = pytest.mark.skipif(
@@ -15,21 +14,10 @@ pytestmark = pytest.mark.skipif(
 IN_CI = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
 
 
-def counts_of(program: str, folder: Path, kills: int) -> dict[str, int]:
-    command = [sys.executable, "-m", f"tests.faults.{program}", str(folder), str(kills)]
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    ended = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
-
-
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """A training run finds a whole file, and ends as one that was not killed."""
     kills = 66 if IN_CI else 201
-    counts = counts_of("killed", tmp_path, kills)
+    counts = told_by("killed", tmp_path, kills)
     assert counts["killed"] == kills
     assert counts["writing"] >= kills // 3
     assert counts["leftovers"] == 1
@@ -37,7 +25,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
 
 def test_ranks_that_are_killed_while_they_save(tmp_path: Path) -> None:
     kills = 12 if IN_CI else 72
-    counts = counts_of("killed_ranks", tmp_path, kills)
+    counts = told_by("killed_ranks", tmp_path, kills)
     assert counts["killed"] == kills
     assert counts["whole"] >= kills
     assert counts["left"] >= kills // 12  # so often they were in the middle of it

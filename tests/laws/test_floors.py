@@ -10,7 +10,7 @@ import pureaccum
 
 
 FLOORS = (
-    {"_torch", "_whole_file", "_safetensors", "_settings", "_sharded", "_python_numbers"},
+    {"_bytes", "_torch", "_whole_file", "_safetensors", "_settings", "_sharded", "_python_numbers"},
     {"_tree", "_donation", "_pieces", "_replay", "_rows_of_ranks"},
     {
         "_explain",

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
@@ -134,6 +136,26 @@ def test_aux(kind: Kind) -> None:
 
     gradient = pa.grad(loss, has_aux=True, microbatch_size=3, reduction="sum")
     assert_trees_bitwise_equal(gradient((a, b), (x, y))[1], kind.build(x, y))
+
+
+nodes = st.recursive(
+    st.just(0) | st.none(),
+    lambda x: st.one_of(
+        st.lists(x, max_size=3),
+        st.dictionaries(st.text(max_size=2), x, max_size=3),
+        st.dictionaries(st.integers(), x, max_size=3),
+        st.lists(x, max_size=3).map(tuple),
+        st.sampled_from(KINDS).flatmap(lambda kind: st.builds(kind.build, x, x)),
+    ),
+    max_leaves=8,
+)
+
+
+@given(nodes)
+def test_leaves_are_called_as_optree_calls_them(tree: Any) -> None:
+    spec = optree.tree_structure(tree, namespace="pureaccum")
+    want = [accessor.codify("tree") for accessor in spec.accessors()]
+    assert pa._tree.paths(spec, "tree") == want
 
 
 @pytest.mark.parametrize("size", [None, 3])

@@ -1,0 +1,42 @@
+"""The numbers of a tensor as bytes that this process can read: row by row, 1 MiB at a time.
+
+So many are still in the cache of the core when they have been read once, for a checksum.
+"""
+
+import ctypes
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+STEP = 2**20
+
+
+def on_host(x: Tensor) -> Tensor:
+    """The numbers of a tensor, or their bits, row by row; a copy where they lie otherwise."""
+    x = x.detach().resolve_conj().resolve_neg()
+    return (x if x.is_contiguous() else bits(x).contiguous()).cpu()
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers, which can be copied: torch can only hold numbers of some dtypes."""
+    as_wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(as_wide.get(x.itemsize, x.dtype))
+
+
+def memory(x: Tensor) -> Iterator[memoryview]:
+    """The memory of a tensor that ``on_host`` gave, or of an empty one to fill."""
+    size = x.nbytes
+    if size:
+        whole = memoryview((ctypes.c_ubyte * size).from_address(x.data_ptr()))
+        for i in range(0, size, STEP):
+            yield whole[i : i + STEP] if size > STEP else whole
+
+
+def checksum(x: Tensor, before: int = 0) -> int:
+    """The crc32 of its bytes, after that of others."""
+    for part in memory(on_host(x)):
+        before = zlib.crc32(part, before)
+    return before
