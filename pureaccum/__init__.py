@@ -24,6 +24,7 @@ from ._loss_scale import static_loss_scale as static_loss_scale
 from ._memory_report import Memory as Memory
 from ._memory_report import MemoryReport as MemoryReport
 from ._memory_report import memory_report as memory_report
+from ._microbatch import microbatch as microbatch
 from ._module import functional as functional
 from ._noise_scale import NoiseScale as NoiseScale
 from ._noise_scale import noise_scale as noise_scale
@@ -54,6 +55,7 @@ from ._stage import rowwise as rowwise
 from ._staged_from import staged_from as staged_from
 from ._stages import staged as staged
 from ._step import make_step as make_step
+from ._words import Reducer as Reducer
 from ._train_state import StepInfo as StepInfo
 from ._train_state import TrainState as TrainState
 from ._transforms import grad as grad

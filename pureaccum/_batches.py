@@ -6,7 +6,9 @@ scalars are the same for every sample.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -30,8 +32,8 @@ class Batch(NamedTuple):
     rows: int | None
 
 
-def read_batch(batch: Tree, root: str = "batch") -> Batch:
-    """Flatten a batch and count its rows, or say which leaf cannot be cut."""
+def read_batch(batch: Tree, root: str = "batch", dim: int = 0) -> Batch:
+    """Flatten a batch and count its rows along a dim, or say which leaf cannot be cut."""
     leaves, spec = flatten(batch)
     rows: int | None = None
     for i, leaf in enumerate(leaves):
@@ -39,13 +41,18 @@ def read_batch(batch: Tree, root: str = "batch") -> Batch:
             if leaf.dim() == 0:
                 raise ValueError(
                     f"{paths(spec, root)[i]} is a 0-d tensor; every tensor of a batch has one row "
-                    "per sample along dim 0. A value that all samples share goes in another "
+                    f"per sample along dim {dim}. A value that all samples share goes in another "
                     "argument of the function, or into the batch as a Python scalar."
                 )
+            if not -leaf.dim() <= dim < leaf.dim():
+                raise ValueError(
+                    f"{paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected rows along dim "
+                    f"{dim}, which it does not have."
+                )
             if rows is None:
-                rows = leaf.size(0)  # a nested tensor may have no shape
-            elif leaf.size(0) != rows:
-                raise ValueError(_disagreement(leaves, spec, root, i))
+                rows = leaf.size(dim)  # a nested tensor may have no shape
+            elif leaf.size(dim) != rows:
+                raise ValueError(_disagreement(leaves, spec, root, i, dim))
         elif not isinstance(leaf, (bool, int, float, complex)):
             raise TypeError(
                 f"{paths(spec, root)[i]} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a "
@@ -116,6 +123,35 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     if not isinstance(size, int):
         return size
     return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+def sizes_of_batch(rows: int, size: int | list[int], batch: str = "the batch") -> Sequence[int]:
+    """The same, of a batch that has so many rows."""
+    if isinstance(size, list) and sum(size) != rows:
+        raise ValueError(
+            f"microbatch_size={size} are {sum(size)} rows; {batch} has {rows}. Give the rows of "
+            "every microbatch of this batch, or one number for all batches."
+        )
+    return sizes_of(rows, size)
+
+
+_here = threading.local()
+
+
+@contextmanager
+def cutting(pieces: int) -> Generator[None]:
+    """What runs inside, in this thread, is given some rows of a batch and not all of them."""
+    before = is_cut()
+    _here.cut = before or pieces > 1
+    try:
+        yield
+    finally:
+        _here.cut = before
+
+
+def is_cut() -> bool:
+    """Whether this runs inside of a function that is given some rows of a batch."""
+    return getattr(_here, "cut", False)
 
 
 def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) -> int:
@@ -190,16 +226,16 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
     return iter(lambda: list(itertools.islice(rest, k)), [])
 
 
-def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int) -> str:
+def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int, dim: int) -> str:
     first = next(j for j, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     names = paths(spec, root)
     came, expected = (
-        (x.size(0), "nested" if x.is_nested else f"shape {tuple(x.shape)}")
+        (x.size(dim), "nested" if x.is_nested else f"shape {tuple(x.shape)}")
         for x in (leaves[i], leaves[first])
     )
     return (
         f"{names[i]} has {came[0]} rows ({came[1]}) where "
         f"{names[first]} has {expected[0]} ({expected[1]}); every "
-        "tensor of a batch has one row per sample along dim 0. A tensor that all samples share "
+        f"tensor of a batch has one row per sample along dim {dim}. A tensor that all samples share "
         "(class weights, a mask of positions) goes in another argument of the function."
     )

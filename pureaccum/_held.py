@@ -62,7 +62,7 @@ def call_watched(
                 raise
         recomputes.add(True)
         restore(before)
-    with _remembering() as held:
+    with remembering() as held:
         return loss(), held
 
 
@@ -70,9 +70,9 @@ _WANTED = "pureaccum: saved-tensor hooks are wanted"
 
 
 @contextmanager
-def _remembering() -> Generator[Held]:
-    """Remember what the modules called inside hold, and those below them."""
-    held: Held = {}
+def remembering(held: Held | None = None) -> Generator[Held]:
+    """Remember what the modules called inside hold, and those below them, beside what is held."""
+    held = {} if held is None else held
     ambiguous: set[torch.nn.Module] = set()
     thread = threading.get_ident()
 

@@ -89,8 +89,15 @@ def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
     return tuple(check_int(each, f"{name}[{i}]", expected, -MOST, MOST) for i, each in several)
 
 
-def positions(argnums: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
-    """The same positions counted from the left, once the number of arguments is known."""
+def positions(
+    argnums: tuple[int, ...], count: int, name: str, *, missing: bool = False
+) -> tuple[int, ...]:
+    """The same positions counted from the left, once the number of arguments is known.
+
+    Those that are missing are an error, or are left out.
+    """
+    if missing:
+        argnums = tuple(argnum for argnum in argnums if -count <= argnum < count)
     for argnum in argnums:
         if not -count <= argnum < count:
             raise ValueError(

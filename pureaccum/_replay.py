@@ -25,13 +25,20 @@ class Drawn(NamedTuple):
     state: Tensor
 
 
+@contextmanager
+def noted(devices: Iterable[torch.device]) -> Generator[list[Drawn]]:
+    """Which of torch's generators are drawn from inside, known afterwards."""
+    before, drawn = generators(devices), list[Drawn]()
+    yield drawn
+    drawn += [it for it in before if not torch.equal(it.state, _state(it.device))]
+
+
 def noting(call: Callable[[], T], devices: Iterable[torch.device]) -> tuple[T, list[Drawn]]:
     """What a call returns, and which of torch's generators it drew from."""
     if torch.compiler.is_dynamo_compiling():  # the compiler sees to that itself
         return call(), []
-    before = generators(devices)
-    out = call()
-    return out, [it for it in before if not torch.equal(it.state, _state(it.device))]
+    with noted(devices) as drawn:
+        return call(), drawn
 
 
 @contextmanager

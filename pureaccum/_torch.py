@@ -86,6 +86,49 @@ def mapped_levels(x: Tensor) -> set[int]:
     return levels
 
 
+def levels(x: Tensor) -> set[int]:
+    """The levels of all transforms that wrap a tensor."""
+    functorch, found = torch._C._functorch, set[int]()  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        found.add(functorch.maybe_get_level(x))
+        x = functorch.get_unwrapped(x)
+    return found
+
+
+def followed(x: Tensor, level: int) -> tuple[bool, bool]:
+    """Whether autograd or a transform up to a level follows a tensor: differentiates or maps it.
+
+    And whether a transform above that level wraps it.
+    """
+    functorch, wrapped = torch._C._functorch, False  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.maybe_get_level(x) > level:
+            wrapped = True
+        elif functorch.is_batchedtensor(x) or _is_differentiated(x):
+            return True, wrapped
+        x = functorch.get_unwrapped(x)
+    return _is_differentiated(x), wrapped
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    return x.requires_grad or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def sequence_number() -> int:
+    """The number of the next operation that autograd records in this thread."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
+def recorded_at(x: Tensor) -> int:
+    """The number of the operation that gave a tensor; of one that none gave, none."""
+    return -1 if x.grad_fn is None else x.grad_fn._sequence_nr()  # pyright: ignore
+
+
+def forward_ad_active() -> bool:
+    """Whether torch's forward AD is going on, outside of any transform."""
+    return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore
+
+
 def forward_ad() -> AbstractContextManager[None]:
     """Let forward AD go on where torch turns it off: in the rules of an autograd Function."""
     return torch.autograd.forward_ad._set_fwd_grad_enabled(True)  # pyright: ignore

@@ -1,0 +1,208 @@
+"""A function that is called again as it was called the first time.
+
+    for args in pieces:
+        with again.finding(args):
+            func(*args)
+    with again.as_then(p, captured):
+        func(*args)  # those of piece p
+
+It draws the same random numbers, under the same autocast, from modules that hold what they held.
+And of what it captures, all that a transform follows or a gradient is asked for becomes an
+argument: while the function runs, such a tensor is found in the operations that use it, and is
+exchanged for what is given in its place. So it is found in every piece, wherever it comes from:
+from a closure, a module, a function that calls this one.
+"""
+
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ._held import Held, holding, remembering
+from ._replay import Drawn, noted, replaying
+from ._torch import followed, recorded_at, sequence_number, transform_level
+
+
+_here = threading.local()
+
+
+class UnseenError(BaseException):
+    """Something captured is followed, and cannot be exchanged. Only who calls may catch it."""
+
+
+class Again:
+    """What of a first call is needed for the next."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.devices = {x for x in devices if hasattr(getattr(torch, x.type, None), "Stream")}
+        self.casts = [_autocast(kind) for kind in {"cpu", *(x.type for x in self.devices)}]
+        self.cached = torch.is_autocast_cache_enabled()
+        self.drawn: list[list[Drawn]] = []  # of each piece
+        self.met: list[set[int]] = []  # which of those captured each piece used
+        self.held: Held = {}
+        self.mode = _Finding()
+
+    @property
+    def captured(self) -> list[Tensor]:
+        """What was captured and is followed."""
+        return self.mode.captured
+
+    @contextmanager
+    def finding(self, made: Iterable[Tensor]) -> Generator[None]:
+        """Around the first call for the next piece; ``made`` is what it is given."""
+        note_made(made, self.mode)
+        self.mode.met = set()
+        with noted(self.devices) as drawn, remembering(self.held), _active(self.mode):
+            yield
+        self.drawn.append(drawn)
+        self.met.append(self.mode.met)
+
+    @contextmanager
+    def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
+        """Be again as a piece was, with some tensors in place of those captured."""
+        giving = _Giving(self.mode.places, captured)
+        with ExitStack() as stack:
+            for kind, on, dtype in self.casts:
+                if on or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, on, self.cached))
+                    # Where another region is around, leaving this one lets no cast go.
+                    stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
+            if self.drawn[p]:
+                stack.enter_context(replaying(self.drawn[p]))
+            if captured:
+                stack.enter_context(_active(giving))
+            yield
+        if not self.met[p] <= giving.met:
+            raise RuntimeError(NOT_FOUND_AGAIN)
+
+
+NOT_FOUND_AGAIN = (
+    "a microbatched function was run again for its derivative, and did not use again a captured "
+    "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from Python's "
+    "or numpy's generator), or it makes the tensor in a scripted function. Pass the tensor as an "
+    "argument."
+)
+
+
+def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
+    """These were made inside of the functions that run now, by what they cannot see."""
+    mode = getattr(_here, "mode", None) if mode is None else mode
+    ids = {id(x) for x in tensors}
+    while mode is not None:
+        mode.made |= ids
+        mode = mode.outer
+
+
+@contextmanager
+def _active(mode: "_Mode") -> Generator[None]:
+    before, _here.mode = getattr(_here, "mode", None), mode
+    mode.outer = before
+    try:
+        with mode:
+            yield
+    finally:
+        _here.mode = before
+
+
+class _Mode(TorchFunctionMode):
+    """Exchanges tensors in the arguments of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer: _Mode | None = None
+        self.made: set[int] = set()
+        self.met: set[int] = set()
+
+    def given_for(self, x: Tensor) -> Tensor:
+        """What an operation is given in place of a tensor."""
+        raise NotImplementedError
+
+    def from_outside(self, x: Tensor) -> Tensor:
+        """What the function around this one is given in its place."""
+        return x if self.outer is None or id(x) in self.made else self.outer.given_for(x)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args = tuple([self._each(x) for x in args])
+        if kwargs:
+            kwargs = {key: self._each(x) for key, x in kwargs.items()}
+        return func(*args, **(kwargs or {}))
+
+    def _each(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.given_for(x)
+        if type(x) is tuple or type(x) is list:
+            return type(x)([self._each(each) for each in x])
+        return x
+
+
+class _Finding(_Mode):
+    """Remembers tensors that are followed, and gives them without what follows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = transform_level() or 0
+        self.begun = sequence_number()
+        self.places: dict[int, int] = {}
+        self.keys: list[Tensor] = []  # held, so that their ids are theirs
+        self.captured: list[Tensor] = []
+        self.detached: list[Tensor] = []
+
+    def given_for(self, x: Tensor) -> Tensor:
+        if id(x) in self.made:
+            return x
+        at = self.places.get(id(x))
+        if at is None:
+            own = self.from_outside(x)
+            is_followed, wrapped = followed(own, self.level)
+            if not is_followed:
+                return own
+            if wrapped or recorded_at(own) >= self.begun:  # or made by what nobody sees
+                raise UnseenError
+            at = self.places[id(x)] = len(self.captured)
+            self.keys.append(x)
+            self.captured.append(own)
+            self.detached.append(own.detach())
+        self.met.add(at)
+        return self.detached[at]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(out, Tensor):
+            self.made.add(id(out))
+        elif isinstance(out, (tuple, list)):
+            self.made |= {id(x) for x in out if isinstance(x, Tensor)}  # pyright: ignore
+        return out
+
+
+class _Giving(_Mode):
+    """Gives other tensors in place of those captured."""
+
+    def __init__(self, places: dict[int, int], instead: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.places, self.instead = places, instead
+
+    def given_for(self, x: Tensor) -> Tensor:
+        at = self.places.get(id(x))
+        if at is None:
+            return self.from_outside(x)
+        self.met.add(at)
+        return self.instead[at]
+
+
+def _differs(place: Any, then: dict[str, Any]) -> bool:
+    """Whether a module holds now what it did not hold then."""
+    now = place[1][place[2]]
+    return [*map(id, now.values())] != [*map(id, then.values())]
+
+
+def _autocast(kind: str) -> tuple[str, bool, torch.dtype]:
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

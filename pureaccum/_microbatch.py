@@ -1,0 +1,251 @@
+"""The primitive: a function of rows, one microbatch after the other.
+
+    for part in microbatches:
+        out = func(shared, part)      # rows are laid end to end, sums are added
+    its derivatives: the same, of functions that _rule.py makes of func
+
+All else that takes a batch in parts is an instance of it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._again import Again, UnseenError, note_made
+from ._auto import by_memory, is_auto
+from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
+from ._inputs import check_argnums, positions
+from ._outputs import Outputs
+from ._replay import generators, restore
+from ._rule import Cut, FollowedError, Form, Keeps, Pieces, Rows, attach, continuous, run
+from ._sharded import refuse_sharded
+from ._torch import forward_ad_active, transform_active
+from ._tree import Tree, flatten, unflatten
+from ._words import check_reduce
+from ._writes import Given, Known, guarding, known_of
+
+
+Size = int | Sequence[int] | str
+
+
+def microbatch(
+    func: Callable[..., Tree],
+    *,
+    microbatch_size: Size,
+    batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | Sequence[str] = (),
+    reduce: Tree = "concat",
+    dim: int = 0,
+) -> Callable[..., Tree]:
+    """Make a function take its batch one microbatch after the other, and so all its derivatives.
+
+    The rule::
+
+        outs = [func(shared, part) for part in microbatches(batch, microbatch_size)]
+        return outs, leaf by leaf concatenated, summed or whatever reduce says
+
+    It is differentiable as the function of the whole batch is, with respect to all that it is given
+    and captures, and in the memory of one microbatch: under every nest of torch.func's transforms
+    and under ``.backward()``, at any order. Only inputs and outputs are kept, and ``func`` is run
+    again for a derivative, with the random numbers, under the autocast and with the modules'
+    tensors of the first time. Full-batch code (a contrastive loss, any function of sums) is plain
+    code over what it returns.
+
+    Inside ``torch.compile`` it is the loop as it stands: that compiler decides by itself what to
+    keep.
+
+    Args:
+        func: Any pure function of pytrees, with a pytree as its result.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each; or ``"auto"``, as many as memory allows, outside of any transform.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along ``dim``. All others are handed to every microbatch whole.
+        batch_argnames: The same by name.
+        reduce: What becomes of each output: ``"concat"`` for leaves with one row per sample along
+            ``dim``; ``"sum"``; ``"mean"``, over rows; ``"max"`` and ``"min"``, number by number;
+            ``"stack"``, one entry per microbatch along a new dim 0; ``"last"``; or a ``Reducer``. One
+            of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere in the
+            output becomes total / weight of the whole batch, whatever stands here.
+        dim: Along which dim the rows of every batch argument lie, and those of the output.
+
+    Returns:
+        A function with the arguments of ``func``.
+
+    Example:
+        >>> embed = microbatch(lambda w, x: torch.tanh(w * x), microbatch_size=2)
+        >>> def loss(w, x):  # of all pairs of rows
+        ...     z = embed(w, x)
+        ...     return (z[:, None] - z).square().mean()
+        >>> torch.func.grad(loss)(torch.tensor(0.0), torch.tensor([1.0, 2.0, 4.0]))
+        tensor(0.)
+
+    References:
+        Gao et al., `Scaling deep contrastive learning batch size under memory limited setup
+        <https://arxiv.org/abs/2101.06983>`_ (GradCache), 2021; ``grad``, for the gradient of a mean
+    """
+    if not callable(func):
+        raise TypeError(f"func is {func!r}; expected a function.")
+    at = check_argnums(batch_argnums, "batch_argnums")
+    names = (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames)
+    check_reduce(reduce)
+    known = known_of(func)
+    if is_auto(microbatch_size):
+        given = partial(microbatch, func, batch_argnums=at, batch_argnames=names)
+
+        def of_size(size: int, *args: Any, **kwargs: Any) -> Tree:
+            return given(microbatch_size=size, reduce=reduce, dim=dim)(*args, **kwargs)
+
+        def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
+            its = _batch_of(args, kwargs, at, names)
+            return its, [args, kwargs]
+
+        return wraps(func)(by_memory(of_size, look, root="args"))
+    size = check_sizes(microbatch_size)
+
+    @wraps(func)
+    def microbatched(*args: Any, **kwargs: Any) -> Tree:
+        rows = need_rows(read_batch(_batch_of(args, kwargs, at, names), "args", dim), "args")
+        sizes = sizes_of_batch(rows, size) or [0]
+        its = {*positions(at, len(args), "batch_argnums", missing=bool(names)), *names}
+        arguments = Arguments.of(args, kwargs, its, dim)
+        return call(func, arguments, Outputs(reduce, sizes, dim), known)
+
+    return microbatched
+
+
+def _batch_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], at: tuple[int, ...], names: tuple[str, ...]
+) -> dict[Any, Tree]:
+    for name in names:
+        if name not in kwargs:
+            raise ValueError(
+                f"batch_argnames names {name!r}, but the function got no such argument by name; "
+                "what is passed by position goes into batch_argnums."
+            )
+    its: dict[Any, Tree] = {i: args[i] for i in positions(at, len(args), "batch_argnums", missing=bool(names))}
+    return its | {name: kwargs[name] for name in names}
+
+
+class Arguments(NamedTuple):
+    """What a function is called with: its tensors, how they are cut, and all of it again."""
+
+    tensors: list[Tensor]
+    cuts: list[Cut]
+    filled: Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any]]]
+
+    @staticmethod
+    def of(
+        args: Sequence[Any], kwargs: dict[str, Any], batches: set[Any], dim: int = 0
+    ) -> "Arguments":
+        """Those of a call; ``batches`` are positions and names."""
+        keys = [*range(len(args)), *kwargs]
+        flat = [flatten(x) for x in (*args, *kwargs.values())]
+        tensors: list[Tensor] = []
+        cuts: list[Cut] = []
+        for key, (leaves, _) in zip(keys, flat, strict=True):
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    tensors.append(leaf)
+                    cuts.append(Rows(dim % leaf.dim()) if key in batches else "whole")
+                    leaves[i] = _TENSOR
+        refuse_sharded(tensors, "args", "a microbatched function is run again piece by piece, which they are not cut into.")
+
+        def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+            rest = iter(tensors)
+            given = [
+                unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
+                for leaves, spec in flat
+            ]
+            return given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+
+        return Arguments(tensors, cuts, filled)
+
+
+_TENSOR = object()
+
+
+def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, known: Known) -> Tree:
+    """A microbatched function of some arguments."""
+    tensors = arguments.tensors
+    form = Form((*arguments.cuts,), (), ())
+
+    def body(
+        p: int, operands: Sequence[Tensor], around: Any = nullcontext(), again: bool = False
+    ) -> tuple[list[Tensor], Keeps]:
+        args, kwargs = arguments.filled(operands)
+        with around:
+            out = func(*args, **kwargs)
+        return outputs.take(p, out, again)
+
+    def begun(call: Any) -> Pieces:
+        """Pieces of which only the first tells what comes out."""
+
+        def first(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+            outs, keeps = call(p, operands)
+            assert outputs.form is not None
+            pieces.form = form._replace(outs=tuple(outputs.form.cuts))
+            return outs, keeps
+
+        pieces = Pieces(first, form, outputs.sizes)
+        return pieces
+
+    if torch.compiler.is_dynamo_compiling():
+        return outputs.finish(run(begun(body), tensors, recorded=True), ())
+    devices = {x.device for x in tensors}
+    before = generators(devices)
+    with guarding(known, Given("args", *flatten(tensors))) as guarded:
+        guarded_body = guarded(body)
+        if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
+            return outputs.finish(run(begun(guarded_body), tensors), ())
+        again = Again(devices)
+        detached = [x.detach() for x in tensors]
+
+        def first(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+            return guarded_body(p, operands, again.finding(operands))
+
+        try:
+            outs = run(begun(first), detached)
+            operands = [*tensors, *again.captured]
+            outs = _attached(body, again, arguments.cuts, outputs, outs, operands)
+        except (UnseenError, FollowedError):
+            restore(before)
+            outputs.begin()
+            outs, operands = run(begun(body), tensors, recorded=True), tensors
+    return outputs.finish(outs, operands)
+
+
+def _attached(
+    body: Callable[..., tuple[list[Tensor], Keeps]],
+    again: Again,
+    cuts: Sequence[Cut],
+    outputs: Outputs,
+    outs: list[Tensor],
+    operands: Sequence[Tensor],
+) -> list[Tensor]:
+    """What was computed, made a function of its operands."""
+    form, count = outputs.form, len(cuts)
+    assert form is not None
+    found = [i for i, x in enumerate(outs) if continuous(x)]
+    if not found:
+        return outs
+
+    def rerun(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+        around = again.as_then(p, operands[count:])
+        its, keeps = body(p, operands[:count], around, again=True)
+        return [its[i] for i in found], keeps
+
+    its = Form(
+        operands=(*cuts, *["whole"] * len(again.captured)),
+        outs=tuple(form.cuts[i] for i in found),
+        groups=tuple(form.groups[i] for i in found),
+    )
+    pieces = Pieces(rerun, its, outputs.sizes)
+    attached = attach(pieces, operands, [outs[i] for i in found])
+    note_made(attached)
+    for i, x in zip(found, attached, strict=True):
+        outs[i] = x
+    return outs

@@ -1,0 +1,244 @@
+"""What becomes of the outputs of a microbatched function, leaf by leaf.
+
+    take    one microbatch's, as tensors that are summed or laid end to end: see _rule.py
+    finish  the tree of them, for the whole batch
+
+Sums and rows are differentiated by the rule. What else there is (a largest number, whatever a user's
+reducer keeps) has a value and no derivative.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ._loss import Weighted, counts, divisor, mean_value, read
+from ._rule import Cut, Keeps, Rows, continuous, sum_dtype
+from ._tree import NAMESPACE, Tree, map, paths, unflatten
+from ._words import below, is_reducer
+
+
+class Taken(NamedTuple):
+    """What is summed or laid end to end of one microbatch."""
+
+    outs: list[Tensor]
+    cuts: list[Cut]
+    groups: list[int]  # which of ``keeps`` says whether it counts, from 1; 0 is none
+    keeps: list[Tensor]
+
+
+class Look(NamedTuple):
+    """What a tensor looked like in the first microbatch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Outputs:
+    """The outputs of the microbatches so far."""
+
+    def __init__(self, reduce: Tree, sizes: Sequence[int], dim: int) -> None:
+        self.sizes, self.dim, self.reduce = sizes, dim, reduce
+        self.words: list[Any] = leaves_of_words(reduce)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was taken."""
+        self.form: Taken | None = None  # of the first microbatch
+        self.spec: optree.PyTreeSpec | None = None  # of ``reduce``
+        self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
+        self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
+
+    def take(self, p: int, out: Tree, again: bool = False) -> tuple[list[Tensor], Keeps]:
+        """One microbatch's tensors, and whether they count."""
+        self.spec, parts = below(self.reduce, out, "reduce", "what func returned")
+        taken = Taken([], [], [], [])
+        for n, (word, part) in enumerate(zip(self.words, parts, strict=True)):
+            if is_reducer(word):
+                if not again:
+                    self._reduce(p, n, word, part)
+                continue
+            values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
+            if p == 0 and not again:
+                self.likes.append(([_look(x) for x in values], spec))
+            likes, before = self.likes[n]
+            if not torch.compiler.is_dynamo_compiling() and spec != before:
+                raise ValueError(
+                    f"func returned another structure for microbatch {p} than before: {spec} after "
+                    f"{before}; what is reduced over microbatches has one structure."
+                )
+            for i, (x, like) in enumerate(zip(values, likes, strict=True)):
+                self._take(taken, p, (n, i), x, like, again)
+        if not again and p == 0:
+            self.form = taken
+        return taken.outs, tuple(taken.keeps)
+
+    def _take(
+        self, taken: Taken, p: int, at: tuple[int, int], x: Any, like: Any, again: bool
+    ) -> None:
+        word = self.words[at[0]]
+        if isinstance(x, Weighted):
+            seen, _ = read(x, has_aux=False)
+            assert isinstance(seen.weight, Tensor)
+            taken.keeps.append(counts(seen.total, seen.weight))
+            total = torch.where(taken.keeps[-1], seen.total, 0.0).double()
+            taken.outs.extend((total, seen.weight))
+            taken.cuts.extend(("whole", "whole"))
+            taken.groups.extend((len(taken.keeps), 0))
+            return
+        if isinstance(x, (bool, int, float)) and word in ("sum", "mean", "max", "min"):
+            x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+        if not isinstance(x, Tensor):
+            if x != like:
+                raise TypeError(
+                    f"{self._name(at)} is {x!r} after {like!r} in a microbatch before; what is no "
+                    f"tensor is the same for all of them, {word!r} or not."
+                )
+            return
+        cut: Cut = "whole"
+        if word == "concat":
+            if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != self.sizes[p]:
+                raise ValueError(self._no_rows(at, x, self.sizes[p]))
+            cut = Rows(self.dim % x.dim())
+        elif word == "stack":
+            x, cut = x.unsqueeze(0), Rows(0, each=True)
+        elif word == "last":
+            cut = "last"
+            if again and p + 1 < len(self.sizes):
+                x = torch.zeros_like(x)
+        elif isinstance(like, Look) and p and word != "concat" and x.shape != like.shape:
+            raise ValueError(
+                f"{self._name(at)} has shape {tuple(x.shape)} after {tuple(like.shape)} in a "
+                f"microbatch before, and reduce={word!r} needs one shape. A leaf with one row per "
+                "sample takes 'concat'."
+            )
+        elif word in ("max", "min"):
+            if not again:
+                pick = torch.maximum if word == "max" else torch.minimum
+                before = self.states.get(at)
+                self.states[at] = x.detach() if before is None else pick(before, x.detach())
+            return
+        elif word == "mean" and len(self.sizes) > 1:  # of one it is what it is, to the bit
+            x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
+        elif not continuous(x):
+            x = x.to(torch.int64)
+        taken.outs.append(x)
+        taken.cuts.append(cut)
+        taken.groups.append(0)
+
+    def _reduce(self, p: int, n: int, reducer: Any, part: Tree) -> None:
+        part = map(lambda x: torch.as_tensor(x).detach(), part)
+        if p == 0:
+            self.states[n, 0] = reducer.init(part)
+        weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
+        several = map(lambda x: x.unsqueeze(0), part)
+        self.states[n, 0] = reducer.update(self.states[n, 0], several, weight)
+
+    # At the end -----------------------------------------------------------------------------
+
+    def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
+        """The tree for the whole batch; ``operands`` are what it is a function of."""
+        rest, parts, likes = iter(outs), list[Any](), iter(self.likes)
+        for n, word in enumerate(self.words):
+            if is_reducer(word):
+                result = word.finalize(self.states[n, 0])
+                parts.append(map(lambda x: _without_gradient("a Reducer", x, operands), result))
+            else:
+                its, spec = next(likes)
+                done = [self._finish((n, i), like, rest, operands) for i, like in enumerate(its)]
+                parts.append(unflatten(spec, done))
+        assert self.spec is not None
+        return unflatten(self.spec, parts)
+
+    def _finish(
+        self, at: tuple[int, int], like: Any, rest: Iterator[Tensor], operands: Sequence[Tensor]
+    ) -> Any:
+        word = self.words[at[0]]
+        if isinstance(like, Weighted):
+            total, weight = next(rest), next(rest)
+            return mean_value(total, divisor(weight)).to(like.total)
+        if at in self.states:
+            return _without_gradient(repr(word), self.states[at], operands)
+        numbers = isinstance(like, (bool, int, float)) and word in ("sum", "mean")
+        if not isinstance(like, Look) and not numbers:
+            return like
+        x = next(rest)
+        if word == "mean" and len(self.sizes) > 1:
+            x = x / sum(self.sizes)
+            if isinstance(like, Look) and (like.dtype.is_floating_point or like.dtype.is_complex):
+                x = x.to(like.dtype)
+        return x
+
+    # Errors ---------------------------------------------------------------------------------
+
+    def _name(self, at: tuple[int, int]) -> str:
+        assert self.spec is not None
+        root = paths(self.spec, "out")[at[0]]
+        return paths(self.likes[at[0]][1], root)[at[1]]
+
+    def _no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:
+        return (
+            f"{self._name(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, and "
+            f"reduce='concat' needs one row per sample along dim {self.dim}. Name what is meant in "
+            "reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per microbatch) or "
+            "'last', for all outputs or as a tree of words; or return Weighted(total, weight)."
+        )
+
+
+def leaves_of_words(reduce: Tree) -> list[Any]:
+    """The words of a prefix tree."""
+    return optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
+
+
+def _is_weighted(x: Any) -> bool:
+    return isinstance(x, Weighted)
+
+
+def _look(x: Any) -> Any:
+    if isinstance(x, Weighted):
+        return Weighted(x.total.dtype, 0)  # pyright: ignore
+    return Look(x.shape, x.dtype) if isinstance(x, Tensor) else x
+
+
+def _without_gradient(what: str, x: Any, operands: Sequence[Tensor]) -> Any:
+    """A value that has none, and says so when it is asked for."""
+    if not isinstance(x, Tensor) or not continuous(x) or torch.compiler.is_dynamo_compiling():
+        return x
+    return _Refusing.apply(what, x, *operands)
+
+
+class _Refusing(Function):
+    """The identity in its first tensor, with no derivative."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(_what: str, x: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
+        return x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.what = inputs[0]
+        ctx.count = len(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore
+        raise RuntimeError(_NO_GRADIENT.format(ctx.what))
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore
+        raise RuntimeError(_NO_GRADIENT.format(ctx.what))
+
+    @staticmethod
+    def vmap(_info: Any, in_dims: Any, what: str, x: Tensor, *operands: Tensor) -> Any:  # pyright: ignore
+        return _Refusing.apply(what, x, *operands), in_dims[1]
+
+
+_NO_GRADIENT = (
+    "a gradient was asked of {} over microbatches, which has none here; expected one of 'concat', "
+    "'sum', 'mean', 'stack', 'last' or Weighted. The largest of rows that are concatenated has one: "
+    "reduce='concat', and .amax() of the result. As a constant it is x.detach()."
+)

@@ -1,0 +1,360 @@
+"""A function of rows, run piece by piece, and its derivatives, which are such functions again.
+
+    f(shared, rows) -> (sums, rows)         of its outputs some are summed, the others laid end to end
+    its vjp:  cotangents of sums are shared, those of rows are rows; gradients of shared are sums
+    its jvp:  tangents of shared are shared, those of rows are rows; so are the tangents that it gives
+    its vmap: one more dimension, before all others
+
+So nothing above one piece is ever recorded, under any nest of transforms, at any order. A function
+is run where it is called, on inputs that no transform follows, and what it gives is attached to
+them afterwards: it sees the levels, modes and random numbers of its caller, and an output that is
+followed all the same tells that something captured is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.forward_ad import make_dual, unpack_dual
+
+from ._sums import nothing_like
+from ._torch import forward_ad, levels, transform_active
+from ._tree import accumulation_dtype
+
+
+class Rows(NamedTuple):
+    """How an operand or an output is cut into pieces."""
+
+    dim: int
+    each: bool = False  # one entry a piece, and not the rows of one
+
+
+Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
+
+
+class Form(NamedTuple):
+    """How operands come and outputs go."""
+
+    operands: tuple[Cut, ...]
+    outs: tuple[Cut, ...]
+    groups: tuple[int, ...]  # of each output: which of ``keeps`` says whether a piece counts in it
+
+
+Keeps = tuple[Tensor, ...]  # for each group but 0, whether this piece counts
+Call = Callable[[int, Sequence[Tensor]], tuple[list[Tensor], Keeps]]
+
+
+class Pieces:
+    """A function of one piece, by its number and operands. No tuple: transforms hand it on."""
+
+    def __init__(self, call: Call, form: Form, sizes: Sequence[int]) -> None:
+        self.call, self.form, self.sizes = call, form, sizes
+
+
+def apply(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
+    """What it gives for the pieces of some operands, differentiable where anything records."""
+    if not (torch.is_grad_enabled() or transform_active()):
+        return run(f, operands)
+    return attach(f, operands, run(f, [x.detach() for x in operands]))
+
+
+def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+    """What it gave, made a function of its operands."""
+    return list(_Attach.apply(f, len(operands), *operands, *outs))
+
+
+def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> list[Tensor]:
+    """The loop itself. Nothing is written in place where transforms are to see all of it."""
+    columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
+    gathered: list[Gathered] = []
+    for p in range(len(f.sizes)):
+        outs, _ = f.call(p, [column[p] for column in columns])
+        if not gathered:
+            gathered = [Gathered(f, how, recorded) for how in f.form.outs]
+        for so_far, x in zip(gathered, outs, strict=True):
+            so_far.take(p, x)
+        del outs
+    return [so_far.end() for so_far in gathered]
+
+
+def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
+    if isinstance(how, str) or len(f.sizes) == 1:
+        return [x] * len(f.sizes)
+    return x.split(1 if how.each else list(f.sizes), how.dim)
+
+
+class Gathered:
+    """One output, of all pieces so far: summed in float32 at least, or laid end to end."""
+
+    def __init__(self, f: Pieces, how: Cut, recorded: bool) -> None:
+        self.how, self.sizes, self.recorded, self.at = how, f.sizes, recorded, 0
+        self.parts: list[Tensor] = []
+
+    def take(self, p: int, x: Tensor) -> None:
+        """One piece more."""
+        if p == 0:
+            self.dtype = x.dtype
+        if len(self.sizes) == 1 or self.how == "last":
+            self.parts = [x]
+        elif self.how == "whole":
+            self._add(p, x)
+        elif isinstance(self.how, Rows):
+            self._append(x, self.how)
+
+    def _add(self, p: int, x: Tensor) -> None:
+        if p == 0:
+            self.parts = [x.to(sum_dtype(x))]
+        elif p > 1 and self._may_write(x):  # the sum of the first alone may be the caller's
+            self.parts[0].add_(x)
+        else:
+            self.parts[0] = self.parts[0] + x
+
+    def _append(self, x: Tensor, how: Rows) -> None:
+        size = x.shape[how.dim]
+        if not self.parts and not self.recorded:
+            shape = list(x.shape)
+            shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
+            self.parts = [x.new_empty(shape)]
+        if self.at >= 0 and self._may_write(x):  # so that they never lie there twice
+            self.parts[0].narrow(how.dim, self.at, size).copy_(x)
+            self.at += size
+            return
+        if self.at > 0:  # the first that a vmap maps, say
+            self.parts = [self.parts[0].narrow(how.dim, 0, self.at)]
+        elif not self.recorded and self.at == 0:
+            self.parts = []
+        self.at = -1
+        self.parts.append(x)
+
+    def _may_write(self, x: Tensor) -> bool:
+        return not self.recorded and levels(x) <= levels(self.parts[0])
+
+    def end(self) -> Tensor:
+        """All of it, in the dtype of a piece."""
+        if isinstance(self.how, Rows) and len(self.parts) > 1:
+            return torch.cat(self.parts, self.how.dim)
+        return self.parts[0].to(self.dtype)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """In which it is summed: 0-d ones as all totals are, others in float32 at least."""
+    if continuous(x):
+        return accumulation_dtype(x.dtype, torch.float64 if x.dim() == 0 else torch.float32)
+    return torch.int64
+
+
+def continuous(x: Tensor) -> bool:
+    """Whether it can have a derivative."""
+    return x.is_floating_point() or x.is_complex()
+
+
+# The derivatives -------------------------------------------------------------------------
+
+
+def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
+    """The gradients of some operands, from all operands and the cotangents of some outputs.
+
+    They come for each group of outputs apart.
+    """
+    count = len(f.form.operands)
+    groups = sorted({f.form.groups[i] for i in used})
+    pull = _pull_by_func if transform_active() else _pull
+
+    def call(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+        given, cotangents = operands[:count], operands[count:]
+        found: list[Tensor] = []
+        keeps: Keeps = ()
+        for group in groups:
+            its = [(i, c) for i, c in zip(used, cotangents, strict=True) if f.form.groups[i] == group]
+            grads, keeps = pull(f, p, given, wrt, *zip(*its, strict=True))
+            found += [kept(x, keeps, group) for x in grads]
+        return found, keeps
+
+    form = Form(
+        operands=(*f.form.operands, *(_of_cotangent(f.form.outs[i]) for i in used)),
+        outs=tuple(f.form.operands[i] for i in wrt) * len(groups),
+        groups=tuple(group for group in groups for _ in wrt),
+    )
+    return Pieces(call, form, f.sizes)
+
+
+def _of_cotangent(how: Cut) -> Cut:
+    return "whole" if how == "last" else how
+
+
+def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
+    """Selected and never multiplied: zero where the piece does not count, even for NaN."""
+    if not group:
+        return x
+    keep = keeps[group - 1]
+    keep = keep.reshape(*keep.shape, *[1] * (x.dim() - keep.dim()))  # vmaps lead
+    return torch.where(keep.to(x.device), x, 0.0)
+
+
+def _pull(
+    f: Pieces,
+    p: int,
+    given: Sequence[Tensor],
+    wrt: Sequence[int],
+    used: Sequence[int],
+    cotangents: Sequence[Tensor],
+) -> tuple[list[Tensor], Keeps]:
+    """By plain autograd: the formulas, hence the bits, of ``.backward()``."""
+    record = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [x.view_as(x) if record else x.detach() for x in given]
+        onward = any(x.requires_grad for x in (*inputs, *cotangents))
+        for i in wrt:
+            if not inputs[i].requires_grad:
+                inputs[i].requires_grad_()
+        outs, keeps = f.call(p, inputs)
+    pairs = [(outs[i], x) for i, x in zip(used, cotangents, strict=True) if outs[i].requires_grad]
+    xs = [inputs[i] for i in wrt]
+    if not pairs:
+        return [nothing_like(x.detach()) for x in xs], keeps
+    tops, reached = zip(*pairs, strict=True)
+    again = record and onward
+    grads = torch.autograd.grad(tops, xs, reached, create_graph=again, allow_unused=True)
+    del outs, tops
+    return [nothing_like(x.detach()) if g is None else g for x, g in zip(xs, grads, strict=True)], keeps
+
+
+def _pull_by_func(
+    f: Pieces,
+    p: int,
+    given: Sequence[Tensor],
+    wrt: Sequence[int],
+    used: Sequence[int],
+    cotangents: Sequence[Tensor],
+) -> tuple[list[Tensor], Keeps]:
+    def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
+        outs, keeps = f.call(p, _filled(given, wrt, some))
+        return tuple(outs[i] for i in used), keeps
+
+    _, pull, keeps = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
+    return list(pull(tuple(cotangents), retain_graph=False)), keeps
+
+
+def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
+    """The tangents of all outputs, from all operands and the tangents of some of them."""
+    count = len(f.form.operands)
+
+    def call(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+        given, tangents = operands[:count], operands[count:]
+
+        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
+            outs, keeps = f.call(p, _filled(given, moved, some))
+            return tuple(outs), keeps
+
+        with forward_ad():  # which torch turns off in the rules of Functions
+            if transform_active():
+                primals = tuple(given[i] for i in moved)
+                _, found, keeps = torch.func.jvp(of, primals, tuple(tangents), has_aux=True)  # pyright: ignore
+            else:  # a dual level of torch.autograd, and there is but one
+                duals = [make_dual(given[i], t) for i, t in zip(moved, tangents, strict=True)]
+                outs, keeps = of(*duals)
+                pairs = map(unpack_dual, outs)
+                found = [torch.zeros_like(x) if t is None else t for x, t in pairs]
+                keeps = tuple(unpack_dual(x).primal for x in keeps)
+        return [kept(x, keeps, at) for x, at in zip(found, f.form.groups, strict=True)], keeps
+
+    operands = (*f.form.operands, *(f.form.operands[i] for i in moved))
+    return Pieces(call, f.form._replace(operands=operands), f.sizes)
+
+
+def _filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -> list[Tensor]:
+    filled = list(given)
+    for i, x in zip(at, some, strict=True):
+        filled[i] = x
+    return filled
+
+
+def mapped(f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None], info: Any) -> Pieces:
+    """The function of operands that a vmap maps, along dim 0."""
+    size = torch.empty(info.batch_size)  # vmap wants one operand that is mapped
+
+    def call(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+        def of(_: Tensor, *operands: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
+            outs, keeps = f.call(p, operands)
+            return tuple(outs), keeps
+
+        vmapped: Any = torch.func.vmap(of, (0, *dims), (tuple(out_dims), 0), info.randomness)
+        outs, keeps = vmapped(size, *operands)
+        return list(outs), keeps
+
+    form = f.form._replace(
+        operands=tuple(map(_behind, f.form.operands, dims)),
+        outs=tuple(map(_behind, f.form.outs, out_dims)),
+    )
+    return Pieces(call, form, f.sizes)
+
+
+def _behind(how: Cut, dim: int | None) -> Cut:
+    return how if isinstance(how, str) or dim is None else how._replace(dim=how.dim + 1)
+
+
+class _Attach(Function):
+    """``outs`` as a function of ``operands``, called with (function, their number, *both).
+
+    It is an error for an output to be followed itself: by something captured, whose gradient no
+    Function could give.
+    """
+
+    @staticmethod
+    def forward(_f: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(x.detach() for x in tensors[n:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.f, ctx.n, *tensors = inputs
+        if any(ctx.needs_input_grad[2 + ctx.n :]):
+            raise FollowedError
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in output if not continuous(x)))
+        ctx.save_for_backward(*tensors[: ctx.n])
+        ctx.save_for_forward(*tensors[: ctx.n])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        wrt = [i for i in range(ctx.n) if ctx.needs_input_grad[2 + i]]
+        used = [i for i, c in enumerate(cotangents) if c is not None]
+        if not wrt or not used:
+            return tuple(grads)
+        # A saved tensor may be wrapped for a level that is over; what an operation returns is not.
+        operands = [x.view_as(x) for x in (*ctx.saved_tensors, *(cotangents[i] for i in used))]  # pyright: ignore
+        found = apply(vjp(ctx.f, wrt, used), operands)
+        for at in range(0, len(found), len(wrt)):  # of each group
+            for i, g in zip(wrt, found[at : at + len(wrt)], strict=True):
+                before = grads[2 + i]
+                grads[2 + i] = g if before is None else before + g
+        return tuple(grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _f: Any, _n: Any, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        if any(x is not None for x in tangents[ctx.n :]):
+            raise FollowedError
+        moved = [i for i, t in enumerate(tangents) if t is not None]
+        primals = [unpack_dual(x).primal for x in ctx.saved_tensors]
+        found = apply(jvp(ctx.f, moved), [*primals, *(tangents[i] for i in moved)])  # pyright: ignore
+        return tuple(found)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], f: Pieces, n: int, *tensors: Tensor) -> Any:  # pyright: ignore
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims[2:], strict=True)]
+        dims = [None if d is None else 0 for d in in_dims[2:]]
+        if any(f.form.groups):  # what is not mapped may count in one and not in another
+            size = info.batch_size
+            first[:n] = [
+                x.expand(size, *x.shape) if d is None and continuous(x) else x
+                for x, d in zip(first[:n], dims[:n], strict=True)
+            ]
+            dims[:n] = [0 if continuous(x) else d for x, d in zip(first[:n], dims[:n], strict=True)]
+        over = mapped(f, dims[:n], dims[n:], info)
+        return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
+
+
+class FollowedError(BaseException):
+    """Something captured is followed by a transform. Only who calls a function may catch it."""
