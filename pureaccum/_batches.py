@@ -8,7 +8,7 @@ scalars are the same for every sample.
 import itertools
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -138,9 +138,13 @@ def sizes_of_batch(rows: int, size: int | list[int], batch: str = "the batch") -
 _here = threading.local()
 
 
-@contextmanager
-def cutting(pieces: int) -> Generator[None]:
+def cutting(pieces: int) -> AbstractContextManager[None]:
     """What runs inside, in this thread, is given some rows of a batch and not all of them."""
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _cutting(pieces)
+
+
+@contextmanager
+def _cutting(pieces: int) -> Generator[None]:
     before = is_cut()
     _here.cut = before or pieces > 1
     try:

@@ -7,13 +7,14 @@
 All else that takes a batch in parts is an instance of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ._again import Again, UnseenError, note_made
 from ._auto import by_memory, is_auto
@@ -21,9 +22,9 @@ from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
 from ._inputs import check_argnums, positions
 from ._outputs import Outputs
 from ._replay import generators, restore
-from ._rule import Cut, FollowedError, Form, Keeps, Pieces, Rows, attach, continuous, run
+from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, run
 from ._sharded import refuse_sharded
-from ._torch import forward_ad_active, transform_active
+from ._torch import forward_ad_active, transform_active, transform_depth
 from ._tree import Tree, flatten, unflatten
 from ._words import check_reduce
 from ._writes import Given, Known, guarding, known_of
@@ -139,9 +140,9 @@ class Arguments(NamedTuple):
 
     @staticmethod
     def of(
-        args: Sequence[Any], kwargs: dict[str, Any], batches: set[Any], dim: int = 0
+        args: Sequence[Any], kwargs: dict[str, Any], batches: Container[Any] = (), dim: int = 0
     ) -> "Arguments":
-        """Those of a call; ``batches`` are positions and names."""
+        """Those of a call; ``batches`` are the positions and names of what is cut."""
         keys = [*range(len(args)), *kwargs]
         flat = [flatten(x) for x in (*args, *kwargs.values())]
         tensors: list[Tensor] = []
@@ -175,7 +176,7 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
 
     def body(
         p: int, operands: Sequence[Tensor], around: Any = nullcontext(), again: bool = False
-    ) -> tuple[list[Tensor], Keeps]:
+    ) -> Outs:
         args, kwargs = arguments.filled(operands)
         with around:
             out = func(*args, **kwargs)
@@ -184,7 +185,7 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
     def begun(call: Any) -> Pieces:
         """Pieces of which only the first tells what comes out."""
 
-        def first(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+        def first(p: int, operands: Sequence[Tensor]) -> Outs:
             outs, keeps = call(p, operands)
             assert outputs.form is not None
             pieces.form = form._replace(outs=tuple(outputs.form.cuts))
@@ -194,6 +195,8 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
         return pieces
 
     if torch.compiler.is_dynamo_compiling():
+        if not transform_depth():  # the compiler keeps no more than a checkpoint tells it to
+            func = partial(checkpoint, func, use_reentrant=False)
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
     devices = {x.device for x in tensors}
     before = generators(devices)
@@ -204,7 +207,7 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
         again = Again(devices)
         detached = [x.detach() for x in tensors]
 
-        def first(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+        def first(p: int, operands: Sequence[Tensor]) -> Outs:
             return guarded_body(p, operands, again.finding(operands))
 
         try:
@@ -219,7 +222,7 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
 
 
 def _attached(
-    body: Callable[..., tuple[list[Tensor], Keeps]],
+    body: Callable[..., Outs],
     again: Again,
     cuts: Sequence[Cut],
     outputs: Outputs,
@@ -233,7 +236,7 @@ def _attached(
     if not found:
         return outs
 
-    def rerun(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+    def rerun(p: int, operands: Sequence[Tensor]) -> Outs:
         around = again.as_then(p, operands[count:])
         its, keeps = body(p, operands[:count], around, again=True)
         return [its[i] for i in found], keeps

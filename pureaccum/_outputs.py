@@ -40,8 +40,11 @@ class Look(NamedTuple):
 class Outputs:
     """The outputs of the microbatches so far."""
 
-    def __init__(self, reduce: Tree, sizes: Sequence[int], dim: int) -> None:
+    def __init__(
+        self, reduce: Tree, sizes: Sequence[int], dim: int = 0, *, divide: bool = True
+    ) -> None:
         self.sizes, self.dim, self.reduce = sizes, dim, reduce
+        self.is_leaf = _is_weighted if divide else None
         self.words: list[Any] = leaves_of_words(reduce)
         self.begin()
 
@@ -61,7 +64,7 @@ class Outputs:
                 if not again:
                     self._reduce(p, n, word, part)
                 continue
-            values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
+            values, spec = optree.tree_flatten(part, self.is_leaf, namespace=NAMESPACE)
             if p == 0 and not again:
                 self.likes.append(([_look(x) for x in values], spec))
             likes, before = self.likes[n]
@@ -80,7 +83,7 @@ class Outputs:
         self, taken: Taken, p: int, at: tuple[int, int], x: Any, like: Any, again: bool
     ) -> None:
         word = self.words[at[0]]
-        if isinstance(x, Weighted):
+        if isinstance(x, Weighted) and self.is_leaf:
             seen, _ = read(x, has_aux=False)
             assert isinstance(seen.weight, Tensor)
             taken.keeps.append(counts(seen.total, seen.weight))
@@ -141,7 +144,8 @@ class Outputs:
 
     def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
         """The tree for the whole batch; ``operands`` are what it is a function of."""
-        rest, parts, likes = iter(outs), list[Any](), iter(self.likes)
+        parts: list[Any] = []
+        rest, likes = iter(outs), iter(self.likes)
         for n, word in enumerate(self.words):
             if is_reducer(word):
                 result = word.finalize(self.states[n, 0])

@@ -1,26 +1,21 @@
 """Keep the inputs of a function for its backward pass, and run it again there.
 
-    out = func(*detached inputs)  # nothing is recorded
-    attach(out, inputs, func)  # ``func`` again, when gradients are asked for
-
-with the random numbers and under the autocast of the first time.
+It is a microbatched function of one piece, in which nothing is cut.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import wraps
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ._attach import attach
 from ._inputs import check_int
-from ._replay import noting, replaying
-from ._torch import version
-from ._tree import Tree, flatten, leaves, unflatten
+from ._microbatch import Arguments, call
+from ._outputs import Outputs
+from ._tree import Tree
+from ._writes import known_of
 
 
 def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -35,9 +30,7 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     The first run records nothing: a module with another way for inference takes it there, and its
     value is off by a rounding (``nn.TransformerEncoderLayer`` in ``eval()`` mode).
 
-    What needs a gradient has to be an argument: a captured tensor that needs one is an error.
-    Other captured tensors (a key, a mask, one that is mapped by a ``vmap`` around the
-    differentiation) are constants. Under ``torch.compile`` it is ``func`` itself, since the
+    Captured tensors have their gradients too. Under ``torch.compile`` it is ``func`` itself, since the
     compiler merges what is computed twice and decides by itself what to keep.
 
     Args:
@@ -62,36 +55,14 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     if not callable(func):
         raise TypeError(f"func is {func!r}; expected a function.")
 
+    known = known_of(func)
+
     @wraps(func)
     def rematerialised(*args: Any, **kwargs: Any) -> Tree:
-        if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        rest, spec = flatten((args, kwargs))
-        where = [i for i, leaf in enumerate(rest) if isinstance(leaf, Tensor)]
-        inputs: list[Tensor] = [rest[i] for i in where]
-        for i in where:
-            rest[i] = None
-
-        def call(inputs: Sequence[Tensor]) -> Tree:
-            filled = list(rest)
-            for i, x in zip(where, inputs, strict=True):
-                filled[i] = x
-            args, kwargs = unflatten(spec, filled)
-            return func(*args, **kwargs)
-
-        out, as_then = _noted(call, inputs)
-        outs, out_spec = flatten(out)
-        found = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and _continuous(x)]
-
-        def rerun(*inputs: Tensor) -> tuple[Tensor, ...]:
-            with as_then():
-                again = leaves(call(inputs))
-            return tuple(again[i] for i in found)
-
-        attached = attach([outs[i] for i in found], inputs, rerun)
-        for i, x in zip(found, attached, strict=True):
-            outs[i] = x
-        return unflatten(out_spec, outs)
+        outputs = Outputs("last", [1], divide=False)
+        return call(func, Arguments.of(args, kwargs), outputs, known)
 
     return rematerialised
 
@@ -154,41 +125,3 @@ def remat_sequential(
         return x
 
     return chain
-
-
-def _noted(
-    call: Callable[[Sequence[Tensor]], Tree], inputs: Sequence[Tensor]
-) -> tuple[Tree, Callable[[], ExitStack]]:
-    """What ``call`` returns for inputs without history, and how to be again as it was then."""
-    detached = [x.detach() for x in inputs]
-    versions = [version(x) for x in detached]
-    devices = {x.device for x in inputs if hasattr(getattr(torch, x.device.type, None), "Stream")}
-    casts = [_autocast(kind) for kind in {"cpu", *(device.type for device in devices)}]
-    cached = torch.is_autocast_cache_enabled()
-    out, drawn = noting(lambda: call(detached), devices)
-    if versions != [version(x) for x in detached]:
-        raise RuntimeError(
-            "func changed one of its arguments in place, and would find it changed when it is "
-            "run again in the backward pass. Write x = x + y for x += y."
-        )
-
-    def as_then() -> ExitStack:
-        with ExitStack() as stack:
-            for kind, on, dtype in casts:
-                if on or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, on, cached))
-                    # Where another region is around, leaving this one lets no cast go.
-                    stack.callback(torch.clear_autocast_cache)
-            if drawn:
-                stack.enter_context(replaying(drawn))
-            return stack.pop_all()
-
-    return out, as_then
-
-
-def _autocast(kind: str) -> tuple[str, bool, torch.dtype]:
-    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-
-def _continuous(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
+from ._batches import cutting
 from ._sums import nothing_like
 from ._torch import forward_ad, levels, transform_active
 from ._tree import accumulation_dtype
@@ -43,7 +44,8 @@ class Form(NamedTuple):
 
 
 Keeps = tuple[Tensor, ...]  # for each group but 0, whether this piece counts
-Call = Callable[[int, Sequence[Tensor]], tuple[list[Tensor], Keeps]]
+Outs = tuple[list[Tensor], Keeps]
+Call = Callable[[int, Sequence[Tensor]], Outs]
 
 
 class Pieces:
@@ -51,6 +53,7 @@ class Pieces:
 
     def __init__(self, call: Call, form: Form, sizes: Sequence[int]) -> None:
         self.call, self.form, self.sizes = call, form, sizes
+        self.reached: set[int] = set()  # of gradients: the operands that have one
 
 
 def apply(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -70,7 +73,8 @@ def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> lis
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     gathered: list[Gathered] = []
     for p in range(len(f.sizes)):
-        outs, _ = f.call(p, [column[p] for column in columns])
+        with cutting(len(f.sizes)):
+            outs, _ = f.call(p, [column[p] for column in columns])
         if not gathered:
             gathered = [Gathered(f, how, recorded) for how in f.form.outs]
         for so_far, x in zip(gathered, outs, strict=True):
@@ -161,15 +165,19 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
     count = len(f.form.operands)
     groups = sorted({f.form.groups[i] for i in used})
     pull = _pull_by_func if transform_active() else _pull
+    used_by: set[int] = set()
 
-    def call(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+    def call(p: int, operands: Sequence[Tensor]) -> Outs:
         given, cotangents = operands[:count], operands[count:]
         found: list[Tensor] = []
         keeps: Keeps = ()
         for group in groups:
             its = [(i, c) for i, c in zip(used, cotangents, strict=True) if f.form.groups[i] == group]
             grads, keeps = pull(f, p, given, wrt, *zip(*its, strict=True))
-            found += [kept(x, keeps, group) for x in grads]
+            used_by.update(i for i, x in zip(wrt, grads, strict=True) if x is not None)
+            pairs = zip(wrt, grads, strict=True)
+            whole = [nothing_like(given[i]) if x is None else x for i, x in pairs]
+            found += [kept(x, keeps, group) for x in whole]
         return found, keeps
 
     form = Form(
@@ -177,7 +185,9 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
         outs=tuple(f.form.operands[i] for i in wrt) * len(groups),
         groups=tuple(group for group in groups for _ in wrt),
     )
-    return Pieces(call, form, f.sizes)
+    pieces = Pieces(call, form, f.sizes)
+    pieces.reached = used_by
+    return pieces
 
 
 def _of_cotangent(how: Cut) -> Cut:
@@ -200,7 +210,7 @@ def _pull(
     wrt: Sequence[int],
     used: Sequence[int],
     cotangents: Sequence[Tensor],
-) -> tuple[list[Tensor], Keeps]:
+) -> tuple[list[Tensor | None], Keeps]:
     """By plain autograd: the formulas, hence the bits, of ``.backward()``."""
     record = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -213,12 +223,11 @@ def _pull(
     pairs = [(outs[i], x) for i, x in zip(used, cotangents, strict=True) if outs[i].requires_grad]
     xs = [inputs[i] for i in wrt]
     if not pairs:
-        return [nothing_like(x.detach()) for x in xs], keeps
+        return [None] * len(xs), keeps
     tops, reached = zip(*pairs, strict=True)
     again = record and onward
     grads = torch.autograd.grad(tops, xs, reached, create_graph=again, allow_unused=True)
-    del outs, tops
-    return [nothing_like(x.detach()) if g is None else g for x, g in zip(xs, grads, strict=True)], keeps
+    return list(grads), keeps
 
 
 def _pull_by_func(
@@ -228,7 +237,7 @@ def _pull_by_func(
     wrt: Sequence[int],
     used: Sequence[int],
     cotangents: Sequence[Tensor],
-) -> tuple[list[Tensor], Keeps]:
+) -> tuple[list[Tensor | None], Keeps]:
     def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
         outs, keeps = f.call(p, _filled(given, wrt, some))
         return tuple(outs[i] for i in used), keeps
@@ -241,7 +250,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
     """The tangents of all outputs, from all operands and the tangents of some of them."""
     count = len(f.form.operands)
 
-    def call(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+    def call(p: int, operands: Sequence[Tensor]) -> Outs:
         given, tangents = operands[:count], operands[count:]
 
         def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
@@ -275,7 +284,7 @@ def mapped(f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None]
     """The function of operands that a vmap maps, along dim 0."""
     size = torch.empty(info.batch_size)  # vmap wants one operand that is mapped
 
-    def call(p: int, operands: Sequence[Tensor]) -> tuple[list[Tensor], Keeps]:
+    def call(p: int, operands: Sequence[Tensor]) -> Outs:
         def of(_: Tensor, *operands: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
             outs, keeps = f.call(p, operands)
             return tuple(outs), keeps
@@ -325,9 +334,10 @@ class _Attach(Function):
             return tuple(grads)
         # A saved tensor may be wrapped for a level that is over; what an operation returns is not.
         operands = [x.view_as(x) for x in (*ctx.saved_tensors, *(cotangents[i] for i in used))]  # pyright: ignore
-        found = apply(vjp(ctx.f, wrt, used), operands)
-        for at in range(0, len(found), len(wrt)):  # of each group
-            for i, g in zip(wrt, found[at : at + len(wrt)], strict=True):
+        f = vjp(ctx.f, wrt, used)
+        found = apply(f, operands)
+        for at, g in enumerate(found):  # those of each group, one after the other
+            if (i := wrt[at % len(wrt)]) in f.reached:
                 before = grads[2 + i]
                 grads[2 + i] = g if before is None else before + g
         return tuple(grads)

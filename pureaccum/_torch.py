@@ -63,6 +63,13 @@ def transform_level() -> int | None:
     return torch._C._functorch.maybe_current_level()  # pyright: ignore
 
 
+def transform_depth() -> int:
+    """How many transforms are active, while the compiler traces them too (on 2.11 it cannot tell)."""
+    if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
+        return 1
+    return torch._C._functorch.get_dynamic_layer_stack_depth()  # pyright: ignore
+
+
 def innermost(x: Tensor) -> Tensor:
     """The tensor itself, without the wrappers of torch.func's transforms.
 

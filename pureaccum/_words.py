@@ -67,7 +67,7 @@ def is_reducer(x: Any) -> bool:
 
 def below(reduce: Tree, tree: Tree, name: str, what: str) -> tuple[optree.PyTreeSpec, list[Any]]:
     """The structure of a prefix tree, and the part of a tree that each of its words is for."""
-    spec = optree.tree_structure(reduce, is_reducer, namespace=NAMESPACE)
+    spec = optree.tree_flatten(reduce, is_reducer, namespace=NAMESPACE)[1]  # can be compiled
     try:
         return spec, spec.flatten_up_to(tree)
     except ValueError as error:

@@ -10,9 +10,10 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import (
+    functional_call,
     grad,
     hessian,
     jacfwd,
@@ -214,3 +215,138 @@ def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero() -> None:
         return primals, tangents, jacfwd(lambda w: f(w, x)[:2])(W)
 
     assert_trees_bitwise_equal(both(pa.remat(f)), both(f))
+
+
+# Captured tensors ----------------------------------------------------------------------------
+
+
+class Inside(nn.Module):
+    """Rematerialises a part of itself, which captures its parameters."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.part, self.wrap = nn.Linear(3, 3), wrap
+        with torch.no_grad():
+            self.part.weight.copy_(W)
+            self.part.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(lambda x: self.part(x).tanh())(x)
+
+
+def capturing(wrap: Any, w: Tensor) -> Any:
+    return wrap(lambda x: (w @ x).tanh())
+
+
+def leaf() -> Tensor:
+    return W.clone().requires_grad_()
+
+
+def pulled(out: Tensor, *leaves: Tensor) -> Any:
+    return torch.autograd.grad((out**2).sum(), leaves)
+
+
+def of_a_module(wrap: Any) -> Any:
+    net = Inside(wrap)
+    return pulled(net(x), net.part.weight)
+
+
+def called_with_others(wrap: Any) -> Any:
+    """When the backward pass runs, the module holds its own parameters again."""
+    net, w = Inside(wrap), (W * 2).requires_grad_()
+    out = functional_call(net, {"part.weight": w}, (x,))
+    return pulled(out, w)
+
+
+def in_functional_call(wrap: Any) -> Any:
+    net = Inside(wrap)
+    params = {k: v.detach() * 2 for k, v in net.named_parameters()}
+    return grad(lambda p: functional_call(net, p, (x,)).sum())(params)["part.weight"]
+
+
+def itself(wrap: Any) -> Any:
+    w = leaf()
+    return pulled(wrap(lambda x: w)(x), w)
+
+
+def made_of_a_leaf(wrap: Any) -> Any:
+    w = leaf()
+    return pulled(capturing(wrap, w * 2)(x), w)
+
+
+def beside_an_input(wrap: Any) -> Any:
+    w, y = leaf(), x.clone().requires_grad_()
+    return pulled(capturing(wrap, w)(y), w, y)
+
+
+def rows_of(wrap: Any) -> Any:
+    """Maps what is captured, too."""
+    return lambda w: vmap(lambda w, x: wrap(lambda x: (w * x).tanh())(x))(w, X[:3])
+
+
+def nested_capture(wrap: Any) -> Any:
+    """The inner function captures what the outer one makes, and what neither is given."""
+    w = leaf()
+
+    def outer(x: Tensor) -> Tensor:
+        y = w @ x
+        return wrap(lambda x: (w @ x) * y)(x)
+
+    return pulled(wrap(outer)(x), w)
+
+
+CAPTURED: dict[str, Callable[[Any], Any]] = {
+    "of a module": of_a_module,
+    "a module called with others": called_with_others,
+    "a module called with others, in grad": in_functional_call,
+    "the output itself": itself,
+    "what is made of a leaf": made_of_a_leaf,
+    "beside an input": beside_an_input,
+    "by a nest": nested_capture,
+    "in grad": lambda r: grad(lambda w: capturing(r, w)(x).sum())(W),
+    "in grad, beside an input": lambda r: grad(lambda w: capturing(r, w)(w[0]).sum())(W),
+    "from an outer grad": lambda r: grad(
+        lambda w: grad(lambda x: capturing(r, w)(x).sum())(x).sum()
+    )(W),
+    "in an inner grad": lambda r: grad(
+        lambda x: grad(lambda w: capturing(r, w)(x).sum())(W).sum()
+    )(x),
+    "in jacrev": lambda r: jacrev(lambda w: capturing(r, w)(x))(W),
+    "in jvp": lambda r: jvp(lambda w: capturing(r, w)(x), (W,), (W,)),
+    "from jvp in grad": lambda r: jvp(
+        lambda w: grad(lambda x: capturing(r, w)(x).sum())(x), (W,), (W,)
+    ),
+    "from jvp in vmap": lambda r: jvp(lambda w: vmap(lambda x: capturing(r, w)(x))(X), (W,), (W,)),
+    "from grad in vmap": lambda r: grad(lambda w: vmap(capturing(r, w))(X).sum())(W),
+    "in vmap(grad)": lambda r: vmap(grad(lambda w: capturing(r, w)(x).sum()))(
+        torch.stack([W, W * 2])
+    ),
+    "mapped, in grad": lambda r: grad(lambda w: rows_of(r)(w).sum())(W),
+    "mapped, in vjp": lambda r: vjp(rows_of(r), W)[1](X[:3]),
+    "mapped, in jacrev": lambda r: jacrev(rows_of(r))(W),
+    "mapped, on the level of another vmap": lambda r: vmap(vmap(vjp(rows_of(r), W)[1]))(
+        torch.ones(3, 3, 3, 3)
+    ),
+    "by a chain": lambda r: chained(r),
+}
+
+
+def chained(wrap: Any) -> Any:
+    w = leaf()
+
+    def link(p: Any, x: Tensor) -> Tensor:
+        return (w @ x).tanh()
+
+    if wrap is pa.remat:
+        return pulled(pa.remat_sequential([link] * 2, 2)([(), ()], x), w)
+    return pulled(link((), link((), x)), w)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_tensors(name: str) -> None:
+    """A Function knows of none: a naive one gives them no gradient, silently."""
+    plain = CAPTURED[name](lambda f: f)
+    assert any(leaf.any() for leaf in optree.tree_leaves(plain))
+    ours = CAPTURED[name](pa.remat)
+    for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(plain), strict=True):
+        assert (a - b).abs().max() <= 4 * 2**-24 * b.abs().max()
