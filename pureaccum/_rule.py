@@ -362,6 +362,7 @@ class _Attach(Function):
             pairs = [*zip(first, expanded, strict=True)]
             first = [x.expand(size, *x.shape) if more else x for x, more in pairs]
             dims = [0 if more else d for d, more in zip(dims, expanded, strict=True)]
+            first[n:] = [x.contiguous() for x in first[n:]]  # forward AD writes beside them
         over = mapped(f, dims[:n], dims[n:], info)
         return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
 
