@@ -201,8 +201,8 @@ def call(
         return pieces
 
     if torch.compiler.is_dynamo_compiling():
-        if not transform_depth():  # the compiler keeps no more than a checkpoint tells it to
-            func = partial(checkpoint, func, use_reentrant=False)
+        if known and not transform_depth() and any(x.requires_grad for x in tensors):
+            func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
     devices = {x.device for x in tensors}
     before = generators(devices)

@@ -23,11 +23,14 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, Shape, agreed, counts, divisor, join_aux, mean_value, read
+from ._microbatch import Arguments, call
+from ._outputs import Counted, Whole
 from ._passes import Engine, advise, outside_inference_mode
 from ._sharded import any_sharded, whole
 from ._staged import fold_staged, goes_by_stages, outs_staged
 from ._stages import Staged, check_arguments, refuse_skip
 from ._sums import added_to, divided
+from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._weights import weigh
 from ._window import Cut, Window, evaluate, fold, means, read_cut
@@ -113,7 +116,7 @@ def grad_and_value(
             check_arguments(args, at, cut_at)
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
-        def call(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
+        def loss_of(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
             given = list(args)
             for replaced in (unflatten(spec, leaves), part):
                 for i, arg in replaced.items():
@@ -124,13 +127,13 @@ def grad_and_value(
         if torch_does and not any_sharded(leaves):
             given = Given("args", leaves, spec), Given("args", *flatten(batch))
             with guarding(known, *given) as guarded:
-                loss = guarded(lambda leaves: call(leaves, batch))
+                loss = guarded(lambda leaves: loss_of(leaves, batch))
                 grads, value, aux = _by_torch(loss, leaves, has_aux)
         else:
             if size is not None:
                 refuse_autocast_cache(leaves)
             parts = read_cut(batch, size, has_aux)
-            window = Window(call, leaves, spec, parts, rule, at_least, aux_reduction, known)
+            window = Window(loss_of, leaves, spec, parts, rule, at_least, aux_reduction, known)
             with outside_inference_mode():
                 if goes_by_stages(func, parts):
                     folded = fold_staged(
@@ -247,12 +250,23 @@ def value(  # noqa: D417
             return (loss, out[1]) if has_aux else loss
         batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
 
-        def call(part: Tree) -> Any:
-            return func(*(part.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        def given_to(part: Tree) -> list[Any]:
+            return [part.get(i, arg) for i, arg in enumerate(args)]
+
+        def counted(*args: Any, **kwargs: Any) -> Counted:
+            out = func(*args, **kwargs)
+            seen, _ = read(out, has_aux)
+            keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
+            return Counted(out, keep)
+
+        def one_of(part: Tree) -> Any:
+            if transform_active():  # of which nothing is kept
+                return call(counted, Arguments.of(given_to(part), kwargs), Whole(), None)
+            return func(*given_to(part), **kwargs)
 
         cut = read_cut(batch, size, has_aux)
         with guarding(known, given) as guarded:
-            one = guarded(call)
+            one = guarded(one_of)
             if goes_by_stages(func, cut):
                 check_arguments(args, (0,), tuple(batch))
                 leaves, spec = flatten(args[0])
