@@ -24,7 +24,16 @@ from torch.overrides import TorchFunctionMode
 
 from ._held import Held, holding, remembering
 from ._replay import Drawn, noted, replaying
-from ._torch import down_to, followed, innermost, is_wrapped, memory_of, recorded_at, sequence_number, transform_level
+from ._torch import (
+    down_to,
+    followed,
+    innermost,
+    is_wrapped,
+    memory_of,
+    recorded_at,
+    sequence_number,
+    transform_level,
+)
 
 
 _here = threading.local()
