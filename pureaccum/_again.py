@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ._casts import original
 from ._held import Held, holding, remembering
 from ._replay import Drawn, noted, replaying
 from ._torch import (
@@ -206,11 +207,13 @@ class _Finding(_Mode):
             self.made.add(id(own))
             at = self.places[id(x)] = len(self.found)
             with down_to(self.level):
-                self.found.append(Found(x, own, own.detach()))
+                whole = original(own)
+                self.found.append(Found(x, whole, whole.detach()))
             self.made.remove(id(own))
             self.foreign.add(memory_of(own))
         self.used.add(at)
-        return self.found[at].detached if self.instead is None else self.instead[at]
+        instead = self.found[at].detached if self.instead is None else self.instead[at]
+        return instead if instead.dtype == x.dtype else instead.to(x.dtype)
 
     def settle(self, used: bool) -> None:
         super().settle(used)
@@ -246,7 +249,8 @@ class _Giving(_Mode):
         at = self.found.places.get(id(x))
         if at is not None:
             self.used.add(at)
-            return self.instead[at]
+            instead = self.instead[at]
+            return instead if instead.dtype == x.dtype else instead.to(x.dtype)
         constant = self.found.constants.get(id(x))
         return self.from_outside(x) if constant is None else constant[1]
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ._again import Again, UnseenError, note_made
 from ._auto import by_memory, is_auto
 from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
+from ._casts import original
 from ._early import NotEarlyError, known_gradient, with_gradient
 from ._inputs import check_argnums, positions
 from ._outputs import Outputs, Whole
@@ -157,10 +158,12 @@ class Arguments(NamedTuple):
         flat = [flatten(x) for x in (*args, *kwargs.values())]
         tensors: list[Tensor] = []
         cuts: list[Cut] = []
+        dtypes: list[torch.dtype] = []
         for key, (leaves, _) in zip(keys, flat, strict=True):
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
-                    tensors.append(leaf)
+                    tensors.append(leaf if key in batches else original(leaf))
+                    dtypes.append(leaf.dtype)
                     cuts.append(Rows(dim % leaf.dim()) if key in batches else "whole")
                     leaves[i] = _TENSOR
         refuse_sharded(
@@ -170,7 +173,7 @@ class Arguments(NamedTuple):
         )
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-            rest = iter(tensors)
+            rest = (x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True))
             given = [
                 unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
                 for leaves, spec in flat
