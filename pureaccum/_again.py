@@ -184,6 +184,7 @@ class _Finding(_Mode):
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
         self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
+        self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
         self.memory: set[int | None] = set()  # of what was made inside
@@ -223,6 +224,7 @@ class _Finding(_Mode):
 
     def note(self, made: Iterable[Tensor]) -> None:
         self.made |= {id(x) for x in made}
+        self.half = self.half or any(x.dtype == torch.float16 for x in made)
         if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign
 

@@ -315,7 +315,7 @@ def _early(
     wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
     if not (wrt and torch.is_grad_enabled() and outputs.is_wide_total(outs)):
         return None
-    if any(operands[i].dtype.itemsize < 4 for i in wrt):
+    if again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt):
         return None
     random = generators(again.devices)
     pieces, total = with_gradient(_pieces(body, again, cuts, outputs, range(len(outs))), wrt)
