@@ -14,7 +14,7 @@ from ._sharded import is_sharded, local
 from ._tree import Tree, flatten, map, paths, unflatten
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
-from ._words import below, is_reducer, reducer_of, replaced, words_of
+from ._words import below, is_reducer, reducer_of, replaced
 
 
 class AuxState(NamedTuple):
@@ -24,7 +24,7 @@ class AuxState(NamedTuple):
     spec: optree.PyTreeSpec  # of the aux
     states: list[Any]  # of each leaf, or of a Reducer
     likes: list[Any]  # what the first of them were
-    specs: list[Any]  # of what is below each word
+    specs: list[tuple[Any, Any]]  # each word, and the structure of what is below it
 
 
 class Stack(NamedTuple):
@@ -63,9 +63,9 @@ def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree)
     """The aux of several microbatches of as many rows each."""
     tree = unflatten(stack.spec, stack.leaves)
     if state is None:
-        parts = _below(reduction, tree)
+        pairs = _below(reduction, tree)
     elif torch.compiler.is_dynamo_compiling() or stack.spec == state.spec:  # 2.11 compiles no ==
-        parts = below(reduction, tree)
+        pairs = below(reduction, tree)
     else:
         raise ValueError(
             f"the loss returned an aux of another structure than before: {stack.spec} after "
@@ -75,9 +75,9 @@ def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree)
     likes: list[Any] = []
     specs: list[Any] = []
     names = iter(paths(stack.spec, "aux"))
-    for word, part in zip(words_of(reduction), parts, strict=True):
+    for word, part in pairs:
         leaves, spec = flatten(part)
-        specs.append(spec)
+        specs.append((word, spec))
         several = [map(lambda x: _numbers(x, stack.share), part)] if is_reducer(word) else leaves
         for leaf in several:
             before = None if state is None else state.states[len(states)]
@@ -95,7 +95,7 @@ def finish_aux(state: AuxState) -> Tree:
     """The reduced aux."""
     done = iter(zip(state.states, state.likes, strict=True))
     parts: list[Any] = []
-    for word, spec in zip(words_of(state.reduction), state.specs, strict=True):
+    for word, spec in state.specs:
         if is_reducer(word):
             parts.append(word.finalize(next(done)[0]))
         else:
@@ -167,7 +167,7 @@ def _finished(how: str, state: Any, like: Any) -> Any:
     return result
 
 
-def _below(reduction: Tree, aux: Tree) -> list[Any]:
+def _below(reduction: Tree, aux: Tree) -> list[tuple[Any, Any]]:
     try:
         return below(reduction, aux)
     except ValueError as error:

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from ._loss import Weighted, counts, divisor, mean_value, read
 from ._rule import Cut, Form, Outs, Rows, continuous, sum_dtype
 from ._tree import NAMESPACE, Tree, flatten, map, paths, unflatten
-from ._words import below, is_reducer, reducer_of, replaced, words_of
+from ._words import below, is_reducer, reducer_of, replaced
 
 
 class Taken(NamedTuple):
@@ -85,12 +85,12 @@ class Outputs:
         self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
     ) -> None:
         self.sizes, self.dim, self.reduce, self.host = sizes, dim, reduce, host
-        self.words = words_of(reduce)
         self.begin()
 
     def begin(self) -> None:
         """Forget what was taken."""
         self.form: Form | None = None
+        self.words: list[Any] = []
         self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
         self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
 
@@ -104,13 +104,14 @@ class Outputs:
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """One microbatch's tensors, and whether they count."""
         try:
-            parts = below(self.reduce, out)
+            pairs = below(self.reduce, out)
         except ValueError as error:
             raise ValueError(
                 f"reduce={self.reduce!r} is no prefix of what func returned: {error}"
             ) from error
         taken = Taken([], [], [], [])
-        for n, (word, part) in enumerate(zip(self.words, parts, strict=True)):
+        self.words = [word for word, _ in pairs]
+        for n, (word, part) in enumerate(pairs):
             if is_reducer(word):
                 if not again:
                     self._reduce(p, (n, 0), word, part)

@@ -149,11 +149,14 @@ def words_of(reduce: Tree) -> list[Any]:
     return optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
 
 
-def below(reduce: Tree, tree: Tree) -> list[Any]:
-    """The part of a tree that each word of a prefix tree is for; ValueError where it is none."""
-    parts: list[Any] = []  # by map, which torch's compiler takes, and no structure of a dict
-    _map(lambda _word, part: parts.append(part), reduce, tree)
-    return parts
+def below(reduce: Tree, tree: Tree) -> list[tuple[Any, Any]]:
+    """Each word of a prefix tree, and the part of a tree that it is for; ValueError if it is none.
+
+    By map: torch's compiler takes no structure of a dict, and sorts its keys in no other way.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    _map(lambda word, part: pairs.append((word, part)), reduce, tree)
+    return pairs
 
 
 def replaced(reduce: Tree, parts: list[Any]) -> Tree:
