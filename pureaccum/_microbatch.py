@@ -20,11 +20,17 @@ from ._again import Again, UnseenError, note_made
 from ._auto import by_memory, is_auto
 from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
 from ._inputs import check_argnums, positions
-from ._outputs import Outputs
+from ._outputs import Outputs, Whole
 from ._replay import generators, restore
 from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, run
 from ._sharded import refuse_sharded
-from ._torch import forward_ad_active, transform_active, transform_depth
+from ._torch import (
+    differentiating,
+    forward_ad_active,
+    innermost,
+    transform_active,
+    transform_depth,
+)
 from ._tree import Tree, flatten, unflatten
 from ._words import check_reduce
 from ._writes import Given, Known, guarding, known_of
@@ -169,11 +175,11 @@ class Arguments(NamedTuple):
 _TENSOR = object()
 
 
-def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, known: Known) -> Tree:
+def call(
+    func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
+) -> Tree:
     """A microbatched function of some arguments."""
     tensors = arguments.tensors
-    form = Form((*arguments.cuts,), (), ())
-
     def body(
         p: int, operands: Sequence[Tensor], around: Any = nullcontext(), again: bool = False
     ) -> Outs:
@@ -188,10 +194,10 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
             outs, keeps = call(p, operands)
             assert outputs.form is not None
-            pieces.form = form._replace(outs=tuple(outputs.form.cuts))
+            pieces.form = outputs.form._replace(operands=tuple(arguments.cuts))
             return outs, keeps
 
-        pieces = Pieces(first, form, outputs.sizes)
+        pieces = Pieces(first, Form(tuple(arguments.cuts), (), ()), outputs.sizes)
         return pieces
 
     if torch.compiler.is_dynamo_compiling():
@@ -200,10 +206,13 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
     devices = {x.device for x in tensors}
     before = generators(devices)
-    with guarding(known, Given("args", *flatten(tensors))) as guarded:
+    given = Given("args", *flatten(tensors))
+    with guarding(known, given) if known else nullcontext(_itself) as guarded:
         guarded_body = guarded(body)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
             return outputs.finish(run(begun(guarded_body), tensors), ())
+        if transform_active() and not differentiating() and not any(innermost(x).requires_grad for x in tensors):
+            return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
         again = Again(devices)
         detached = [x.detach() for x in tensors]
 
@@ -221,11 +230,15 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
     return outputs.finish(outs, operands)
 
 
+def _itself(body: Any) -> Any:
+    return body
+
+
 def _attached(
     body: Callable[..., Outs],
     again: Again,
     cuts: Sequence[Cut],
-    outputs: Outputs,
+    outputs: Outputs | Whole,
     outs: list[Tensor],
     operands: Sequence[Tensor],
 ) -> list[Tensor]:
@@ -243,7 +256,7 @@ def _attached(
 
     its = Form(
         operands=(*cuts, *["whole"] * len(again.captured)),
-        outs=tuple(form.cuts[i] for i in found),
+        outs=tuple(form.outs[i] for i in found),
         groups=tuple(form.groups[i] for i in found),
     )
     pieces = Pieces(rerun, its, outputs.sizes)

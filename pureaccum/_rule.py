@@ -199,7 +199,7 @@ def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
     if not group:
         return x
     keep = keeps[group - 1]
-    keep = keep.reshape(*keep.shape, *[1] * (x.dim() - keep.dim()))  # vmaps lead
+    keep = keep.reshape([*keep.shape, *[1] * (x.dim() - keep.dim())])  # vmaps lead
     return torch.where(keep.to(x.device), x, 0.0)
 
 
@@ -353,15 +353,15 @@ class _Attach(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], f: Pieces, n: int, *tensors: Tensor) -> Any:  # pyright: ignore
-        first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims[2:], strict=True)]
-        dims = [None if d is None else 0 for d in in_dims[2:]]
+        dims = in_dims[2:]
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        dims = [None if d is None else 0 for d in dims]
         if any(f.form.groups):  # what is not mapped may count in one and not in another
+            expanded = [d is None and continuous(x) for x, d in zip(first, dims, strict=True)]
             size = info.batch_size
-            first[:n] = [
-                x.expand(size, *x.shape) if d is None and continuous(x) else x
-                for x, d in zip(first[:n], dims[:n], strict=True)
-            ]
-            dims[:n] = [0 if continuous(x) else d for x, d in zip(first[:n], dims[:n], strict=True)]
+            pairs = [*zip(first, expanded, strict=True)]
+            first = [x.expand(size, *x.shape) if more else x for x, more in pairs]
+            dims = [0 if more else d for d, more in zip(dims, expanded, strict=True)]
         over = mapped(f, dims[:n], dims[n:], info)
         return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
 

@@ -63,6 +63,21 @@ def transform_level() -> int | None:
     return torch._C._functorch.maybe_current_level()  # pyright: ignore
 
 
+def differentiating() -> bool:
+    """Whether a transform around this differentiates, and does not only map."""
+    return any(kind != torch._C._functorch.TransformType.Vmap for kind in _transforms())  # pyright: ignore
+
+
+def mapping() -> bool:
+    """Whether a transform around this maps."""
+    return torch._C._functorch.TransformType.Vmap in _transforms()  # pyright: ignore
+
+
+def _transforms() -> list[Any]:
+    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore
+    return [each.key() for each in stack or ()]
+
+
 def transform_depth() -> int:
     """How many transforms are active, while the compiler traces them too (on 2.11 it cannot tell)."""
     if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
@@ -105,20 +120,47 @@ def levels(x: Tensor) -> set[int]:
 def followed(x: Tensor, level: int) -> tuple[bool, bool]:
     """Whether autograd or a transform up to a level follows a tensor: differentiates or maps it.
 
-    And whether a transform above that level wraps it.
+    And whether one above that level wraps it.
     """
-    functorch, wrapped = torch._C._functorch, False  # pyright: ignore
+    functorch, above = torch._C._functorch, False  # pyright: ignore
     while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.maybe_get_level(x) > level:
-            wrapped = True
-        elif functorch.is_batchedtensor(x) or _is_differentiated(x):
-            return True, wrapped
+        its = functorch.maybe_get_level(x)
+        if its > level:
+            above = True
+        elif functorch.is_batchedtensor(x) or _is_differentiated(x, its):
+            return True, above
         x = functorch.get_unwrapped(x)
-    return _is_differentiated(x), wrapped
+    return _is_differentiated(x, 0), above
 
 
-def _is_differentiated(x: Tensor) -> bool:
-    return x.requires_grad or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+def _is_differentiated(x: Tensor, level: int) -> bool:
+    if x.requires_grad or not forward_ad_active():
+        return x.requires_grad
+    with down_to(level):  # seen from another one it has no tangent
+        return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+@contextmanager
+def down_to(level: int) -> Generator[None]:
+    """As if the transforms above a level were not there."""
+    functorch, above = torch._C._functorch, list[Any]()  # pyright: ignore
+    try:
+        while (transform_level() or 0) > level:
+            above.append(functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        for each in reversed(above):
+            functorch.push_dynamic_layer_stack(each)
+
+
+def alive(x: Tensor) -> Tensor:
+    """The tensor without the wrappers of transforms that are over, and did not follow it."""
+    functorch = torch._C._functorch  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.maybe_get_level(x) >= 0 or x.requires_grad:
+            break
+        x = functorch.get_unwrapped(x)
+    return x
 
 
 def sequence_number() -> int:
