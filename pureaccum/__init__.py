@@ -7,7 +7,6 @@ from . import _loadable as _loadable  # names the classes of states to torch.loa
 from . import distributed as distributed
 from ._accumulator import AccumState as AccumState
 from ._accumulator import accumulator as accumulator
-from ._batch_norm import batch_norm as batch_norm
 from ._batches import microbatches as microbatches
 from ._batches import windows as windows
 from ._chain import chain as chain
@@ -49,13 +48,7 @@ from ._schedules import constant as constant
 from ._schedules import cosine_decay as cosine_decay
 from ._schedules import join_schedules as join_schedules
 from ._schedules import linear_warmup as linear_warmup
-from ._stage import full as full
-from ._stage import pooled as pooled
-from ._stage import rowwise as rowwise
-from ._staged_from import staged_from as staged_from
-from ._stages import staged as staged
 from ._step import make_step as make_step
-from ._words import Reducer as Reducer
 from ._train_state import StepInfo as StepInfo
 from ._train_state import TrainState as TrainState
 from ._transforms import grad as grad
@@ -63,6 +56,7 @@ from ._transforms import grad_and_value as grad_and_value
 from ._transforms import value as value
 from ._tree import all_finite as all_finite
 from ._tree import global_norm as global_norm
+from ._words import Reducer as Reducer
 from .checkpoint import load as load
 from .checkpoint import save as save
 

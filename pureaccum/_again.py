@@ -24,7 +24,16 @@ from torch.overrides import TorchFunctionMode
 
 from ._held import Held, holding, remembering
 from ._replay import Drawn, noted, replaying
-from ._torch import alive, down_to, followed, mapping, memory_of, recorded_at, sequence_number, transform_level
+from ._torch import (
+    down_to,
+    followed,
+    innermost,
+    is_wrapped,
+    memory_of,
+    recorded_at,
+    sequence_number,
+    transform_level,
+)
 
 
 _here = threading.local()
@@ -64,7 +73,7 @@ class Again:
     @contextmanager
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
         """Be again as a piece was, with some tensors in place of those captured."""
-        giving = _Giving(self.mode.places, captured)
+        giving = _Giving(self.mode, captured)
         with ExitStack() as stack:
             for kind, on, dtype in self.casts:
                 if on or torch.is_autocast_enabled(kind):
@@ -74,7 +83,7 @@ class Again:
             stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
             if self.drawn[p]:
                 stack.enter_context(replaying(self.drawn[p]))
-            if captured or self.mode.level:
+            if captured or self.mode.constants:
                 stack.enter_context(_active(giving))
             yield
         if not self.met[p] <= giving.met:
@@ -169,8 +178,8 @@ class _Finding(_Mode):
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
         self.settled = 0  # how many of them were used
-        self.maps = mapping()
-        self.memory: set[int | None] = set()
+        self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
+        self.memory: set[int | None] = set()  # of what was made inside
         self.foreign: set[int | None] = {None}
 
     def given_for(self, x: Tensor) -> Tensor:
@@ -180,7 +189,11 @@ class _Finding(_Mode):
         if at is None:
             own = self.from_outside(x)
             is_followed, above = followed(own, self.level)
-            if not is_followed or self.is_made(x):
+            if self.level and is_wrapped(own) and memory_of(x) in self.memory:
+                return own  # made inside, and handed out by a transform inside
+            if not is_followed:
+                if is_wrapped(own):
+                    self.constants[id(x)] = x, innermost(own)
                 return own
             if above or recorded_at(own) >= self.begun:
                 raise UnseenError  # inside of another transform, or made by what nobody sees
@@ -201,15 +214,8 @@ class _Finding(_Mode):
 
     def note(self, made: Iterable[Tensor]) -> None:
         self.made |= {id(x) for x in made}
-        if self.maps:
+        if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign
-
-    def is_made(self, x: Tensor) -> bool:
-        """Whether it is what was made inside, as a transform inside hands it out.
-
-        Of what is mapped nobody else can tell: it has no history.
-        """
-        return self.maps and memory_of(x) in self.memory
 
 
 class Found(NamedTuple):
@@ -221,18 +227,22 @@ class Found(NamedTuple):
 
 
 class _Giving(_Mode):
-    """Gives other tensors in place of those captured, and of others what no transform wraps now."""
+    """Gives other tensors in place of those captured.
 
-    def __init__(self, places: dict[int, int], instead: Sequence[Tensor]) -> None:
+    And constants without wrappers, which are of levels that are over, or of other transforms now.
+    """
+
+    def __init__(self, found: _Finding, instead: Sequence[Tensor]) -> None:
         super().__init__()
-        self.places, self.instead = places, instead
+        self.found, self.instead = found, instead
 
     def given_for(self, x: Tensor) -> Tensor:
-        at = self.places.get(id(x))
-        if at is None:
-            return alive(self.from_outside(x))
-        self.used.add(at)
-        return self.instead[at]
+        at = self.found.places.get(id(x))
+        if at is not None:
+            self.used.add(at)
+            return self.instead[at]
+        constant = self.found.constants.get(id(x))
+        return self.from_outside(x) if constant is None else constant[1]
 
 
 def _differs(place: Any, then: dict[str, Any]) -> bool:

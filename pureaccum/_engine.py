@@ -214,7 +214,9 @@ def _collected(
         (grads, entry, weighing), keep = gradients(leaves)
         zeros = [torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds]
         pairs = zip(zeros, grads, strict=False)
-        return Counted(([g if g is None else added_to(z, g, weighing) for z, g in pairs], entry), keep)
+        return Counted(
+            ([g if g is None else added_to(z, g, weighing) for z, g in pairs], entry), keep
+        )
 
     added, entry = call(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
     if not added:

@@ -133,7 +133,9 @@ def _batch_of(
                 f"batch_argnames names {name!r}, but the function got no such argument by name; "
                 "what is passed by position goes into batch_argnums."
             )
-    its: dict[Any, Tree] = {i: args[i] for i in positions(at, len(args), "batch_argnums", missing=bool(names))}
+    its: dict[Any, Tree] = {
+        i: args[i] for i in positions(at, len(args), "batch_argnums", missing=bool(names))
+    }
     return its | {name: kwargs[name] for name in names}
 
 
@@ -159,7 +161,11 @@ class Arguments(NamedTuple):
                     tensors.append(leaf)
                     cuts.append(Rows(dim % leaf.dim()) if key in batches else "whole")
                     leaves[i] = _TENSOR
-        refuse_sharded(tensors, "args", "a microbatched function is run again piece by piece, which they are not cut into.")
+        refuse_sharded(
+            tensors,
+            "args",
+            "a microbatched function is run again piece by piece, which they are not cut into.",
+        )
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
             rest = iter(tensors)
@@ -180,6 +186,7 @@ def call(
 ) -> Tree:
     """A microbatched function of some arguments."""
     tensors = arguments.tensors
+
     def body(
         p: int, operands: Sequence[Tensor], around: Any = nullcontext(), again: bool = False
     ) -> Outs:
@@ -201,8 +208,8 @@ def call(
         return pieces
 
     if torch.compiler.is_dynamo_compiling():
-        if not transform_depth():  # the compiler keeps no more than a checkpoint tells it to
-            func = partial(checkpoint, func, use_reentrant=False)
+        if known and not transform_depth() and any(x.requires_grad for x in tensors):
+            func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
     devices = {x.device for x in tensors}
     before = generators(devices)
@@ -211,7 +218,11 @@ def call(
         guarded_body = guarded(body)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
             return outputs.finish(run(begun(guarded_body), tensors), ())
-        if transform_active() and not differentiating() and not any(innermost(x).requires_grad for x in tensors):
+        if (
+            transform_active()
+            and not differentiating()
+            and not any(innermost(x).requires_grad for x in tensors)
+        ):
             return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
         again = Again(devices)
         detached = [x.detach() for x in tensors]

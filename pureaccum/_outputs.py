@@ -18,7 +18,7 @@ from torch.autograd import Function
 from ._loss import Weighted, counts, divisor, mean_value, read
 from ._rule import Cut, Form, Outs, Rows, continuous, sum_dtype
 from ._tree import NAMESPACE, Tree, flatten, map, paths, unflatten
-from ._words import below, is_reducer
+from ._words import below, is_reducer, replaced
 
 
 class Taken(NamedTuple):
@@ -85,13 +85,12 @@ class Outputs:
     def begin(self) -> None:
         """Forget what was taken."""
         self.form: Form | None = None
-        self.spec: optree.PyTreeSpec | None = None  # of ``reduce``
         self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
         self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
 
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """One microbatch's tensors, and whether they count."""
-        self.spec, parts = below(self.reduce, out, "reduce", "what func returned")
+        parts = below(self.reduce, out, "reduce", "what func returned")
         taken = Taken([], [], [], [])
         for n, (word, part) in enumerate(zip(self.words, parts, strict=True)):
             if is_reducer(word):
@@ -188,8 +187,7 @@ class Outputs:
                 its, spec = next(likes)
                 done = [self._finish((n, i), like, rest, operands) for i, like in enumerate(its)]
                 parts.append(unflatten(spec, done))
-        assert self.spec is not None
-        return unflatten(self.spec, parts)
+        return replaced(self.reduce, parts)
 
     def _finish(
         self, at: tuple[int, int], like: Any, rest: Iterator[Tensor], operands: Sequence[Tensor]
@@ -213,8 +211,8 @@ class Outputs:
     # Errors ---------------------------------------------------------------------------------
 
     def _name(self, at: tuple[int, int]) -> str:
-        assert self.spec is not None
-        root = paths(self.spec, "out")[at[0]]
+        words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
+        root = paths(words, "out")[at[0]]
         return paths(self.likes[at[0]][1], root)[at[1]]
 
     def _no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:

@@ -172,7 +172,9 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
         found: list[Tensor] = []
         keeps: Keeps = ()
         for group in groups:
-            its = [(i, c) for i, c in zip(used, cotangents, strict=True) if f.form.groups[i] == group]
+            its = [
+                (i, c) for i, c in zip(used, cotangents, strict=True) if f.form.groups[i] == group
+            ]
             grads, keeps = pull(f, p, given, wrt, *zip(*its, strict=True))
             used_by.update(i for i, x in zip(wrt, grads, strict=True) if x is not None)
             pairs = zip(wrt, grads, strict=True)
@@ -280,7 +282,9 @@ def _filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) 
     return filled
 
 
-def mapped(f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None], info: Any) -> Pieces:
+def mapped(
+    f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None], info: Any
+) -> Pieces:
     """The function of operands that a vmap maps, along dim 0."""
     size = torch.empty(info.batch_size)  # vmap wants one operand that is mapped
 
@@ -362,6 +366,7 @@ class _Attach(Function):
             pairs = [*zip(first, expanded, strict=True)]
             first = [x.expand(size, *x.shape) if more else x for x, more in pairs]
             dims = [0 if more else d for d, more in zip(dims, expanded, strict=True)]
+            first[n:] = [x.contiguous() for x in first[n:]]  # forward AD writes beside them
         over = mapped(f, dims[:n], dims[n:], info)
         return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
 

@@ -65,17 +65,9 @@ def transform_level() -> int | None:
 
 def differentiating() -> bool:
     """Whether a transform around this differentiates, and does not only map."""
-    return any(kind != torch._C._functorch.TransformType.Vmap for kind in _transforms())  # pyright: ignore
-
-
-def mapping() -> bool:
-    """Whether a transform around this maps."""
-    return torch._C._functorch.TransformType.Vmap in _transforms()  # pyright: ignore
-
-
-def _transforms() -> list[Any]:
-    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore
-    return [each.key() for each in stack or ()]
+    functorch = torch._C._functorch  # pyright: ignore
+    stack = functorch.get_interpreter_stack() or ()
+    return any(each.key() != functorch.TransformType.Vmap for each in stack)
 
 
 def transform_depth() -> int:
@@ -83,6 +75,11 @@ def transform_depth() -> int:
     if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
         return 1
     return torch._C._functorch.get_dynamic_layer_stack_depth()  # pyright: ignore
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a transform of torch.func wraps a tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 
 
 def innermost(x: Tensor) -> Tensor:
@@ -151,16 +148,6 @@ def down_to(level: int) -> Generator[None]:
     finally:
         for each in reversed(above):
             functorch.push_dynamic_layer_stack(each)
-
-
-def alive(x: Tensor) -> Tensor:
-    """The tensor without the wrappers of transforms that are over, and did not follow it."""
-    functorch = torch._C._functorch  # pyright: ignore
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.maybe_get_level(x) >= 0 or x.requires_grad:
-            break
-        x = functorch.get_unwrapped(x)
-    return x
 
 
 def sequence_number() -> int:
