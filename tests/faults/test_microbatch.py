@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from tests.faults.refusals import Loss, make_batch, refused, saying
+from tests.faults.refusals import Loss, refused, saying
 
 
 W = torch.tensor([1.0, -2.0])
@@ -200,14 +200,3 @@ def test_auto_under_a_transform() -> None:
     run = micro(size="auto")
     with refused(RuntimeError, "'auto'"):
         torch.func.grad(lambda w: run(w, X).sum())(W)
-
-
-def test_an_outer_cut_of_a_divided_mean_is_found() -> None:
-    """By the checker: a cut around plain code over all rows is another function."""
-
-    def contrast(params: Any, batch: Any) -> Tensor:
-        z = micro(lambda p, b: b["x"] * p["w"])(params, batch)
-        return (z @ z.T).logsumexp(1).mean()
-
-    with pytest.raises(pa.testing.AccumulationMismatch, match="batch coupling"):
-        pa.testing.assert_accumulates(contrast, {"w": W}, make_batch(4))
