@@ -61,10 +61,15 @@ class Again:
         return [found.from_outside for found in self.mode.found]
 
     @contextmanager
-    def finding(self, made: Iterable[Tensor]) -> Generator[None]:
-        """Around the first call for the next piece; ``made`` is what it is given."""
+    def finding(
+        self, made: Iterable[Tensor], captured: Sequence[Tensor] | None = None
+    ) -> Generator[None]:
+        """Around the first call for the next piece; ``made`` is what it is given.
+
+        And perhaps tensors in place of those captured, if there are no more than these.
+        """
         self.mode.note(made)
-        self.mode.met = set()
+        self.mode.met, self.mode.instead = set(), captured
         with noted(self.devices) as drawn, remembering(self.held), _active(self.mode):
             yield
         self.drawn.append(drawn)
@@ -177,6 +182,7 @@ class _Finding(_Mode):
         self.begun = sequence_number()
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
+        self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
         self.settled = 0  # how many of them were used
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
         self.memory: set[int | None] = set()  # of what was made inside
@@ -195,7 +201,7 @@ class _Finding(_Mode):
                 if is_wrapped(own):
                     self.constants[id(x)] = x, innermost(own)
                 return own
-            if above or recorded_at(own) >= self.begun:
+            if self.instead is not None or above or recorded_at(own) >= self.begun:
                 raise UnseenError  # inside of another transform, or made by what nobody sees
             self.made.add(id(own))
             at = self.places[id(x)] = len(self.found)
@@ -204,7 +210,7 @@ class _Finding(_Mode):
             self.made.remove(id(own))
             self.foreign.add(memory_of(own))
         self.used.add(at)
-        return self.found[at].detached
+        return self.found[at].detached if self.instead is None else self.instead[at]
 
     def settle(self, used: bool) -> None:
         super().settle(used)

@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from ._again import Again, UnseenError, note_made
 from ._auto import by_memory, is_auto
 from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
+from ._early import NotEarlyError, known_gradient, with_gradient
 from ._inputs import check_argnums, positions
 from ._outputs import Outputs, Whole
 from ._replay import generators, restore
-from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, run
+from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, pieces_of, run
 from ._sharded import refuse_sharded
 from ._torch import (
     differentiating,
@@ -30,6 +31,7 @@ from ._torch import (
     innermost,
     transform_active,
     transform_depth,
+    wants_gradient,
 )
 from ._tree import Tree, flatten, unflatten
 from ._words import check_reduce
@@ -231,7 +233,14 @@ def call(
             return guarded_body(p, operands, again.finding(operands))
 
         try:
-            outs = run(begun(first), detached)
+            pieces = begun(first)
+            columns = zip(detached, arguments.cuts, strict=True)
+            outs, _ = pieces.call(0, [pieces_of(pieces, x, how)[0] for x, how in columns])
+            operands = [*tensors, *again.captured]
+            early = _early(body, again, arguments.cuts, outputs, outs, operands)
+            if early is not None:
+                return outputs.finish(early, operands)
+            outs = run(pieces, detached, first=outs)
             operands = [*tensors, *again.captured]
             outs = _attached(body, again, arguments.cuts, outputs, outs, operands)
         except (UnseenError, FollowedError):
@@ -245,6 +254,33 @@ def _itself(body: Any) -> Any:
     return body
 
 
+def _pieces(
+    body: Callable[..., Outs],
+    again: Again,
+    cuts: Sequence[Cut],
+    outputs: Outputs | Whole,
+    found: Sequence[int],
+) -> Pieces:
+    """The function of one piece as it was the first time, of arguments and what is captured."""
+    form, count = outputs.form, len(cuts)
+    assert form is not None
+
+    def rerun(p: int, operands: Sequence[Tensor]) -> Outs:
+        own, captured = operands[:count], operands[count:]
+        if p < len(again.drawn):
+            its, keeps = body(p, own, again.as_then(p, captured), again=True)
+        else:
+            its, keeps = body(p, own, again.finding(own, captured))
+        return [its[i] for i in found], keeps
+
+    its = Form(
+        operands=(*cuts, *["whole"] * len(again.captured)),
+        outs=tuple(form.outs[i] for i in found),
+        groups=tuple(form.groups[i] for i in found),
+    )
+    return Pieces(rerun, its, outputs.sizes)
+
+
 def _attached(
     body: Callable[..., Outs],
     again: Again,
@@ -254,25 +290,41 @@ def _attached(
     operands: Sequence[Tensor],
 ) -> list[Tensor]:
     """What was computed, made a function of its operands."""
-    form, count = outputs.form, len(cuts)
-    assert form is not None
     found = [i for i, x in enumerate(outs) if continuous(x)]
-    if not found:
-        return outs
+    if found:
+        pieces = _pieces(body, again, cuts, outputs, found)
+        attached = attach(pieces, operands, [outs[i] for i in found])
+        note_made(attached)
+        for i, x in zip(found, attached, strict=True):
+            outs[i] = x
+    return outs
 
-    def rerun(p: int, operands: Sequence[Tensor]) -> Outs:
-        around = again.as_then(p, operands[count:])
-        its, keeps = body(p, operands[:count], around, again=True)
-        return [its[i] for i in found], keeps
 
-    its = Form(
-        operands=(*cuts, *["whole"] * len(again.captured)),
-        outs=tuple(form.outs[i] for i in found),
-        groups=tuple(form.groups[i] for i in found),
-    )
-    pieces = Pieces(rerun, its, outputs.sizes)
-    attached = attach(pieces, operands, [outs[i] for i in found])
-    note_made(attached)
-    for i, x in zip(found, attached, strict=True):
-        outs[i] = x
+def _early(
+    body: Callable[..., Outs],
+    again: Again,
+    cuts: Sequence[Cut],
+    outputs: Outputs | Whole,
+    outs: list[Tensor],
+    operands: Sequence[Tensor],
+) -> list[Tensor] | None:
+    """What comes out, with a gradient taken on the way; None where there is none to be taken."""
+    wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
+    if not (wrt and torch.is_grad_enabled() and outputs.is_wide_total(outs)):
+        return None
+    if any(operands[i].dtype.itemsize < 4 for i in wrt):
+        return None
+    random = generators(again.devices)
+    pieces, total = with_gradient(_pieces(body, again, cuts, outputs, range(len(outs))), wrt)
+    try:
+        computed = run(pieces, [x.detach() for x in operands])
+    except (UnseenError, NotEarlyError):
+        restore(random)
+        del again.drawn[1:], again.met[1:]
+        return None
+    attached = attach(pieces, operands, computed)
+    outs, grads = attached[: len(outs)], attached[len(outs) :]
+    if total:
+        outs[total[0]] = known_gradient(outs[total[0]], grads, [operands[i] for i in wrt])
+    note_made(outs)
     return outs

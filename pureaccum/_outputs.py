@@ -53,6 +53,10 @@ class Whole:
     def begin(self) -> None:
         """Forget what was taken."""
 
+    def is_wide_total(self, _outs: Sequence[Tensor]) -> bool:
+        """What is rematerialised keeps nothing."""
+        return False
+
     def take(self, _p: int, out: Tree, again: bool = False) -> Outs:
         """The tensors of a tree."""
         keep = out.keep if isinstance(out, Counted) else None
@@ -87,6 +91,13 @@ class Outputs:
         self.form: Form | None = None
         self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
         self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
+
+    def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
+        """Whether numbers are all that comes out of several pieces, and none is half precision."""
+        likes = [like for its, _ in self.likes for like in its]
+        dtypes = [x.total if isinstance(x, Weighted) else getattr(x, "dtype", None) for x in likes]
+        wide = all(d is None or d.itemsize >= 4 for d in dtypes)
+        return len(self.sizes) > 1 and wide and not self.states and all(x.dim() == 0 for x in outs)
 
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """One microbatch's tensors, and whether they count."""

@@ -68,13 +68,25 @@ def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> lis
     return list(_Attach.apply(f, len(operands), *operands, *outs))
 
 
-def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> list[Tensor]:
-    """The loop itself. Nothing is written in place where transforms are to see all of it."""
-    columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
+def run(
+    f: Pieces,
+    operands: Sequence[Tensor],
+    *,
+    recorded: bool = False,
+    first: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """The loop itself; perhaps the first piece is known.
+
+    Nothing is written in place where transforms are to see all of it.
+    """
+    columns = [pieces_of(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     gathered: list[Gathered] = []
     for p in range(len(f.sizes)):
-        with cutting(len(f.sizes)):
-            outs, _ = f.call(p, [column[p] for column in columns])
+        if p or first is None:
+            with cutting(len(f.sizes)):
+                outs, _ = f.call(p, [column[p] for column in columns])
+        else:
+            outs = first
         if not gathered:
             gathered = [Gathered(f, how, recorded) for how in f.form.outs]
         for so_far, x in zip(gathered, outs, strict=True):
@@ -83,7 +95,8 @@ def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> lis
     return [so_far.end() for so_far in gathered]
 
 
-def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
+def pieces_of(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
+    """An operand, for each piece."""
     if isinstance(how, str) or len(f.sizes) == 1:
         return [x] * len(f.sizes)
     return x.split(1 if how.each else list(f.sizes), how.dim)
@@ -241,7 +254,7 @@ def _pull_by_func(
     cotangents: Sequence[Tensor],
 ) -> tuple[list[Tensor | None], Keeps]:
     def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
-        outs, keeps = f.call(p, _filled(given, wrt, some))
+        outs, keeps = f.call(p, filled(given, wrt, some))
         return tuple(outs[i] for i in used), keeps
 
     _, pull, keeps = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
@@ -256,7 +269,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
         given, tangents = operands[:count], operands[count:]
 
         def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
-            outs, keeps = f.call(p, _filled(given, moved, some))
+            outs, keeps = f.call(p, filled(given, moved, some))
             return tuple(outs), keeps
 
         with forward_ad():  # which torch turns off in the rules of Functions
@@ -275,7 +288,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
     return Pieces(call, f.form._replace(operands=operands), f.sizes)
 
 
-def _filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -> list[Tensor]:
+def filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -> list[Tensor]:
     filled = list(given)
     for i, x in zip(at, some, strict=True):
         filled[i] = x

@@ -114,6 +114,14 @@ def levels(x: Tensor) -> set[int]:
     return found
 
 
+def wants_gradient(x: Tensor) -> bool:
+    """Whether a backward pass of any level will ask for a tensor's gradient."""
+    functorch = torch._C._functorch  # pyright: ignore
+    while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
 def followed(x: Tensor, level: int) -> tuple[bool, bool]:
     """Whether autograd or a transform up to a level follows a tensor: differentiates or maps it.
 
