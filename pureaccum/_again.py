@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ._casts import original
 from ._held import Held, holding, remembering
 from ._replay import Drawn, noted, replaying
 from ._torch import (
@@ -183,6 +184,7 @@ class _Finding(_Mode):
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
         self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
+        self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
         self.memory: set[int | None] = set()  # of what was made inside
@@ -206,11 +208,13 @@ class _Finding(_Mode):
             self.made.add(id(own))
             at = self.places[id(x)] = len(self.found)
             with down_to(self.level):
-                self.found.append(Found(x, own, own.detach()))
+                whole = original(own)
+                self.found.append(Found(x, whole, whole.detach()))
             self.made.remove(id(own))
             self.foreign.add(memory_of(own))
         self.used.add(at)
-        return self.found[at].detached if self.instead is None else self.instead[at]
+        instead = self.found[at].detached if self.instead is None else self.instead[at]
+        return instead if instead.dtype == x.dtype else instead.to(x.dtype)
 
     def settle(self, used: bool) -> None:
         super().settle(used)
@@ -220,6 +224,7 @@ class _Finding(_Mode):
 
     def note(self, made: Iterable[Tensor]) -> None:
         self.made |= {id(x) for x in made}
+        self.half = self.half or any(x.dtype == torch.float16 for x in made)
         if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign
 
@@ -246,7 +251,8 @@ class _Giving(_Mode):
         at = self.found.places.get(id(x))
         if at is not None:
             self.used.add(at)
-            return self.instead[at]
+            instead = self.instead[at]
+            return instead if instead.dtype == x.dtype else instead.to(x.dtype)
         constant = self.found.constants.get(id(x))
         return self.from_outside(x) if constant is None else constant[1]
 

@@ -10,7 +10,7 @@ All else that takes a batch in parts is an instance of it.
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from ._again import Again, UnseenError, note_made
 from ._auto import by_memory, is_auto
 from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
+from ._casts import original
 from ._early import NotEarlyError, known_gradient, with_gradient
-from ._inputs import check_argnums, positions
+from ._host import to_host
+from ._inputs import check_argnums, check_choice, positions
 from ._outputs import Outputs, Whole
 from ._replay import generators, restore
 from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, pieces_of, run
@@ -39,6 +41,7 @@ from ._writes import Given, Known, guarding, known_of
 
 
 Size = int | Sequence[int] | str
+Keep = Literal["device", "host"]
 
 
 def microbatch(
@@ -49,6 +52,7 @@ def microbatch(
     batch_argnames: str | Sequence[str] = (),
     reduce: Tree = "concat",
     dim: int = 0,
+    keep: Keep = "device",
 ) -> Callable[..., Tree]:
     """Make a function take its batch one microbatch after the other, and so all its derivatives.
 
@@ -80,6 +84,9 @@ def microbatch(
             of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere in the
             output becomes total / weight of the whole batch, whatever stands here.
         dim: Along which dim the rows of every batch argument lie, and those of the output.
+        keep: Where rows lie, and what is kept of them for the backward pass: ``"device"``, or
+            ``"host"`` for pinned memory of the host, to and from which each microbatch is copied
+            while the device computes.
 
     Returns:
         A function with the arguments of ``func``.
@@ -101,12 +108,13 @@ def microbatch(
     at = check_argnums(batch_argnums, "batch_argnums")
     names = (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames)
     check_reduce(reduce)
+    check_choice(keep, get_args(Keep), "keep")
     known = known_of(func)
     if is_auto(microbatch_size):
         given = partial(microbatch, func, batch_argnums=at, batch_argnames=names)
 
         def of_size(size: int, *args: Any, **kwargs: Any) -> Tree:
-            return given(microbatch_size=size, reduce=reduce, dim=dim)(*args, **kwargs)
+            return given(microbatch_size=size, reduce=reduce, dim=dim, keep=keep)(*args, **kwargs)
 
         def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
             its = _batch_of(args, kwargs, at, names)
@@ -121,7 +129,10 @@ def microbatch(
         sizes = sizes_of_batch(rows, size) or [0]
         its = {*positions(at, len(args), "batch_argnums", missing=bool(names)), *names}
         arguments = Arguments.of(args, kwargs, its, dim)
-        return call(func, arguments, Outputs(reduce, sizes, dim), known)
+        device = None
+        if keep == "host":
+            arguments, device = on_host(arguments)
+        return call(func, arguments, Outputs(reduce, sizes, dim, device), known)
 
     return microbatched
 
@@ -157,10 +168,12 @@ class Arguments(NamedTuple):
         flat = [flatten(x) for x in (*args, *kwargs.values())]
         tensors: list[Tensor] = []
         cuts: list[Cut] = []
+        dtypes: list[torch.dtype] = []
         for key, (leaves, _) in zip(keys, flat, strict=True):
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
-                    tensors.append(leaf)
+                    tensors.append(leaf if key in batches else original(leaf))
+                    dtypes.append(leaf.dtype)
                     cuts.append(Rows(dim % leaf.dim()) if key in batches else "whole")
                     leaves[i] = _TENSOR
         refuse_sharded(
@@ -170,7 +183,7 @@ class Arguments(NamedTuple):
         )
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-            rest = iter(tensors)
+            rest = (x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True))
             given = [
                 unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
                 for leaves, spec in flat
@@ -181,6 +194,20 @@ class Arguments(NamedTuple):
 
 
 _TENSOR = object()
+
+
+def on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
+    """The same with rows on the host, and the device that computes; a CPU is its own host."""
+    devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
+    if not devices:
+        return arguments, None
+    tensors: list[Tensor] = []
+    cuts: list[Cut] = []
+    for x, cut in zip(arguments.tensors, arguments.cuts, strict=True):
+        rows = isinstance(cut, Rows)
+        tensors.append(to_host(x) if rows and x.device.type != "cpu" else x)
+        cuts.append(cut._replace(host=devices[0]) if rows else cut)
+    return arguments._replace(tensors=tensors, cuts=cuts), devices[0]
 
 
 def call(
@@ -312,7 +339,7 @@ def _early(
     wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
     if not (wrt and torch.is_grad_enabled() and outputs.is_wide_total(outs)):
         return None
-    if any(operands[i].dtype.itemsize < 4 for i in wrt):
+    if again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt):
         return None
     random = generators(again.devices)
     pieces, total = with_gradient(_pieces(body, again, cuts, outputs, range(len(outs))), wrt)

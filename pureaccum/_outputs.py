@@ -81,8 +81,10 @@ _TENSOR = object()
 class Outputs:
     """The outputs of the microbatches so far."""
 
-    def __init__(self, reduce: Tree, sizes: Sequence[int], dim: int) -> None:
-        self.sizes, self.dim, self.reduce = sizes, dim, reduce
+    def __init__(
+        self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
+    ) -> None:
+        self.sizes, self.dim, self.reduce, self.host = sizes, dim, reduce, host
         self.words: list[Any] = leaves_of_words(reduce)
         self.begin()
 
@@ -149,7 +151,7 @@ class Outputs:
         if word == "concat":
             if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != self.sizes[p]:
                 raise ValueError(self._no_rows(at, x, self.sizes[p]))
-            cut = Rows(self.dim % x.dim())
+            cut = Rows(self.dim % x.dim(), host=self.host)
         elif word == "stack":
             x, cut = x.unsqueeze(0), Rows(0, each=True)
         elif word == "last":

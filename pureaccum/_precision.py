@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._casts import cast
 from ._tree import Tree, leaves, map
 
 
@@ -120,7 +121,7 @@ def _region(policy: Policy, params: Tree) -> AbstractContextManager[Any]:
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    def to_dtype(x: Any) -> Any:
+        return cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return tree if dtype is None else map(cast, tree)
+    return tree if dtype is None else map(to_dtype, tree)

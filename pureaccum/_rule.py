@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from ._batches import cutting
+from ._host import Fetched, put, room_for, settle
 from ._sums import nothing_like
 from ._torch import forward_ad, levels, transform_active
 from ._tree import accumulation_dtype
@@ -30,6 +31,7 @@ class Rows(NamedTuple):
 
     dim: int
     each: bool = False  # one entry a piece, and not the rows of one
+    host: torch.device | None = None  # they lie on the host, and are computed with on this device
 
 
 Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
@@ -97,9 +99,10 @@ def run(
 
 def pieces_of(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
     """An operand, for each piece."""
-    if isinstance(how, str) or len(f.sizes) == 1:
+    if isinstance(how, str):
         return [x] * len(f.sizes)
-    return x.split(1 if how.each else list(f.sizes), how.dim)
+    parts = x.split(1 if how.each else list(f.sizes), how.dim)
+    return parts if how.host is None else Fetched(parts, how.host)
 
 
 class Gathered:
@@ -113,7 +116,8 @@ class Gathered:
         """One piece more."""
         if p == 0:
             self.dtype = x.dtype
-        if len(self.sizes) == 1 or self.how == "last":
+        alone = len(self.sizes) == 1 and (isinstance(self.how, str) or not self.how.host)
+        if alone or self.how == "last":
             self.parts = [x]
         elif self.how == "whole":
             self._add(p, x)
@@ -133,9 +137,10 @@ class Gathered:
         if not self.parts and not self.recorded:
             shape = list(x.shape)
             shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
-            self.parts = [x.new_empty(shape)]
+            self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
         if self.at >= 0 and self._may_write(x):  # so that they never lie there twice
-            self.parts[0].narrow(how.dim, self.at, size).copy_(x)
+            place = self.parts[0].narrow(how.dim, self.at, size)
+            put(place, x) if how.host else place.copy_(x)
             self.at += size
             return
         if self.at > 0:  # the first that a vmap maps, say
@@ -150,6 +155,8 @@ class Gathered:
 
     def end(self) -> Tensor:
         """All of it, in the dtype of a piece."""
+        if isinstance(self.how, Rows) and self.how.host:
+            settle(self.how.host)
         if isinstance(self.how, Rows) and len(self.parts) > 1:
             return torch.cat(self.parts, self.how.dim)
         return self.parts[0].to(self.dtype)
