@@ -187,8 +187,11 @@ NESTS: dict[str, Callable[[Function], Function]] = {
     "backward": backward,
 }
 FUNC = [name for name in NESTS if name != "backward"]  # which sees not through autograd
-PAIRS = [(outer, inner) for outer in NESTS for inner in NESTS if inner in FUNC]
-PAIRS += [("backward", "backward"), ("remat", "backward")]
+PAIRS = [
+    *((outer, inner) for outer in NESTS for inner in FUNC),
+    ("backward", "backward"),
+    ("remat", "backward"),
+]
 FORMS = ("rows", "rows and a mean", "cut along another dim", "cut in a cut")
 
 
@@ -276,3 +279,23 @@ def test_an_ensemble_of_states_is_its_members(optimizer: Any) -> None:
     near(got.params, want.params)
     near((info.loss, info.grad_norm, info.weight), (wanted.loss, wanted.grad_norm, wanted.weight))
     assert info.applied.all()
+
+
+@pytest.mark.parametrize("way", ["func", "backward"])
+def test_inside_of_a_user_s_compiler_it_is_one_graph(way: str) -> None:
+    w, x = double(0)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        f = lambda w, x: (smooth(w, x), pa.Weighted(smooth(w, x).sum(), len(x)))  # noqa: E731
+        z, mean = pa.microbatch(f, microbatch_size=[2, 3])(w, x)
+        return (z @ z.T).sin().sum() * mean
+
+    def run(f: Any) -> Any:
+        if way == "func":
+            return f(w, x)
+        leaf = w.clone().requires_grad_()
+        return torch.autograd.grad(f(leaf, x), leaf)[0]
+
+    f = grad(loss) if way == "func" else loss
+    torch.compiler.reset()
+    near(run(torch.compile(f, backend="eager", fullgraph=True)), run(f))
