@@ -34,6 +34,7 @@ from ._torch import (
     recorded_at,
     sequence_number,
     transform_level,
+    unseen,
 )
 
 
@@ -104,9 +105,9 @@ NOT_FOUND_AGAIN = (
 )
 
 
-def note_made(tensors: Iterable[Tensor]) -> None:
+def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
     """These were made inside of the functions that run now, by what they cannot see."""
-    mode: _Mode | None = getattr(_here, "mode", None)
+    mode = mode or getattr(_here, "mode", None)
     while mode is not None:
         mode.note(tensors)
         mode = mode.outer
@@ -144,17 +145,15 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args = tuple([self._each(x) for x in args])
-        if kwargs:
-            kwargs = {key: self._each(x) for key, x in kwargs.items()}
-        out = func(*args, **(kwargs or {}))
+        with unseen():  # else the function around would take this for operations of its own
+            args = tuple([self._each(x) for x in args])
+            kwargs = {key: self._each(x) for key, x in (kwargs or {}).items()}
+        out = func(*args, **kwargs)
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
-        mode: _Mode | None = self
-        while mode is not None and mode.used:
-            mode.settle(bool(made))
-            mode = mode.outer
-        self.note(made)
+        with unseen():
+            self.settle(bool(made))
+            self.note(made)
         return out
 
     def settle(self, used: bool) -> None:
@@ -205,13 +204,12 @@ class _Finding(_Mode):
                 return own
             if self.instead is not None or above or recorded_at(own) >= self.begun:
                 raise UnseenError  # inside of another transform, or made by what nobody sees
-            self.made.add(id(own))
-            at = self.places[id(x)] = len(self.found)
+            self.foreign.add(memory_of(own))
             with down_to(self.level):
                 whole = original(own)
                 self.found.append(Found(x, whole, whole.detach()))
-            self.made.remove(id(own))
-            self.foreign.add(memory_of(own))
+            note_made([self.found[-1].detached], self)
+            at = self.places[id(x)] = len(self.found) - 1
         self.used.add(at)
         instead = self.found[at].detached if self.instead is None else self.instead[at]
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
