@@ -217,7 +217,7 @@ def tensor_places(root: torch.nn.Module) -> list[Place]:
     below: list[torch.nn.Module | None] = [root]
     while below:
         module = below.pop()
-        if module is None or module in seen:
+        if module is None or module in seen or is_compiled_module(module):
             continue
         seen.add(module)
         attributes = vars(module)
