@@ -77,6 +77,7 @@ class Again:
         self.mode.met, self.mode.instead = set(), captured
         with noted(self.devices) as drawn, remembering(self.held, self.modes), _active(self.mode):
             yield
+        self.mode.look()
         self.drawn.append(drawn)
         self.met.append(self.mode.met)
 
@@ -84,7 +85,7 @@ class Again:
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
         """Be again as a piece was, with some tensors in place of those captured."""
         giving = _Giving(self.mode, captured)
-        for at, then in self.mode.versions.values():
+        for at, then in self.mode.versions:
             if (x := at()) is not None and version(x) != then:
                 raise RuntimeError(WRITTEN_TO.format(tuple(x.shape), x.dtype))
         with ExitStack() as stack:
@@ -97,7 +98,7 @@ class Again:
             stack.enter_context(in_modes(self.modes))
             if self.drawn[p]:
                 stack.enter_context(replaying(self.drawn[p]))
-            if captured or self.mode.constants:
+            if captured or self.mode.level:
                 stack.enter_context(_active(giving))
             yield
         if not self.met[p] <= giving.met:
@@ -106,7 +107,7 @@ class Again:
 
 WRITTEN_TO = (
     "a microbatched function is to be run again for its derivative, and a tensor that it captures (of "
-    "shape {} and {}) has been written to since. Take the derivative first, or hand the function a "
+    "shape {} and {}) has been written to in place since. Take the derivative first, or hand the function a "
     "copy: an optimizer's step, or a running statistic, between a loss and its backward pass?"
 )
 NOT_FOUND_AGAIN = (
@@ -201,8 +202,8 @@ class _Finding(_Mode):
         self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
         self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
-        self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
-        self.versions: dict[int, tuple[ReferenceType[Tensor], int | None]] = {}  # … of all of them
+        self.others: dict[int, ReferenceType[Tensor]] = {}  # all that is captured, and not followed
+        self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of these
         self.memory: set[int | None] = set()  # of what was made inside
         self.foreign: set[int | None] = {None}
 
@@ -216,9 +217,7 @@ class _Finding(_Mode):
             if self.level and is_wrapped(own) and memory_of(x) in self.memory:
                 return own  # made inside, and handed out by a transform inside
             if not is_followed:
-                if is_wrapped(own):
-                    self.constants[id(x)] = x, innermost(own)
-                self.versions.setdefault(id(x), (ref(x), version(x)))  # pyright: ignore
+                self.others[id(x)] = ref(x)  # pyright: ignore
                 return own
             if self.instead is not None or above or recorded_at(own) >= self.begun:
                 raise UnseenError  # inside of another transform, or made by what nobody sees
@@ -231,6 +230,11 @@ class _Finding(_Mode):
         self.used.add(at)
         instead = self.found[at].detached if self.instead is None else self.instead[at]
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
+
+    def look(self) -> None:
+        """A piece is done: what it captured is as it has to be when it runs again."""
+        there = [(at, x) for at in self.others.values() if (x := at()) is not None]
+        self.versions = [(at, version(x)) for at, x in there]
 
     def settle(self, used: bool) -> None:
         super().settle(used)
@@ -269,8 +273,9 @@ class _Giving(_Mode):
             self.used.add(at)
             instead = self.instead[at]
             return instead if instead.dtype == x.dtype else instead.to(x.dtype)
-        constant = self.found.constants.get(id(x))
-        return self.from_outside(x) if constant is None else constant[1]
+        other = self.found.others.get(id(x))
+        own = self.from_outside(x)
+        return innermost(own) if other is not None and other() is x else own
 
 
 def _differs(place: Any, then: dict[str, Any]) -> bool:
