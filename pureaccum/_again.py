@@ -165,7 +165,11 @@ class _Mode(TorchFunctionMode):
         with unseen():  # else the function around would take this for operations of its own
             args = tuple([self._each(x) for x in args])
             kwargs = {key: self._each(x) for key, x in (kwargs or {}).items()}
-        out = func(*args, **kwargs)
+        before, _here.mode = getattr(_here, "mode", None), self.outer
+        try:  # a backward pass may run functions inside, which this mode does not see
+            out = func(*args, **kwargs)
+        finally:
+            _here.mode = before
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
         with unseen():
