@@ -7,7 +7,6 @@ from . import _loadable as _loadable  # names the classes of states to torch.loa
 from . import distributed as distributed
 from ._accumulator import AccumState as AccumState
 from ._accumulator import accumulator as accumulator
-from ._batch_norm import batch_norm as batch_norm
 from ._batches import microbatches as microbatches
 from ._batches import windows as windows
 from ._chain import chain as chain
@@ -52,7 +51,6 @@ from ._schedules import linear_warmup as linear_warmup
 from ._stage import full as full
 from ._stage import pooled as pooled
 from ._stage import rowwise as rowwise
-from ._staged_from import staged_from as staged_from
 from ._stages import staged as staged
 from ._step import make_step as make_step
 from ._words import Reducer as Reducer

@@ -1,0 +1,342 @@
+"""A module's call for a whole batch in the memory of one microbatch, exact through BatchNorm.
+
+    for each level of the network:                        # see _cut_graph.py
+        rows, shares = the level, of all microbatches     # a microbatched function
+        moments of each BatchNorm = merged shares         # plain code
+    out = rows of the last level
+
+All derivatives are those of the composition. A module that couples no rows is one such function,
+and nobody looks into it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ._batch_norm import Moments, Scaling, Share, moments_of, scaling_of, share_of
+from ._batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
+from ._cut_graph import Level, Norm, cut
+from ._inputs import check_choice
+from ._microbatch import microbatch
+from ._places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
+from ._replay import generators, restore
+from ._shell import call
+from ._torch import BUFFERS, is_compiled_module, version
+from ._traced import couples, hook_tables, in_training, trace, written_to
+from ._tree import Tree, flatten, paths, unflatten
+
+
+Tensors = dict[str, Tensor]
+Cut = Callable[..., Callable[..., Any]]  # microbatch, with its settings
+
+
+class WholeBatch:
+    """Calls a module with a whole batch, microbatch by microbatch."""
+
+    def __init__(self, places: Places, size: Any, keep: str) -> None:
+        check_choice(keep, ("device", "host"), "keep")
+        self.places, self.size = places, check_sizes(size)
+        self.cut: Cut = partial(microbatch, microbatch_size=self.size)
+        self.plain, self.watched = self.cut(self._call), self.cut(self._call_watched)
+        # The attributes of all modules as they were, and how to call it with these and some
+        # arguments: cut, or, with None, plainly.
+        self.plans: tuple[Picture, dict[Any, _Network | None]] = Picture([], [], []), {}
+        for path, part in zip(places.paths, places.modules, strict=True):
+            if is_compiled_module(part) and "BatchNorm" in getattr(part, "original_name", ""):
+                raise ValueError(
+                    f"module.{path} is scripted, so that there is no cut at this BatchNorm; "
+                    "expected the module that was scripted."
+                )
+
+    def __call__(
+        self, tensors: Tensors, buffers: Sequence[str], args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        """What the module returns for a batch, and its new buffers."""
+        batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
+        sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
+        new = {name: tensors[name].clone() for name in buffers}
+        leaves, spec = flatten((args, kwargs))
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        plans = self._plans()
+        key = spec, *(None if isinstance(x, Tensor) else (type(x), x) for x in leaves)
+        if key not in plans and not any(map(couples, self.places.modules)):
+            before = generators({x.device for x in given})
+            try:
+                out = self.watched(tensors, (args, kwargs))
+                plans[key] = None
+                return out, new
+            except CoupledError:
+                restore(before)
+        if key not in plans:
+            plans[key] = _network(self.places, leaves, spec, self.cut)
+        network = plans[key]
+        if network is None:
+            return self.plain(tensors, (args, kwargs)), new
+        if is_cut():
+            raise RuntimeError(_CUT.format(network.norms[0].place))
+        own = {name: own_tensor(self.places, name) for name in self.places.slots}
+        out, moments = network(own | tensors, given, sizes)
+        network.update(new, moments)
+        return out, new
+
+    def _plans(self) -> "dict[Any, _Network | None]":
+        """Those for the modes and attributes that the module has now."""
+        if changed(self.places.kept):
+            raise RuntimeError(what_changed(self.places))
+        look, plans = self.plans
+        hooks = (table for it in plans.values() if it is not None for table in it.hooks)
+        if not look.dicts or changed(look) or any(hooks):
+            self.plans = picture([*map(vars, self.places.modules)]), {}
+        return self.plans[1]
+
+    def _call(self, tensors: Tensors, arguments: Any) -> Tree:
+        args, kwargs = arguments
+        return _checked(_called(self.places, tensors, args, kwargs), _rows(arguments))
+
+    def _call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
+        with _Watching():
+            return self._call(tensors, arguments)
+
+
+_CUT = (
+    "{} couples all rows of a batch, and this call is given some of them: a cut around a cut. "
+    "Expected one: functional(module, microbatch_size=...) cuts by itself, so the function around "
+    "it takes its batch whole (microbatch_size=None)."
+)
+
+
+class CoupledError(BaseException):
+    """A batch norm looks at what it is given. Only ``WholeBatch`` may catch it."""
+
+
+class _Watching(TorchFunctionMode):
+    """Finds a batch norm that is called as a function."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
+            raise CoupledError
+        return func(*args, **(kwargs or {}))
+
+
+def _called(
+    places: Places, tensors: Tensors, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What a module returns, which writes to none of its buffers."""
+    given = dict(tensors)
+    for name in tensors:
+        if places.slots[name][0][1] == BUFFERS:
+            given[name] = tensors[name].clone()
+    before = {name: version(given[name]) for name in given if given[name] is not tensors[name]}
+    out, held = call(places, given, tuple(args), kwargs)
+    for name, then in before.items():
+        if held[name] is not given[name] or version(given[name]) != then:
+            raise RuntimeError(written_to(f"buffers[{name!r}]"))
+    return out
+
+
+def _rows(tree: Tree) -> int:
+    return next(x.shape[0] for x in flatten(tree)[0] if isinstance(x, Tensor))
+
+
+def _checked(out: Tree, rows: int) -> Tree:
+    """What the module returned, if it is rows."""
+    leaves, spec = flatten(out)
+    for i, x in enumerate(leaves):
+        if not _has_rows(x, rows):
+            came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {x!r}"
+            raise ValueError(
+                f"{paths(spec, 'out')[i]}, which the module returned for {rows} rows, {came}; "
+                "expected tensors with one row per sample along dim 0. What is of all rows (a "
+                "loss, a mean, a count) is computed from these, by plain code after apply."
+            )
+    return out
+
+
+def _has_rows(x: Any, rows: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
+
+
+# A module that is cut ----------------------------------------------------------------------
+
+
+def _network(places: Places, leaves: list[Any], spec: Any, cut_: Cut) -> "_Network | None":
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def arguments(given: Any) -> tuple[Any, Mapping[str, Any]]:
+        its = list(leaves)
+        for n, i in enumerate(at):
+            its[i] = given[n]
+        return unflatten(spec, its)
+
+    traced = trace(places.modules[0], arguments)
+    levels, norms, inputs = cut(traced.root, traced.graph)
+    if not norms:
+        return None
+    names = {id(own_tensor(places, name)): name for name in places.slots}
+    hooks = [table for part in traced.taken_apart for table in hook_tables(part).values()]
+    return _Network(levels, norms, inputs, names, hooks, cut_)
+
+
+class _Network:
+    """The levels of a module, one after the other."""
+
+    def __init__(
+        self,
+        levels: list[Level],
+        norms: list[Norm],
+        inputs: dict[str, int],
+        names: Mapping[int, str],
+        hooks: list[dict[int, Any]],
+        cut_: Cut,
+    ) -> None:
+        self.norms, self.inputs, self.hooks = norms, inputs, hooks
+        self.parts = [_Part(level, i, norms, names, cut_) for i, level in enumerate(levels)]
+        self.last_read = {name: part for part in self.parts for name in part.level.takes}
+        self.buffers = {norm.name: _buffers_of(norm, names) for norm in norms}
+
+    def __call__(
+        self, tensors: Tensors, given: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Any, dict[str, Moments]]:
+        """What the module returns, and the moments of what each BatchNorm was given."""
+        if not sizes:
+            raise ValueError(f"{self.norms[0].place} was given a batch without rows.")
+        values = {name: [given[i]] for name, i in self.inputs.items()}
+        plain, moments, scaling = _Plain(), dict[str, Moments](), dict[str, Scaling]()
+        for part in self.parts[:-1]:
+            after, shares = part.run(plain, tensors, scaling, values)
+            values = {k: v for k, v in values.items() if self.last_read.get(k) is not part} | after
+            for norm, share in zip(part.norms, shares, strict=True):
+                (x,) = values[norm.x]
+                each = x[:1].numel() // max(x.shape[1], 1)
+                if (count := each * sum(sizes)) == 1:
+                    raise ValueError(
+                        f"{norm.place}: expected more than one value per channel when training, "
+                        f"got input of shape {tuple(x.shape)}."
+                    )
+                moments[norm.name] = moments_of(share, [each * size for size in sizes])
+                scaling[norm.name] = scaling_of(moments[norm.name], norm.eps, x.dtype)
+        return self.parts[-1].run(plain, tensors, scaling, values)[0], moments
+
+    def update(self, buffers: Tensors, moments: Mapping[str, Moments]) -> None:
+        """Let running statistics have seen this batch."""
+        for norm in self.norms:  # in the order of the calls, of which one layer may have several
+            if (names := self.buffers[norm.name]) is None:
+                continue
+            mean, var, count = names
+            momentum: float | Tensor = norm.momentum
+            if count is not None:
+                buffers[count] = buffers[count] + 1
+                if norm.layer.momentum is None:  # the mean over all batches so far
+                    momentum = 1.0 / buffers[count].double()
+            pair = buffers[mean], buffers[var]
+            buffers[mean], buffers[var] = moments[norm.name].running(*pair, momentum)
+
+
+def _buffers_of(norm: Norm, names: Mapping[int, str]) -> tuple[str, str, str | None] | None:
+    """What the running statistics are called, and the count of batches."""
+    if norm.statistics is None:
+        return None
+    mean, var = (names.get(id(x)) for x in norm.statistics)
+    if mean is None or var is None:
+        raise ValueError(
+            f"{norm.place} has running statistics that are no buffers; expected register_buffer."
+        )
+    count = getattr(norm.layer, "num_batches_tracked", None)
+    return mean, var, None if count is None else names[id(count)]
+
+
+class _Part:
+    """A level, run for all microbatches."""
+
+    def __init__(
+        self, level: Level, number: int, norms: list[Norm], names: Mapping[int, str], cut_: Cut
+    ) -> None:
+        self.level, self.norms = level, [norm for norm in norms if norm.level == number]
+        self.places = places_of(level.module)
+        own = {slot: id(own_tensor(self.places, slot)) for slot in self.places.slots}
+        self.names = {slot: names[it] for slot, it in own.items() if it in names}
+        self.microbatched = cut_(self._call, batch_argnums=3, reduce=("concat", "stack"))
+
+    def run(
+        self,
+        plain: "_Plain",
+        tensors: Tensors,
+        scaling: Mapping[str, Scaling],
+        values: Mapping[str, list[Tensor]],
+    ) -> Any:
+        """What it gives to later levels, or the output; the shares of its BatchNorms."""
+        its = {slot: tensors[name] for slot, name in self.names.items()}
+        known = [scaling[norm.name] for norm in self.level.scaled]
+        return self.microbatched(plain, its, known, {k: values[k] for k in self.level.takes})
+
+    def _call(
+        self,
+        plain: "_Plain",
+        tensors: Tensors,
+        scaling: Sequence[Scaling],
+        rows: Mapping[str, list[Tensor]],
+    ) -> tuple[Any, list[Share]]:
+        count = _rows(rows)
+        values = {name: plain.filled(name, rows[name], count) for name in self.level.takes}
+        out = _called(self.places, tensors, (*values.values(), *scaling), {})
+        if not self.level.gives:
+            return _checked(out, count), []
+        values |= zip(self.level.gives, out, strict=True)
+        after = {name: plain.parted(name, values[name], count) for name in self.level.gives}
+        for name, where in self.level.gives.items():
+            for x in after[name]:
+                if not _has_rows(x, count):
+                    raise ValueError(
+                        f"{name!r} in {where} has shape {tuple(x.shape)} for {count} rows; what "
+                        "lies between two BatchNorm layers has one row per sample along dim 0."
+                    )
+        return after, [share_of(_normalised(values[norm.x], norm)) for norm in self.norms]
+
+
+class _Plain:
+    """What is no tensor (a size, say) in the values between levels, for a number of rows."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[str, int], tuple[list[Any], Any]] = {}
+
+    def parted(self, name: str, value: Any, rows: int) -> list[Tensor]:
+        """The tensors in a value."""
+        if isinstance(value, Tensor):
+            return [value]
+        leaves, spec = flatten(value)
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.of[name, rows] = plain, spec
+        return [x for x in leaves if isinstance(x, Tensor)]
+
+    def filled(self, name: str, tensors: list[Tensor], rows: int) -> Any:
+        """The value again."""
+        if (name, rows) not in self.of:
+            return tensors[0]
+        (plain, spec), its = self.of[name, rows], iter(tensors)
+        return unflatten(spec, [next(its) if x is None else x for x in plain])
+
+
+_DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+
+
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    """What a BatchNorm is given, if it takes that."""
+    layer = norm.layer
+    dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
+    if x.dim() < 2 or (dims and x.dim() not in dims):
+        expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
+        raise ValueError(f"{norm.place}: expected {expected} input (got {x.dim()}D input)")
+    its = layer is not None and (layer.affine or layer.running_mean is not None)
+    if its and x.shape[1] != layer.num_features:
+        raise ValueError(
+            f"{norm.place} normalises {layer.num_features} channels, but its input has shape "
+            f"{tuple(x.shape)}; channels are dim 1."
+        )
+    return x
