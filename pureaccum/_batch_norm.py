@@ -32,9 +32,7 @@ class Moments(NamedTuple):
     mean: Tensor
     var: Tensor  # the biased one
 
-    def running(
-        self, mean: Tensor, var: Tensor, momentum: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def running(self, mean: Tensor, var: Tensor, momentum: float | Tensor) -> tuple[Tensor, Tensor]:
         """Running statistics after this batch, which have no history, whoever differentiates."""
         unbiased = self.var * (self.elements / (self.elements - 1))
         pairs = (mean, self.mean), (var, unbiased)
@@ -46,30 +44,32 @@ class Scaling(NamedTuple):
     """What normalises rows: constants, and beside them what has their derivatives.
 
     torch's kernel takes mean and variance for constants. So it is given them as constants, and an
-    affine map, the identity in value, that is differentiated in their place.
+    affine map, the identity in value, that is differentiated in their place. The layer's own affine
+    map comes after that.
     """
 
     mean: Tensor
     var: Tensor
-    scale: Tensor  # 1
-    shift: Tensor  # 0
+    scale: Tensor
+    shift: Tensor
 
 
 def share_of(x: Tensor) -> Share:
     """Of one microbatch: all dims but 1 are summed over."""
-    x = x.to(accumulation_dtype(x.dtype))
-    dims, each = [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))
+    wide = accumulation_dtype(x.dtype)
+    if x.dtype != wide:
+        x = x.to(wide)
     # Wherever distances are measured from, the moments are the same, and so are all derivatives.
     # (torch.var_mean takes ten times as long on a CPU.)
-    about = x[0].detach()
-    about = about.flatten(1).mean(1) if x.dim() > 2 else about.clone()
-    away = x - about.view(each)
-    return Share(about, away.sum(dims), away.square().sum(dims))
+    about, inner = x.detach()[0], [*range(2, x.dim())]
+    about = about.mean([dim - 1 for dim in inner], keepdim=True) if inner else about.clone()
+    away = x - about
+    return Share(about, away.sum([0, *inner]), away.square().sum([0, *inner]))
 
 
 def merge(shares: Share, elements: Sequence[int]) -> Share:
     """One share out of several that are stacked along dim 0, in float64."""
-    about, sums, squares = (x.double() for x in shares)
+    about, sums, squares = (x.double().flatten(1) for x in shares)
     each = torch.tensor(elements, dtype=torch.float64, device=about.device).unsqueeze(1)
     apart = about - about[0]
     squares = squares + 2 * apart * sums + each * apart**2
@@ -83,11 +83,21 @@ def moments_of(shares: Share, elements: Sequence[int]) -> Moments:
     return Moments(count, about + away, squares / count - away**2)
 
 
-def scaling_of(moments: Moments, eps: float, dtype: torch.dtype) -> Scaling:
+def scaling_of(
+    moments: Moments,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Scaling:
     """What normalises rows of a dtype."""
     mean, var = moments.mean.detach(), moments.var.detach()
     inverse = torch.rsqrt(moments.var + eps)
     scale, shift = torch.sqrt(var + eps) * inverse, (mean - moments.mean) * inverse
+    if weight is not None:
+        scale, shift = scale * weight, shift * weight
+    if bias is not None:
+        shift = shift + bias
     wide = accumulation_dtype(dtype)
     return Scaling(*(x.to(wide) for x in (mean, var, scale, shift)))
 
@@ -95,10 +105,12 @@ def scaling_of(moments: Moments, eps: float, dtype: torch.dtype) -> Scaling:
 def normalise(
     x: Tensor, scaling: Scaling, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Rows of a microbatch, with the moments of the batch."""
+    """Rows of a microbatch, with the moments of the batch, and with an affine map that it makes."""
     mean, var, scale, shift = scaling
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    return F.batch_norm(x, mean, var, scale.to(mean), shift.to(mean), training=False, eps=eps)
+    if not weight is bias is None:
+        scale, shift = scale.to(mean), shift.to(mean)
+    return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)

@@ -151,9 +151,7 @@ class _Tracer(fx.Tracer):
 def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
     """Where a module keeps the hooks that run when it is called."""
     tables = module_vars(module).items()
-    return {
-        k: v for k, v in tables if k.endswith(("ward_hooks", "ward_pre_hooks"))
-    }
+    return {k: v for k, v in tables if k.endswith(("ward_hooks", "ward_pre_hooks"))}
 
 
 def _hooks(module: nn.Module) -> list[tuple[str, list[Any]]]:
@@ -176,37 +174,40 @@ class Trace(NamedTuple):
         root: For the names in the graph. The module is called ``module``, and beside it are the
             tensors that its forward makes of numbers.
         graph: Of one argument, the list of tensors.
-        taken_apart: The modules whose forward was looked into.
+        taken_apart: The names of the modules whose forward was looked into.
     """
 
     root: nn.Module
     graph: fx.Graph
-    taken_apart: list[nn.Module]
+    taken_apart: list[str]
 
 
 def trace(module: nn.Module, arguments: Arguments) -> Trace:
     """Trace a module that is called with some arguments."""
-    # torch.fx puts itself into all modules for that time: one after the other.
+    # torch.fx puts itself into all modules for that time: one after the other. Another thread may
+    # draw numbers meanwhile, but not each time.
     with _ONE, ThreadPoolExecutor(1) as thread:
-        for last in (False, False, True):  # another thread may draw meanwhile, but not each time
-            try:
-                traced, graph, paths = thread.submit(_traced, module, arguments).result()
-                break
-            except _Drawn:
-                if last:
-                    raise ValueError(_drawn(module)) from None
+        tries = (thread.submit(_traced, module, arguments).result() for _ in range(3))
+        found = next((it for it in tries if it is not None), None)
+    if found is None:
+        raise ValueError(
+            f"forward of module ({type(module).__name__}) draws random numbers that do not depend "
+            "on its input, and so would draw them once for ever: draw them like the input, "
+            "torch.rand_like(x), or in a function under torch.fx.wrap."
+        )
     root = nn.Module()
-    for name, x in module_vars(traced).items():
+    for name, x in module_vars(found.root).items():
         if isinstance(x, Tensor):
             setattr(root, name, x)
     root.module = module
-    return Trace(root, graph, [root.get_submodule(path) for path in dict.fromkeys(paths)])
+    return found._replace(root=root)
 
 
 _ONE = threading.Lock()
 
 
-def _traced(module: nn.Module, arguments: Arguments) -> tuple[nn.Module, fx.Graph, list[str]]:
+def _traced(module: nn.Module, arguments: Arguments) -> Trace | None:
+    """The graph of a copy; None where random numbers were drawn."""
     root, tracer = _Root(module, arguments), _Tracer()
     before = {part: _attributes(part) for part in root.module.modules()}
     python = random.getstate()
@@ -223,14 +224,14 @@ def _traced(module: nn.Module, arguments: Arguments) -> tuple[nn.Module, fx.Grap
                     )
         if python != random.getstate():
             random.setstate(python)
-            raise _Drawn
+            return None
     except _Drawn:
-        raise
+        return None
     except _Lost as error:
         raise ValueError(str(error)) from None
     except Exception as error:
         raise ValueError(_untraceable(root, error)) from error
-    return root, graph, tracer.taken_apart
+    return Trace(root, graph, tracer.taken_apart)
 
 
 class _Drawn(Exception):
@@ -250,14 +251,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         return type(x), [*map(id, inside)]
 
     return {name: seen(x) for name, x in module_vars(module).items()}
-
-
-def _drawn(module: nn.Module) -> str:
-    return (
-        f"forward of module ({type(module).__name__}) draws random numbers that do not depend on "
-        "its input, and so would draw them once for ever: draw them like the input, "
-        "torch.rand_like(x), or in a function under torch.fx.wrap."
-    )
 
 
 def _untraceable(root: nn.Module, error: Exception) -> str:
@@ -312,9 +305,12 @@ def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
                     and inner.track_running_stats
                 ):
                     raise _Lost(written_to(name))
-        elif "batch_norm" in name_of(node) and node.target is not F.batch_norm:
-            if in_training(node.target, node.args, node.kwargs):
-                raise _Lost(_no_cut(place(node), node.target))
+        elif (
+            "batch_norm" in name_of(node)
+            and node.target is not F.batch_norm
+            and in_training(node.target, node.args, node.kwargs)
+        ):
+            raise _Lost(_no_cut(place(node), node.target))
 
 
 def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ All derivatives are those of the composition. A module that couples no rows is o
 and nobody looks into it.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._batch_norm import Moments, Scaling, Share, moments_of, scaling_of, share_of
 from ._batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
-from ._cut_graph import Level, Norm, cut
+from ._cut_graph import CutGraph, Level, Norm, cut
 from ._inputs import check_choice
 from ._microbatch import microbatch
 from ._places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
@@ -32,7 +33,7 @@ from ._tree import Tree, flatten, paths, unflatten
 
 
 Tensors = dict[str, Tensor]
-Cut = Callable[..., Callable[..., Any]]  # microbatch, with its settings
+InParts = Callable[..., Callable[..., Any]]  # microbatch, with its size
 
 
 class WholeBatch:
@@ -41,8 +42,9 @@ class WholeBatch:
     def __init__(self, places: Places, size: Any, keep: str) -> None:
         check_choice(keep, ("device", "host"), "keep")
         self.places, self.size = places, check_sizes(size)
-        self.cut: Cut = partial(microbatch, microbatch_size=self.size)
-        self.plain, self.watched = self.cut(self._call), self.cut(self._call_watched)
+        self.in_parts: InParts = partial(microbatch, microbatch_size=self.size)
+        self.plain = self.in_parts(self._call)
+        self.watched = self.in_parts(self._call_watched)
         # The attributes of all modules as they were, and how to call it with these and some
         # arguments: cut, or, with None, plainly.
         self.plans: tuple[Picture, dict[Any, _Network | None]] = Picture([], [], []), {}
@@ -73,7 +75,7 @@ class WholeBatch:
             except CoupledError:
                 restore(before)
         if key not in plans:
-            plans[key] = _network(self.places, leaves, spec, self.cut)
+            plans[key] = _network(self.places, leaves, spec, self.in_parts)
         network = plans[key]
         if network is None:
             return self.plain(tensors, (args, kwargs)), new
@@ -150,12 +152,7 @@ def _checked(out: Tree, rows: int) -> Tree:
     leaves, spec = flatten(out)
     for i, x in enumerate(leaves):
         if not _has_rows(x, rows):
-            came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {x!r}"
-            raise ValueError(
-                f"{paths(spec, 'out')[i]}, which the module returned for {rows} rows, {came}; "
-                "expected tensors with one row per sample along dim 0. What is of all rows (a "
-                "loss, a mean, a count) is computed from these, by plain code after apply."
-            )
+            raise ValueError(_no_rows(paths(spec, "out")[i], x, rows))
     return out
 
 
@@ -163,10 +160,19 @@ def _has_rows(x: Any, rows: int) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
 
 
+def _no_rows(name: str, x: Any, rows: int | str) -> str:
+    came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {x!r}"
+    return (
+        f"{name}, which the module returned for {rows} rows, {came}; expected tensors with one row "
+        "per sample along dim 0. What is of all rows (a loss, a mean, a count) is computed from "
+        "these, by plain code after apply."
+    )
+
+
 # A module that is cut ----------------------------------------------------------------------
 
 
-def _network(places: Places, leaves: list[Any], spec: Any, cut_: Cut) -> "_Network | None":
+def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) -> "_Network | None":
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
     def arguments(given: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -176,12 +182,13 @@ def _network(places: Places, leaves: list[Any], spec: Any, cut_: Cut) -> "_Netwo
         return unflatten(spec, its)
 
     traced = trace(places.modules[0], arguments)
-    levels, norms, inputs = cut(traced.root, traced.graph)
-    if not norms:
+    graph = cut(traced.root, traced.graph)
+    if not graph.norms:
         return None
     names = {id(own_tensor(places, name)): name for name in places.slots}
-    hooks = [table for part in traced.taken_apart for table in hook_tables(part).values()]
-    return _Network(levels, norms, inputs, names, hooks, cut_)
+    apart = map(traced.root.get_submodule, traced.taken_apart)
+    hooks = [table for part in apart for table in hook_tables(part).values()]
+    return _Network(graph, names, hooks, in_parts)
 
 
 class _Network:
@@ -189,17 +196,24 @@ class _Network:
 
     def __init__(
         self,
-        levels: list[Level],
-        norms: list[Norm],
-        inputs: dict[str, int],
+        graph: CutGraph,
         names: Mapping[int, str],
         hooks: list[dict[int, Any]],
-        cut_: Cut,
+        in_parts: InParts,
     ) -> None:
-        self.norms, self.inputs, self.hooks = norms, inputs, hooks
-        self.parts = [_Part(level, i, norms, names, cut_) for i, level in enumerate(levels)]
+        self.graph, self.norms, self.hooks = graph, graph.norms, hooks
+        names_of, spec = flatten(graph.made(*graph.outputs))
+        where = {x: f"{x!r} in {at}" for x, at in graph.places.items()}
+        for x, path in zip(names_of, paths(spec, "out"), strict=True):
+            if x not in where:
+                raise ValueError(_no_rows(path, x, "any number of"))
+            where[x] = path
+        self.parts = [_Part(level, names, where, in_parts) for level in graph.levels]
         self.last_read = {name: part for part in self.parts for name in part.level.takes}
-        self.buffers = {norm.name: _buffers_of(norm, names) for norm in norms}
+        self.buffers = {norm.name: _buffers_of(norm, names) for norm in self.norms}
+        self.affine = {
+            norm.name: [names.get(id(x)) for x in norm.affine or (None, None)] for norm in self.norms
+        }
 
     def __call__(
         self, tensors: Tensors, given: Sequence[Tensor], sizes: Sequence[int]
@@ -207,22 +221,28 @@ class _Network:
         """What the module returns, and the moments of what each BatchNorm was given."""
         if not sizes:
             raise ValueError(f"{self.norms[0].place} was given a batch without rows.")
-        values = {name: [given[i]] for name, i in self.inputs.items()}
+        values = {name: [given[i]] for name, i in self.graph.inputs.items()}
         plain, moments, scaling = _Plain(), dict[str, Moments](), dict[str, Scaling]()
-        for part in self.parts[:-1]:
+        kept = {*self.graph.outputs}
+        for part in self.parts:
             after, shares = part.run(plain, tensors, scaling, values)
-            values = {k: v for k, v in values.items() if self.last_read.get(k) is not part} | after
-            for norm, share in zip(part.norms, shares, strict=True):
-                (x,) = values[norm.x]
-                each = x[:1].numel() // max(x.shape[1], 1)
-                if (count := each * sum(sizes)) == 1:
+            for name in part.level.takes:
+                if self.last_read[name] is part and name not in kept:
+                    del values[name]
+            values |= after
+            for norm, share in zip(part.level.pools, shares, strict=True):
+                shape, dtype = plain.looks[norm.name]
+                each = math.prod(shape[2:])
+                if each * sum(sizes) == 1:
                     raise ValueError(
                         f"{norm.place}: expected more than one value per channel when training, "
-                        f"got input of shape {tuple(x.shape)}."
+                        f"got input of shape {tuple(shape)} in a batch of one row."
                     )
                 moments[norm.name] = moments_of(share, [each * size for size in sizes])
-                scaling[norm.name] = scaling_of(moments[norm.name], norm.eps, x.dtype)
-        return self.parts[-1].run(plain, tensors, scaling, values)[0], moments
+                weight, bias = (tensors[it] if it else None for it in self.affine[norm.name])
+                scaling[norm.name] = scaling_of(moments[norm.name], weight, bias, norm.eps, dtype)
+        outs = [plain.filled(name, values[name], sizes[0]) for name in self.graph.outputs]
+        return _checked(self.graph.made(*outs), sum(sizes)), moments
 
     def update(self, buffers: Tensors, moments: Mapping[str, Moments]) -> None:
         """Let running statistics have seen this batch."""
@@ -243,11 +263,7 @@ def _buffers_of(norm: Norm, names: Mapping[int, str]) -> tuple[str, str, str | N
     """What the running statistics are called, and the count of batches."""
     if norm.statistics is None:
         return None
-    mean, var = (names.get(id(x)) for x in norm.statistics)
-    if mean is None or var is None:
-        raise ValueError(
-            f"{norm.place} has running statistics that are no buffers; expected register_buffer."
-        )
+    mean, var = (names[id(x)] for x in norm.statistics)
     count = getattr(norm.layer, "num_batches_tracked", None)
     return mean, var, None if count is None else names[id(count)]
 
@@ -256,13 +272,12 @@ class _Part:
     """A level, run for all microbatches."""
 
     def __init__(
-        self, level: Level, number: int, norms: list[Norm], names: Mapping[int, str], cut_: Cut
+        self, level: Level, names: Mapping[int, str], where: Mapping[str, str], in_parts: InParts
     ) -> None:
-        self.level, self.norms = level, [norm for norm in norms if norm.level == number]
-        self.places = places_of(level.module)
+        self.level, self.where, self.places = level, where, places_of(level.module)
         own = {slot: id(own_tensor(self.places, slot)) for slot in self.places.slots}
         self.names = {slot: names[it] for slot, it in own.items() if it in names}
-        self.microbatched = cut_(self._call, batch_argnums=3, reduce=("concat", "stack"))
+        self.microbatched = in_parts(self._call, batch_argnums=3, reduce=("concat", "stack"))
 
     def run(
         self,
@@ -284,20 +299,25 @@ class _Part:
         rows: Mapping[str, list[Tensor]],
     ) -> tuple[Any, list[Share]]:
         count = _rows(rows)
-        values = {name: plain.filled(name, rows[name], count) for name in self.level.takes}
-        out = _called(self.places, tensors, (*values.values(), *scaling), {})
-        if not self.level.gives:
-            return _checked(out, count), []
-        values |= zip(self.level.gives, out, strict=True)
-        after = {name: plain.parted(name, values[name], count) for name in self.level.gives}
-        for name, where in self.level.gives.items():
+        taken = [plain.filled(name, rows[name], count) for name in self.level.takes]
+        out = _called(self.places, tensors, (*taken, *scaling), {})
+        given = dict(zip(self.level.gives, out, strict=False))
+        after = {name: plain.parted(name, given[name], count) for name in given}
+        for name in given:
             for x in after[name]:
                 if not _has_rows(x, count):
-                    raise ValueError(
-                        f"{name!r} in {where} has shape {tuple(x.shape)} for {count} rows; what "
-                        "lies between two BatchNorm layers has one row per sample along dim 0."
-                    )
-        return after, [share_of(_normalised(values[norm.x], norm)) for norm in self.norms]
+                    raise ValueError(self._no_rows(name, x, count))
+        pooled = [*zip(self.level.pools, out[len(after) :], strict=True)]
+        plain.looks |= {norm.name: (x.shape, x.dtype) for norm, x in pooled}
+        return after, [share_of(_normalised(x, norm)) for norm, x in pooled]
+
+    def _no_rows(self, name: str, x: Tensor, rows: int) -> str:
+        if (where := self.where[name]).startswith("out"):
+            return _no_rows(where, x, rows)
+        return (
+            f"{where} has shape {tuple(x.shape)} for {rows} rows; what lies between two BatchNorm "
+            "layers has one row per sample along dim 0."
+        )
 
 
 class _Plain:
@@ -305,6 +325,7 @@ class _Plain:
 
     def __init__(self) -> None:
         self.of: dict[tuple[str, int], tuple[list[Any], Any]] = {}
+        self.looks: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of what is normalised
 
     def parted(self, name: str, value: Any, rows: int) -> list[Tensor]:
         """The tensors in a value."""
@@ -328,15 +349,15 @@ _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
     """What a BatchNorm is given, if it takes that."""
-    layer = norm.layer
+    layer: Any = norm.layer
     dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
     if x.dim() < 2 or (dims and x.dim() not in dims):
         expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
         raise ValueError(f"{norm.place}: expected {expected} input (got {x.dim()}D input)")
-    its = layer is not None and (layer.affine or layer.running_mean is not None)
-    if its and x.shape[1] != layer.num_features:
+    channels = getattr(layer, "num_features", x.shape[1])
+    if channels != x.shape[1] and (layer.affine or layer.running_mean is not None):
         raise ValueError(
-            f"{norm.place} normalises {layer.num_features} channels, but its input has shape "
+            f"{norm.place} normalises {channels} channels, but its input has shape "
             f"{tuple(x.shape)}; channels are dim 1."
         )
     return x
