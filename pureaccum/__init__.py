@@ -48,12 +48,7 @@ from ._schedules import constant as constant
 from ._schedules import cosine_decay as cosine_decay
 from ._schedules import join_schedules as join_schedules
 from ._schedules import linear_warmup as linear_warmup
-from ._stage import full as full
-from ._stage import pooled as pooled
-from ._stage import rowwise as rowwise
-from ._stages import staged as staged
 from ._step import make_step as make_step
-from ._words import Reducer as Reducer
 from ._train_state import StepInfo as StepInfo
 from ._train_state import TrainState as TrainState
 from ._transforms import grad as grad
@@ -61,6 +56,7 @@ from ._transforms import grad_and_value as grad_and_value
 from ._transforms import value as value
 from ._tree import all_finite as all_finite
 from ._tree import global_norm as global_norm
+from ._words import Reducer as Reducer
 from .checkpoint import load as load
 from .checkpoint import save as save
 

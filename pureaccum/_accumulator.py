@@ -25,7 +25,6 @@ from ._inputs import (
 from ._loss import Reduction, divisor, mean_value
 from ._passes import Engine, Loss, outside_inference_mode, prepare
 from ._sharded import closed, opened, resolved
-from ._stages import refuse_stream
 from ._sums import divided
 from ._torch import transform_active
 from ._tree import Tree, add, flatten, paths, unflatten, zeros
@@ -141,7 +140,6 @@ def accumulator(
     References:
         `optax.MultiSteps <https://optax.readthedocs.io>`_, a mean of the microbatches' means.
     """
-    refuse_stream(loss_fn)
     rule = check_rule(Rule(has_aux, reduction, nonfinite, engine, squares))
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")

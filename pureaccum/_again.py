@@ -16,15 +16,25 @@ from a closure, a module, a function that calls this one.
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ._casts import original
 from ._held import Held, holding, remembering
 from ._replay import Drawn, noted, replaying
-from ._torch import followed, recorded_at, sequence_number, transform_level
+from ._torch import (
+    down_to,
+    followed,
+    innermost,
+    is_wrapped,
+    memory_of,
+    recorded_at,
+    sequence_number,
+    transform_level,
+)
 
 
 _here = threading.local()
@@ -49,13 +59,18 @@ class Again:
     @property
     def captured(self) -> list[Tensor]:
         """What was captured and is followed."""
-        return self.mode.captured
+        return [found.from_outside for found in self.mode.found]
 
     @contextmanager
-    def finding(self, made: Iterable[Tensor]) -> Generator[None]:
-        """Around the first call for the next piece; ``made`` is what it is given."""
-        note_made(made, self.mode)
-        self.mode.met = set()
+    def finding(
+        self, made: Iterable[Tensor], captured: Sequence[Tensor] | None = None
+    ) -> Generator[None]:
+        """Around the first call for the next piece; ``made`` is what it is given.
+
+        And perhaps tensors in place of those captured, if there are no more than these.
+        """
+        self.mode.note(made)
+        self.mode.met, self.mode.instead = set(), captured
         with noted(self.devices) as drawn, remembering(self.held), _active(self.mode):
             yield
         self.drawn.append(drawn)
@@ -64,7 +79,7 @@ class Again:
     @contextmanager
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
         """Be again as a piece was, with some tensors in place of those captured."""
-        giving = _Giving(self.mode.places, captured)
+        giving = _Giving(self.mode, captured)
         with ExitStack() as stack:
             for kind, on, dtype in self.casts:
                 if on or torch.is_autocast_enabled(kind):
@@ -74,7 +89,7 @@ class Again:
             stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
             if self.drawn[p]:
                 stack.enter_context(replaying(self.drawn[p]))
-            if captured:
+            if captured or self.mode.constants:
                 stack.enter_context(_active(giving))
             yield
         if not self.met[p] <= giving.met:
@@ -89,12 +104,11 @@ NOT_FOUND_AGAIN = (
 )
 
 
-def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
+def note_made(tensors: Iterable[Tensor]) -> None:
     """These were made inside of the functions that run now, by what they cannot see."""
-    mode = getattr(_here, "mode", None) if mode is None else mode
-    ids = {id(x) for x in tensors}
+    mode: _Mode | None = getattr(_here, "mode", None)
     while mode is not None:
-        mode.made |= ids
+        mode.note(tensors)
         mode = mode.outer
 
 
@@ -117,6 +131,7 @@ class _Mode(TorchFunctionMode):
         self.outer: _Mode | None = None
         self.made: set[int] = set()
         self.met: set[int] = set()
+        self.used: set[int] = set()  # by one operation
 
     def given_for(self, x: Tensor) -> Tensor:
         """What an operation is given in place of a tensor."""
@@ -132,7 +147,24 @@ class _Mode(TorchFunctionMode):
         args = tuple([self._each(x) for x in args])
         if kwargs:
             kwargs = {key: self._each(x) for key, x in kwargs.items()}
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        several = out if isinstance(out, (tuple, list)) else (out,)
+        made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
+        mode: _Mode | None = self
+        while mode is not None and mode.used:
+            mode.settle(bool(made))
+            mode = mode.outer
+        self.note(made)
+        return out
+
+    def settle(self, used: bool) -> None:
+        """An operation has used what it was given in exchange, or only looked at its shape."""
+        if used:
+            self.met |= self.used
+        self.used = set()
+
+    def note(self, made: Iterable[Tensor]) -> None:
+        """These were made inside of the function, or given to it."""
 
     def _each(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -150,9 +182,13 @@ class _Finding(_Mode):
         self.level = transform_level() or 0
         self.begun = sequence_number()
         self.places: dict[int, int] = {}
-        self.keys: list[Tensor] = []  # held, so that their ids are theirs
-        self.captured: list[Tensor] = []
-        self.detached: list[Tensor] = []
+        self.found: list[Found] = []
+        self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
+        self.half = False  # whether anything is computed in float16
+        self.settled = 0  # how many of them were used
+        self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
+        self.memory: set[int | None] = set()  # of what was made inside
+        self.foreign: set[int | None] = {None}
 
     def given_for(self, x: Tensor) -> Tensor:
         if id(x) in self.made:
@@ -160,42 +196,65 @@ class _Finding(_Mode):
         at = self.places.get(id(x))
         if at is None:
             own = self.from_outside(x)
-            is_followed, wrapped = followed(own, self.level)
+            is_followed, above = followed(own, self.level)
+            if self.level and is_wrapped(own) and memory_of(x) in self.memory:
+                return own  # made inside, and handed out by a transform inside
             if not is_followed:
+                if is_wrapped(own):
+                    self.constants[id(x)] = x, innermost(own)
                 return own
-            if wrapped or recorded_at(own) >= self.begun:  # or made by what nobody sees
-                raise UnseenError
-            at = self.places[id(x)] = len(self.captured)
-            self.keys.append(x)
-            self.captured.append(own)
-            self.detached.append(own.detach())
-        self.met.add(at)
-        return self.detached[at]
+            if self.instead is not None or above or recorded_at(own) >= self.begun:
+                raise UnseenError  # inside of another transform, or made by what nobody sees
+            self.made.add(id(own))
+            at = self.places[id(x)] = len(self.found)
+            with down_to(self.level):
+                whole = original(own)
+                self.found.append(Found(x, whole, whole.detach()))
+            self.made.remove(id(own))
+            self.foreign.add(memory_of(own))
+        self.used.add(at)
+        instead = self.found[at].detached if self.instead is None else self.instead[at]
+        return instead if instead.dtype == x.dtype else instead.to(x.dtype)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(out, Tensor):
-            self.made.add(id(out))
-        elif isinstance(out, (tuple, list)):
-            self.made |= {id(x) for x in out if isinstance(x, Tensor)}  # pyright: ignore
-        return out
+    def settle(self, used: bool) -> None:
+        super().settle(used)
+        while not used and len(self.found) > self.settled:
+            del self.places[id(self.found.pop().captured)]
+        self.settled = len(self.found)
+
+    def note(self, made: Iterable[Tensor]) -> None:
+        self.made |= {id(x) for x in made}
+        self.half = self.half or any(x.dtype == torch.float16 for x in made)
+        if self.level:
+            self.memory |= {memory_of(x) for x in made} - self.foreign
+
+
+class Found(NamedTuple):
+    """A captured tensor that is followed."""
+
+    captured: Tensor
+    from_outside: Tensor  # what a function around gives for it
+    detached: Tensor
 
 
 class _Giving(_Mode):
-    """Gives other tensors in place of those captured."""
+    """Gives other tensors in place of those captured.
 
-    def __init__(self, places: dict[int, int], instead: Sequence[Tensor]) -> None:
+    And constants without wrappers, which are of levels that are over, or of other transforms now.
+    """
+
+    def __init__(self, found: _Finding, instead: Sequence[Tensor]) -> None:
         super().__init__()
-        self.places, self.instead = places, instead
+        self.found, self.instead = found, instead
 
     def given_for(self, x: Tensor) -> Tensor:
-        at = self.places.get(id(x))
-        if at is None:
-            return self.from_outside(x)
-        self.met.add(at)
-        return self.instead[at]
+        at = self.found.places.get(id(x))
+        if at is not None:
+            self.used.add(at)
+            instead = self.instead[at]
+            return instead if instead.dtype == x.dtype else instead.to(x.dtype)
+        constant = self.found.constants.get(id(x))
+        return self.from_outside(x) if constant is None else constant[1]
 
 
 def _differs(place: Any, then: dict[str, Any]) -> bool:

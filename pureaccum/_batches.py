@@ -125,11 +125,11 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
-def sizes_of_batch(rows: int, size: int | list[int], batch: str = "the batch") -> Sequence[int]:
-    """The same, of a batch that has so many rows."""
+def sizes_of_batch(rows: int, size: int | list[int]) -> Sequence[int]:
+    """The same, if they are those of a batch of so many rows."""
     if isinstance(size, list) and sum(size) != rows:
         raise ValueError(
-            f"microbatch_size={size} are {sum(size)} rows; {batch} has {rows}. Give the rows of "
+            f"microbatch_size={size} are {sum(size)} rows; the batch has {rows}. Give the rows of "
             "every microbatch of this batch, or one number for all batches."
         )
     return sizes_of(rows, size)

@@ -16,6 +16,8 @@ from torch import Tensor
 from ._donation import Spoiled, mark
 from ._inputs import check_choice
 from ._loss import Reduction
+from ._microbatch import Arguments, call
+from ._outputs import Counted, Whole
 from ._passes import PASSES, Engine, Hook, Loss, Wrt
 from ._sharded import refuse_sharded
 from ._sums import add_, add_all_, added_to, nothing_like
@@ -169,42 +171,57 @@ def _streamed(
 
 
 def _collected(
-    loss: Loss,
-    wrt: Wrt,
-    sums: list[Tensor],
-    rows: int | None,
-    rule: Rule,
-    *,
-    in_place: bool,
+    loss: Loss, wrt: Wrt, sums: list[Tensor], rows: int | None, rule: Rule, *, in_place: bool
 ) -> tuple[list[Tensor], Microbatch]:
-    """All gradients first, then the sums: where nothing may be added before all is known."""
+    """All gradients first, then the sums: where nothing may be added before all is known.
+
+    Under a transform a microbatch is a function of one piece, of which nothing is kept.
+    """
     if rule.nonfinite == "raise" and not in_place:
         refuse_to_look()
-    seen, shape, pull, _ = PASSES[rule.engine](loss, wrt, {}, rule.has_aux)
-    entry = enter(seen, shape, rows, rule.reduction, rule.squares)
-    weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents, wrt.scale)
-    if weighing is None:
-        return sums if in_place else [x.clone() for x in sums], entry
-    grads = list(pull(weighing.cotangent))
-    if rule.squares:
-        norms = [None if g is None else norm(g) for g in grads]
-        entry = with_squares(entry, norms, weighing, wrt.unit)
-    if rule.nonfinite == "skip":
-        entry = judged(entry, [finite(g) for g in grads if g is not None], weighing.keep)
-        ok = entry.finite
-        assert ok is not None
-        weighing = weighing._replace(keep=ok if weighing.keep is None else ok & weighing.keep)
-        entry = kept(entry, ok)
+
+    def gradients(leaves: list[Tensor]) -> Counted:
+        engine = PASSES[rule.engine]
+        seen, shape, pull, _ = engine(loss, wrt._replace(leaves=leaves), {}, rule.has_aux)
+        entry = enter(seen, shape, rows, rule.reduction, rule.squares)
+        shared = wrt.cotangents if in_place else None  # made on one level, and of use on no other
+        weighing = weigh(seen, rows, rule.reduction, wrt.unit, shared, wrt.scale)
+        if weighing is None:
+            return Counted(([], entry, None), None)
+        grads = list(pull(weighing.cotangent))
+        if rule.squares:
+            norms = [None if g is None else norm(g) for g in grads]
+            entry = with_squares(entry, norms, weighing, wrt.unit)
+        if rule.nonfinite == "skip":
+            entry = judged(entry, [finite(g) for g in grads if g is not None], weighing.keep)
+            ok = entry.finite
+            assert ok is not None
+            weighing = weighing._replace(keep=ok if weighing.keep is None else ok & weighing.keep)
+            entry = kept(entry, ok)
+        return Counted((grads, entry, weighing), weighing.keep)
+
     if in_place:
-        for i, total in enumerate(sums):
+        grads, entry, weighing = gradients(wrt.leaves).tree
+        for i in range(len(grads)):
             if (grad := grads[i]) is not None:
-                add_(total, grad, weighing)
+                add_(sums[i], grad, weighing)
             grads[i] = None
         return sums, entry
-    return [
-        total if grad is None else added_to(total, grad, weighing)
-        for total, grad in zip(sums, grads, strict=True)
-    ], entry
+
+    kinds = [(x.dtype, x.device) for x in sums]
+
+    def terms(leaves: list[Tensor]) -> Counted:
+        (grads, entry, weighing), keep = gradients(leaves)
+        zeros = [torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds]
+        pairs = zip(zeros, grads, strict=False)
+        return Counted(
+            ([g if g is None else added_to(z, g, weighing) for z, g in pairs], entry), keep
+        )
+
+    added, entry = call(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
+    if not added:
+        return [x.clone() for x in sums], entry
+    return [x if term is None else x + term for x, term in zip(sums, added, strict=True)], entry
 
 
 def _not_finite(label: Callable[[int | None], str] | None, where: Sequence[int | None]) -> str:

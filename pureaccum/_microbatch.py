@@ -10,7 +10,7 @@ All else that takes a batch in parts is an instance of it.
 from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,18 +19,29 @@ from torch.utils.checkpoint import checkpoint
 from ._again import Again, UnseenError, note_made
 from ._auto import by_memory, is_auto
 from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
-from ._inputs import check_argnums, positions
-from ._outputs import Outputs
+from ._casts import original
+from ._early import NotEarlyError, known_gradient, with_gradient
+from ._host import to_host
+from ._inputs import check_argnums, check_choice, positions
+from ._outputs import Outputs, Whole
 from ._replay import generators, restore
-from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, run
+from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, pieces_of, run
 from ._sharded import refuse_sharded
-from ._torch import forward_ad_active, transform_active, transform_depth
+from ._torch import (
+    differentiating,
+    forward_ad_active,
+    innermost,
+    transform_active,
+    transform_depth,
+    wants_gradient,
+)
 from ._tree import Tree, flatten, unflatten
 from ._words import check_reduce
 from ._writes import Given, Known, guarding, known_of
 
 
 Size = int | Sequence[int] | str
+Keep = Literal["device", "host"]
 
 
 def microbatch(
@@ -41,6 +52,7 @@ def microbatch(
     batch_argnames: str | Sequence[str] = (),
     reduce: Tree = "concat",
     dim: int = 0,
+    keep: Keep = "device",
 ) -> Callable[..., Tree]:
     """Make a function take its batch one microbatch after the other, and so all its derivatives.
 
@@ -72,6 +84,9 @@ def microbatch(
             of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere in the
             output becomes total / weight of the whole batch, whatever stands here.
         dim: Along which dim the rows of every batch argument lie, and those of the output.
+        keep: Where rows lie, and what is kept of them for the backward pass: ``"device"``, or
+            ``"host"`` for pinned memory of the host, to and from which each microbatch is copied
+            while the device computes.
 
     Returns:
         A function with the arguments of ``func``.
@@ -93,12 +108,13 @@ def microbatch(
     at = check_argnums(batch_argnums, "batch_argnums")
     names = (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames)
     check_reduce(reduce)
+    check_choice(keep, get_args(Keep), "keep")
     known = known_of(func)
     if is_auto(microbatch_size):
         given = partial(microbatch, func, batch_argnums=at, batch_argnames=names)
 
         def of_size(size: int, *args: Any, **kwargs: Any) -> Tree:
-            return given(microbatch_size=size, reduce=reduce, dim=dim)(*args, **kwargs)
+            return given(microbatch_size=size, reduce=reduce, dim=dim, keep=keep)(*args, **kwargs)
 
         def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
             its = _batch_of(args, kwargs, at, names)
@@ -113,7 +129,10 @@ def microbatch(
         sizes = sizes_of_batch(rows, size) or [0]
         its = {*positions(at, len(args), "batch_argnums", missing=bool(names)), *names}
         arguments = Arguments.of(args, kwargs, its, dim)
-        return call(func, arguments, Outputs(reduce, sizes, dim), known)
+        device = None
+        if keep == "host":
+            arguments, device = on_host(arguments)
+        return call(func, arguments, Outputs(reduce, sizes, dim, device), known)
 
     return microbatched
 
@@ -127,7 +146,9 @@ def _batch_of(
                 f"batch_argnames names {name!r}, but the function got no such argument by name; "
                 "what is passed by position goes into batch_argnums."
             )
-    its: dict[Any, Tree] = {i: args[i] for i in positions(at, len(args), "batch_argnums", missing=bool(names))}
+    its: dict[Any, Tree] = {
+        i: args[i] for i in positions(at, len(args), "batch_argnums", missing=bool(names))
+    }
     return its | {name: kwargs[name] for name in names}
 
 
@@ -147,16 +168,22 @@ class Arguments(NamedTuple):
         flat = [flatten(x) for x in (*args, *kwargs.values())]
         tensors: list[Tensor] = []
         cuts: list[Cut] = []
+        dtypes: list[torch.dtype] = []
         for key, (leaves, _) in zip(keys, flat, strict=True):
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
-                    tensors.append(leaf)
+                    tensors.append(leaf if key in batches else original(leaf))
+                    dtypes.append(leaf.dtype)
                     cuts.append(Rows(dim % leaf.dim()) if key in batches else "whole")
                     leaves[i] = _TENSOR
-        refuse_sharded(tensors, "args", "a microbatched function is run again piece by piece, which they are not cut into.")
+        refuse_sharded(
+            tensors,
+            "args",
+            "a microbatched function is run again piece by piece, which they are not cut into.",
+        )
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-            rest = iter(tensors)
+            rest = (x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True))
             given = [
                 unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
                 for leaves, spec in flat
@@ -169,10 +196,25 @@ class Arguments(NamedTuple):
 _TENSOR = object()
 
 
-def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, known: Known) -> Tree:
+def on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
+    """The same with rows on the host, and the device that computes; a CPU is its own host."""
+    devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
+    if not devices:
+        return arguments, None
+    tensors: list[Tensor] = []
+    cuts: list[Cut] = []
+    for x, cut in zip(arguments.tensors, arguments.cuts, strict=True):
+        rows = isinstance(cut, Rows)
+        tensors.append(to_host(x) if rows and x.device.type != "cpu" else x)
+        cuts.append(cut._replace(host=devices[0]) if rows else cut)
+    return arguments._replace(tensors=tensors, cuts=cuts), devices[0]
+
+
+def call(
+    func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
+) -> Tree:
     """A microbatched function of some arguments."""
     tensors = arguments.tensors
-    form = Form((*arguments.cuts,), (), ())
 
     def body(
         p: int, operands: Sequence[Tensor], around: Any = nullcontext(), again: bool = False
@@ -188,22 +230,29 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
             outs, keeps = call(p, operands)
             assert outputs.form is not None
-            pieces.form = form._replace(outs=tuple(outputs.form.cuts))
+            pieces.form = outputs.form._replace(operands=tuple(arguments.cuts))
             return outs, keeps
 
-        pieces = Pieces(first, form, outputs.sizes)
+        pieces = Pieces(first, Form(tuple(arguments.cuts), (), ()), outputs.sizes)
         return pieces
 
     if torch.compiler.is_dynamo_compiling():
-        if not transform_depth():  # the compiler keeps no more than a checkpoint tells it to
-            func = partial(checkpoint, func, use_reentrant=False)
+        if known and not transform_depth() and any(x.requires_grad for x in tensors):
+            func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
     devices = {x.device for x in tensors}
     before = generators(devices)
-    with guarding(known, Given("args", *flatten(tensors))) as guarded:
+    given = Given("args", *flatten(tensors))
+    with guarding(known, given) if known else nullcontext(_itself) as guarded:
         guarded_body = guarded(body)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
             return outputs.finish(run(begun(guarded_body), tensors), ())
+        if (
+            transform_active()
+            and not differentiating()
+            and not any(innermost(x).requires_grad for x in tensors)
+        ):
+            return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
         again = Again(devices)
         detached = [x.detach() for x in tensors]
 
@@ -211,7 +260,14 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
             return guarded_body(p, operands, again.finding(operands))
 
         try:
-            outs = run(begun(first), detached)
+            pieces = begun(first)
+            columns = zip(detached, arguments.cuts, strict=True)
+            outs, _ = pieces.call(0, [pieces_of(pieces, x, how)[0] for x, how in columns])
+            operands = [*tensors, *again.captured]
+            early = _early(body, again, arguments.cuts, outputs, outs, operands)
+            if early is not None:
+                return outputs.finish(early, operands)
+            outs = run(pieces, detached, first=outs)
             operands = [*tensors, *again.captured]
             outs = _attached(body, again, arguments.cuts, outputs, outs, operands)
         except (UnseenError, FollowedError):
@@ -221,34 +277,81 @@ def call(func: Callable[..., Tree], arguments: Arguments, outputs: Outputs, know
     return outputs.finish(outs, operands)
 
 
-def _attached(
+def _itself(body: Any) -> Any:
+    return body
+
+
+def _pieces(
     body: Callable[..., Outs],
     again: Again,
     cuts: Sequence[Cut],
-    outputs: Outputs,
-    outs: list[Tensor],
-    operands: Sequence[Tensor],
-) -> list[Tensor]:
-    """What was computed, made a function of its operands."""
+    outputs: Outputs | Whole,
+    found: Sequence[int],
+) -> Pieces:
+    """The function of one piece as it was the first time, of arguments and what is captured."""
     form, count = outputs.form, len(cuts)
     assert form is not None
-    found = [i for i, x in enumerate(outs) if continuous(x)]
-    if not found:
-        return outs
 
     def rerun(p: int, operands: Sequence[Tensor]) -> Outs:
-        around = again.as_then(p, operands[count:])
-        its, keeps = body(p, operands[:count], around, again=True)
+        own, captured = operands[:count], operands[count:]
+        if p < len(again.drawn):
+            its, keeps = body(p, own, again.as_then(p, captured), again=True)
+        else:
+            its, keeps = body(p, own, again.finding(own, captured))
         return [its[i] for i in found], keeps
 
     its = Form(
         operands=(*cuts, *["whole"] * len(again.captured)),
-        outs=tuple(form.cuts[i] for i in found),
+        outs=tuple(form.outs[i] for i in found),
         groups=tuple(form.groups[i] for i in found),
     )
-    pieces = Pieces(rerun, its, outputs.sizes)
-    attached = attach(pieces, operands, [outs[i] for i in found])
-    note_made(attached)
-    for i, x in zip(found, attached, strict=True):
-        outs[i] = x
+    return Pieces(rerun, its, outputs.sizes)
+
+
+def _attached(
+    body: Callable[..., Outs],
+    again: Again,
+    cuts: Sequence[Cut],
+    outputs: Outputs | Whole,
+    outs: list[Tensor],
+    operands: Sequence[Tensor],
+) -> list[Tensor]:
+    """What was computed, made a function of its operands."""
+    found = [i for i, x in enumerate(outs) if continuous(x)]
+    if found:
+        pieces = _pieces(body, again, cuts, outputs, found)
+        attached = attach(pieces, operands, [outs[i] for i in found])
+        note_made(attached)
+        for i, x in zip(found, attached, strict=True):
+            outs[i] = x
+    return outs
+
+
+def _early(
+    body: Callable[..., Outs],
+    again: Again,
+    cuts: Sequence[Cut],
+    outputs: Outputs | Whole,
+    outs: list[Tensor],
+    operands: Sequence[Tensor],
+) -> list[Tensor] | None:
+    """What comes out, with a gradient taken on the way; None where there is none to be taken."""
+    wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
+    if not (wrt and torch.is_grad_enabled() and outputs.is_wide_total(outs)):
+        return None
+    if again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt):
+        return None
+    random = generators(again.devices)
+    pieces, total = with_gradient(_pieces(body, again, cuts, outputs, range(len(outs))), wrt)
+    try:
+        computed = run(pieces, [x.detach() for x in operands])
+    except (UnseenError, NotEarlyError):
+        restore(random)
+        del again.drawn[1:], again.met[1:]
+        return None
+    attached = attach(pieces, operands, computed)
+    outs, grads = attached[: len(outs)], attached[len(outs) :]
+    if total:
+        outs[total[0]] = known_gradient(outs[total[0]], grads, [operands[i] for i in wrt])
+    note_made(outs)
     return outs

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ._loss import Weighted, counts, divisor, mean_value, read
-from ._rule import Cut, Keeps, Rows, continuous, sum_dtype
-from ._tree import NAMESPACE, Tree, map, paths, unflatten
-from ._words import below, is_reducer
+from ._rule import Cut, Form, Outs, Rows, continuous, sum_dtype
+from ._tree import NAMESPACE, Tree, flatten, map, paths, unflatten
+from ._words import below, is_reducer, replaced
 
 
 class Taken(NamedTuple):
@@ -37,34 +37,80 @@ class Look(NamedTuple):
     dtype: torch.dtype
 
 
+class Counted(NamedTuple):
+    """What a piece gives, all of which counts only where ``keep`` is true, or always."""
+
+    tree: Tree
+    keep: Tensor | None
+
+
+class Whole:
+    """The output of one piece, as it comes."""
+
+    sizes: Sequence[int] = (1,)
+    form: Form | None = None
+
+    def begin(self) -> None:
+        """Forget what was taken."""
+
+    def is_wide_total(self, _outs: Sequence[Tensor]) -> bool:
+        """What is rematerialised keeps nothing."""
+        return False
+
+    def take(self, _p: int, out: Tree, again: bool = False) -> Outs:
+        """The tensors of a tree."""
+        keep = out.keep if isinstance(out, Counted) else None
+        leaves, spec = flatten(out.tree if isinstance(out, Counted) else out)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not again:
+            self.spec, self.static = spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+            groups = (0 if keep is None else 1,) * len(tensors)
+            self.form = Form((), ("whole",) * len(tensors), groups)
+        return tensors, () if keep is None else (keep,)
+
+    def finish(self, outs: Sequence[Tensor], _operands: Sequence[Tensor]) -> Tree:
+        """The tree again."""
+        rest = iter(outs)
+        leaves = [next(rest) if x is _TENSOR else x for x in self.static]
+        return unflatten(self.spec, leaves)
+
+
+_TENSOR = object()
+
+
 class Outputs:
     """The outputs of the microbatches so far."""
 
     def __init__(
-        self, reduce: Tree, sizes: Sequence[int], dim: int = 0, *, divide: bool = True
+        self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
     ) -> None:
-        self.sizes, self.dim, self.reduce = sizes, dim, reduce
-        self.is_leaf = _is_weighted if divide else None
+        self.sizes, self.dim, self.reduce, self.host = sizes, dim, reduce, host
         self.words: list[Any] = leaves_of_words(reduce)
         self.begin()
 
     def begin(self) -> None:
         """Forget what was taken."""
-        self.form: Taken | None = None  # of the first microbatch
-        self.spec: optree.PyTreeSpec | None = None  # of ``reduce``
+        self.form: Form | None = None
         self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
         self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
 
-    def take(self, p: int, out: Tree, again: bool = False) -> tuple[list[Tensor], Keeps]:
+    def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
+        """Whether numbers are all that comes out of several pieces, and none is half precision."""
+        likes = [like for its, _ in self.likes for like in its]
+        dtypes = [x.total if isinstance(x, Weighted) else getattr(x, "dtype", None) for x in likes]
+        wide = all(d is None or d.itemsize >= 4 for d in dtypes)
+        return len(self.sizes) > 1 and wide and not self.states and all(x.dim() == 0 for x in outs)
+
+    def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """One microbatch's tensors, and whether they count."""
-        self.spec, parts = below(self.reduce, out, "reduce", "what func returned")
+        parts = below(self.reduce, out, "reduce", "what func returned")
         taken = Taken([], [], [], [])
         for n, (word, part) in enumerate(zip(self.words, parts, strict=True)):
             if is_reducer(word):
                 if not again:
                     self._reduce(p, n, word, part)
                 continue
-            values, spec = optree.tree_flatten(part, self.is_leaf, namespace=NAMESPACE)
+            values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
             if p == 0 and not again:
                 self.likes.append(([_look(x) for x in values], spec))
             likes, before = self.likes[n]
@@ -76,14 +122,14 @@ class Outputs:
             for i, (x, like) in enumerate(zip(values, likes, strict=True)):
                 self._take(taken, p, (n, i), x, like, again)
         if not again and p == 0:
-            self.form = taken
+            self.form = Form((), tuple(taken.cuts), tuple(taken.groups))
         return taken.outs, tuple(taken.keeps)
 
     def _take(
         self, taken: Taken, p: int, at: tuple[int, int], x: Any, like: Any, again: bool
     ) -> None:
         word = self.words[at[0]]
-        if isinstance(x, Weighted) and self.is_leaf:
+        if isinstance(x, Weighted):
             seen, _ = read(x, has_aux=False)
             assert isinstance(seen.weight, Tensor)
             taken.keeps.append(counts(seen.total, seen.weight))
@@ -105,7 +151,7 @@ class Outputs:
         if word == "concat":
             if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != self.sizes[p]:
                 raise ValueError(self._no_rows(at, x, self.sizes[p]))
-            cut = Rows(self.dim % x.dim())
+            cut = Rows(self.dim % x.dim(), host=self.host)
         elif word == "stack":
             x, cut = x.unsqueeze(0), Rows(0, each=True)
         elif word == "last":
@@ -154,8 +200,7 @@ class Outputs:
                 its, spec = next(likes)
                 done = [self._finish((n, i), like, rest, operands) for i, like in enumerate(its)]
                 parts.append(unflatten(spec, done))
-        assert self.spec is not None
-        return unflatten(self.spec, parts)
+        return replaced(self.reduce, parts)
 
     def _finish(
         self, at: tuple[int, int], like: Any, rest: Iterator[Tensor], operands: Sequence[Tensor]
@@ -179,8 +224,8 @@ class Outputs:
     # Errors ---------------------------------------------------------------------------------
 
     def _name(self, at: tuple[int, int]) -> str:
-        assert self.spec is not None
-        root = paths(self.spec, "out")[at[0]]
+        words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
+        root = paths(words, "out")[at[0]]
         return paths(self.likes[at[0]][1], root)[at[1]]
 
     def _no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:

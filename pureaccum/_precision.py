@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._stages import Staged, given_the_batch
+from ._casts import cast
 from ._tree import Tree, leaves, map
 
 
@@ -100,24 +100,15 @@ def check_precision(policy: Any) -> None:
 
 
 def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same loss, computed as a policy says; of a loss in stages, each of them."""
+    """The same loss, computed as a policy says."""
     if policy is None:
         return loss_fn
-    if isinstance(loss_fn, Staged):
-        stages = [
-            stage._replace(func=_under(policy, stage.func, of_batch))
-            for stage, of_batch in zip(loss_fn.stages, given_the_batch(loss_fn), strict=True)
-        ]
-        return loss_fn._replace(stages=tuple(stages))
-    return _under(policy, loss_fn, True)
 
-
-def _under(policy: Policy, func: Callable[..., Any], of_batch: bool) -> Callable[..., Any]:
-    @wraps(func)
-    def loss(params: Tree, batch: Tree, *values: Any, **named: Any) -> Any:
-        given = policy.cast_to_compute(params), policy.cast_to_compute(batch) if of_batch else batch
+    @wraps(loss_fn)
+    def loss(params: Tree, batch: Tree, **named: Any) -> Any:
+        given = policy.cast_to_compute(params), policy.cast_to_compute(batch)
         with _region(policy, params):
-            return func(*given, *values, **named)
+            return loss_fn(*given, **named)
 
     return loss
 
@@ -130,7 +121,7 @@ def _region(policy: Policy, params: Tree) -> AbstractContextManager[Any]:
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
-    def cast(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    def to_dtype(x: Any) -> Any:
+        return cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return tree if dtype is None else map(cast, tree)
+    return tree if dtype is None else map(to_dtype, tree)

@@ -13,7 +13,7 @@ import torch
 
 from ._inputs import check_int
 from ._microbatch import Arguments, call
-from ._outputs import Outputs
+from ._outputs import Whole
 from ._tree import Tree
 from ._writes import known_of
 
@@ -61,8 +61,7 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     def rematerialised(*args: Any, **kwargs: Any) -> Tree:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        outputs = Outputs("last", [1], divide=False)
-        return call(func, Arguments.of(args, kwargs), outputs, known)
+        return call(func, Arguments.of(args, kwargs), Whole(), known)
 
     return rematerialised
 

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from ._batches import cutting
+from ._host import Fetched, put, room_for, settle
 from ._sums import nothing_like
 from ._torch import forward_ad, levels, transform_active
 from ._tree import accumulation_dtype
@@ -30,6 +31,7 @@ class Rows(NamedTuple):
 
     dim: int
     each: bool = False  # one entry a piece, and not the rows of one
+    host: torch.device | None = None  # they lie on the host, and are computed with on this device
 
 
 Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
@@ -68,13 +70,25 @@ def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> lis
     return list(_Attach.apply(f, len(operands), *operands, *outs))
 
 
-def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> list[Tensor]:
-    """The loop itself. Nothing is written in place where transforms are to see all of it."""
-    columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
+def run(
+    f: Pieces,
+    operands: Sequence[Tensor],
+    *,
+    recorded: bool = False,
+    first: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """The loop itself; perhaps the first piece is known.
+
+    Nothing is written in place where transforms are to see all of it.
+    """
+    columns = [pieces_of(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     gathered: list[Gathered] = []
     for p in range(len(f.sizes)):
-        with cutting(len(f.sizes)):
-            outs, _ = f.call(p, [column[p] for column in columns])
+        if p or first is None:
+            with cutting(len(f.sizes)):
+                outs, _ = f.call(p, [column[p] for column in columns])
+        else:
+            outs = first
         if not gathered:
             gathered = [Gathered(f, how, recorded) for how in f.form.outs]
         for so_far, x in zip(gathered, outs, strict=True):
@@ -83,10 +97,12 @@ def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> lis
     return [so_far.end() for so_far in gathered]
 
 
-def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
-    if isinstance(how, str) or len(f.sizes) == 1:
+def pieces_of(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
+    """An operand, for each piece."""
+    if isinstance(how, str):
         return [x] * len(f.sizes)
-    return x.split(1 if how.each else list(f.sizes), how.dim)
+    parts = x.split(1 if how.each else list(f.sizes), how.dim)
+    return parts if how.host is None else Fetched(parts, how.host)
 
 
 class Gathered:
@@ -100,7 +116,8 @@ class Gathered:
         """One piece more."""
         if p == 0:
             self.dtype = x.dtype
-        if len(self.sizes) == 1 or self.how == "last":
+        alone = len(self.sizes) == 1 and (isinstance(self.how, str) or not self.how.host)
+        if alone or self.how == "last":
             self.parts = [x]
         elif self.how == "whole":
             self._add(p, x)
@@ -120,9 +137,10 @@ class Gathered:
         if not self.parts and not self.recorded:
             shape = list(x.shape)
             shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
-            self.parts = [x.new_empty(shape)]
+            self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
         if self.at >= 0 and self._may_write(x):  # so that they never lie there twice
-            self.parts[0].narrow(how.dim, self.at, size).copy_(x)
+            place = self.parts[0].narrow(how.dim, self.at, size)
+            put(place, x) if how.host else place.copy_(x)
             self.at += size
             return
         if self.at > 0:  # the first that a vmap maps, say
@@ -137,6 +155,8 @@ class Gathered:
 
     def end(self) -> Tensor:
         """All of it, in the dtype of a piece."""
+        if isinstance(self.how, Rows) and self.how.host:
+            settle(self.how.host)
         if isinstance(self.how, Rows) and len(self.parts) > 1:
             return torch.cat(self.parts, self.how.dim)
         return self.parts[0].to(self.dtype)
@@ -172,7 +192,9 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
         found: list[Tensor] = []
         keeps: Keeps = ()
         for group in groups:
-            its = [(i, c) for i, c in zip(used, cotangents, strict=True) if f.form.groups[i] == group]
+            its = [
+                (i, c) for i, c in zip(used, cotangents, strict=True) if f.form.groups[i] == group
+            ]
             grads, keeps = pull(f, p, given, wrt, *zip(*its, strict=True))
             used_by.update(i for i, x in zip(wrt, grads, strict=True) if x is not None)
             pairs = zip(wrt, grads, strict=True)
@@ -199,7 +221,7 @@ def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
     if not group:
         return x
     keep = keeps[group - 1]
-    keep = keep.reshape(*keep.shape, *[1] * (x.dim() - keep.dim()))  # vmaps lead
+    keep = keep.reshape([*keep.shape, *[1] * (x.dim() - keep.dim())])  # vmaps lead
     return torch.where(keep.to(x.device), x, 0.0)
 
 
@@ -239,7 +261,7 @@ def _pull_by_func(
     cotangents: Sequence[Tensor],
 ) -> tuple[list[Tensor | None], Keeps]:
     def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
-        outs, keeps = f.call(p, _filled(given, wrt, some))
+        outs, keeps = f.call(p, filled(given, wrt, some))
         return tuple(outs[i] for i in used), keeps
 
     _, pull, keeps = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
@@ -254,7 +276,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
         given, tangents = operands[:count], operands[count:]
 
         def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
-            outs, keeps = f.call(p, _filled(given, moved, some))
+            outs, keeps = f.call(p, filled(given, moved, some))
             return tuple(outs), keeps
 
         with forward_ad():  # which torch turns off in the rules of Functions
@@ -273,14 +295,16 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
     return Pieces(call, f.form._replace(operands=operands), f.sizes)
 
 
-def _filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -> list[Tensor]:
+def filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -> list[Tensor]:
     filled = list(given)
     for i, x in zip(at, some, strict=True):
         filled[i] = x
     return filled
 
 
-def mapped(f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None], info: Any) -> Pieces:
+def mapped(
+    f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None], info: Any
+) -> Pieces:
     """The function of operands that a vmap maps, along dim 0."""
     size = torch.empty(info.batch_size)  # vmap wants one operand that is mapped
 
@@ -353,15 +377,16 @@ class _Attach(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], f: Pieces, n: int, *tensors: Tensor) -> Any:  # pyright: ignore
-        first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, in_dims[2:], strict=True)]
-        dims = [None if d is None else 0 for d in in_dims[2:]]
+        dims = in_dims[2:]
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        dims = [None if d is None else 0 for d in dims]
         if any(f.form.groups):  # what is not mapped may count in one and not in another
+            expanded = [d is None and continuous(x) for x, d in zip(first, dims, strict=True)]
             size = info.batch_size
-            first[:n] = [
-                x.expand(size, *x.shape) if d is None and continuous(x) else x
-                for x, d in zip(first[:n], dims[:n], strict=True)
-            ]
-            dims[:n] = [0 if continuous(x) else d for x, d in zip(first[:n], dims[:n], strict=True)]
+            pairs = [*zip(first, expanded, strict=True)]
+            first = [x.expand(size, *x.shape) if more else x for x, more in pairs]
+            dims = [0 if more else d for d, more in zip(dims, expanded, strict=True)]
+            first[n:] = [x.contiguous() for x in first[n:]]  # forward AD writes beside them
         over = mapped(f, dims[:n], dims[n:], info)
         return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from ._accumulator import check_belongs, empty, updated
 from ._accumulator import merged as merge_states
 from ._batches import Batch, cut, need_rows, read_batch
-from ._buffers import begin, collect
-from ._call import attempt_key, caller, onwards, row_keys
+from ._buffers import begin
+from ._call import caller, onwards
 from ._donation import Spoiled, hand_over, mark
 from ._finish import finished
 from ._inputs import check_int, check_state, read_params, refuse_autocast_cache
@@ -26,8 +26,6 @@ from ._python_numbers import MOST
 from ._ranks import before_this_rank, of_all_ranks
 from ._replay import put_back
 from ._scan import Stacked, fold_scanned
-from ._staged import fold_staged, goes_by_stages
-from ._stages import Staged, refuse_stream, sees_all_at_once
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_train_state
 from ._tree import Tree, apart, check_same_structure, flatten, map, unflatten, zeros
@@ -52,9 +50,6 @@ def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[Tr
     with outside_inference_mode():
         if isinstance(cut, Stacked):
             folded, weighs_one = fold_scanned(window, cut), False
-        elif isinstance(cut, Cut) and goes_by_stages(plan.loss_fn, cut):
-            folded = _over_stages(plan, state, window, cut.rows or 0, plan.loss_fn)
-            weighs_one = sees_all_at_once(plan.loss_fn)
         else:
             folded, weighs_one = fold(window), cut.untouched
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
@@ -112,30 +107,8 @@ def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None
     )
 
 
-def _over_stages(plan: Plan, state: TrainState, window: Window, rows: int, loss: Staged) -> Folded:
-    """The same by stages: the buffers go to every microbatch, and are updated once."""
-    carried, samples = window.carried
-    attempt = attempt_key(plan, state)
-    keys = None if attempt is None else row_keys(attempt, samples, rows)
-    given = {} if plan.buffers is None else {"buffers": carried.values}
-    if plan.buffers is not None:
-        how = ("last", plan.aux_reduction) if plan.has_aux else "last"
-        window = window._replace(aux_reduction=how)
-    folded = fold_staged(window, loss, given, keys)
-    aux = folded.aux
-    if plan.buffers is not None and aux is not None:
-        new, aux = aux if plan.has_aux else (aux, ())
-        collected = collect("sequential", [], new, carried.values)
-        carried = carried if plan.buffers == "freeze" else collected
-    if plan.policy is not None:
-        aux = plan.policy.cast_to_output(aux)
-    after = carried, samples + rows
-    return folded._replace(carried=after, aux=aux)
-
-
 def begin_window(plan: Plan, state: TrainState) -> StepWindow:
     """An empty window, with buffers to go through it."""
-    refuse_stream(plan.loss_fn)
     leaves, _ = _read(plan, state)
     with outside_inference_mode():
         buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()

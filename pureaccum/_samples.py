@@ -29,7 +29,6 @@ from ._loss import counts, join_aux
 from ._passes import PASSES, Wrt, prepare
 from ._refused import explained
 from ._sharded import refuse_sharded
-from ._stages import refuse_stream
 from ._torch import transform_active
 from ._tree import Tree, flatten, global_norm, map, unflatten
 from ._writes import Given, guarding, known_of
@@ -71,7 +70,6 @@ Call = Callable[[list[Tensor], Tree], Any]  # a loss, of leaves and a sample
 
 def check_sampling(func: Any, how: Sampling) -> Sampling:
     """The same, or an error that says what is wrong with it."""
-    refuse_stream(func)
     if how.chunk_size is not None:
         how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
     check_choice(how.randomness, ("error", "different", "same"), "randomness")

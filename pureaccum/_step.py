@@ -31,7 +31,6 @@ from ._precision import Policy, check_precision, under
 from ._random import key
 from ._ranks import agreement_of, check_same
 from ._run import apply, begin_window, merge, rows_of_this_rank, update, whole, whole_of_ranks
-from ._stages import Staged, refuse_skip
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
 from ._tree import Tree, map
@@ -120,7 +119,7 @@ def make_step(
         loss_fn: ``loss_fn(params, batch)`` gives a scalar or ``Weighted``; with ``has_aux``,
             that and anything else. With ``buffers`` it also takes ``buffers=`` and returns
             ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``. With ``keys`` it also takes
-            ``keys=``, one key a row. Or a loss in stages: see ``staged``.
+            ``keys=``, one key a row.
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
         has_aux: Whether the loss returns ``(loss, aux)``.
@@ -200,9 +199,7 @@ def make_step(
     if policy is not None:
         check_precision(policy)
     if group is not None:
-        _check_shared(group, loss_fn, buffers)
-    if isinstance(loss_fn, Staged):
-        _check_staged(buffers, nonfinite, compile is not False, noise)
+        _check_shared(group, buffers)
     plan = Plan(
         under(policy, loss_fn),
         as_optimizer(optimizer),
@@ -240,13 +237,8 @@ def make_step(
     return Step(**shared, **streaming, whole=over_batch)
 
 
-def _check_shared(group: Any, loss_fn: Any, buffers: Threading | None) -> None:
+def _check_shared(group: Any, buffers: Threading | None) -> None:
     check_group(group)
-    if isinstance(loss_fn, Staged):
-        raise ValueError(
-            "group came with a staged loss, which couples all rows of a batch, and those of other "
-            "ranks are not here. Its batch has to be on one rank."
-        )
     if buffers == "sequential":
         raise ValueError(
             "buffers='sequential' came with group, but ranks work at the same time: expected "
@@ -261,28 +253,6 @@ def _in_size(plan: Plan, size: int, state: TrainState, batch: Tree) -> tuple[Tra
 def _looked_at(plan: Plan, state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
     check_train_state(plan, state)
     return batch, state.params
-
-
-def _check_staged(
-    buffers: Threading | None, nonfinite: Nonfinite, compiles: bool, noise: bool
-) -> None:
-    if noise:
-        raise ValueError(
-            "noise=True came with a staged loss, whose microbatches have no gradients of their own."
-        )
-    if buffers == "sequential":
-        raise ValueError(
-            "buffers='sequential' came with a staged loss, whose buffers do not go from one "
-            "microbatch to the next: expected 'pooled', one update from the whole batch, or "
-            "'freeze'."
-        )
-    if nonfinite == "skip":
-        refuse_skip()
-    if compiles:
-        raise ValueError(
-            "compile came with a staged loss, which goes through the batch more than once; compile "
-            "its stages instead: rowwise(torch.compile(f))."
-        )
 
 
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:

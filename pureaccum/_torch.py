@@ -63,11 +63,23 @@ def transform_level() -> int | None:
     return torch._C._functorch.maybe_current_level()  # pyright: ignore
 
 
+def differentiating() -> bool:
+    """Whether a transform around this differentiates, and does not only map."""
+    functorch = torch._C._functorch  # pyright: ignore
+    stack = functorch.get_interpreter_stack() or ()
+    return any(each.key() != functorch.TransformType.Vmap for each in stack)
+
+
 def transform_depth() -> int:
     """How many transforms are active, while the compiler traces them too (on 2.11 it cannot tell)."""
     if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
         return 1
     return torch._C._functorch.get_dynamic_layer_stack_depth()  # pyright: ignore
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a transform of torch.func wraps a tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 
 
 def innermost(x: Tensor) -> Tensor:
@@ -102,23 +114,48 @@ def levels(x: Tensor) -> set[int]:
     return found
 
 
+def wants_gradient(x: Tensor) -> bool:
+    """Whether a backward pass of any level will ask for a tensor's gradient."""
+    functorch = torch._C._functorch  # pyright: ignore
+    while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
 def followed(x: Tensor, level: int) -> tuple[bool, bool]:
     """Whether autograd or a transform up to a level follows a tensor: differentiates or maps it.
 
-    And whether a transform above that level wraps it.
+    And whether one above that level wraps it.
     """
-    functorch, wrapped = torch._C._functorch, False  # pyright: ignore
+    functorch, above = torch._C._functorch, False  # pyright: ignore
     while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.maybe_get_level(x) > level:
-            wrapped = True
-        elif functorch.is_batchedtensor(x) or _is_differentiated(x):
-            return True, wrapped
+        its = functorch.maybe_get_level(x)
+        if its > level:
+            above = True
+        elif functorch.is_batchedtensor(x) or _is_differentiated(x, its):
+            return True, above
         x = functorch.get_unwrapped(x)
-    return _is_differentiated(x), wrapped
+    return _is_differentiated(x, 0), above
 
 
-def _is_differentiated(x: Tensor) -> bool:
-    return x.requires_grad or torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+def _is_differentiated(x: Tensor, level: int) -> bool:
+    if x.requires_grad or not forward_ad_active():
+        return x.requires_grad
+    with down_to(level):  # seen from another one it has no tangent
+        return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+@contextmanager
+def down_to(level: int) -> Generator[None]:
+    """As if the transforms above a level were not there."""
+    functorch, above = torch._C._functorch, list[Any]()  # pyright: ignore
+    try:
+        while (transform_level() or 0) > level:
+            above.append(functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        for each in reversed(above):
+            functorch.push_dynamic_layer_stack(each)
 
 
 def sequence_number() -> int:

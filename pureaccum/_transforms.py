@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._auto import Size, automatic
 from ._aux import check_aux_reduction
-from ._batches import check_sizes
+from ._batches import check_sizes, cutting
 from ._engine import Nonfinite, Rule, check_rule
 from ._inputs import (
     check_argnums,
@@ -23,14 +23,16 @@ from ._inputs import (
     refuse_autocast_cache,
 )
 from ._loss import Reduction, Shape, agreed, counts, divisor, join_aux, mean_value, read
+from ._microbatch import Arguments, call
+from ._outputs import Counted, Whole
 from ._passes import Engine, advise, outside_inference_mode
+from ._replay import generators, restore
 from ._sharded import any_sharded, whole
-from ._staged import fold_staged, goes_by_stages, outs_staged
-from ._stages import Staged, check_arguments, refuse_skip
 from ._sums import added_to, divided
+from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._weights import weigh
-from ._window import Cut, Window, evaluate, fold, means, read_cut
+from ._window import Window, evaluate, fold, means, read_cut
 from ._writes import Given, guarding, known_of
 
 
@@ -97,8 +99,6 @@ def grad_and_value(
     check_disjoint(wrt, batches)
     check_aux_reduction(aux_reduction)
     size = None if microbatch_size is None else check_sizes(microbatch_size)
-    if isinstance(func, Staged) and nonfinite == "skip":
-        refuse_skip()
     known = known_of(func)
     torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
@@ -109,11 +109,9 @@ def grad_and_value(
             positions(batches, len(args), "batch_argnums"),
         )
         check_disjoint(at, cut_at)
-        if isinstance(func, Staged):
-            check_arguments(args, at, cut_at)
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
-        def call(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
+        def loss_of(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
             given = list(args)
             for replaced in (unflatten(spec, leaves), part):
                 for i, arg in replaced.items():
@@ -124,21 +122,15 @@ def grad_and_value(
         if torch_does and not any_sharded(leaves):
             given = Given("args", leaves, spec), Given("args", *flatten(batch))
             with guarding(known, *given) as guarded:
-                loss = guarded(lambda leaves: call(leaves, batch))
+                loss = guarded(lambda leaves: loss_of(leaves, batch))
                 grads, value, aux = _by_torch(loss, leaves, has_aux)
         else:
             if size is not None:
                 refuse_autocast_cache(leaves)
             parts = read_cut(batch, size, has_aux)
-            window = Window(call, leaves, spec, parts, rule, at_least, aux_reduction, known)
+            window = Window(loss_of, leaves, spec, parts, rule, at_least, aux_reduction, known)
             with outside_inference_mode():
-                if goes_by_stages(func, parts):
-                    folded = fold_staged(
-                        window._replace(spec=spec.child(0), batch=_alone(parts)), func, kwargs
-                    )
-                else:
-                    folded = fold(window)
-                grads, value, aux = means(folded, leaves, reduction)
+                grads, value, aux = means(fold(window), leaves, reduction)
         tree = unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
@@ -247,27 +239,29 @@ def value(  # noqa: D417
             return (loss, out[1]) if has_aux else loss
         batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
 
-        def call(part: Tree) -> Any:
-            return func(*(part.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        def given_to(part: Tree) -> list[Any]:
+            return [part.get(i, arg) for i, arg in enumerate(args)]
+
+        def judged(*args: Any, **kwargs: Any) -> Counted:
+            out = func(*args, **kwargs)
+            seen, _ = read(out, has_aux)
+            keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
+            return Counted(out, keep)
+
+        def one_of(part: Tree) -> Any:
+            if transform_active():  # of which nothing is kept
+                return call(judged, Arguments.of(given_to(part), kwargs), Whole(), None)
+            return func(*given_to(part), **kwargs)
 
         cut = read_cut(batch, size, has_aux)
         with guarding(known, given) as guarded:
-            one = guarded(call)
-            if goes_by_stages(func, cut):
-                check_arguments(args, (0,), tuple(batch))
-                leaves, spec = flatten(args[0])
-                outs = outs_staged(func, leaves, spec, _alone(cut), rule, kwargs)
-            else:
-                outs = ((one(part), rows, counts) for part, rows, counts in cut.parts())
-            result, aux = evaluate(outs, rule, aux_reduction)
+            one = guarded(one_of)
+            outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
+            with cutting(1 if cut.untouched else 2):
+                result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
 
     return wrapped
-
-
-def _alone(cut: Cut) -> Cut:
-    """The batch of a staged loss, without the number of its argument."""
-    return cut._replace(batch=cut.batch._replace(spec=cut.batch.spec.child(0)))
 
 
 def _by_torch(
@@ -286,11 +280,14 @@ def _by_torch(
         return seen.total * weighing.cotangent, (seen.total, seen.weight, weighing, seen.aux)
 
     try:
-        pulled = torch.func.grad_and_value(total, has_aux=True)(leaves)
+        pulled = _leanly(total, leaves)
+        if pulled is None:
+            grads, (_, beside) = torch.func.grad_and_value(total, has_aux=True)(leaves)
+            pulled = grads, beside
     except RuntimeError as error:
         advise(error)
         raise
-    grads, (_, (value, weight, weighing, aux)) = pulled
+    grads, (value, weight, weighing, aux) = pulled
     assert shape is not None
     if isinstance(weight, Tensor):
         by = divisor(weight)
@@ -298,6 +295,27 @@ def _by_torch(
             zero = torch.zeros((), dtype=accumulation_dtype(g.dtype), device=g.device)
             grads[i] = divided([added_to(zero, g, weighing)], by, own=False)[0].to(g.dtype)
     return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
+
+
+def _leanly(
+    total: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: list[Tensor]
+) -> tuple[list[Tensor], Any] | None:
+    """Gradients for which no graph is kept, and what is beside the total.
+
+    None where a graph is wanted: under a transform, or where autograd follows a leaf or something
+    captured.
+    """
+    if transform_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)):
+        return None
+    before = generators({x.device for x in leaves})
+    with outside_inference_mode(), torch.enable_grad():
+        own = [x.detach() for x in leaves]
+        out, pull, beside = torch.func.vjp(total, own, has_aux=True)  # pyright: ignore
+        if out.requires_grad and torch.is_grad_enabled():
+            restore(before)
+            return None
+        with torch.no_grad():
+            return pull(torch.ones_like(out), retain_graph=False)[0], beside
 
 
 def _mean(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._accumulator import AccumState, counted, empty, plain_sum
 from ._aux import AuxState, finish_aux, fold_aux
-from ._batches import Batch, cut, read_batch, rows_to_cut, sizes_of
+from ._batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of, sizes_of_batch
 from ._engine import Rule, add_microbatch, check_sharded
 from ._loss import Reduction, agreed, divisor, mean_value, read
 from ._passes import prepare
@@ -136,11 +136,8 @@ class Folded(NamedTuple):
 def read_cut(batch: Tree, size: int | list[int] | None, has_aux: bool, root: str = "args") -> Cut:
     """Check a batch that is to be cut into microbatches of ``size`` rows."""
     flat = read_batch(batch, root)
-    if isinstance(size, list) and sum(size) != rows_to_cut(flat, root):
-        raise ValueError(
-            f"microbatch_size={size} are {sum(size)} rows; the batch has {flat.rows}. Give the "
-            "rows of every microbatch of this batch, or one number for all batches."
-        )
+    if isinstance(size, list):
+        sizes_of_batch(rows_to_cut(flat, root), size)
     if size is not None and rows_to_cut(flat, root) == 0 and has_aux:
         raise ValueError(
             "the batch has no rows, so the loss is never called and there is no aux to return; "
@@ -233,7 +230,7 @@ def _fold_all(window: Window) -> Folded:
     wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=window.scale, straight=straight)
     seen: list[Microbatch] = []
     aux: AuxState | None = None
-    with guarding(window.known, *window.given()) as guarded:
+    with guarding(window.known, *window.given()) as guarded, cutting(1 if batch.untouched else 2):
         for i, (part, rows, counts) in enumerate(batch.parts()):
 
             def loss(leaves: list[Tensor], part: Tree = part, carried: Any = carried) -> Any:

@@ -65,10 +65,21 @@ def is_reducer(x: Any) -> bool:
     return isinstance(x, Reducer)
 
 
-def below(reduce: Tree, tree: Tree, name: str, what: str) -> tuple[optree.PyTreeSpec, list[Any]]:
-    """The structure of a prefix tree, and the part of a tree that each of its words is for."""
-    spec = optree.tree_flatten(reduce, is_reducer, namespace=NAMESPACE)[1]  # can be compiled
-    try:
-        return spec, spec.flatten_up_to(tree)
+def below(reduce: Tree, tree: Tree, name: str, what: str) -> list[Any]:
+    """The part of a tree that each word of a prefix tree is for."""
+    parts: list[Any] = []
+    try:  # by map, which torch's compiler takes where it takes no structure of a dict
+        _map(lambda _word, part: parts.append(part), reduce, tree)
     except ValueError as error:
         raise ValueError(f"{name}={reduce!r} is no prefix of {what}: {error}") from error
+    return parts
+
+
+def replaced(reduce: Tree, parts: list[Any]) -> Tree:
+    """A prefix tree with something in place of each word."""
+    rest = iter(parts)
+    return _map(lambda _word: next(rest), reduce)
+
+
+def _map(func: Callable[..., Any], reduce: Tree, *trees: Tree) -> Tree:
+    return optree.tree_map(func, reduce, *trees, is_leaf=is_reducer, namespace=NAMESPACE)

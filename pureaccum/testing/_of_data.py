@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._loss import Reduction
-from .._stages import Staged
 from .._tree import leaves, map
 from ._caller import Call, users_line
 from ._cuts import Parts
@@ -32,7 +31,7 @@ Noted = list[tuple[Call, Any]]
 
 def of_data(trial: Trial, outcomes: Iterable[Parts], seeds: Iterator[int]) -> list[Diagnosis]:
     """What it normalises with, if nothing else is wrong."""
-    if isinstance(trial.subject.loss_fn, Staged) or trial.subject.dtype is None:
+    if trial.subject.dtype is None:
         return []
     found = (_fits(trial.subject, names, then, outcomes, seeds) for names, then in TRIES)
     where = next((where for where in found if where), "")

@@ -18,7 +18,6 @@ from torch import Tensor
 from .._accumulator import AccumState, accumulator
 from .._batches import Batch
 from .._loss import Reduction
-from .._stages import Staged
 from .._tree import map, unflatten
 from .._writes import unguarded
 from ._cuts import Rows
@@ -76,10 +75,8 @@ class Subject(NamedTuple):
 
     def sums(self, rows: Rows, seed: int) -> AccumState:
         """What an accumulator holds after these rows."""
-        # A loss in stages sees these rows as a batch of their own. autograd runs what torch.func
-        # refuses, and batch norms that write to captured buffers.
-        loss_fn = self.loss_fn.__call__ if isinstance(self.loss_fn, Staged) else self.loss_fn
-        acc = accumulator(loss_fn, self.has_aux, reduction=self.reduction, engine="autograd")
+        # autograd runs what torch.func refuses, and batch norms that write to captured buffers
+        acc = accumulator(self.loss_fn, self.has_aux, reduction=self.reduction, engine="autograd")
         params, part = self.arguments(rows)
         with self.running(seed):
             out = acc.update(acc.init(params), params, part, donate=True)

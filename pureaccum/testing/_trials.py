@@ -21,8 +21,6 @@ from torch import Tensor
 
 from .._accumulator import AccumState, plain_sum
 from .._loss import Reduction, divisor, mean_value
-from .._stages import Staged
-from .._transforms import grad_and_value
 from .._tree import add, all_finite, leaves
 from ._cuts import Parts, Rows
 from ._kept import Kept
@@ -168,23 +166,7 @@ def _trial(subject: Subject, seeds: Iterator[int]) -> Trial:
 
 def accumulated(subject: Subject, parts: Parts, seeds: Iterator[int]) -> Result:
     """What our own accumulation makes of some parts of the batch."""
-    if not isinstance(subject.loss_fn, Staged):
-        return joined([subject.sums(rows, next(seeds)) for rows in parts], subject.reduction)
-    # A loss in stages is given all rows, and cuts them itself.
-    params, batch = subject.arguments(tuple(itertools.chain(*parts)))
-    both = grad_and_value(
-        subject.loss_fn,
-        has_aux=subject.has_aux,
-        microbatch_size=[len(part) for part in parts],
-        reduction=subject.reduction,
-        aux_reduction="last",
-        dtype=torch.float64,
-        engine="autograd",
-    )
-    with subject.running(next(seeds)):
-        grads, value = both(params, batch)
-    found = [value[0] if subject.has_aux else value, *leaves(grads)]
-    return Result(found, [norm(x) for x in found])
+    return joined([subject.sums(rows, next(seeds)) for rows in parts], subject.reduction)
 
 
 def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:

@@ -57,7 +57,10 @@ OTHER_FORMULA = {
 @every(20)
 @given(seed=seeds())
 def test_else_it_is_backward_bit_for_bit(op: Any, engine: Any, seed: int) -> None:
-    """torch.func records the backward pass, for which torch has another formula of these."""
+    """torch.func records the backward pass, for which torch has another formula of these.
+
+    So does it under a transform, where this is torch.func itself.
+    """
     w, x = torch.randn(2, 8, 8, generator=generator(seed)).unbind()
 
     def loss(w: Tensor, x: Tensor) -> Tensor:
@@ -68,7 +71,9 @@ def test_else_it_is_backward_bit_for_bit(op: Any, engine: Any, seed: int) -> Non
     ours = pa.grad(loss, microbatch_size=8, engine=engine)(w, x)
     assert leaf.grad is not None
     assert torch.equal(ours, leaf.grad)
-    assert torch.equal(pa.grad(loss)(w, x), torch.func.grad(loss)(w, x))
+    assert torch.equal(pa.grad(loss)(w, x), leaf.grad)
+    mapped = torch.func.vmap(torch.func.grad(loss))(w[None], x[None])
+    assert torch.equal(torch.func.vmap(pa.grad(loss))(w[None], x[None]), mapped)
 
 
 def two_params(a: Any, x: Tensor, b: Tensor, shared: Tensor) -> Tensor:

@@ -1,0 +1,107 @@
+"""The gradient of a total, taken while the total is computed.
+
+    total, gradients = sums over pieces of (f, its gradient)
+    in the backward pass: cotangent * gradients
+
+Where all that comes out is one number, its gradient costs no second forward pass. Gradients are an
+output like any other: their own derivatives are those of the rule. With a cotangent of 1, half
+precision would lose digits, and nothing less than float32 is taken early.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ._rule import Form, Outs, Pieces, filled, kept
+from ._sums import nothing_like
+from ._torch import transform_active
+
+
+class NotEarlyError(BaseException):
+    """More than one output has a gradient. Only who asks for an early one may catch it."""
+
+
+def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
+    """A function, and the gradients of its only output that has any: which, is known afterwards."""
+    total: list[int] = []
+
+    def only(outs: Sequence[Tensor]) -> int:
+        for i, x in enumerate(outs):
+            if x.requires_grad and i not in total:
+                total.append(i)
+        if len(total) > 1:
+            raise NotEarlyError
+        return total[0] if total else 0
+
+    def call(p: int, operands: Sequence[Tensor]) -> Outs:
+        outs, grads, keeps = (_by_func if transform_active() else _plainly)(
+            f, p, operands, wrt, only
+        )
+        group = f.form.groups[total[0]] if total else 0
+        whole = [
+            nothing_like(operands[i]) if g is None else kept(g, keeps, group)
+            for i, g in zip(wrt, grads, strict=True)
+        ]
+        return [*outs, *whole], keeps
+
+    group = 0 if not f.form.groups else max(f.form.groups)
+    form = Form(
+        operands=f.form.operands,
+        outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)),
+        groups=(*f.form.groups, *[group] * len(wrt)),
+    )
+    return Pieces(call, form, f.sizes), total
+
+
+def _by_func(f: Pieces, p: int, operands: Sequence[Tensor], wrt: Sequence[int], only: Any) -> Any:
+    def of(*some: Tensor) -> tuple[Tensor, Any]:
+        outs, keeps = f.call(p, filled(operands, wrt, some))
+        return outs[only(outs)], (outs, keeps)
+
+    total, pull, (outs, keeps) = torch.func.vjp(of, *(operands[i] for i in wrt), has_aux=True)  # pyright: ignore
+    return outs, pull(torch.ones_like(total), retain_graph=False), keeps
+
+
+def _plainly(f: Pieces, p: int, operands: Sequence[Tensor], wrt: Sequence[int], only: Any) -> Any:
+    record = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    with torch.enable_grad():
+        inputs = [x.view_as(x) if record else x.detach() for x in operands]
+        xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
+        outs, keeps = f.call(p, inputs)
+        total = outs[only(outs)]
+    if not total.requires_grad:
+        return outs, [None] * len(xs), keeps
+    grads = torch.autograd.grad(total, xs, create_graph=record, allow_unused=True)
+    return outs if record else [x.detach() for x in outs], grads, keeps
+
+
+def known_gradient(total: Tensor, grads: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
+    """A total as a function of operands, of which its gradients are known."""
+    return _Known.apply(len(grads), total, *grads, *operands)
+
+
+class _Known(Function):
+    """The first tensor, with (their number, it, gradients, operands)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(_n: int, total: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
+        return total.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.n = inputs[0]
+        ctx.save_for_backward(*inputs[2 : 2 + ctx.n])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # pyright: ignore
+        scaled = [cotangent.to(g.device, g.dtype) * g for g in ctx.saved_tensors]
+        return (None, None, *[None] * ctx.n, *scaled)
+
+    @staticmethod
+    def jvp(_ctx: Any, _n: Any, tangent: Tensor, *_: Any) -> Any:  # pyright: ignore
+        return tangent  # which the rule has computed from those of the operands
