@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._torch import transform_active
 from ._tree import accumulation_dtype
 
 
@@ -113,4 +114,7 @@ def normalise(
         shift = shift + bias
     if not weight is bias is None:
         scale, shift = scale.to(mean), shift.to(mean)
-    return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
+    if x.dtype == mean.dtype or not transform_active():
+        return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
+    wide = x.to(mean.dtype)  # torch.func has it of one dtype only
+    return F.batch_norm(wide, mean, var, scale, shift, training=False, eps=eps).to(x.dtype)

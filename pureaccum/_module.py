@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._microbatch import Keep
 from ._places import Places, full_name, own_tensor, places_of
 from ._shell import call
-from ._torch import BUFFERS, mapped_levels, tensor_hooks, transform_active
+from ._torch import BUFFERS, mapped_levels, tensor_hooks, transform_active, unnoticed
 from ._whole_batch import WholeBatch
 
 
@@ -45,7 +46,7 @@ class Functional(NamedTuple):
 
 
 def functional(
-    module: nn.Module, *, microbatch_size: int | Sequence[int] | None = None, keep: str = "device"
+    module: nn.Module, *, microbatch_size: int | Sequence[int] | None = None, keep: Keep = "device"
 ) -> Functional:
     """Make a pure function of a module; the module's own tensors and modes are never changed.
 
@@ -166,7 +167,8 @@ def _apply(
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
     if not torch.compiler.is_dynamo_compiling():
-        _check_gradients(names)
+        with unnoticed():  # the module's own, whatever is put in their place by who calls this
+            _check_gradients(names)
     tensors = dict(params)
     if frozen:
         tensors |= _frozen(names, frozen, tensors)

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from ._batch_norm import Moments, Scaling, Share, moments_of, scaling_of, share_of
 from ._batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
 from ._cut_graph import CutGraph, Level, Norm, cut
-from ._inputs import check_choice
-from ._microbatch import microbatch
+from ._microbatch import Keep, microbatch
 from ._places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
 from ._replay import generators, restore
 from ._shell import call
 from ._torch import BUFFERS, is_compiled_module, version
 from ._traced import couples, hook_tables, in_training, trace, written_to
-from ._tree import Tree, flatten, paths, unflatten
+from ._tree import Tree, flatten, map, paths, unflatten
 
 
 Tensors = dict[str, Tensor]
@@ -39,16 +39,20 @@ InParts = Callable[..., Callable[..., Any]]  # microbatch, with its size
 class WholeBatch:
     """Calls a module with a whole batch, microbatch by microbatch."""
 
-    def __init__(self, places: Places, size: Any, keep: str) -> None:
-        check_choice(keep, ("device", "host"), "keep")
-        self.places, self.size = places, check_sizes(size)
-        self.in_parts: InParts = partial(microbatch, microbatch_size=self.size)
+    def __init__(self, places: Places, size: Any, keep: Keep) -> None:
+        self.places, self.size, self.keep = places, check_sizes(size), keep
+        self.in_parts: InParts = partial(microbatch, microbatch_size=self.size, keep=keep)
         self.plain = self.in_parts(self._call)
         self.watched = self.in_parts(self._call_watched)
         # The attributes of all modules as they were, and how to call it with these and some
         # arguments: cut, or, with None, plainly.
         self.plans: tuple[Picture, dict[Any, _Network | None]] = Picture([], [], []), {}
         for path, part in zip(places.paths, places.modules, strict=True):
+            if isinstance(part, LazyModuleMixin):
+                raise ValueError(
+                    f"module.{path} is a {type(part).__name__}, which does not know its shape yet; "
+                    "call the module once, on one batch, before functional(module)."
+                )
             if is_compiled_module(part) and "BatchNorm" in getattr(part, "original_name", ""):
                 raise ValueError(
                     f"module.{path} is scripted, so that there is no cut at this BatchNorm; "
@@ -62,29 +66,37 @@ class WholeBatch:
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
         sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
         new = {name: tensors[name].clone() for name in buffers}
-        leaves, spec = flatten((args, kwargs))
+        out = self._out(tensors, new, (args, kwargs), sizes)
+        if self.keep == "host":  # what lies there is what is kept, and not what is returned
+            devices = (x.device for x in tensors.values() if x.device.type != "cpu")
+            if (device := next(devices, None)) is not None:
+                out = map(lambda x: x.to(device, non_blocking=True), out)
+        return out, new
+
+    def _out(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
+        """What the module returns; the running statistics among ``new`` have seen the batch."""
+        leaves, spec = flatten(arguments)
         given = [x for x in leaves if isinstance(x, Tensor)]
         plans = self._plans()
         key = spec, *(None if isinstance(x, Tensor) else (type(x), x) for x in leaves)
-        if key not in plans and not any(map(couples, self.places.modules)):
+        if key not in plans and not any(couples(part) for part in self.places.modules):
             before = generators({x.device for x in given})
             try:
-                out = self.watched(tensors, (args, kwargs))
+                out = self.watched(tensors, arguments)
                 plans[key] = None
-                return out, new
+                return out
             except CoupledError:
                 restore(before)
         if key not in plans:
             plans[key] = _network(self.places, leaves, spec, self.in_parts)
-        network = plans[key]
-        if network is None:
-            return self.plain(tensors, (args, kwargs)), new
+        if (network := plans[key]) is None:
+            return self.plain(tensors, arguments)
         if is_cut():
             raise RuntimeError(_CUT.format(network.norms[0].place))
         own = {name: own_tensor(self.places, name) for name in self.places.slots}
         out, moments = network(own | tensors, given, sizes)
         network.update(new, moments)
-        return out, new
+        return out
 
     def _plans(self) -> "dict[Any, _Network | None]":
         """Those for the modes and attributes that the module has now."""
@@ -93,7 +105,7 @@ class WholeBatch:
         look, plans = self.plans
         hooks = (table for it in plans.values() if it is not None for table in it.hooks)
         if not look.dicts or changed(look) or any(hooks):
-            self.plans = picture([*map(vars, self.places.modules)]), {}
+            self.plans = picture([vars(part) for part in self.places.modules]), {}
         return self.plans[1]
 
     def _call(self, tensors: Tensors, arguments: Any) -> Tree:
@@ -186,7 +198,7 @@ def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) ->
     if not graph.norms:
         return None
     names = {id(own_tensor(places, name)): name for name in places.slots}
-    apart = map(traced.root.get_submodule, traced.taken_apart)
+    apart = [traced.root.get_submodule(path) for path in traced.taken_apart]
     hooks = [table for part in apart for table in hook_tables(part).values()]
     return _Network(graph, names, hooks, in_parts)
 
@@ -208,11 +220,13 @@ class _Network:
             if x not in where:
                 raise ValueError(_no_rows(path, x, "any number of"))
             where[x] = path
-        self.parts = [_Part(level, names, where, in_parts) for level in graph.levels]
+        wanted = [level for level in graph.levels if level.gives or level.pools]
+        self.parts = [_Part(level, names, where, in_parts) for level in wanted]
         self.last_read = {name: part for part in self.parts for name in part.level.takes}
         self.buffers = {norm.name: _buffers_of(norm, names) for norm in self.norms}
         self.affine = {
-            norm.name: [names.get(id(x)) for x in norm.affine or (None, None)] for norm in self.norms
+            norm.name: [names.get(id(x)) for x in norm.affine or (None, None)]
+            for norm in self.norms
         }
 
     def __call__(
