@@ -18,7 +18,7 @@ from torch.autograd import Function
 from ._loss import Weighted, counts, divisor, mean_value, read
 from ._rule import Cut, Form, Outs, Rows, continuous, sum_dtype
 from ._tree import NAMESPACE, Tree, flatten, map, paths, unflatten
-from ._words import below, is_reducer, replaced
+from ._words import below, is_reducer, reducer_of, replaced
 
 
 class Taken(NamedTuple):
@@ -85,12 +85,12 @@ class Outputs:
         self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
     ) -> None:
         self.sizes, self.dim, self.reduce, self.host = sizes, dim, reduce, host
-        self.words: list[Any] = leaves_of_words(reduce)
         self.begin()
 
     def begin(self) -> None:
         """Forget what was taken."""
         self.form: Form | None = None
+        self.words: list[Any] = []
         self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
         self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
 
@@ -103,12 +103,18 @@ class Outputs:
 
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """One microbatch's tensors, and whether they count."""
-        parts = below(self.reduce, out, "reduce", "what func returned")
+        try:
+            pairs = below(self.reduce, out)
+        except ValueError as error:
+            raise ValueError(
+                f"reduce={self.reduce!r} is no prefix of what func returned: {error}"
+            ) from error
         taken = Taken([], [], [], [])
-        for n, (word, part) in enumerate(zip(self.words, parts, strict=True)):
+        self.words = [word for word, _ in pairs]
+        for n, (word, part) in enumerate(pairs):
             if is_reducer(word):
                 if not again:
-                    self._reduce(p, n, word, part)
+                    self._reduce(p, (n, 0), word, part)
                 continue
             values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
             if p == 0 and not again:
@@ -166,9 +172,7 @@ class Outputs:
             )
         elif word in ("max", "min"):
             if not again:
-                pick = torch.maximum if word == "max" else torch.minimum
-                before = self.states.get(at)
-                self.states[at] = x.detach() if before is None else pick(before, x.detach())
+                self._reduce(p, at, word, x)
             return
         elif word == "mean" and len(self.sizes) > 1:  # of one it is what it is, to the bit
             x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
@@ -178,13 +182,11 @@ class Outputs:
         taken.cuts.append(cut)
         taken.groups.append(0)
 
-    def _reduce(self, p: int, n: int, reducer: Any, part: Tree) -> None:
-        part = map(lambda x: torch.as_tensor(x).detach(), part)
-        if p == 0:
-            self.states[n, 0] = reducer.init(part)
+    def _reduce(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
+        reducer, part = reducer_of(word), map(lambda x: torch.as_tensor(x).detach(), part)
+        before = self.states[at] if p else reducer.init(part)
         weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
-        several = map(lambda x: x.unsqueeze(0), part)
-        self.states[n, 0] = reducer.update(self.states[n, 0], several, weight)
+        self.states[at] = reducer.update(before, map(lambda x: x.unsqueeze(0), part), weight)
 
     # At the end -----------------------------------------------------------------------------
 
@@ -235,11 +237,6 @@ class Outputs:
             "reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per microbatch) or "
             "'last', for all outputs or as a tree of words; or return Weighted(total, weight)."
         )
-
-
-def leaves_of_words(reduce: Tree) -> list[Any]:
-    """The words of a prefix tree."""
-    return optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
 
 
 def _is_weighted(x: Any) -> bool:
