@@ -288,6 +288,15 @@ def test_arguments_by_name_and_some_that_are_no_tensors(way):
         check(module, batch | more, [3, 4], way=way, call=by_name)
 
 
+def test_one_function_takes_flags_of_all_kinds_in_turn():
+    module = resnets.TwoInputs().double()
+    fn, side = pa.functional(module, microbatch_size=4), X[:, :2]
+    for more in ({}, {"twice": True}, {"skip": {"a": X, "b": [X]}}, {"twice": False}):
+        out, _ = fn.apply(fn.params, fn.buffers, X, side=side, **more)
+        want = deepcopy(module)(X, side=side, **more)
+        torch.testing.assert_close(out, want, rtol=PROMISED, atol=PROMISED)
+
+
 def test_several_outputs_from_all_levels():
     """The output has the module's own containers, and what it was given comes back as it is."""
     module = resnets.Several().double()
