@@ -37,6 +37,7 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         outs, grads, keeps = pulled(f, p, operands, wrt, only)
         group = f.form.groups[total[0]] if total else 0
+        pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
         whole = [
             nothing_like(operands[i]) if g is None else kept(g, keeps, group)
             for i, g in zip(wrt, grads, strict=True)
@@ -49,7 +50,8 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
         outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)),
         groups=(*f.form.groups, *[group] * len(wrt)),
     )
-    return Pieces(call, form, f.sizes), total
+    pieces = Pieces(call, form, f.sizes)
+    return pieces, total
 
 
 def known_gradient(total: Tensor, grads: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:

@@ -91,12 +91,14 @@ class Outputs:
         """Forget what was taken."""
         self.form: Form | None = None
         self.words: list[Any] = []
-        self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
+        self.likes: dict[
+            int, tuple[list[Any], Any]
+        ] = {}  # below each word, in the first microbatch
         self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
 
     def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
         """Whether numbers are all that comes out of several pieces, and none is half precision."""
-        likes = [like for its, _ in self.likes for like in its]
+        likes = [like for its, _ in self.likes.values() for like in its]
         dtypes = [x.total if isinstance(x, Weighted) else getattr(x, "dtype", None) for x in likes]
         wide = all(d is None or d.itemsize >= 4 for d in dtypes)
         return len(self.sizes) > 1 and wide and not self.states and all(x.dim() == 0 for x in outs)
@@ -118,7 +120,7 @@ class Outputs:
                 continue
             values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
             if p == 0 and not again:
-                self.likes.append(([_look(x) for x in values], spec))
+                self.likes[n] = [_look(x) for x in values], spec
             likes, before = self.likes[n]
             if not torch.compiler.is_dynamo_compiling() and spec != before:
                 raise ValueError(
@@ -193,13 +195,13 @@ class Outputs:
     def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
         """The tree for the whole batch; ``operands`` are what it is a function of."""
         parts: list[Any] = []
-        rest, likes = iter(outs), iter(self.likes)
+        rest = iter(outs)
         for n, word in enumerate(self.words):
             if is_reducer(word):
                 result = word.finalize(self.states[n, 0])
                 parts.append(map(lambda x: _without_gradient("a Reducer", x, operands), result))
             else:
-                its, spec = next(likes)
+                its, spec = self.likes[n]
                 done = [self._finish((n, i), like, rest, operands) for i, like in enumerate(its)]
                 parts.append(unflatten(spec, done))
         return replaced(self.reduce, parts)

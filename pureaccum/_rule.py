@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from ._batches import cutting
 from ._host import Fetched, put, room_for, settle
 from ._sums import nothing_like
-from ._torch import forward_ad, levels, transform_active
+from ._torch import forward_ad, forward_ad_active, levels, transform_active
 from ._tree import accumulation_dtype
 
 
@@ -272,7 +272,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
             return tuple(outs), keeps
 
         with forward_ad():  # which torch turns off in the rules of Functions
-            if transform_active():
+            if transform_active() or not forward_ad_active():  # that level may be over
                 primals = tuple(given[i] for i in moved)
                 _, found, keeps = torch.func.jvp(of, primals, tuple(tangents), has_aux=True)  # pyright: ignore
             else:  # a dual level of torch.autograd, and there is but one

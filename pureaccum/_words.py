@@ -133,6 +133,10 @@ def reducer_of(word: Any) -> Reducer:
 
 def check_reduce(reduce: Tree, name: str = "reduce") -> None:
     """Check the words of a prefix tree."""
+    if not words_of(reduce):
+        raise ValueError(
+            f"{name} is {reduce!r}, which holds no word; expected one, or a tree of them."
+        )
     for word in words_of(reduce):
         if not is_reducer(word) and (not isinstance(word, str) or word not in WORDS):
             expected = " or ".join(map(repr, WORDS))

@@ -78,6 +78,8 @@ _here = threading.local()
 
 def known_of(loss: Any) -> Known:
     """What is known of a loss, wherever it was called before."""
+    if torch.compiler.is_dynamo_compiling():
+        return Known()
     try:
         return _of_losses.setdefault(loss, Known())
     except TypeError:  # it has no hash, or takes no weak reference
