@@ -5,6 +5,7 @@ name                               what for                                check
 =================================  ======================================  ================
 ``torch._C._functorch``            is a functorch transform active?        2.11, 2.13, 2.15
 ``torch._C._functorch``            what its wrappers wrap, mapped or not   2.11, 2.13, 2.15
+``torch._C.DisableTorchFunction``  look at a tensor past all modes         2.13
 ``forward_ad._set_fwd_grad_...``   forward AD inside a Function's rules    2.11, 2.13, 2.15
 ``torch._foreach_add_``            one call for many small leaves          2.11, 2.13, 2.15
 ``Module._parameters, _buffers``   what a module holds during a call       2.11, 2.13, 2.15
@@ -171,6 +172,11 @@ def sequence_number() -> int:
 def recorded_at(x: Tensor) -> int:
     """The number of the operation that gave a tensor; of one that none gave, none."""
     return -1 if x.grad_fn is None else x.grad_fn._sequence_nr()  # pyright: ignore
+
+
+def unnoticed() -> AbstractContextManager[None]:
+    """Look at tensors without any torch function mode taking notice: who is asked is the tensor."""
+    return torch._C.DisableTorchFunction()  # pyright: ignore
 
 
 def forward_ad_active() -> bool:
