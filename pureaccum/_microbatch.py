@@ -25,7 +25,19 @@ from ._host import to_host
 from ._inputs import check_argnums, check_choice, positions
 from ._outputs import Outputs, Whole
 from ._replay import generators, restore
-from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, pieces_of, run
+from ._rule import (
+    WHOLE,
+    Cut,
+    FollowedError,
+    Form,
+    Outs,
+    Pieces,
+    Rows,
+    attach,
+    continuous,
+    pieces_of,
+    run,
+)
 from ._sharded import refuse_sharded
 from ._torch import (
     differentiating,
@@ -299,7 +311,7 @@ def _pieces(
         return [its[i] for i in found], keeps
 
     its = Form(
-        operands=(*cuts, *["whole"] * len(again.captured)),
+        operands=(*cuts, *(WHOLE for _ in again.captured)),
         outs=tuple(form.outs[i] for i in found),
         groups=tuple(form.groups[i] for i in found),
     )

@@ -36,6 +36,7 @@ class Rows(NamedTuple):
 
 
 Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
+WHOLE: Cut = "whole"
 
 
 class Form(NamedTuple):
@@ -206,7 +207,7 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
 
     form = Form(
         operands=(*f.form.operands, *(_of_cotangent(f.form.outs[i]) for i in used)),
-        outs=tuple(f.form.operands[i] for i in wrt) * len(groups),
+        outs=tuple(f.form.operands[i] for _ in groups for i in wrt),
         groups=tuple(group for group in groups for _ in wrt),
     )
     pieces = Pieces(call, form, f.sizes)
@@ -215,7 +216,7 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
 
 
 def _of_cotangent(how: Cut) -> Cut:
-    return "whole" if how == "last" else how
+    return WHOLE if how == "last" else how
 
 
 def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
@@ -309,7 +310,8 @@ def mapped(
             outs, keeps = f.call(p, operands)
             return tuple(outs), keeps
 
-        vmapped: Any = torch.func.vmap(of, (0, *dims), (tuple(out_dims), 0), info.randomness)
+        to: Any = tuple(out_dims), 0
+        vmapped: Any = torch.func.vmap(of, (0, *dims), to, info.randomness)
         outs, keeps = vmapped(size, *operands)
         return list(outs), keeps
 
