@@ -73,7 +73,7 @@ _WANTED = "pureaccum: saved-tensor hooks are wanted"
 def remembering(held: Held | None = None) -> Generator[Held]:
     """Remember what the modules called inside hold, and those below them, beside what is held."""
     held = {} if held is None else held
-    ambiguous: set[torch.nn.Module] = set()
+    ambiguous: set[tuple[torch.nn.Module, str]] = set()
     thread = threading.get_ident()
 
     def before(module: torch.nn.Module, _args: object) -> None:
@@ -87,8 +87,8 @@ def remembering(held: Held | None = None) -> Generator[Held]:
             owner, attributes, name = place
             now = attributes[name].copy()
             _, then = held.setdefault((owner, name), (place, now))
-            if name == "_parameters" and [*map(id, then.values())] != [*map(id, now.values())]:
-                ambiguous.add(owner)
+            if name == "_parameters":
+                ambiguous.update((owner, x) for x in then if then[x] is not now.get(x))
 
     watch = register_module_forward_pre_hook(before)
     try:
@@ -96,10 +96,14 @@ def remembering(held: Held | None = None) -> Generator[Held]:
     finally:
         watch.remove()
         for key, (place, then) in held.items():
-            if place[0] in ambiguous and place[2] == "_parameters":
+            if place[2] == "_parameters":
                 # No two the same: torch takes equal ones for tied.
-                refusing = {name: torch.empty(0).as_subclass(Ambiguous) for name in then}
-                held[key] = (place, refusing)
+                refusing = {
+                    name: torch.empty(0).as_subclass(Ambiguous)
+                    for name in then
+                    if (place[0], name) in ambiguous
+                }
+                held[key] = (place, then | refusing)
 
 
 @contextmanager
