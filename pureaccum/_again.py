@@ -17,13 +17,14 @@ import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ._casts import original
-from ._held import Held, holding, remembering
+from ._held import Held, Modes, holding, in_modes, remembering
 from ._replay import Drawn, noted, replaying
 from ._torch import (
     down_to,
@@ -34,6 +35,8 @@ from ._torch import (
     recorded_at,
     sequence_number,
     transform_level,
+    unseen,
+    version,
 )
 
 
@@ -54,6 +57,7 @@ class Again:
         self.drawn: list[list[Drawn]] = []  # of each piece
         self.met: list[set[int]] = []  # which of those captured each piece used
         self.held: Held = {}
+        self.modes: Modes = {}
         self.mode = _Finding()
 
     @property
@@ -71,8 +75,9 @@ class Again:
         """
         self.mode.note(made)
         self.mode.met, self.mode.instead = set(), captured
-        with noted(self.devices) as drawn, remembering(self.held), _active(self.mode):
+        with noted(self.devices) as drawn, remembering(self.held, self.modes), _active(self.mode):
             yield
+        self.mode.look()
         self.drawn.append(drawn)
         self.met.append(self.mode.met)
 
@@ -80,6 +85,9 @@ class Again:
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
         """Be again as a piece was, with some tensors in place of those captured."""
         giving = _Giving(self.mode, captured)
+        for at, then in self.mode.versions:
+            if (x := at()) is not None and version(x) != then:
+                raise RuntimeError(WRITTEN_TO.format(tuple(x.shape), x.dtype))
         with ExitStack() as stack:
             for kind, on, dtype in self.casts:
                 if on or torch.is_autocast_enabled(kind):
@@ -87,15 +95,21 @@ class Again:
                     # Where another region is around, leaving this one lets no cast go.
                     stack.callback(torch.clear_autocast_cache)
             stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
+            stack.enter_context(in_modes(self.modes))
             if self.drawn[p]:
                 stack.enter_context(replaying(self.drawn[p]))
-            if captured or self.mode.constants:
+            if captured or self.mode.level:
                 stack.enter_context(_active(giving))
             yield
         if not self.met[p] <= giving.met:
             raise RuntimeError(NOT_FOUND_AGAIN)
 
 
+WRITTEN_TO = (
+    "a microbatched function is to be run again for its derivative, and a tensor that it captures (of "
+    "shape {} and {}) has been written to in place since. Take the derivative first, or hand the function a "
+    "copy: an optimizer's step, or a running statistic, between a loss and its backward pass?"
+)
 NOT_FOUND_AGAIN = (
     "a microbatched function was run again for its derivative, and did not use again a captured "
     "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from Python's "
@@ -104,9 +118,9 @@ NOT_FOUND_AGAIN = (
 )
 
 
-def note_made(tensors: Iterable[Tensor]) -> None:
+def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
     """These were made inside of the functions that run now, by what they cannot see."""
-    mode: _Mode | None = getattr(_here, "mode", None)
+    mode = mode or getattr(_here, "mode", None)
     while mode is not None:
         mode.note(tensors)
         mode = mode.outer
@@ -144,17 +158,23 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args = tuple([self._each(x) for x in args])
-        if kwargs:
-            kwargs = {key: self._each(x) for key, x in kwargs.items()}
-        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(
+            out := func(*args), Tensor
+        ):
+            return out  # what a tensor looks like is no computation
+        with unseen():  # else the function around would take this for operations of its own
+            args = tuple([self._each(x) for x in args])
+            kwargs = {key: self._each(x) for key, x in (kwargs or {}).items()}
+        before, _here.mode = getattr(_here, "mode", None), self.outer
+        try:  # a backward pass may run functions inside, which this mode does not see
+            out = func(*args, **kwargs)
+        finally:
+            _here.mode = before
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
-        mode: _Mode | None = self
-        while mode is not None and mode.used:
-            mode.settle(bool(made))
-            mode = mode.outer
-        self.note(made)
+        with unseen():
+            self.settle(bool(made))
+            self.note(made)
         return out
 
     def settle(self, used: bool) -> None:
@@ -186,7 +206,8 @@ class _Finding(_Mode):
         self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
         self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
-        self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
+        self.others: dict[int, ReferenceType[Tensor]] = {}  # all that is captured, and not followed
+        self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of these
         self.memory: set[int | None] = set()  # of what was made inside
         self.foreign: set[int | None] = {None}
 
@@ -200,21 +221,24 @@ class _Finding(_Mode):
             if self.level and is_wrapped(own) and memory_of(x) in self.memory:
                 return own  # made inside, and handed out by a transform inside
             if not is_followed:
-                if is_wrapped(own):
-                    self.constants[id(x)] = x, innermost(own)
+                self.others[id(x)] = ref(x)  # pyright: ignore
                 return own
             if self.instead is not None or above or recorded_at(own) >= self.begun:
                 raise UnseenError  # inside of another transform, or made by what nobody sees
-            self.made.add(id(own))
-            at = self.places[id(x)] = len(self.found)
+            self.foreign.add(memory_of(own))
             with down_to(self.level):
                 whole = original(own)
                 self.found.append(Found(x, whole, whole.detach()))
-            self.made.remove(id(own))
-            self.foreign.add(memory_of(own))
+            note_made([self.found[-1].detached], self)
+            at = self.places[id(x)] = len(self.found) - 1
         self.used.add(at)
         instead = self.found[at].detached if self.instead is None else self.instead[at]
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
+
+    def look(self) -> None:
+        """A piece is done: what it captured is as it has to be when it runs again."""
+        there = [(at, x) for at in self.others.values() if (x := at()) is not None]
+        self.versions = [(at, version(x)) for at, x in there]
 
     def settle(self, used: bool) -> None:
         super().settle(used)
@@ -253,8 +277,9 @@ class _Giving(_Mode):
             self.used.add(at)
             instead = self.instead[at]
             return instead if instead.dtype == x.dtype else instead.to(x.dtype)
-        constant = self.found.constants.get(id(x))
-        return self.from_outside(x) if constant is None else constant[1]
+        other = self.found.others.get(id(x))
+        own = self.from_outside(x)
+        return innermost(own) if other is not None and other() is x else own
 
 
 def _differs(place: Any, then: dict[str, Any]) -> bool:

@@ -1,8 +1,7 @@
-"""What becomes of auxiliary outputs: one reduction a leaf, applied as the microbatches come.
+"""What becomes of auxiliary outputs, reduced as the microbatches come.
 
-``"concat"`` joins leaves with one row per sample; ``"sum"`` adds; ``"mean"`` weighs each
-microbatch as the loss does; ``"stack"`` keeps one entry a microbatch; ``"last"`` forgets all
-but the last. Only ``"concat"`` and ``"stack"`` keep what they saw.
+For each leaf a word, or for a subtree a ``Reducer``: see _words.py. ``"mean"`` weighs each microbatch
+as the loss does. Only ``"concat"`` and ``"stack"`` keep what they saw.
 """
 
 from typing import Any, NamedTuple
@@ -11,24 +10,21 @@ import optree
 import torch
 from torch import Tensor
 
-from ._inputs import check_choice
 from ._sharded import is_sharded, local
-from ._tree import Tree, accumulation_dtype, flatten, map, paths, unflatten
+from ._tree import Tree, flatten, map, paths, unflatten
 from ._tree import leaves as leaves_of
 from ._weights import Microbatch
-
-
-REDUCTIONS = ("concat", "sum", "mean", "stack", "last")
+from ._words import below, is_reducer, reducer_of, replaced
 
 
 class AuxState(NamedTuple):
-    """What has been reduced so far, leaf by leaf."""
+    """What has been reduced so far."""
 
-    spec: optree.PyTreeSpec
-    how: list[str]
-    parts: list[Any]
-    dtypes: list[torch.dtype | None]
-    share: Tensor
+    reduction: Tree
+    spec: optree.PyTreeSpec  # of the aux
+    states: list[Any]  # of each leaf, or of a Reducer
+    likes: list[Any]  # what the first of them were
+    specs: list[tuple[Any, Any]]  # each word, and the structure of what is below it
 
 
 class Stack(NamedTuple):
@@ -38,12 +34,6 @@ class Stack(NamedTuple):
     leaves: list[Any]
     share: Tensor  # of each in a mean
     finite: Tensor | None  # whether each is, where those that are not are left out
-
-
-def check_aux_reduction(reduction: Tree) -> None:
-    """Check the words of a prefix tree."""
-    for word in flatten(reduction)[0]:
-        check_choice(word, REDUCTIONS, "aux_reduction")
 
 
 def fold_aux(
@@ -71,98 +61,115 @@ def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
 
 def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree) -> AuxState:
     """The aux of several microbatches of as many rows each."""
-    spec = stack.spec
+    tree = unflatten(stack.spec, stack.leaves)
     if state is None:
-        how = _broadcast(reduction, unflatten(spec, stack.leaves))
-        dtypes = [x.dtype if isinstance(x, Tensor) else None for x in stack.leaves]
-        none = torch.zeros_like(stack.share[0])
-        state = AuxState(spec, how, [None] * len(stack.leaves), dtypes, none)
-    elif (
-        not torch.compiler.is_dynamo_compiling() and spec != state.spec
-    ):  # torch 2.11 cannot compile it
+        pairs = _below(reduction, tree)
+    elif torch.compiler.is_dynamo_compiling() or stack.spec == state.spec:  # 2.11 compiles no ==
+        pairs = below(reduction, tree)
+    else:
         raise ValueError(
-            f"the loss returned an aux of another structure than before: {spec} after "
+            f"the loss returned an aux of another structure than before: {stack.spec} after "
             f"{state.spec}; what is reduced over microbatches has one structure."
         )
-    parts = [
-        _reduced(part, leaf, how, stack, rows, i)
-        for i, (part, leaf, how) in enumerate(
-            zip(state.parts, stack.leaves, state.how, strict=True)
-        )
-    ]
-    return AuxState(spec, state.how, parts, state.dtypes, state.share + stack.share.sum())
+    states: list[Any] = []
+    likes: list[Any] = []
+    specs: list[Any] = []
+    names = iter(paths(stack.spec, "aux"))
+    for word, part in pairs:
+        leaves, spec = flatten(part)
+        specs.append((word, spec))
+        several = [map(lambda x: _numbers(x, stack.share), part)] if is_reducer(word) else leaves
+        for leaf in several:
+            before = None if state is None else state.states[len(states)]
+            like = leaf if state is None else state.likes[len(likes)]
+            name = "" if is_reducer(word) else next(names)
+            states.append(_reduced(before, leaf, like, word, stack, rows, name))
+            likes.append(like)
+        if is_reducer(word):
+            for _ in leaves:
+                next(names)
+    return AuxState(reduction, stack.spec, states, likes, specs)
 
 
 def finish_aux(state: AuxState) -> Tree:
     """The reduced aux."""
-    return unflatten(
-        state.spec,
-        [
-            _finished(part, how, dtype, state.share)
-            for part, how, dtype in zip(state.parts, state.how, state.dtypes, strict=True)
-        ],
-    )
+    done = iter(zip(state.states, state.likes, strict=True))
+    parts: list[Any] = []
+    for word, spec in state.specs:
+        if is_reducer(word):
+            parts.append(word.finalize(next(done)[0]))
+        else:
+            pairs = [next(done) for _ in range(spec.num_leaves)]
+            parts.append(unflatten(spec, [_finished(word, *pair) for pair in pairs]))
+    return replaced(state.reduction, parts)
 
 
-def _reduced(part: Any, leaf: Any, how: str, stack: Stack, rows: int, i: int) -> Any:
+def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int, name: str) -> Any:
+    reducer = reducer_of(how)
+    if is_reducer(how):
+        first = map(lambda x: x[0], leaf)
+        return reducer.update(reducer.init(first) if state is None else state, leaf, stack.share)
     if how != "concat" and is_sharded(leaf):
         leaf = leaf.full_tensor()
-    if how == "last":
-        return leaf[-1] if isinstance(leaf, Tensor) else leaf
+    if how == "last" and not isinstance(leaf, Tensor):
+        return leaf
     if how in ("concat", "stack"):
-        if not isinstance(leaf, Tensor) or (
-            how == "concat" and (leaf.dim() == 1 or leaf.shape[1] != rows)
-        ):
-            raise ValueError(_not_joined(leaf, how, rows, paths(stack.spec, "aux")[i]))
-        if part and how == "concat" and is_sharded(leaf):
-            raise ValueError(_not_in_order(paths(stack.spec, "aux")[i]))
-        entries = leaf.flatten(0, 1) if how == "concat" else leaf
-        if part and part[0].shape[1:] != entries.shape[1:]:
-            before = part[0] if how == "concat" else part[0][0]
-            raise ValueError(_not_alike(before, leaf[0], how, paths(stack.spec, "aux")[i]))
-        return [*(part or []), entries]
-    if not isinstance(leaf, (Tensor, int, float)):
+        rowless = how == "concat" and isinstance(leaf, Tensor) and leaf.shape[1:2] != (rows,)
+        if not isinstance(leaf, Tensor) or rowless:
+            raise ValueError(_not_joined(leaf, how, rows, name))
+        if state and how == "concat" and is_sharded(leaf):
+            raise ValueError(_not_in_order(name))
+    elif not isinstance(leaf, (Tensor, int, float)):
         raise TypeError(
-            f"{paths(stack.spec, 'aux')[i]} is a {type(leaf).__name__}, which has no {how}; name "
-            "'last' for it in aux_reduction."
+            f"{name} is a {type(leaf).__name__}, which has no {how}; name 'last' for it in "
+            "aux_reduction."
         )
-    terms = _widened(leaf, stack.share)
-    each = (-1, *[1] * (terms.dim() - 1))
-    if how == "mean":
-        share = stack.share.to(terms.device).view(each)
-        terms = torch.where(share != 0, terms * share, 0.0)
-    elif stack.finite is not None:
-        terms = torch.where(stack.finite.view(each), terms, torch.zeros_like(terms))
-    term = terms.sum(0)
-    if part is not None and part.shape != term.shape:
-        raise ValueError(_not_alike(part, term, how, paths(stack.spec, "aux")[i]))
-    return term if part is None else part + term
+    leaf = _numbers(leaf, stack.share)
+    at = 2 if how == "concat" else 1
+    if how != "last" and isinstance(like, Tensor) and like.shape[at:] != leaf.shape[at:]:
+        raise ValueError(_not_alike(like[0], leaf[0], how, name))
+    if stack.finite is not None and how in ("sum", "max", "min"):
+        leaf = torch.where(_along(stack.finite, leaf), leaf, _neutral(leaf, how))
+    return reducer.update(state, leaf, stack.share)
 
 
-def _widened(leaf: Tensor | float, like: Tensor) -> Tensor:
-    """A number for each microbatch, or tensors, in the dtype in which it is summed."""
-    if not isinstance(leaf, Tensor):
-        dtype = torch.float64 if isinstance(leaf, float) else None
-        return torch.full(like.shape, leaf, dtype=dtype, device=like.device)
-    if leaf.is_floating_point() or leaf.is_complex():
-        return leaf.to(accumulation_dtype(leaf.dtype))
-    return leaf.to(torch.int64)
+def _neutral(leaf: Tensor, how: str) -> Any:
+    """What changes nothing, in place of what is skipped."""
+    if how == "sum" or leaf.dtype == torch.bool:
+        return torch.zeros_like(leaf) if how != "min" else torch.ones_like(leaf)
+    least, most = (
+        (-torch.inf, torch.inf)
+        if leaf.is_floating_point()
+        else (torch.iinfo(leaf.dtype).min, torch.iinfo(leaf.dtype).max)
+    )
+    return torch.full_like(leaf, least if how == "max" else most)
 
 
-def _finished(part: Any, how: str, dtype: torch.dtype | None, share: Tensor) -> Any:
-    if how in ("concat", "stack"):
-        return torch.cat(part)
-    if how == "last":
-        return part
-    result = part / share.to(part.device) if how == "mean" else part
-    if dtype is not None and (dtype.is_floating_point or dtype.is_complex):
-        return result.to(dtype)
+def _along(each: Tensor, leaf: Tensor) -> Tensor:
+    return each.view(-1, *[1] * (leaf.dim() - 1))
+
+
+def _numbers(leaf: Any, like: Tensor) -> Any:
+    """A number for each microbatch."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    dtype = torch.float64 if isinstance(leaf, float) else torch.int64
+    return torch.full(like.shape, leaf, dtype=dtype, device=like.device)
+
+
+def _finished(how: str, state: Any, like: Any) -> Any:
+    if how == "last" and not isinstance(like, Tensor):
+        return state
+    result = reducer_of(how).finalize(state)
+    if how in ("sum", "mean") and isinstance(like, Tensor):
+        kind = like.dtype
+        return result.to(kind) if kind.is_floating_point or kind.is_complex else result
     return result
 
 
-def _broadcast(reduction: Tree, aux: Tree) -> list[str]:
-    try:  # optree.broadcast_prefix does the same, and cannot be compiled
-        return leaves_of(map(lambda word, below: [word] * len(leaves_of(below)), reduction, aux))
+def _below(reduction: Tree, aux: Tree) -> list[tuple[Any, Any]]:
+    try:
+        return below(reduction, aux)
     except ValueError as error:
         if not leaves_of(aux):
             raise ValueError(

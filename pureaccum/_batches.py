@@ -53,10 +53,10 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0) -> Batch:
                 rows = leaf.size(dim)  # a nested tensor may have no shape
             elif leaf.size(dim) != rows:
                 raise ValueError(_disagreement(leaves, spec, root, i, dim))
-        elif not isinstance(leaf, (bool, int, float, complex)):
+        elif not isinstance(leaf, (bool, int, float, complex, str)):
             raise TypeError(
                 f"{paths(spec, root)[i]} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a "
-                "batch holds tensors, Python scalars and None, in any pytree. Convert it (an "
+                "batch holds tensors, Python scalars, strings and None, in any pytree. Convert it (an "
                 "array: torch.as_tensor; a mapping that is no dict: dict(...)), or pass it in "
                 "another argument of the function."
             )

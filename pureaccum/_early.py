@@ -11,13 +11,11 @@ precision would lose digits, and nothing less than float32 is taken early.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._rule import Form, Outs, Pieces, filled, kept
+from ._rule import Form, Outs, Pieces, kept, pulled
 from ._sums import nothing_like
-from ._torch import transform_active
 
 
 class NotEarlyError(BaseException):
@@ -28,19 +26,18 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
     """A function, and the gradients of its only output that has any: which, is known afterwards."""
     total: list[int] = []
 
-    def only(outs: Sequence[Tensor]) -> int:
+    def only(outs: Sequence[Tensor]) -> Sequence[int]:
         for i, x in enumerate(outs):
             if x.requires_grad and i not in total:
                 total.append(i)
         if len(total) > 1:
             raise NotEarlyError
-        return total[0] if total else 0
+        return total[:1] or [0]
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
-        outs, grads, keeps = (_by_func if transform_active() else _plainly)(
-            f, p, operands, wrt, only
-        )
+        outs, grads, keeps = pulled(f, p, operands, wrt, only)
         group = f.form.groups[total[0]] if total else 0
+        pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
         whole = [
             nothing_like(operands[i]) if g is None else kept(g, keeps, group)
             for i, g in zip(wrt, grads, strict=True)
@@ -53,29 +50,8 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
         outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)),
         groups=(*f.form.groups, *[group] * len(wrt)),
     )
-    return Pieces(call, form, f.sizes), total
-
-
-def _by_func(f: Pieces, p: int, operands: Sequence[Tensor], wrt: Sequence[int], only: Any) -> Any:
-    def of(*some: Tensor) -> tuple[Tensor, Any]:
-        outs, keeps = f.call(p, filled(operands, wrt, some))
-        return outs[only(outs)], (outs, keeps)
-
-    total, pull, (outs, keeps) = torch.func.vjp(of, *(operands[i] for i in wrt), has_aux=True)  # pyright: ignore
-    return outs, pull(torch.ones_like(total), retain_graph=False), keeps
-
-
-def _plainly(f: Pieces, p: int, operands: Sequence[Tensor], wrt: Sequence[int], only: Any) -> Any:
-    record = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    with torch.enable_grad():
-        inputs = [x.view_as(x) if record else x.detach() for x in operands]
-        xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
-        outs, keeps = f.call(p, inputs)
-        total = outs[only(outs)]
-    if not total.requires_grad:
-        return outs, [None] * len(xs), keeps
-    grads = torch.autograd.grad(total, xs, create_graph=record, allow_unused=True)
-    return outs if record else [x.detach() for x in outs], grads, keeps
+    pieces = Pieces(call, form, f.sizes)
+    return pieces, total
 
 
 def known_gradient(total: Tensor, grads: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ ALONE = threading.RLock()
 
 # By module and name: a copy of what was there.
 Held = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
+Modes = dict[torch.nn.Module, bool]
 T = TypeVar("T")
 
 
@@ -70,8 +71,11 @@ _WANTED = "pureaccum: saved-tensor hooks are wanted"
 
 
 @contextmanager
-def remembering(held: Held | None = None) -> Generator[Held]:
-    """Remember what the modules called inside hold, and those below them, beside what is held."""
+def remembering(held: Held | None = None, modes: Modes | None = None) -> Generator[Held]:
+    """Remember what the modules called inside hold, and those below them, beside what is held.
+
+    And their modes.
+    """
     held = {} if held is None else held
     ambiguous: set[tuple[torch.nn.Module, str]] = set()
     thread = threading.get_ident()
@@ -83,6 +87,8 @@ def remembering(held: Held | None = None) -> Generator[Held]:
             or module in origins
         ):
             return
+        if modes is not None:
+            modes.setdefault(module, module.training)
         for place in tensor_places(module):
             owner, attributes, name = place
             now = attributes[name].copy()
@@ -104,6 +110,20 @@ def remembering(held: Held | None = None) -> Generator[Held]:
                     if (place[0], name) in ambiguous
                 }
                 held[key] = (place, then | refusing)
+
+
+@contextmanager
+def in_modes(modes: Modes) -> Generator[None]:
+    """Let modules be in training as they were when they were called."""
+    others = {module: then for module, then in modes.items() if module.training != then}
+    with ALONE if others else nullcontext():
+        try:
+            for module, then in others.items():
+                module.training = then
+            yield
+        finally:
+            for module, then in others.items():
+                module.training = not then
 
 
 @contextmanager

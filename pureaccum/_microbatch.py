@@ -352,6 +352,8 @@ def _early(
     attached = attach(pieces, operands, computed)
     outs, grads = attached[: len(outs)], attached[len(outs) :]
     if total:
-        outs[total[0]] = known_gradient(outs[total[0]], grads, [operands[i] for i in wrt])
+        pairs = zip(wrt, grads, strict=True)
+        its, grads = zip(*[(operands[i], g) for i, g in pairs if i in pieces.reached], strict=True)
+        outs[total[0]] = known_gradient(outs[total[0]], grads, its)
     note_made(outs)
     return outs

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from ._loss import Weighted, counts, divisor, mean_value, read
 from ._rule import Cut, Form, Outs, Rows, continuous, sum_dtype
 from ._tree import NAMESPACE, Tree, flatten, map, paths, unflatten
-from ._words import below, is_reducer, replaced
+from ._words import below, is_reducer, reducer_of, replaced
 
 
 class Taken(NamedTuple):
@@ -85,34 +85,42 @@ class Outputs:
         self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
     ) -> None:
         self.sizes, self.dim, self.reduce, self.host = sizes, dim, reduce, host
-        self.words: list[Any] = leaves_of_words(reduce)
         self.begin()
 
     def begin(self) -> None:
         """Forget what was taken."""
         self.form: Form | None = None
-        self.likes: list[tuple[list[Any], Any]] = []  # below each word, in the first microbatch
+        self.words: list[Any] = []
+        self.likes: dict[
+            int, tuple[list[Any], Any]
+        ] = {}  # below each word, in the first microbatch
         self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
 
     def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
         """Whether numbers are all that comes out of several pieces, and none is half precision."""
-        likes = [like for its, _ in self.likes for like in its]
+        likes = [like for its, _ in self.likes.values() for like in its]
         dtypes = [x.total if isinstance(x, Weighted) else getattr(x, "dtype", None) for x in likes]
         wide = all(d is None or d.itemsize >= 4 for d in dtypes)
         return len(self.sizes) > 1 and wide and not self.states and all(x.dim() == 0 for x in outs)
 
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """One microbatch's tensors, and whether they count."""
-        parts = below(self.reduce, out, "reduce", "what func returned")
+        try:
+            pairs = below(self.reduce, out)
+        except ValueError as error:
+            raise ValueError(
+                f"reduce={self.reduce!r} is no prefix of what func returned: {error}"
+            ) from error
         taken = Taken([], [], [], [])
-        for n, (word, part) in enumerate(zip(self.words, parts, strict=True)):
+        self.words = [word for word, _ in pairs]
+        for n, (word, part) in enumerate(pairs):
             if is_reducer(word):
                 if not again:
-                    self._reduce(p, n, word, part)
+                    self._reduce(p, (n, 0), word, part)
                 continue
             values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
             if p == 0 and not again:
-                self.likes.append(([_look(x) for x in values], spec))
+                self.likes[n] = [_look(x) for x in values], spec
             likes, before = self.likes[n]
             if not torch.compiler.is_dynamo_compiling() and spec != before:
                 raise ValueError(
@@ -166,9 +174,7 @@ class Outputs:
             )
         elif word in ("max", "min"):
             if not again:
-                pick = torch.maximum if word == "max" else torch.minimum
-                before = self.states.get(at)
-                self.states[at] = x.detach() if before is None else pick(before, x.detach())
+                self._reduce(p, at, word, x)
             return
         elif word == "mean" and len(self.sizes) > 1:  # of one it is what it is, to the bit
             x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
@@ -178,26 +184,24 @@ class Outputs:
         taken.cuts.append(cut)
         taken.groups.append(0)
 
-    def _reduce(self, p: int, n: int, reducer: Any, part: Tree) -> None:
-        part = map(lambda x: torch.as_tensor(x).detach(), part)
-        if p == 0:
-            self.states[n, 0] = reducer.init(part)
+    def _reduce(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
+        reducer, part = reducer_of(word), map(lambda x: torch.as_tensor(x).detach(), part)
+        before = self.states[at] if p else reducer.init(part)
         weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
-        several = map(lambda x: x.unsqueeze(0), part)
-        self.states[n, 0] = reducer.update(self.states[n, 0], several, weight)
+        self.states[at] = reducer.update(before, map(lambda x: x.unsqueeze(0), part), weight)
 
     # At the end -----------------------------------------------------------------------------
 
     def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
         """The tree for the whole batch; ``operands`` are what it is a function of."""
         parts: list[Any] = []
-        rest, likes = iter(outs), iter(self.likes)
+        rest = iter(outs)
         for n, word in enumerate(self.words):
             if is_reducer(word):
                 result = word.finalize(self.states[n, 0])
                 parts.append(map(lambda x: _without_gradient("a Reducer", x, operands), result))
             else:
-                its, spec = next(likes)
+                its, spec = self.likes[n]
                 done = [self._finish((n, i), like, rest, operands) for i, like in enumerate(its)]
                 parts.append(unflatten(spec, done))
         return replaced(self.reduce, parts)
@@ -235,11 +239,6 @@ class Outputs:
             "reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per microbatch) or "
             "'last', for all outputs or as a tree of words; or return Weighted(total, weight)."
         )
-
-
-def leaves_of_words(reduce: Tree) -> list[Any]:
-    """The words of a prefix tree."""
-    return optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
 
 
 def _is_weighted(x: Any) -> bool:

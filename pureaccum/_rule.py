@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from ._batches import cutting
 from ._host import Fetched, put, room_for, settle
 from ._sums import nothing_like
-from ._torch import forward_ad, levels, transform_active
+from ._torch import forward_ad, forward_ad_active, levels, transform_active
 from ._tree import accumulation_dtype
 
 
@@ -184,7 +184,6 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
     """
     count = len(f.form.operands)
     groups = sorted({f.form.groups[i] for i in used})
-    pull = _pull_by_func if transform_active() else _pull
     used_by: set[int] = set()
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
@@ -192,10 +191,9 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
         found: list[Tensor] = []
         keeps: Keeps = ()
         for group in groups:
-            its = [
-                (i, c) for i, c in zip(used, cotangents, strict=True) if f.form.groups[i] == group
-            ]
-            grads, keeps = pull(f, p, given, wrt, *zip(*its, strict=True))
+            its = [n for n, i in enumerate(used) if f.form.groups[i] == group]
+            tops, cs = [used[n] for n in its], [cotangents[n] for n in its]
+            _, grads, keeps = pulled(f, p, given, wrt, lambda _outs, tops=tops: tops, cs)
             used_by.update(i for i, x in zip(wrt, grads, strict=True) if x is not None)
             pairs = zip(wrt, grads, strict=True)
             whole = [nothing_like(given[i]) if x is None else x for i, x in pairs]
@@ -225,47 +223,41 @@ def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
     return torch.where(keep.to(x.device), x, 0.0)
 
 
-def _pull(
+def pulled(
     f: Pieces,
     p: int,
     given: Sequence[Tensor],
     wrt: Sequence[int],
-    used: Sequence[int],
-    cotangents: Sequence[Tensor],
-) -> tuple[list[Tensor | None], Keeps]:
-    """By plain autograd: the formulas, hence the bits, of ``.backward()``."""
-    record = torch.is_grad_enabled()
+    used: Callable[[Sequence[Tensor]], Sequence[int]],
+    cotangents: Sequence[Tensor] = (),
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Keeps]:
+    """What a piece gives, and the gradients of some operands; by default for a cotangent of 1.
+
+    Outside of transforms by plain autograd: the formulas, hence the bits, of ``.backward()``.
+    """
+    if transform_active():
+
+        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+            outs, keeps = f.call(p, filled(given, wrt, some))
+            return tuple(outs[i] for i in used(outs)), (outs, keeps)
+
+        tops, pull, (outs, keeps) = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
+        ones = cotangents or map(torch.ones_like, tops)
+        return outs, pull(tuple(ones), retain_graph=False), keeps
+    record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
         inputs = [x.view_as(x) if record else x.detach() for x in given]
-        onward = any(x.requires_grad for x in (*inputs, *cotangents))
-        for i in wrt:
-            if not inputs[i].requires_grad:
-                inputs[i].requires_grad_()
+        xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
         outs, keeps = f.call(p, inputs)
-    pairs = [(outs[i], x) for i, x in zip(used, cotangents, strict=True) if outs[i].requires_grad]
-    xs = [inputs[i] for i in wrt]
+        tops = [outs[i] for i in used(outs)]
+    pairs = zip(tops, cotangents or map(torch.ones_like, tops), strict=True)
+    pairs = [(x, c) for x, c in pairs if x.requires_grad]
+    outs = outs if record else [x.detach() for x in outs]
     if not pairs:
-        return [None] * len(xs), keeps
-    tops, reached = zip(*pairs, strict=True)
-    again = record and onward
-    grads = torch.autograd.grad(tops, xs, reached, create_graph=again, allow_unused=True)
-    return list(grads), keeps
-
-
-def _pull_by_func(
-    f: Pieces,
-    p: int,
-    given: Sequence[Tensor],
-    wrt: Sequence[int],
-    used: Sequence[int],
-    cotangents: Sequence[Tensor],
-) -> tuple[list[Tensor | None], Keeps]:
-    def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
-        outs, keeps = f.call(p, filled(given, wrt, some))
-        return tuple(outs[i] for i in used), keeps
-
-    _, pull, keeps = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
-    return list(pull(tuple(cotangents), retain_graph=False)), keeps
+        return outs, [None] * len(xs), keeps
+    tops, given = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(tops, xs, given, create_graph=record, allow_unused=True)
+    return outs, grads, keeps
 
 
 def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
@@ -280,7 +272,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
             return tuple(outs), keeps
 
         with forward_ad():  # which torch turns off in the rules of Functions
-            if transform_active():
+            if transform_active() or not forward_ad_active():  # that level may be over
                 primals = tuple(given[i] for i in moved)
                 _, found, keeps = torch.func.jvp(of, primals, tuple(tangents), has_aux=True)  # pyright: ignore
             else:  # a dual level of torch.autograd, and there is but one

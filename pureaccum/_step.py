@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ._auto import by_memory, check_auto, is_auto
-from ._aux import check_aux_reduction
 from ._batches import check_size
 from ._buffers import Threading, check_policy
 from ._buffers import begin as begin_buffers
@@ -34,6 +33,7 @@ from ._run import apply, begin_window, merge, rows_of_this_rank, update, whole, 
 from ._torch import transform_active
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
 from ._tree import Tree, map
+from ._words import check_reduce
 from ._writes import known_of
 from .distributed import check_group
 
@@ -181,7 +181,7 @@ def make_step(
         which it is made; `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
     rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine, noise))
-    check_aux_reduction(aux_reduction)
+    check_reduce(aux_reduction, "aux_reduction")
     check_policy(buffers)
     given = {"donate": donate, "compile": compile, "noise": noise}
     check_auto(microbatch_size, memory_budget, given)

@@ -158,6 +158,11 @@ def down_to(level: int) -> Generator[None]:
             functorch.push_dynamic_layer_stack(each)
 
 
+def unseen() -> AbstractContextManager[None]:
+    """What is done inside is seen by no mode of torch functions."""
+    return torch._C.DisableTorchFunction()  # pyright: ignore
+
+
 def sequence_number() -> int:
     """The number of the next operation that autograd records in this thread."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore
@@ -212,7 +217,7 @@ def tensor_places(root: torch.nn.Module) -> list[Place]:
     below: list[torch.nn.Module | None] = [root]
     while below:
         module = below.pop()
-        if module is None or module in seen:
+        if module is None or module in seen or is_compiled_module(module):
             continue
         seen.add(module)
         attributes = vars(module)

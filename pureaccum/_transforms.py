@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ._auto import Size, automatic
-from ._aux import check_aux_reduction
 from ._batches import check_sizes, cutting
 from ._engine import Nonfinite, Rule, check_rule
 from ._inputs import (
@@ -33,6 +32,7 @@ from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._weights import weigh
 from ._window import Window, evaluate, fold, means, read_cut
+from ._words import check_reduce
 from ._writes import Given, guarding, known_of
 
 
@@ -97,7 +97,7 @@ def grad_and_value(
     at_least = check_dtype(dtype)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
-    check_aux_reduction(aux_reduction)
+    check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = known_of(func)
     torch_does = size is None and nonfinite == "propagate" and engine == "func"
@@ -223,7 +223,7 @@ def value(  # noqa: D417
     """
     rule = check_rule(Rule(has_aux, reduction, "propagate", "func"))
     batches = check_argnums(batch_argnums, "batch_argnums")
-    check_aux_reduction(aux_reduction)
+    check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = known_of(func)
 

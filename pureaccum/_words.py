@@ -1,14 +1,18 @@
-"""How outputs are reduced over microbatches: a word for each leaf, or a reducer of a user's own."""
+"""How outputs are reduced over microbatches: a word for each leaf, or a reducer of a user's own.
+
+The same words and reducers serve what a microbatched function returns, the aux of a loss, and the
+gradients of single samples.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
+import torch
+from torch import Tensor
 
-from ._tree import NAMESPACE, Tree
-
-
-WORDS = ("concat", "sum", "mean", "max", "min", "stack", "last")
+from ._tree import NAMESPACE, Tree, accumulation_dtype
 
 
 class Reducer(NamedTuple):
@@ -52,10 +56,89 @@ class Reducer(NamedTuple):
     finalize: Callable[[Any], Any]
 
 
+# What the words mean; nothing is the state of none.
+
+
+def _wide(values: Tensor) -> Tensor:
+    if values.is_floating_point() or values.is_complex():
+        return values.to(accumulation_dtype(values.dtype))
+    return values.to(torch.int64)
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else a + b
+
+
+def _add(state: Any, values: Tensor, _: Tensor) -> Tensor:
+    return _plus(state, _wide(values).sum(0))
+
+
+def _weigh(state: Any, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    total, weight = state or (None, None)
+    terms = _wide(values)
+    each = weights.to(terms.device).view(-1, *[1] * (terms.dim() - 1))
+    terms = torch.where(each != 0, terms * each, 0.0)
+    return _plus(total, terms.sum(0)), _plus(weight, weights.sum())
+
+
+def _merge_weighed(a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else (a[0] + b[0], a[1] + b[1])
+
+
+def _divide(state: tuple[Tensor, Tensor]) -> Tensor:
+    total, weight = state
+    return total / weight.to(total.device)
+
+
+def _pick(which: Callable[..., Tensor], along: Callable[..., Tensor], *states: Any) -> Any:
+    state, values = states[0], along(states[1], 0)
+    return values if state is None else which(state, values)
+
+
+def _merge_picked(which: Callable[..., Tensor], a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else which(a, b)
+
+
+def _keep(state: Any, values: Any, _: Tensor) -> Any:
+    return [*(state or []), values]
+
+
+def _nothing(_: Tree) -> None:
+    return None
+
+
+def _itself(state: Any) -> Any:
+    return state
+
+
+def _of_pick(which: Callable[..., Tensor], along: Callable[..., Tensor]) -> Reducer:
+    return Reducer(_nothing, partial(_pick, which, along), partial(_merge_picked, which), _itself)
+
+
+WORDS: dict[str, Reducer] = {
+    "concat": Reducer(_nothing, lambda s, x, _: _keep(s, x.flatten(0, 1), _), _plus, torch.cat),
+    "sum": Reducer(_nothing, _add, _plus, _itself),
+    "mean": Reducer(_nothing, _weigh, _merge_weighed, _divide),
+    "max": _of_pick(torch.maximum, torch.amax),
+    "min": _of_pick(torch.minimum, torch.amin),
+    "stack": Reducer(_nothing, _keep, _plus, torch.cat),
+    "last": Reducer(_nothing, lambda _s, x, _w: x[-1], lambda _, b: b, _itself),
+}
+
+
+def reducer_of(word: Any) -> Reducer:
+    """What a word means, or the reducer itself."""
+    return word if is_reducer(word) else WORDS[word]
+
+
 def check_reduce(reduce: Tree, name: str = "reduce") -> None:
     """Check the words of a prefix tree."""
-    for word in optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE):
-        if not is_reducer(word) and word not in WORDS:
+    if not words_of(reduce):
+        raise ValueError(
+            f"{name} is {reduce!r}, which holds no word; expected one, or a tree of them."
+        )
+    for word in words_of(reduce):
+        if not is_reducer(word) and (not isinstance(word, str) or word not in WORDS):
             expected = " or ".join(map(repr, WORDS))
             raise ValueError(f"{name} is {word!r}; expected {expected}, or a Reducer.")
 
@@ -65,14 +148,19 @@ def is_reducer(x: Any) -> bool:
     return isinstance(x, Reducer)
 
 
-def below(reduce: Tree, tree: Tree, name: str, what: str) -> list[Any]:
-    """The part of a tree that each word of a prefix tree is for."""
-    parts: list[Any] = []
-    try:  # by map, which torch's compiler takes where it takes no structure of a dict
-        _map(lambda _word, part: parts.append(part), reduce, tree)
-    except ValueError as error:
-        raise ValueError(f"{name}={reduce!r} is no prefix of {what}: {error}") from error
-    return parts
+def words_of(reduce: Tree) -> list[Any]:
+    """The words of a prefix tree, and the reducers among them."""
+    return optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
+
+
+def below(reduce: Tree, tree: Tree) -> list[tuple[Any, Any]]:
+    """Each word of a prefix tree, and the part of a tree that it is for; ValueError if it is none.
+
+    By map: torch's compiler takes no structure of a dict, and sorts its keys in no other way.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    _map(lambda word, part: pairs.append((word, part)), reduce, tree)
+    return pairs
 
 
 def replaced(reduce: Tree, parts: list[Any]) -> Tree:

@@ -27,13 +27,12 @@ def stepped(**knobs: Any) -> Any:
     return step(step.init(W), X)
 
 
-STAGED = pa.staged([pa.rowwise(lambda w, x: w * x), pa.full(lambda w, x: x.sum())])
 SIZES: dict[str, Callable[[int], Any]] = {
     "grad": lambda n: pa.grad(loss, microbatch_size=n)(W, X),
     "autograd": lambda n: pa.grad(loss, microbatch_size=n, engine="autograd")(W, X),
     "skip": lambda n: pa.grad_and_value(loss, microbatch_size=n, nonfinite="skip")(W, X),
     "value": lambda n: pa.value(loss, microbatch_size=n)(W, X),
-    "stages": lambda n: pa.grad(STAGED, microbatch_size=n)(W, X),
+    "microbatch": lambda n: pa.microbatch(torch.mul, microbatch_size=n)(W, X),
     "twice": lambda n: torch.func.jacrev(pa.grad(loss, microbatch_size=n))(W, X),
     "step": lambda n: stepped(microbatch_size=n),
     "compiled": lambda n: stepped(microbatch_size=n, compile={"backend": "eager"}),

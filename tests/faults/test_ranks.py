@@ -61,8 +61,6 @@ def test_what_is_refused(rank, world):
         )
     with pytest.raises(ValueError, match="buffers='sequential' came with group"):
         pa.make_step(loss, pa.sgd(), group=everyone, buffers="sequential")
-    with pytest.raises(ValueError, match="group came with a staged loss"):
-        pa.make_step(pa.staged([pa.rowwise(loss)]), pa.sgd(), group=everyone)
 
     step = pa.make_step(lambda w, x, keys: loss(w, x), pa.sgd(), keys=True, group=everyone)
     begun = step.init(torch.ones(2))

@@ -432,27 +432,27 @@ def test_a_report_is_a_readable_table():
     assert str(report_of(squares)).startswith("fits: every leaf is the full batch's (a mean over")
 
 
-# Losses in stages -------------------------------------------------------------------------
+# Cuts inside of a loss --------------------------------------------------------------------
 
 
-def in_stages(of_row):
-    """A batch norm over the whole batch, if ``of_row`` looks at one row at a time."""
-    return pa.staged([
-        pa.rowwise(lambda w, x: of_row(x * w)),
-        *pa.batch_norm("moments"),
-        pa.rowwise(lambda w, x: ((x - 1) ** 2 * w).mean()),
-    ])  # fmt: skip
+def sums(w, x):
+    """Undivided, so that a cut around this cut is right."""
+    return pa.Weighted(
+        *pa.microbatch(
+            lambda w, x: ((x * w).square().sum(), x.numel()), microbatch_size=3, reduce="sum"
+        )(w, x)
+    )
+
+
+def contrast(w, x):
+    """Of all rows: for the full batch alone."""
+    z = pa.microbatch(lambda w, x: x * w, microbatch_size=3)(w, x)
+    return (z.unsqueeze(0) - z.unsqueeze(1)).square().mean().tanh()
 
 
 @pytest.mark.parametrize("splits", [3, [[3, 5], [1, 1, 6]]])
-def test_a_staged_loss_fits_though_its_rows_are_coupled(splits):
-    loss = in_stages(torch.tanh)
-    assert report_of(loss, splits=splits).fits
-    plainly = report_of(lambda w, x: loss(w, x), splits=splits)
-    assert not plainly.fits
-
-
-def test_a_stage_that_is_not_what_it_says_does_not_fit():
-    report = report_of(in_stages(lambda x: x - x.mean(0) + x**2))
+def test_a_cut_around_a_cut_fits_where_sums_are_undivided(splits):
+    assert report_of(sums, splits=splits).fits
+    report = report_of(contrast, splits=splits)
     assert not report.fits
     assert report.diagnoses[0].kind == "batch coupling"

@@ -71,11 +71,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "pa.running_noise_scale": pa.running_noise_scale,
     "pa.functional": lambda: pa.functional(torch.nn.Linear(1, 1)),
     "pa.make_step": lambda: pa.make_step(loss, pa.sgd()),
-    "pa.rowwise": lambda: pa.rowwise(loss),
-    "pa.pooled": lambda: pa.pooled(loss),
-    "pa.full": lambda: pa.full(loss),
-    "pa.staged": lambda: pa.staged([pa.full(loss)]),
-    "pa.staged_from": lambda: pa.staged_from(torch.nn.Linear(1, 1), loss),
 }
 
 

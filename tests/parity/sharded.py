@@ -538,10 +538,8 @@ def refusals() -> None:
         step = step_of(**knobs)
         with refused(ValueError, *words):
             step(step.init(dparams), dbatch)
-    staged = pa.staged([pa.rowwise(lambda p, b: errors(p, b)), pa.full(lambda p, e: e.mean())])
-    step = pa.make_step(staged, pa.sgd(0.1), microbatch_size=8)
-    with refused(ValueError, "params holds DTensors", "in stages"):
-        step(step.init(dparams), dbatch)
+    with refused(ValueError, "args holds DTensors", "piece by piece"):
+        pa.microbatch(errors, microbatch_size=8)(dparams, dbatch)
     with refused(ValueError, "params holds DTensors", "vmap"):
         pa.per_sample_grad(loss)(dparams, dbatch)
     with refused(ValueError, "params holds DTensors", "vmap"):
