@@ -140,9 +140,9 @@ def arguments() -> argparse.Namespace:
             "ranks",
         ),
         help="leave out the rest; step: only the time of whole steps, compile: of first calls, "
-        "microbatch: time and memory of what is computed in microbatches (rows that are coupled, a head, "
-        "derivatives of derivatives), and of remat, samples: of single samples' "
-        "gradients, and the time of many runs as one, checkpoint: of saving, ranks: "
+        "microbatch: time and memory of what is computed in microbatches (rows that are coupled, a "
+        "head, derivatives of derivatives), and of remat, samples: of single samples' gradients, "
+        "and the time of many runs as one, checkpoint: of saving, ranks: "
         "what two ranks say to one another in a step, and its time",
     )
     parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")

@@ -55,8 +55,8 @@ FIVE = (
     Model(1024, 128, 4, depth=6),
 )
 
-# Rows that are coupled, a head with more words than rows, derivatives of derivatives, and a chain of
-# which only some activations are kept.
+# Rows that are coupled, a head with many words, derivatives of derivatives; and a chain of which
+# only some activations are kept.
 NORM, RESNET = Model(32, 16, 32, kind="norms"), Model(32, 16, 16, depth=18, kind="resnet")
 TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
 HEAD = Model(256, 128, 16, depth=1, kind="head")
