@@ -106,15 +106,16 @@ class Again:
 
 
 WRITTEN_TO = (
-    "a microbatched function is to be run again for its derivative, and a tensor that it captures (of "
-    "shape {} and {}) has been written to in place since. Take the derivative first, or hand the function a "
-    "copy: an optimizer's step, or a running statistic, between a loss and its backward pass?"
+    "a microbatched function is to be run again for its derivative, and a tensor that it captures "
+    "(of shape {} and {}) has been written to in place since. Take the derivative first, or hand "
+    "the function a copy: an optimizer's step, or a running statistic, between a loss and its "
+    "backward pass?"
 )
 NOT_FOUND_AGAIN = (
     "a microbatched function was run again for its derivative, and did not use again a captured "
-    "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from Python's "
-    "or numpy's generator), or it makes the tensor in a scripted function. Pass the tensor as an "
-    "argument."
+    "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from "
+    "Python's or numpy's generator), or it makes the tensor in a scripted function. Pass the "
+    "tensor as an argument."
 )
 
 
@@ -163,8 +164,8 @@ class _Mode(TorchFunctionMode):
         ):
             return out  # what a tensor looks like is no computation
         with unseen():  # else the function around would take this for operations of its own
-            args = tuple([self._each(x) for x in args])
-            kwargs = {key: self._each(x) for key, x in (kwargs or {}).items()}
+            args = tuple([self.each_of(x) for x in args])
+            kwargs = {key: self.each_of(x) for key, x in (kwargs or {}).items()}
         before, _here.mode = getattr(_here, "mode", None), self.outer
         try:  # a backward pass may run functions inside, which this mode does not see
             out = func(*args, **kwargs)
@@ -186,11 +187,12 @@ class _Mode(TorchFunctionMode):
     def note(self, made: Iterable[Tensor]) -> None:
         """These were made inside of the function, or given to it."""
 
-    def _each(self, x: Any) -> Any:
+    def each_of(self, x: Any) -> Any:
+        """An argument, with what is given for the tensors in it."""
         if isinstance(x, Tensor):
             return self.given_for(x)
         if type(x) is tuple or type(x) is list:
-            return type(x)([self._each(each) for each in x])
+            return type(x)([self.each_of(each) for each in x])
         return x
 
 

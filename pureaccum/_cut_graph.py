@@ -3,48 +3,76 @@
     level(input) = 0
     level(node)  = max(level of what it takes), and one more for a BatchNorm
 
-What a BatchNorm is given is pooled at the end of its level and normalised in the next. So each
-level is a small module by itself, and what later ones need is handed on between them. No level
-changes what it was given: it writes to a copy, and later ones read the copy.
+The moments of what a BatchNorm is given are known at the end of its level, and it is normalised in
+the next. So each level is a small module by itself, and what later ones need is handed on between
+them. No level changes what it was given: it writes to a copy, and later ones read the copy.
 """
 
+import math
 import operator
+from collections.abc import Callable
 from contextlib import suppress
 from inspect import signature
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ._batch_norm import normalise
-from ._traced import AUGMENTED, couples, name_of, place, watched
+from ._places import TABLES
+from ._torch import BUFFERS, PARAMETERS, module_vars
+from ._traced import AUGMENTED, BATCH_NORMS, batch_norm_call, in_training, name_of, place, watched
 
 
-class Call(NamedTuple):
-    """A BatchNorm where it is called: ``x`` is what it is given, by name."""
+class Norm(NamedTuple):
+    """A BatchNorm where it is called."""
 
-    path: str
-    layer: Any
-    x: str
-    level: int  # at whose end x is pooled
-    moments: str
+    name: str
+    place: str
+    layer: Any  # the module, None where it is a function that is called
+    level: int  # at whose end its moments are known
+    statistics: tuple[Tensor, Tensor] | None
+    affine: tuple[Tensor | None, Tensor | None] | None  # weight and bias; None: computed here
+    momentum: float
+    eps: float
 
 
 class Level(NamedTuple):
     """What lies between one BatchNorm and the next.
 
     Args:
-        module: Called with what it takes, and with the moments that it normalises with.
-        takes: The values that it is given.
-        moments: The names of the moments.
-        gives: What it returns for later ones; the last one returns the output.
-        passes: What earlier ones gave and later ones need.
+        module: Called with what it takes, and with what each of ``scaled`` normalises with.
+        takes: The values that it is given, by name.
+        scaled: BatchNorm layers whose moments are known by now.
+        gives: What it returns first, for later ones or as a part of the output, by name.
+        pools: What it returns after these: the BatchNorm layers whose moments come next.
     """
 
-    module: fx.GraphModule
+    module: nn.Module
     takes: list[str]
-    moments: list[str]
+    scaled: list[Norm]
     gives: list[str]
-    passes: list[str]
+    pools: list[Norm]
+
+
+class CutGraph(NamedTuple):
+    """A graph in levels.
+
+    Args:
+        levels: From the input to the output.
+        norms: The BatchNorm layers in the order of their calls.
+        inputs: Which of the tensors that it is called with has which name.
+        outputs: The values that the output is made of, by name.
+        made: Makes the output of these.
+        places: Where in the module a value is computed.
+    """
+
+    levels: list[Level]
+    norms: list[Norm]
+    inputs: dict[str, int]
+    outputs: list[str]
+    made: Callable[..., Any]
+    places: dict[str, str]
 
 
 class _Graph(NamedTuple):
@@ -53,64 +81,124 @@ class _Graph(NamedTuple):
     root: nn.Module
     nodes: list[fx.Node]
     level: dict[fx.Node, int]  # of constants, which do not depend on the input, CONSTANT
-    calls: dict[fx.Node, Call]
+    norms: dict[fx.Node, Norm]
     writes: dict[fx.Node, tuple[fx.Node, list[fx.Node]]]  # to what, and what may be its memory
+    again: set[fx.Node]  # what later levels compute again
 
 
 CONSTANT = -1
-INPUTS = "given"  # the one argument of the graph
 
 
-def cut(root: nn.Module, graph: fx.Graph) -> tuple[list[Level], list[Call]]:
-    """The levels, and the BatchNorm layers in the order in which they are called."""
+def cut(root: nn.Module, graph: fx.Graph) -> CutGraph:
+    """The levels of a graph, and what else is needed to run them."""
     nodes = list(graph.nodes)
-    whole = _Graph(root, nodes, {}, {}, _settle(nodes, root))
+    whole = _Graph(root, nodes, {}, {}, _settle(nodes, root), set())
     for node in nodes:
         base = max((whole.level[it] for it in node.all_input_nodes), default=CONSTANT)
-        layer = root.get_submodule(str(node.target)) if node.op == "call_module" else None
         if node.op == "placeholder":
             base = 0
-        if layer is not None and couples(layer):
-            x, path = _first(node), str(node.target)
-            if base == CONSTANT:
+        if node.target is F.batch_norm and in_training(F.batch_norm, node.args, node.kwargs):
+            norm = _norm(node, base, root)
+            if base > CONSTANT:
+                whole.norms[node] = norm
+                base += 1
+            elif norm.statistics is not None:
                 raise ValueError(
-                    f"{path} (BatchNorm) is given what does not depend on the batch; expected "
-                    "values of its rows, which are pooled over all microbatches."
+                    f"{norm.place} is given what does not depend on the batch; expected values of "
+                    "its rows, or no running statistics."
                 )
-            times = sum(call.layer is layer for call in whole.calls.values()) + 1
-            moments = f"moments of {path}" + (f", call {times}" if times > 1 else "")
-            whole.calls[node] = Call(path, layer, x.name, base, moments)
-            base += 1
         whole.level[node] = base
     last = max(0, *whole.level.values())
     whole.level[nodes[-1]] = last
-    levels = [_level(whole, i, last) for i in range(last + 1)]
-    return levels, list(whole.calls.values())
+    whole.again.update(_again(whole))
+    inputs: dict[str, int] = {n.name: n.args[1] for n in nodes if _is_input(n)}  # pyright: ignore
+    outputs, end = nodes[-1].all_input_nodes, fx.Graph()
+    env = {n: end.placeholder(n.name) for n in outputs}
+    end.output(fx.map_arg(nodes[-1].args[0], env.__getitem__))
+    made: Any = fx.GraphModule({}, end)
+    return CutGraph(
+        [_level(whole, i, last) for i in range(last + 1)],
+        [*whole.norms.values()],
+        inputs,
+        [n.name for n in outputs],
+        made.forward,
+        {n.name: place(n) for n in nodes},
+    )
 
 
-def _first(node: fx.Node) -> Any:
-    return [*node.args, *node.kwargs.values()][0]
+def _norm(node: fx.Node, level: int, root: nn.Module) -> Norm:
+    call, where = batch_norm_call(node.args, node.kwargs), place(node)
+    layer: Any = root.get_submodule(where.partition(" ")[0])
+    pair, affine = (call["running_mean"], call["running_var"]), (call["weight"], call["bias"])
+    computed = any(x is not None and _own(root, x) is None for x in affine)
+    if any(x is not None and _own(root, x) is None for x in pair):
+        raise ValueError(
+            f"{where} calls batch_norm with running statistics that are no buffers of the module; "
+            "expected such, or None."
+        )
+    return Norm(
+        name=node.name,
+        place=where,
+        layer=layer if isinstance(layer, BATCH_NORMS) else None,
+        level=level,
+        statistics=None if None in pair else (_own(root, pair[0]), _own(root, pair[1])),
+        affine=None if computed else (_own(root, affine[0]), _own(root, affine[1])),
+        momentum=call["momentum"],
+        eps=call["eps"],
+    )
+
+
+def _own(root: nn.Module, node: Any) -> Any:
+    """The parameter or buffer that a node stands for, if it does."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    path, _, key = str(node.target).rpartition(".")
+    own = module_vars(root.get_submodule(path))
+    return own[PARAMETERS].get(key, own[BUFFERS].get(key)) if path else None
 
 
 # One level --------------------------------------------------------------------------------
 
 
+class _Between(nn.Module):
+    """The modules and tensors of a level, and its code."""
+
+    def __init__(self, made: fx.GraphModule) -> None:
+        super().__init__()
+        for table in TABLES:
+            vars(self)[table] = module_vars(made)[table]
+        self.code: Any = type(made).forward  # the graph would lead back to its module
+
+    def forward(self, *args: Any) -> Any:
+        return self.code(self, *args)
+
+
 def _level(whole: _Graph, here: int, last: int) -> Level:
     level, made = whole.level, fx.Graph()
-    mine = [n for n in whole.nodes if level[n] == here and n.op not in ("placeholder", "output")]
-    ends = [whole.nodes[-1]] if here == last else []
-    before = [n for n in whole.nodes if CONSTANT < level[n] < here]
-    needed = {it for n in (*mine, *ends) for it in n.all_input_nodes}
-    takes = [n for n in whole.nodes if n in needed and (n in before or n.op == "placeholder")]
+    gives = [n for n in whole.nodes if level[n] == here and _is_handed_on(whole, n)]
+    if here == last:
+        outputs = whole.nodes[-1].all_input_nodes
+        gives = [n for n in outputs if not (_is_input(n) or _is_handed_on(whole, n))]
+    pools = {n: norm for n, norm in whole.norms.items() if norm.level == here}
+    ends = [*gives, *map(_input, pools)]
+    wanted = _wanted(whole, here, ends)
+    takes = [n for n in wanted if _is_input(n) or (level[n] < here and n not in whole.again)]
+    norms = [n for n in wanted if n in whole.norms and n not in takes]
     env = {n: made.placeholder(n.name) for n in takes}
-    calls = [n for n in mine if n in whole.calls]
-    moments = {n: made.placeholder(f"moments_{n.name}") for n in calls}
+    scaling = {n: made.placeholder(f"scaling_{n.name}") for n in norms}
 
     def of(node: fx.Node) -> fx.Node:
         return env[node] if node in env else copy(node)  # a constant: wherever it is wanted
 
     def copy(node: fx.Node) -> fx.Node:
         own = of
+        if node in whole.norms:
+            call = batch_norm_call(node.args, node.kwargs)
+            outside = whole.norms[node].affine is not None
+            affine = (None, None) if outside else fx.map_arg((call["weight"], call["bias"]), of)
+            its = of(call["input"]), scaling[node], *affine, call["eps"]
+            env[node] = made.call_function(normalise, its)
+            return env[node]
         if node in whole.writes and not _alone(whole, node):
             target = whole.writes[node][0]
             aside = made.call_method("clone", (of(target),))
@@ -122,26 +210,42 @@ def _level(whole: _Graph, here: int, last: int) -> Level:
             env[node].target = watched(node.target)
         return env[node]
 
-    for n in mine:
-        if n not in whole.calls:
+    for n in wanted:
+        if n not in env:
             copy(n)
-            continue
-        layer = whole.calls[n].layer
-        has = dict(layer.named_parameters(recurse=False))
-        pair = [made.get_attr(f"{n.target}.{k}") if k in has else None for k in ("weight", "bias")]
-        env[n] = made.call_function(normalise, (of(_first(n)), moments[n], *pair, layer.eps))
-    gives, passes = (
-        [n for n in some if any(level[user] > here for user in n.users)] for some in (mine, before)
-    )
-    result = fx.map_arg(ends[0].args[0], of) if ends else tuple(env[n] for n in gives)
-    made.output(result)
+    made.output(tuple(map(of, ends)))
     return Level(
-        fx.GraphModule(whole.root, made),
+        _Between(fx.GraphModule(whole.root, made)),
         [n.name for n in takes],
-        [whole.calls[n].moments for n in calls],
+        [whole.norms[n] for n in norms],
         [n.name for n in gives],
-        [n.name for n in passes if n.op != "placeholder"],
+        [*pools.values()],
     )
+
+
+def _wanted(whole: _Graph, here: int, ends: list[fx.Node]) -> list[fx.Node]:
+    """The nodes that a level has to do with, but for constants."""
+    found: set[fx.Node] = set()
+    unused = (n for n in whole.nodes if whole.level[n] == here and not n.users)
+    below = [n for n in unused if n.op != "output"] + ends
+    while below:
+        node = below.pop()
+        if node in found or whole.level[node] == CONSTANT or node.op == "placeholder":
+            continue
+        found.add(node)
+        if whole.level[node] == here or node in whole.again:
+            below += node.all_input_nodes
+    return [n for n in whole.nodes if n in found]
+
+
+def _is_handed_on(whole: _Graph, node: fx.Node) -> bool:
+    here = whole.level[node]
+    given = _is_given(node) or node in whole.again or here == CONSTANT
+    return not given and any(whole.level[user] > here for user in node.users)
+
+
+def _input(norm: fx.Node) -> fx.Node:
+    return batch_norm_call(norm.args, norm.kwargs)["input"]
 
 
 def _alone(whole: _Graph, write: fx.Node) -> bool:
@@ -150,10 +254,64 @@ def _alone(whole: _Graph, write: fx.Node) -> bool:
     here = whole.level[write]
     return all(
         whole.level[n] == here != CONSTANT
-        and not _is_input(n)
+        and not _is_given(n)
         and all(whole.level[u] == here and u.op != "output" for u in n.users)
         for n in same
     )
+
+
+# What is computed again where it is wanted ---------------------------------------------------
+
+
+MOST = 4  # operations, for one value
+_CHEAP = (
+    "add sub mul truediv div neg relu relu6 sigmoid tanh silu elu leaky_relu hardtanh hardswish "
+    "hardsigmoid cat concat"
+)
+
+
+def _again(whole: _Graph) -> set[fx.Node]:
+    """What later levels compute again, from what is handed on to them all the same.
+
+    So neither the sum in a residual block is kept beside what is summed, nor what is laid side by
+    side in a dense one, nor the first convolution of an image, ten times as large.
+    """
+    again: set[fx.Node] = set()
+    costs: dict[fx.Node, int] = {}  # of what can be computed from what is there in any case
+    for node in whole.nodes:
+        here = whole.level[node]
+        if here == CONSTANT or _is_given(node):
+            costs[node] = 0
+            continue
+        if _is_cheap(whole, node):
+            cost = 1 + sum(costs.get(it, MOST) for it in node.all_input_nodes)
+            if cost <= MOST:
+                costs[node] = cost
+                again.add(node)
+                continue
+        if any(whole.level[user] > here for user in node.users):
+            costs[node] = 0
+    return again
+
+
+def _is_cheap(whole: _Graph, node: fx.Node) -> bool:
+    if node in whole.writes and not _alone(whole, node):
+        return False
+    if node in whole.norms:
+        return True
+    if node.op == "call_module":
+        layer = whole.root.get_submodule(str(node.target))
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            few = layer.in_channels * math.prod(layer.stride)
+            return _is_input(_first(node)) and layer.out_channels >= 4 * few
+        return type(layer).__name__.lower() in _CHEAP_MODULES.split()
+    name = name_of(node).rstrip("_")
+    return name in _CHEAP.split() or (node.target in AUGMENTED and name[1:] in _CHEAP.split())
+
+
+_CHEAP_MODULES = (
+    "relu relu6 sigmoid tanh silu elu leakyrelu hardtanh hardswish hardsigmoid identity"
+)
 
 
 def _set(x: Tensor, at: Any, value: Any) -> Tensor:
@@ -201,7 +359,7 @@ def _settle(nodes: list[fx.Node], root: nn.Module) -> dict[fx.Node, tuple[fx.Nod
                 raise ValueError(_shared(node, min([*own, *others], key=at.__getitem__)))
             writes[node] = target, list(same[target])
             target.replace_all_uses_with(node, lambda user, node=node: at[user] > at[node])
-        if target is not None or not (node in sizes or _is_input(node) or _is_new(node, root)):
+        if target is not None or not (node in sizes or _is_given(node) or _is_new(node, root)):
             its = [target] if target is not None else node.all_input_nodes
             for group in [same[n] for n in its if n not in sizes and n.op != "placeholder"]:
                 group |= same[node]
@@ -214,12 +372,12 @@ def _shared(node: fx.Node, other: fx.Node) -> str:
     what = f"{place(node)} writes in place ({name_of(node)})"
     if other.op == "get_attr":
         return (
-            f"{what} to its own {other.target}, but each stage runs twice, and would write twice. "
-            "Keep such a state outside of the module."
+            f"{what} to its own {other.target}, but forward is run for every microbatch and again "
+            "for its derivatives, and would write each time. Keep such a state outside."
         )
     return (
         f"{what} to a tensor that is read again as {other.name!r}, perhaps through a view or under "
-        "another name, which stages cannot follow. Use the operation that gives a new tensor: "
+        "another name, which cannot be followed. Use the operation that gives a new tensor: "
         "x = x + y in place of x += y, relu in place of relu_, inplace=False."
     )
 
@@ -244,8 +402,15 @@ def _is_new(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _is_input(node: fx.Node) -> bool:
-    its = node.all_input_nodes
-    return len(its) == 1 and its[0].op == "placeholder"
+    return node.target is operator.getitem and getattr(node.args[0], "op", "") == "placeholder"
+
+
+def _is_given(node: fx.Node) -> bool:
+    return node.op == "placeholder" or _is_input(node)
+
+
+def _first(node: fx.Node) -> Any:
+    return [*node.args, *node.kwargs.values()][0]
 
 
 def _written(node: fx.Node, root: nn.Module) -> Any:

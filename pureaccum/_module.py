@@ -9,7 +9,7 @@ one of another shape, is an error and not ignored.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._microbatch import Keep
 from ._places import Places, full_name, own_tensor, places_of
 from ._shell import call
-from ._torch import BUFFERS, mapped_levels, tensor_hooks, transform_active
+from ._torch import BUFFERS, mapped_levels, tensor_hooks, transform_active, unnoticed
+from ._whole_batch import WholeBatch
 
 
 class Functional(NamedTuple):
@@ -43,7 +45,9 @@ class Functional(NamedTuple):
     frozen: dict[str, Tensor]
 
 
-def functional(module: nn.Module) -> Functional:
+def functional(
+    module: nn.Module, *, microbatch_size: int | Sequence[int] | None = None, keep: Keep = "device"
+) -> Functional:
     """Make a pure function of a module; the module's own tensors and modes are never changed.
 
     The rule::
@@ -65,8 +69,21 @@ def functional(module: nn.Module) -> Functional:
     ``apply`` is safe in threads. It works under torch.func's transforms and in torch.compile. Under
     ``vmap`` a BatchNorm in training mode needs buffers that are mapped too.
 
+    With a ``microbatch_size`` it is ``apply`` of a whole batch in the memory of one microbatch, and
+    what that returns is what it would have returned without: exact through BatchNorm, with the
+    running statistics of the full batch. All tensors that the module is called with are rows of the
+    batch along dim 0, and so is all that it returns; a loss of them is plain code after it, and a
+    transform around that takes its own batch whole. For every BatchNorm in training mode the
+    network is cut in two: all microbatches go up to it, what it is given is kept, its moments are
+    merged, and all go on. torch.fx traces the module for that, whose computation must not depend on
+    the numbers in the batch then; and everything but BatchNorm treats each row by itself.
+
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
+        microbatch_size: Rows per microbatch, or a list, the rows of each; None calls the module
+            with all that it is given.
+        keep: Where rows are kept between microbatches, and for the backward pass: ``"device"`` or
+            ``"host"``.
 
     Returns:
         ``apply``, and the module's ``params``, ``buffers`` and ``frozen``.
@@ -113,7 +130,8 @@ def functional(module: nn.Module) -> Functional:
                 "gradient map: chain(it, optimizer), where it has init(params) and "
                 "update(grads, state) -> (grads, state)."
             )
-    return Functional(partial(_apply, places, names, frozen), params, buffers, frozen)
+    whole = None if microbatch_size is None else WholeBatch(places, microbatch_size, keep)
+    return Functional(partial(_apply, places, names, frozen, whole), params, buffers, frozen)
 
 
 class Names(NamedTuple):
@@ -131,6 +149,7 @@ def _apply(
     places: Places,
     names: Names,
     frozen: dict[str, Tensor],
+    whole: WholeBatch | None,
     params: Any,
     buffers: Any,
     /,
@@ -148,12 +167,16 @@ def _apply(
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
     if not torch.compiler.is_dynamo_compiling():
-        _check_gradients(names)
+        with unnoticed():  # the module's own, whatever is put in their place by who calls this
+            _check_gradients(names)
     tensors = dict(params)
     if frozen:
         tensors |= _frozen(names, frozen, tensors)
-    tensors |= {name: buffer.clone() for name, buffer in dict(buffers).items()}
-    out, held = call(places, tensors, args, kwargs)
+    if whole is not None:
+        out, held = whole(tensors | dict(buffers), [*buffers], args, kwargs)
+    else:
+        tensors |= {name: buffer.clone() for name, buffer in dict(buffers).items()}
+        out, held = call(places, tensors, args, kwargs)
     return out, {name: held[name] for name in buffers} if buffers else buffers
 
 

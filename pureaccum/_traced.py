@@ -1,32 +1,36 @@
-"""A module's forward as a graph of torch.fx, with its BatchNorm layers as nodes.
+"""A module's forward as a graph of torch.fx, in which each BatchNorm is a call of F.batch_norm.
 
 torch.fx calls ``forward`` once, with a stand-in for the input, and writes down what it does. What
 it would lose without a word is refused here: modes that forward enters, attributes that it
-assigns, numbers that it draws, hooks on a module that is taken apart. The graph is of a copy of
-the module that shares its tensors: what becomes of the module later changes nothing.
+assigns, numbers that it draws, hooks on a module that is taken apart. It is a copy of the module
+that is called, and in a thread of its own, where no mode and no transform of the caller's is.
 """
 
 import linecache
 import operator
 import random
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from types import FunctionType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from ._torch import module_vars, version
+from ._torch import BUFFERS, module_vars, seeing, version
 from ._tree import leaves as leaves_of
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+Arguments = Callable[[Any], tuple[Any, Mapping[str, Any]]]  # of a module, from a list of tensors
 
 
 def couples(layer: nn.Module) -> bool:
@@ -37,22 +41,38 @@ def couples(layer: nn.Module) -> bool:
 
 
 class _Root(nn.Module):
-    """A copy of the module, called with its arguments by name."""
+    """A copy of the module, called with its tensors as one list."""
 
-    def __init__(self, module: nn.Module, args: list[str], kwargs: list[str]) -> None:
+    def __init__(self, module: nn.Module, arguments: Arguments) -> None:
         super().__init__()
         shared: list[Any] = [*module.parameters(), *module.buffers()]
         for part in module.modules():
             shared += [x for x in module_vars(part).values() if isinstance(x, Tensor)]
             shared += [hook for _, hooks in _hooks(part) for hook in hooks]
-        self.module = deepcopy(module, {id(x): x for x in shared})
-        self.names = args, kwargs
+        self.module, self.arguments = deepcopy(module, {id(x): x for x in shared}), arguments
+        for part in self.module.modules():
+            if couples(part):  # of the batches it is counted how many, and of the stand-in nothing
+                vars(part)[BUFFERS]["num_batches_tracked"] = None
+                vars(part)["_check_input_dim"] = _nothing
 
     def forward(self, given: Any) -> Any:
-        args, kwargs = self.names
-        return self.module(
-            *(given[name] for name in args), **{name: given[name] for name in kwargs}
-        )
+        args, kwargs = self.arguments(given)
+        return self.module(*args, **kwargs)
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+def _batch_norm(layer: Any, input: Any) -> Any:
+    """What ``forward`` of torch's BatchNorm layers calls, SyncBatchNorm among them."""
+    tracked = not layer.training or layer.track_running_stats
+    statistics = (layer.running_mean, layer.running_var) if tracked else (None, None)
+    affine = layer.weight, layer.bias
+    return F.batch_norm(input, *statistics, *affine, True, layer.momentum or 0.0, layer.eps)
+
+
+_ITS_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 
 
 class _Proxy(fx.Proxy):
@@ -76,29 +96,51 @@ for _write, _name in AUGMENTED.items():
 
 
 class _Tracer(fx.Tracer):
-    """torch's own, with BatchNorm layers as leaves; it refuses what would be lost."""
+    """torch's own; it looks into BatchNorm layers, and refuses what would be lost."""
 
     proxy_buffer_attributes = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.modes = _modes()
+        self.modes, self.thread = _modes(), threading.get_ident()
+        self.taken_apart: list[str] = []
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, BATCH_NORMS) or super().is_leaf_module(m, module_qualified_name)
+        if isinstance(m, BATCH_NORMS):
+            return not couples(m)
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if threading.get_ident() != self.thread:  # torch.fx puts itself into all modules
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
-        runs = self.is_leaf_module(m, path) and not couples(m)
-        if not runs and (hooks := _hooks(m)):
+        if not self.is_leaf_module(m, path):
+            self.taken_apart.append(path)
+            if hooks := _hooks(m):
+                raise _Lost(
+                    f"{path} ({type(m).__name__}) has {hooks[0][0]}, which would not run: the "
+                    "module is taken apart. Remove them."
+                )
+        if not couples(m):
+            return super().call_module(m, forward, args, kwargs)
+        if type(m).forward in _ITS_FORWARDS:
+            return super().call_module(m, partial(_batch_norm, m), args, kwargs)
+        before = {n for n in self.graph.nodes if n.target is F.batch_norm}
+        out = super().call_module(m, forward, args, kwargs)
+        if not any(n.target is F.batch_norm and n not in before for n in self.graph.nodes):
             raise _Lost(
-                f"{path} ({type(m).__name__}) has {hooks[0][0]}, which would not run: the module "
-                "is taken apart. Remove them before staged_from."
+                f"{path} ({type(m).__name__}) has a forward of its own which does not call "
+                "F.batch_norm, so that there is no cut at it. Call that, or super().forward."
             )
-        return super().call_module(m, forward, args, kwargs)
+        return out
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self.modes:
@@ -106,12 +148,15 @@ class _Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
 
+def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Where a module keeps the hooks that run when it is called."""
+    tables = module_vars(module).items()
+    return {k: v for k, v in tables if k.endswith(("ward_hooks", "ward_pre_hooks"))}
+
+
 def _hooks(module: nn.Module) -> list[tuple[str, list[Any]]]:
-    """Those that run when a module is called."""
-    kinds = [
-        (k, v) for k, v in module_vars(module).items() if k.endswith(("ward_hooks", "_pre_hooks"))
-    ]
-    return [(k.strip("_").replace("_", " "), [*v.values()]) for k, v in kinds if v and "ward_" in k]
+    tables = hook_tables(module).items()
+    return [(k.strip("_").replace("_", " "), [*v.values()]) for k, v in tables if v]
 
 
 class _Lost(ValueError):
@@ -122,35 +167,80 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
 
 
-def trace(module: nn.Module, args: list[str], kwargs: list[str]) -> tuple[nn.Module, fx.Graph]:
-    """A copy of a module under the name ``module``, and what its forward does, as a graph."""
-    root, tracer = _Root(module, args, kwargs), _Tracer()
+class Trace(NamedTuple):
+    """What the forward of a module does.
+
+    Args:
+        root: For the names in the graph. The module is called ``module``, and beside it are the
+            tensors that its forward makes of numbers.
+        graph: Of one argument, the list of tensors.
+        taken_apart: The names of the modules whose forward was looked into.
+    """
+
+    root: nn.Module
+    graph: fx.Graph
+    taken_apart: list[str]
+
+
+def trace(module: nn.Module, arguments: Arguments) -> Trace:
+    """Trace a module that is called with some arguments."""
+    # torch.fx puts itself into all modules for that time: one after the other. Another thread may
+    # draw numbers meanwhile, but not each time.
+    with _ONE, ThreadPoolExecutor(1) as thread:
+        tries = (thread.submit(_traced, module, arguments).result() for _ in range(3))
+        found = next((it for it in tries if it is not None), None)
+    if found is None:
+        raise ValueError(
+            f"forward of module ({type(module).__name__}) draws random numbers that do not depend "
+            "on its input, and so would draw them once for ever: draw them like the input, "
+            "torch.rand_like(x), or in a function under torch.fx.wrap."
+        )
+    root = nn.Module()
+    for name, x in module_vars(found.root).items():
+        if isinstance(x, Tensor):
+            setattr(root, name, x)
+    root.module = module
+    return found._replace(root=root)
+
+
+_ONE = threading.Lock()
+
+
+def _traced(module: nn.Module, arguments: Arguments) -> Trace | None:
+    """The graph of a copy; None where random numbers were drawn."""
+    root, tracer = _Root(module, arguments), _Tracer()
     before = {part: _attributes(part) for part in root.module.modules()}
-    numbers, python = torch.get_rng_state(), random.getstate()
+    python = random.getstate()
     try:
-        graph = tracer.trace(root)
+        with seeing(before=_refuse_draws):
+            graph = tracer.trace(root)
         _check_nodes(graph.nodes, root)
         for path, part in root.module.named_modules(prefix="module"):
             for name, held in _attributes(part).items():
                 if held != before[part].get(name):
                     raise _Lost(
                         f"{path} ({type(part).__name__}) assigns its attribute {name!r} in "
-                        "forward, but a stage can hand on only what forward returns. Return it."
+                        "forward, but only what forward returns can be handed on. Return it."
                     )
-        if not torch.equal(numbers, torch.get_rng_state()) or python != random.getstate():
-            raise _Lost(
-                f"forward of module ({type(module).__name__}) draws random numbers that do not "
-                "depend on its input, and so would draw them once for ever: draw them like the "
-                "input, torch.rand_like(x), or in a function under torch.fx.wrap."
-            )
+        if python != random.getstate():
+            random.setstate(python)
+            return None
+    except _Drawn:
+        return None
     except _Lost as error:
         raise ValueError(str(error)) from None
     except Exception as error:
         raise ValueError(_untraceable(root, error)) from error
-    finally:
-        torch.set_rng_state(numbers)
-        random.setstate(python)
-    return root, graph
+    return Trace(root, graph, tracer.taken_apart)
+
+
+class _Drawn(Exception):
+    pass
+
+
+def _refuse_draws(operation: Any, *_: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        raise _Drawn
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -177,10 +267,10 @@ def _untraceable(root: nn.Module, error: Exception) -> str:
             line = f", at {Path(file).name} line {trace.tb_lineno}: `{code}`"
         trace = trace.tb_next
     return (
-        f"{where} cannot be cut into stages, because torch.fx cannot trace it: {error}{line}. What "
-        "a module computes, and in which order, must not depend on the numbers or shapes that it "
-        "is given. Put the branch into a function under torch.fx.wrap, which is not looked into, "
-        "or write the stages by hand: pa.staged([...]) with pa.batch_norm(...)."
+        f"{where} cannot be cut at its BatchNorm layers, because torch.fx cannot trace it: "
+        f"{error}{line}. What a module computes, and in which order, must not depend on the "
+        "numbers or shapes that it is given. Put the branch into a function under torch.fx.wrap, "
+        "which is not looked into; or leave microbatch_size out, and the batch is taken whole."
     )
 
 
@@ -202,9 +292,6 @@ def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
     for node in nodes:
         if node.op == "call_module":
             layer, path = root.get_submodule(str(node.target)), str(node.target)
-            if couples(layer):
-                _check_batch_norm(layer, path)
-                continue
             for name, inner in layer.named_modules(prefix=path):
                 if couples(inner):
                     raise _Lost(
@@ -218,38 +305,36 @@ def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
                     and inner.track_running_stats
                 ):
                     raise _Lost(written_to(name))
-        elif "batch_norm" in name_of(node) and not _is_frozen(node.target, node.args, node.kwargs):
-            raise _Lost(_function(place(node), node.target))
+        elif (
+            "batch_norm" in name_of(node)
+            and node.target is not F.batch_norm
+            and in_training(node.target, node.args, node.kwargs)
+        ):
+            raise _Lost(_no_cut(place(node), node.target))
 
 
-def _is_frozen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    names = "input weight bias running_mean running_var training momentum eps cudnn_enabled"
+def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of F.batch_norm by name."""
+    call = signature(F.batch_norm).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a batch norm looks at what it is given."""
     if func is F.batch_norm:
-        call = signature(F.batch_norm).bind(*args, **kwargs).arguments
-    else:
-        call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
-    return func in (F.batch_norm, torch.batch_norm) and call.get("training", False) is False
-
-
-def _check_batch_norm(layer: Any, path: str) -> None:
-    what = f"{path} ({type(layer).__name__})"
-    if type(layer).forward not in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward):
-        raise _Lost(
-            f"{what} has a forward of its own, of which nobody knows that it is a batch norm; "
-            "expected nn.BatchNorm1d, 2d or 3d as it is, and what comes after it in a module of "
-            "its own."
-        )
-    own = dict(layer.named_parameters(recurse=False))
-    if any(getattr(layer, k) is not None and k not in own for k in ("weight", "bias")):
-        raise _Lost(f"the weight or bias of {what} is parametrized; expected a parameter.")
+        return batch_norm_call(args, kwargs)["training"] is not False
+    names = "input weight bias running_mean running_var training"
+    call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
+    return func is not torch.batch_norm or call.get("training") is not False
 
 
 def written_to(name: str) -> str:
     """A buffer, or a module with buffers, that forward changes."""
     return (
-        f"{name} is written to in forward, but each stage runs twice for every microbatch, and "
-        "would write twice. Only BatchNorm's running statistics are updated: expected a module "
-        "that changes no other buffer (eval() for it, track_running_stats=False)."
+        f"{name} is written to in forward, which is run for every microbatch and again for its "
+        "derivatives, and would write each time. Only BatchNorm's running statistics are updated: "
+        "expected a module that changes no other buffer (eval() for it, track_running_stats=False)."
     )
 
 
@@ -283,13 +368,13 @@ class _NoBatchNorm(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.batch_norm and not _is_frozen(func, args, kwargs or {}):
-            raise RuntimeError(_function("a function under torch.fx.wrap", func))
+        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
+            raise RuntimeError(_no_cut("a function under torch.fx.wrap", func))
         return func(*args, **(kwargs or {}))
 
 
-def _function(who: str, func: Any) -> str:
+def _no_cut(who: str, func: Any) -> str:
     return (
-        f"{who} calls {func.__name__} as a function with training=True; expected a module, "
-        "nn.BatchNorm1d, 2d or 3d, in a forward that torch.fx looks into: there the network is cut."
+        f"{who} calls {func.__name__} with training=True, where there is no cut; expected "
+        "nn.BatchNorm1d, 2d or 3d, or F.batch_norm, in a forward that torch.fx looks into."
     )

@@ -1,6 +1,7 @@
 """Residual networks in the style of torchvision, of any width, and other nets with BatchNorm."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +154,7 @@ class InvertedResidual(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """One by position and one by name; the second is needed only at the end."""
+    """One by position and one by name, needed only at the end; a flag, and a tree or None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,20 +162,150 @@ class TwoInputs(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.right = nn.Linear(2, 3)
 
-    def forward(self, x: Tensor, *, side: Tensor) -> Tensor:
-        return self.norm(self.left(x)) * torch.sigmoid(self.right(side))
+    def forward(self, x: Tensor, *, side: Tensor, twice: bool = False, skip: Any = None) -> Tensor:
+        x = self.norm(self.left(x)) * torch.sigmoid(self.right(side))
+        if twice:
+            x = self.norm(x)
+        if skip is not None:
+            x = x + skip["a"][:, 1:] * skip["b"][0][:, :3]
+        return x
 
 
-class OwnLoss(nn.Module):
-    """The loss is what forward returns, with aux."""
+class Several(nn.Module):
+    """The output is a tree, with parts of all levels, the input and None among them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+        self.first, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+        self.second, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4)
 
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        out = self.body(x)
-        return F.cross_entropy(out, y), {"rows": (out.argmax(1) == y).sum()}
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        early = self.first(x).exp()
+        middle = self.second(self.norm(early))
+        deep = self.last(middle)
+        return {"deep": (deep, [middle, deep]), "early": early, "input": x, "nothing": None}
+
+
+class Reshaping(nn.Module):
+    """The number of rows is read before the first BatchNorm and used behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(36)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, channels = x.shape[0], x.size(1)
+        x = self.norms[0](x).sin()
+        flat = x.reshape(rows, channels, -1).chunk(2, 2)
+        y = torch.cat([self.norms[1](flat[0]), flat[1]], 2)
+        return self.norms[2](y.transpose(1, 2).reshape(rows, 36, channels)).view(rows, -1)
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """timm's: a BatchNorm with its activation, whose forward is torch's with more at its end."""
+
+    def __init__(self, width: int, **knobs: Any) -> None:
+        super().__init__(width, **knobs)
+        self.drop, self.act = nn.Identity(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        exponential_average_factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                exponential_average_factor = 1.0 / float(self.num_batches_tracked)
+            else:
+                exponential_average_factor = self.momentum
+        if self.training:
+            bn_training = True
+        else:
+            bn_training = (self.running_mean is None) and (self.running_var is None)
+        x = F.batch_norm(
+            x,
+            self.running_mean if not self.training or self.track_running_stats else None,
+            self.running_var if not self.training or self.track_running_stats else None,
+            self.weight,
+            self.bias,
+            bn_training,
+            exponential_average_factor,
+            self.eps,
+        )
+        x = self.drop(x)
+        return self.act(x)
+
+
+class Clipped(nn.BatchNorm2d):
+    """A subclass that calls torch's forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).clamp(-1, 1)
+
+
+class Timm(nn.Module):
+    """Subclasses of BatchNorm with forwards of their own, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False),
+            BatchNormAct2d(4),
+            nn.Conv2d(4, 4, 1),
+            BatchNormAct2d(4, momentum=None),
+            nn.Conv2d(4, 4, 1),
+            BatchNormAct2d(4, track_running_stats=False),
+            BatchNormAct2d(4).eval(),
+            nn.Conv2d(4, 2, 1),
+            Clipped(2, affine=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mean((2, 3))
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """timm's ``StdConv2d``: the weight is standardised by a batch norm, of no batch."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = F.batch_norm(
+            self.weight.reshape(1, self.out_channels, -1), None, None, training=True, momentum=0.0
+        ).reshape_as(self.weight)
+        return F.conv2d(input, weight, self.bias, self.stride, self.padding)
+
+
+class Standardised(nn.Module):
+    """Standardised weights, beside a BatchNorm and under a parametrization of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            StandardisedConv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            StandardisedConv2d(4, 2, 3),
+            nn.GroupNorm(1, 2),
+        )
+        nn.utils.parametrize.register_parametrization(self.body[1], "weight", nn.Softplus())
+        nn.init.normal_(self.body[1].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mean((2, 3))
+
+
+class OwnFunction(nn.Module):
+    """A batch norm that is called as a function, with running statistics and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.batch_norm(self.conv(x), self.mean, self.var, self.scale, training=True, momentum=0.3)
+        x = F.batch_norm(x.sin(), None, None, None, self.scale.exp(), True, eps=1e-2)
+        return x.mean((2, 3))
 
 
 class Shared(nn.Module):

@@ -1,7 +1,7 @@
-"""``batch_norm`` in stages beside ``F.batch_norm`` over the full batch: as near to the truth.
+"""Batch norm in microbatches beside ``F.batch_norm`` over the full batch: as near to the truth.
 
-The truth is the same in float64. Where torch itself is off by e, the stages may be off by a few e:
-they round the same numbers a few times more. Far from zero, at 1000 deviations, e is large, and
+The truth is the same in float64. Where torch itself is off by e, microbatches may be off by a few
+e: they round the same numbers a few times more. Far from zero, at 1000 deviations, e is large, and
 sums of squares would be off by a third of the variance.
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum._batch_norm import Share, merge, moments_of, share_of
@@ -42,24 +42,38 @@ def data(seed: int, shape: tuple[int, ...], shift: float, dtype: torch.dtype) ->
     return {k: p.to(dtype) for k, p in params.items()}, {"x": x.to(dtype), "y": y.to(dtype)}
 
 
-def whole(params: Any, batch: Any) -> Tensor:
-    """Something before the norm whose gradient passes through the moments, and a loss after it."""
-    h = batch["x"] * params["scale"]
-    h = F.batch_norm(h, None, None, params["weight"], params["bias"], training=True)
+class Norm(nn.Module):
+    """Something before the norm whose gradient passes through the moments."""
+
+    def __init__(self, params: Any, buffers: Any = None, names: Any = "both", **knobs: Any) -> None:
+        super().__init__()
+        for name, p in params.items():
+            setattr(self, name, nn.Parameter(p))
+        for name in ("mean", "var"):
+            self.register_buffer(name, None if buffers is None else buffers[name])
+        self.names, self.knobs = names, knobs
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.names in ("both", "weight") else None
+        bias = self.bias if self.names in ("both", "bias") else None
+        h = x * self.scale
+        return F.batch_norm(h, self.mean, self.var, weight, bias, training=True, **self.knobs)
+
+
+def total(h: Tensor, batch: Any) -> Tensor:
     return (h * batch["y"]).sum() / h.numel() + (h**3).mean()
 
 
-def in_stages() -> Any:
-    def last(params: Any, x: Any) -> Tensor:
-        return (x["h"] * x["y"]).sum() / x["h"].numel() + (x["h"] ** 3).mean()
+def whole(params: Any, batch: Any) -> Tensor:
+    h = batch["x"] * params["scale"]
+    h = F.batch_norm(h, None, None, params["weight"], params["bias"], training=True)
+    return total(h, batch)
 
-    return pa.staged(
-        [
-            pa.rowwise(lambda p, b: {"h": b["x"] * p["scale"], "y": b["y"]}),
-            *pa.batch_norm("bn", lambda p: (p["weight"], p["bias"]), at="h"),
-            pa.rowwise(last),
-        ]
-    )
+
+def cut(params: Any, size: Any) -> Any:
+    """The loss of parameters and batch."""
+    fn = pa.functional(Norm(params), microbatch_size=size)
+    return lambda params, batch: total(fn.apply(params, (), batch["x"])[0], batch)
 
 
 def distance(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -68,17 +82,17 @@ def distance(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 @shapes
 @every(2)
-@given(st.data(), seeds(), st.sampled_from([0.0, 3.0]), st.sampled_from(["func", "autograd"]))
+@given(st.data(), seeds(), st.sampled_from([0.0, 3.0]))
 def test_in_float64_it_is_the_full_batch_s(
-    shape: Any, data_: st.DataObject, seed: int, shift: float, engine: Any
+    shape: Any, data_: st.DataObject, seed: int, shift: float
 ) -> None:
     params, batch = data(seed, shape, shift, torch.float64)
     want, want_value = torch.func.grad_and_value(whole)(params, batch)
-    sizes = data_.draw(compositions(ROWS))
-    run = pa.grad_and_value(in_stages(), microbatch_size=sizes, engine=engine)
-    grads, value = run(params, batch)
-    assert distance(grads, want) <= 1e-10 * distance(want, {k: 0 * x for k, x in want.items()})
-    assert (value - want_value).abs() <= 1e-10
+    loss = cut(params, data_.draw(compositions(ROWS)))
+    for func in (pa.grad_and_value, torch.func.grad_and_value):
+        grads, value = func(loss)(params, batch)
+        assert distance(grads, want) <= 1e-10 * distance(want, {k: 0 * x for k, x in want.items()})
+        assert (value - want_value).abs() <= 1e-10
 
 
 @shapes
@@ -90,8 +104,7 @@ def test_a_thousand_deviations_from_zero(shape: Any, size: int) -> None:
         params, batch = data(seed, shape, 1000.0, torch.float32)
         wide = [{k: t.double() for k, t in tree.items()} for tree in (params, batch)]
         truth = torch.func.grad(whole)(*wide)
-        run = pa.grad(in_stages(), microbatch_size=size)
-        ours += distance(run(params, batch), truth) ** 2
+        ours += distance(pa.grad(cut(params, size))(params, batch), truth) ** 2
         full += distance(torch.func.grad(whole)(params, batch), truth) ** 2
     assert ours <= FACTOR**2 * full
 
@@ -110,15 +123,19 @@ def test_moments_in_any_grouping(
     """Of numbers of size A, each mean is off by u A; squares of deviations by a few u of them."""
     sizes, tree = cut
     x = data(seed, shape, shift, dtype)[1]["x"]
-    columns = x.double().transpose(0, 1).flatten(1)
+    columns, each = x.double().transpose(0, 1).flatten(1), x[0, 0].numel()
 
-    def at(tree: Any) -> Share:
+    def at(tree: Any) -> tuple[Share, int]:
         if isinstance(tree, int):
-            return share_of(x.split(sizes)[tree])
-        pair = zip(*(at(side) for side in tree), strict=True)
-        return merge(Share(*(torch.stack(x) for x in pair)))
+            part = x.split(sizes)[tree]
+            return share_of(part), len(part) * each
+        shares, counts = zip(*map(at, tree), strict=True)
+        flat = [Share(*(x.flatten() for x in share)) for share in shares]
+        stacked = Share(*(torch.stack(x) for x in zip(*flat, strict=True)))
+        return merge(stacked, counts), sum(counts)
 
-    got = moments_of(Share(*(x.unsqueeze(0) for x in at(tree))), 1e-5)
+    share, count = at(tree)
+    got = moments_of(Share(*(x.flatten().unsqueeze(0) for x in share)), [count])
     assert got.mean.dtype == got.var.dtype == torch.float64
     assert got.elements == columns.shape[1]
     u, largest = float(UNIT[dtype]), columns.abs().amax(1)
@@ -137,7 +154,7 @@ def test_sums_of_squares_would_not_do() -> None:
     var = x.double().var(0, correction=0)
     naive = (x**2).mean(0) - x.mean(0) ** 2
     assert ((naive - var).abs() / var).max() > 0.02
-    got = moments_of(Share(*(y.unsqueeze(0) for y in share_of(x))), 1e-5)
+    got = moments_of(Share(*(y.unsqueeze(0) for y in share_of(x))), [len(x)])
     assert ((got.var - var).abs() / var).max() < 1e-6
 
 
@@ -164,18 +181,14 @@ def test_running_statistics_are_the_full_batch_s(
         "var": torch.rand(CHANNELS, generator=g).to(dtype) + 0.5,
     }
 
-    def last(params: Any, x: Any, pooled: Any, buffers: Any) -> Any:
-        mean, var = pooled.running(buffers["mean"], buffers["var"], momentum)
-        return (x * params["scale"]).mean(), {"mean": mean, "var": var}
-
-    stages = [pa.rowwise(lambda p, b: b["x"]), *pa.batch_norm("bn")]
-    loss = pa.staged([*stages, pa.rowwise(last, reads=("bn", "buffers"))])
     size = data_.draw(st.integers(1, ROWS + 1))
-    step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=size, buffers="pooled")
-    state, _ = step(step.init(params, buffers), batch)
+    step, fn = stepping(params, buffers, size, momentum=momentum)
+    state, info = step(step.init(fn.params, fn.buffers), batch)
+    assert info.applied
     full = {k: b.clone() for k, b in buffers.items()}
-    F.batch_norm(batch["x"], full["mean"], full["var"], training=True, momentum=momentum)
-    columns = batch["x"].double().transpose(0, 1).flatten(1)
+    h = batch["x"] * params["scale"]
+    F.batch_norm(h, full["mean"], full["var"], training=True, momentum=momentum)
+    columns = h.double().transpose(0, 1).flatten(1)
     n, var, unit = columns.shape[1], columns.var(1), float(UNIT[dtype])
     # as tests/bounds/test_pooled.py derives it
     own, largest = float(gamma(2 * n + 8, UNIT[torch.float64])), columns.abs().amax(1)
@@ -188,30 +201,33 @@ def test_running_statistics_are_the_full_batch_s(
         assert ((got.double() - full[name].double()).abs() <= allowed).all(), name
 
 
-def test_a_step_without_weight_leaves_the_statistics() -> None:
-    def last(params: Any, x: Any, pooled: Any, buffers: Any) -> Any:
-        new = pooled.running(buffers["mean"], buffers["var"])
-        return pa.Weighted((x * params).sum(), 0.0), dict(zip(("mean", "var"), new, strict=True))
+def stepping(
+    params: Any,
+    buffers: Any,
+    size: int,
+    policy: str = "sequential",
+    weight: Any = None,
+    **knobs: Any,
+) -> Any:
+    fn = pa.functional(Norm(params, buffers, **knobs), microbatch_size=size)
 
-    loss = pa.staged([*pa.batch_norm("bn"), pa.rowwise(last, reads=("bn", "buffers"))])
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, buffers="pooled")
-    buffers = {"mean": torch.zeros(3), "var": torch.ones(3)}
-    state = step.init(torch.ones(3), buffers)
-    new, info = step(state, torch.randn(6, 3))
-    assert not info.applied
-    assert_trees_bitwise_equal(new.buffers, buffers)
+    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        h, new = fn.apply(params, buffers, batch["x"])
+        if weight is None:
+            return total(h, batch), new
+        return pa.Weighted(total(h, batch), weight), new
+
+    return pa.make_step(loss, pa.sgd(0.0), buffers=policy), fn
 
 
-def test_frozen_buffers_are_read_and_stay() -> None:
-    def last(params: Any, x: Any, pooled: Any, buffers: Any) -> Any:
-        new = pooled.running(buffers["mean"], buffers["var"])
-        return (x * params * buffers["var"]).mean(), dict(zip(("mean", "var"), new, strict=True))
-
-    loss = pa.staged([*pa.batch_norm("bn"), pa.rowwise(last, reads=("bn", "buffers"))])
-    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, buffers="freeze")
-    buffers = {"mean": torch.zeros(3), "var": torch.full((3,), 2.0)}
-    new, info = step(step.init(torch.ones(3), buffers), torch.randn(6, 3))
-    assert info.applied
+@pytest.mark.parametrize(("policy", "weight"), [("sequential", 0.0), ("freeze", None)])
+def test_statistics_stay(policy: str, weight: Any) -> None:
+    """Where a step has no weight, and where buffers are frozen."""
+    params, batch = data(0, (), 1.0, torch.float32)
+    buffers = {"mean": torch.zeros(CHANNELS), "var": torch.ones(CHANNELS)}
+    step, fn = stepping(params, buffers, 5, policy, weight)
+    new, info = step(step.init(fn.params, fn.buffers), batch)
+    assert info.applied == (weight is None)
     assert_trees_bitwise_equal(new.buffers, buffers)
 
 
@@ -224,70 +240,54 @@ def test_narrow_boundaries(dtype: torch.dtype, shape: Any) -> None:
     """Moments are wide, whatever stands between the stages; rows are rounded once."""
     params, batch = data(0, shape, 3.0, torch.float32)
     batch = {k: x.to(dtype) for k, x in batch.items()}
-    seen: list[Any] = []
 
-    def last(params: Any, x: Tensor, pooled: Any) -> Tensor:
-        seen.append((x, pooled))
-        return (x.float() * params["scale"]).square().mean()
+    class Narrow(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, None, None, self.weight, self.bias, training=True)
 
-    loss = pa.staged(
-        [
-            pa.rowwise(lambda p, b: b["x"]),
-            *pa.batch_norm("bn", lambda p: (p["weight"], p["bias"])),
-            pa.rowwise(last, reads="bn"),
-        ]
-    )
-    want = F.batch_norm(
-        batch["x"].double(), None, None, params["weight"].double(), params["bias"].double(), True
-    )
-    pa.value(loss, microbatch_size=5)(params, batch)
-    got = torch.cat([x for x, _ in seen])
+    fn = pa.functional(Narrow(params), microbatch_size=5)
+    wide = [{k: t.double() for k, t in tree.items()} for tree in (params, batch)]
+    got, _ = fn.apply(fn.params, (), batch["x"])
+    want = F.batch_norm(wide[1]["x"], None, None, wide[0]["weight"], wide[0]["bias"], True)
     assert got.dtype == dtype
     unit = float(torch.finfo(dtype).eps) / 2
     assert ((got.double() - want).abs() <= 1.01 * unit * want.abs() + 1e-5).all()
-    assert seen[0][1].mean.dtype == seen[0][1].var.dtype == torch.float64
 
-    grads = pa.grad(loss, microbatch_size=5)(params, batch)
-    wide = [{k: t.double() for k, t in tree.items()} for tree in (params, batch)]
-    truth = torch.func.grad(
-        lambda p: (
-            (F.batch_norm(wide[1]["x"], None, None, p["weight"], p["bias"], True) * p["scale"])
-            .square()
-            .mean()
-        )
-    )(wide[0])
+    def loss(params: Any) -> Tensor:
+        out, _ = fn.apply(params, (), batch["x"])
+        return (out.float() * params["scale"]).square().mean()
+
+    def true(params: Any) -> Tensor:
+        out = F.batch_norm(wide[1]["x"], None, None, params["weight"], params["bias"], True)
+        return (out * params["scale"]).square().mean()
+
+    truth = torch.func.grad(true)(wide[0])
     size = distance(truth, {k: 0 * x for k, x in truth.items()})
-    assert distance(grads, truth) <= 4 * unit * size
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    loss(leaves).backward()
+    for grads in (torch.func.grad(loss)(params), {k: p.grad for k, p in leaves.items()}):
+        assert distance(grads, truth) <= 4 * unit * size
 
 
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "neither"])
+@pytest.mark.parametrize("names", ["both", "weight", "bias", "neither"])
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
-@pytest.mark.parametrize("at", [None, "h"])
-def test_affine_eps_and_at(affine: str, eps: float, at: Any) -> None:
+def test_affine_and_eps(names: str, eps: float) -> None:
     params, batch = data(1, (2,), 1.0, torch.float64)
-    names = {"both": ("weight", "bias"), "neither": ()}.get(affine, (affine,))
-
-    def given(p: Any) -> Any:
-        return tuple(p[k] if k in names else None for k in ("weight", "bias"))
-
-    def norm(p: Any, h: Tensor) -> Tensor:
-        return F.batch_norm(h, None, None, *given(p), training=True, eps=eps)
-
-    stages = [
-        pa.rowwise(lambda p, b: b["x"] * p["scale"] if at is None else {at: b["x"] * p["scale"]}),
-        *pa.batch_norm("bn", given if names else None, at=at, eps=eps),
-        pa.rowwise(lambda p, x: ((x if at is None else x[at]) ** 3).mean()),
-    ]
-    grads = pa.grad(pa.staged(stages), microbatch_size=5)(params, batch)
-    want = torch.func.grad(lambda p: (norm(p, batch["x"] * p["scale"]) ** 3).mean())(params)
+    module = Norm(params, names=names, eps=eps)
+    ours, full = (pa.functional(module, microbatch_size=size) for size in (5, None))
+    grads, want = (
+        torch.func.grad(lambda p, fn=fn: (fn.apply(p, (), batch["x"])[0] ** 3).mean())(fn.params)
+        for fn in (ours, full)
+    )
     assert distance(grads, want) <= 1e-10
 
 
 def test_one_value_a_channel_is_refused_as_torch_does() -> None:
-    loss = pa.staged([*pa.batch_norm("bn"), pa.rowwise(lambda w, x: (w * x).mean())])
+    params, batch = data(1, (), 1.0, torch.float64)
+    loss = cut(params, 1)
     with pytest.raises(ValueError, match="more than one value per channel"):
-        pa.grad(loss)(torch.ones(3), torch.ones(1, 3))
+        loss(params, {k: x[:1] for k, x in batch.items()})
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         F.batch_norm(torch.ones(1, 3), None, None, training=True)
-    two = pa.grad(loss, microbatch_size=1)(torch.ones(3), torch.tensor([[1.0] * 3, [2.0] * 3]))
-    assert two.isfinite().all()
+    two = pa.grad(loss)(params, {k: x[:2] for k, x in batch.items()})
+    assert all(g.isfinite().all() for g in two.values())

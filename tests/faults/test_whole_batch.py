@@ -1,0 +1,510 @@
+"""Modules that cannot be cut are refused, by name, and so are calls that do not fit."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import pureaccum as pa
+from tests.bounds import resnets
+from tests.faults.refusals import refused, saying
+
+
+X = torch.arange(12.0).reshape(4, 3).sin()
+
+
+def norm(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), *layers)
+
+
+class Of(nn.Module):
+    """A forward that is a function of itself and the input, above a network with BatchNorm."""
+
+    def __init__(self, func: Callable[[Any, Any], Any], **parts: Any) -> None:
+        super().__init__()
+        self.func, self.body = func, norm()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.func(self, self.body(x))
+
+
+def calls(module: nn.Module, *args: Any, size: Any = 3, **kwargs: Any) -> Any:
+    """The gradient, and what apply returns."""
+    fn = pa.functional(module, microbatch_size=size)
+
+    def loss(params: Any) -> Any:
+        out, buffers = fn.apply(params, fn.buffers, *(args or (X,)), **kwargs)
+        return out.square().mean(), (out, buffers)
+
+    grads, (_, aux) = torch.func.grad_and_value(loss, has_aux=True)(fn.params)
+    return grads, *aux
+
+
+def refuses(module: nn.Module, *words: str, error: type[Exception] = ValueError) -> None:
+    """Before any work."""
+    ran: list[Any] = []
+    for layer in module.modules():
+        if type(layer) in (nn.Linear, nn.Conv1d):
+            layer.register_forward_hook(lambda *_: ran.append(None))
+    with refused(error, *words, given=module.state_dict()):
+        calls(module)
+    assert not ran
+
+
+# What torch.fx cannot trace, or would lose ----------------------------------------------------
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x + 1
+        return x
+
+
+def test_a_branch_on_numbers_names_the_module_and_the_line():
+    refuses(
+        norm(nn.Sequential(Gate())),
+        "module.2.0 (Gate) cannot be cut at its BatchNorm layers, because torch.fx cannot trace it",
+        "symbolically traced variables cannot be used as inputs to control flow",
+        "at test_whole_batch.py line ",
+        ": `if x.sum() > 0:`",
+        "torch.fx.wrap",
+    )
+
+
+def test_a_loop_over_a_shape_is_a_branch_too():
+    module = Of(lambda self, x: sum(x[i] for i in range(x.shape[0])))
+    refuses(module, "module (Of) cannot be cut", "for i in range(x.shape[0])")
+
+
+@fx.wrap
+def gate(x: Tensor) -> Tensor:
+    return x + 1 if x.sum() > 0 else x
+
+
+def test_the_way_out_is_a_wrapped_function():
+    module = Of(lambda self, x: gate(x))
+    grads, _, buffers = calls(module)
+    assert grads["body.0.weight"].isfinite().all()
+    assert buffers["body.1.num_batches_tracked"] == 1
+
+
+def no_grad(self: Any, x: Any) -> Any:
+    with torch.no_grad():
+        return x * 2
+
+
+def autocast(self: Any, x: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ x.T
+
+
+@pytest.mark.parametrize("func", [no_grad, autocast])
+def test_modes_that_forward_enters_would_be_lost(func):
+    refuses(Of(func), "module (Of)", "under no_grad or autocast, which is not recorded")
+
+
+def test_modes_and_transforms_around_are_none_of_its_business():
+    """What forward makes of numbers is traced once, and is no part of the first call's."""
+    module = Of(lambda self, x: x * torch.arange(3.0) + torch.zeros(3))
+    fn = pa.functional(module, microbatch_size=3)
+
+    def total(params: Any, x: Tensor) -> Tensor:
+        return fn.apply(params, fn.buffers, x)[0].sum()
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        func = torch.func.vmap(torch.func.grad(total), (None, 0))
+        assert func(fn.params, X.expand(2, 4, 3))["body.1.bias"].shape == (2, 3)
+    want = pa.functional(module).apply(fn.params, fn.buffers, X)[0].sum()
+    torch.testing.assert_close(total(fn.params, X), want)
+
+
+def assigns(self: Any, x: Any) -> Any:
+    self.last = x
+    return x
+
+
+def counts(self: Any, x: Any) -> Any:
+    self.calls = self.calls + 1
+    return x
+
+
+def appends(self: Any, x: Any) -> Any:
+    self.calls.append(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("func", "calls"), [(assigns, 0), (counts, 0), (appends, [])], ids=["new", "old", "list"]
+)
+def test_attributes_that_forward_assigns_would_be_lost(func, calls):
+    module = Of(func, calls=calls)
+    before = dict(vars(module))
+    refuses(module, "module (Of) assigns its attribute '", "in forward")
+    assert vars(module) == before
+    assert module.calls in (0, [])
+
+
+def test_random_numbers_that_do_not_depend_on_the_input_would_be_drawn_once():
+    module = Of(lambda self, x: x * torch.rand(3))
+    state = torch.get_rng_state()
+    refuses(module, "module (Of)", "random numbers", "rand_like(x)")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_python_s_random_numbers_too():
+    module = Of(lambda self, x: x * random.random())
+    state = random.getstate()
+    refuses(module, "module (Of)", "random numbers")
+    assert random.getstate() == state
+
+
+def test_another_thread_s_random_numbers_are_not_its_own():
+    """They are drawn all the time, and the generators are nobody's to put back."""
+    done = threading.Event()
+    drawn: list[float] = []
+
+    def draw() -> None:
+        while not done.is_set():
+            drawn.append(float(torch.rand((), dtype=torch.float64)) + random.random())
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(5):
+            fn = pa.functional(resnets.Shared(), microbatch_size=3)
+            with torch.no_grad():
+                fn.apply(fn.params, fn.buffers, X @ torch.ones(3, 4))
+    finally:
+        done.set()
+        thread.join()
+    assert len({*drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+@pytest.mark.parametrize("at", ["", "1", "2"], ids=["module", "norm", "inner"])
+def test_hooks_on_what_is_taken_apart_would_not_run(kind, at):
+    module = norm(nn.Sequential(nn.ReLU()))
+    getattr(module.get_submodule(at), f"register_{kind}")(lambda *args: None)
+    name = kind.removeprefix("full_").replace("_", " ")
+    refuses(module, f"{'module.' + at if at else 'module'} (", f"has {name}s, which would not run")
+
+
+def test_hooks_on_other_layers_run():
+    module, seen = norm(), []
+    module[0].register_forward_hook(lambda layer, args, out: seen.append(out.shape[0]))
+    calls(module)
+    assert seen == [3, 1, 3, 1]  # each microbatch, and again for its gradient
+
+
+def test_hooks_that_come_later_are_found():
+    module = norm(nn.Sequential(nn.ReLU()))
+    fn = pa.functional(module, microbatch_size=3)
+    fn.apply(fn.params, fn.buffers, X)
+    module[2].register_forward_hook(lambda *args: None)
+    with refused(ValueError, "module.2 (Sequential) has forward hooks"):
+        fn.apply(fn.params, fn.buffers, X)
+
+
+# BatchNorm that is not there to be cut --------------------------------------------------------
+
+
+def test_torch_batch_norm_called_as_a_function():
+    refuses(
+        Of(lambda self, x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False)),
+        "module (Of) calls batch_norm with training=True",
+    )
+
+
+def test_running_statistics_that_are_no_buffers():
+    def func(self: Any, x: Any) -> Any:
+        return F.batch_norm(x, self.zero * 1, self.zero + 1, training=True)
+
+    refuses(Of(func, zero=nn.Buffer(X[0])), "module (Of)", "running statistics that are no buffers")
+
+
+@fx.wrap
+def normalised(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def test_batch_norm_in_a_function_that_is_not_looked_into():
+    with saying(RuntimeError, "torch.fx.wrap calls batch_norm with training=True"):
+        calls(Of(lambda self, x: normalised(x)))
+
+
+class Closed(nn.Module):
+    """A leaf of torch.fx by the module of its class."""
+
+    __module__ = "torch.nn.modules.closed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_batch_norm_inside_a_leaf():
+    refuses(
+        norm(Closed()),
+        "module.2.norm (BatchNorm1d) lies inside module.2 (Closed), which torch.fx does not look",
+    )
+    calls(norm(Closed().eval()))
+
+
+class ByHand(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return (input - input.mean(0)) / input.std(0)
+
+
+def test_batch_norm_with_a_formula_of_its_own():
+    refuses(norm(ByHand(3)), "module.2 (ByHand) has a forward of its own which does not call")
+
+
+def test_batch_norm_of_parameters():
+    """Without running statistics it is a function of parameters as any other."""
+    module = Of(
+        lambda self, x: x @ self.norm(self.w), w=nn.Parameter(X[:3]), norm=nn.BatchNorm1d(3)
+    )
+    refuses(module, "module.norm (BatchNorm1d) is given what does not depend on the batch")
+    module.norm = nn.BatchNorm1d(3, track_running_stats=False)
+    calls(module)
+
+
+def test_a_scripted_batch_norm():
+    module = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.BatchNorm1d(3)))
+    with saying(ValueError, "module.1 is scripted"):
+        pa.functional(module, microbatch_size=3)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_lazy(affine):
+    lazy = nn.LazyBatchNorm1d(affine=affine, track_running_stats=affine)
+    with saying(ValueError, "lazy module" if affine else "module.2 is a LazyBatchNorm1d"):
+        pa.functional(norm(lazy), microbatch_size=3)
+
+
+def test_a_branch_is_no_hindrance_where_no_batch_norm_looks_at_the_batch():
+    """Nobody looks into such a module."""
+    module = norm(Gate()).eval()
+    out = calls(module)[1]
+    torch.testing.assert_close(out[:3], module(X[:3]))
+
+
+def test_knobs():
+    module = norm()
+    for size in (0, 2.0, "few", [3, 0]):
+        with refused((TypeError, ValueError), "microbatch_size"):
+            pa.functional(module, microbatch_size=size)
+    with refused(ValueError, "keep is 'disk'; expected 'device' or 'host'"):
+        pa.functional(module, microbatch_size=3, keep="disk")
+    with refused(ValueError, "microbatch_size=[3, 3] are 6 rows", "has 4"):
+        calls(module, size=[3, 3])
+
+
+# A cut around a cut ---------------------------------------------------------------------------
+
+
+def test_a_cut_around_a_cut():
+    """It would be the gradient of parts that are each normalised by themselves."""
+    module = norm()
+    fn = pa.functional(module, microbatch_size=1)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return fn.apply(params, fn.buffers, x)[0].square().mean()
+
+    for around in (
+        lambda: pa.microbatch(loss, microbatch_size=2, reduce="mean")(fn.params, X),
+        lambda: pa.functional(Inside(fn), microbatch_size=2).apply({}, (), X),
+    ):
+        with refused(RuntimeError, "module.1 (BatchNorm1d) couples all rows", "a cut around a cut"):
+            around()
+    one = pa.microbatch(loss, microbatch_size=4, reduce="mean")(fn.params, X)
+    torch.testing.assert_close(one, loss(fn.params, X))
+    module.eval()  # where it couples nothing
+    parts = pa.microbatch(loss, microbatch_size=2, reduce="mean")(fn.params, X)
+    torch.testing.assert_close(parts, loss(fn.params, X))
+
+
+class Inside(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn.apply(self.fn.params, self.fn.buffers, x)[0]
+
+
+# What is written to --------------------------------------------------------------------------
+
+
+def test_other_buffers_that_change():
+    module = nn.Sequential(nn.Conv1d(3, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True))
+    words = "buffers['1.running_mean'] is written to in forward"
+    with refused(RuntimeError, words, given=module.state_dict()):
+        calls(module, X[..., None].expand(4, 3, 2))
+    refuses(
+        nn.Sequential(
+            norm(), nn.Unflatten(1, (3, 1)), nn.InstanceNorm1d(3, track_running_stats=True)
+        ),
+        "module.2 is written to in forward",
+    )
+    module = norm(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)))
+    with refused(RuntimeError, "buffers['", "'] is written to", given=module.state_dict()):
+        calls(module)
+    calls(norm(module[2].eval()))
+
+
+def test_buffers_and_parameters_that_forward_writes_to():
+    count = {"n": nn.Buffer(torch.zeros(3))}
+    for func in (lambda self, x: x + self.n.add_(1), lambda self, x: (self.n[0].add_(1), x)[1]):
+        refuses(Of(func, **count), "module (Of) writes in place (add_) to its own module.n")
+    refuses(
+        Of(lambda self, x: x + F.relu_(self.n), n=nn.Parameter(X[0])),
+        "writes in place (relu_) to its own module.n",
+    )
+
+
+def views(self: Any, x: Any) -> Any:
+    y = x.view(-1)
+    x.relu_()
+    return x + y.view(-1, 3)
+
+
+def parts(self: Any, x: Any) -> Any:
+    x[0].add_(1)
+    return x
+
+
+def names(self: Any, x: Any) -> Any:
+    identity = x
+    x += 1
+    return x * identity
+
+
+@pytest.mark.parametrize("func", [views, parts, names])
+def test_what_is_written_to_and_read_under_another_name(func):
+    refuses(Of(func), "module (Of) writes in place (", "is read again as '", "x = x + y in place")
+
+
+@fx.wrap
+def doubled_(x: Tensor) -> Tensor:
+    return x.mul_(2)
+
+
+@fx.wrap
+def doubles(x: Tensor) -> Tensor:
+    return doubled_(x)
+
+
+def test_a_function_that_is_not_looked_into_and_writes_to_what_it_is_given():
+    with saying(RuntimeError, "doubles, which torch.fx does not look into, writes in place"):
+        calls(Of(lambda self, x: doubles(x)))
+
+
+# What it is called with ----------------------------------------------------------------------
+
+
+def test_parameters_and_buffers():
+    module = norm()
+    fn = pa.functional(module, microbatch_size=3)
+    params, buffers = fn.params, fn.buffers
+    cases: list[tuple[Any, Any, str]] = [
+        (params | {"2.weight": X}, buffers, "params['2.weight'] is no parameter of the module"),
+        (params | {"0.bias": X[0, :1]}, buffers, "params['0.bias'] has shape (1,); the module has"),
+        (params, {}, "buffers['1.running_mean'] is missing; all 3"),
+    ]
+    for some, others, words in cases:
+        with refused(ValueError, words):
+            fn.apply(some, others, X)
+    with refused(TypeError, "buffers['1.running_var'] is a float"):
+        fn.apply(params, buffers | {"1.running_var": 1.0}, X)
+    with refused(TypeError, "params is a list; expected a dict of tensors by name"):
+        fn.apply([X], buffers, X)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, scale: Any, *, mask: Tensor | None = None) -> Tensor:
+        return self.norm(x) * scale if mask is None else x * mask
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_arguments(mode):
+    def called(*args: Any, **named: Any) -> Any:
+        return calls(getattr(Masked(), mode)(), *args, **named)
+
+    called(X, X)
+    called(X, 2.0, mask=X)
+    with saying((TypeError, ValueError), "missing 1 required positional argument: 'scale'"):
+        called(X)
+    with refused(ValueError, "args['mask'] has 3 rows", "args[0] has 4"):
+        called(X, X, mask=X[:3])
+    with refused(ValueError, "args[1] is a 0-d tensor"):
+        called(X, torch.tensor(2.0))
+    with refused(TypeError, "args[1] is a "):
+        called(X, object())
+    with refused(ValueError, "what apply is given holds no tensor"):
+        called(1.0, 2.0)
+
+
+class Returning(nn.Module):
+    def __init__(self, func: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.norm, self.func = nn.BatchNorm1d(3), func
+
+    def forward(self, x: Tensor) -> Any:
+        return self.func(self.norm(x))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("func", "name", "came"),
+    [
+        (lambda x: x.mean(), "out", "has shape ()"),
+        (lambda x: {"a": x, "b": (x, x.sum(0))}, "out['b'][1]", "has shape (3,)"),
+        (lambda x: [x, 3], "out[1]", "is 3"),
+        (lambda x: (x, "name"), "out[1]", "is 'name'"),
+        (lambda x: (x, x.shape[0]), "out[1]", "is 2"),
+    ],
+)
+def test_what_is_returned_has_rows(mode, func, name, came):
+    module = getattr(Returning(func), mode)()
+    with refused(ValueError, f"{name}, which the module returned for ", came, "plain code after"):
+        calls(module, X, size=2)
+
+
+def test_what_is_handed_on_has_rows():
+    module = nn.Sequential(norm(), nn.BatchNorm1d(3))
+    module.insert(1, Of(lambda self, x: x.repeat(2, 1)))
+    with saying(
+        ValueError, "'repeat' in module.1 (Of) has shape (6, 3) for 3 rows; what lies between two"
+    ):
+        calls(module)
+
+
+def test_shapes_that_batch_norm_refuses():
+    with refused(ValueError, "module.1 (BatchNorm1d): expected 2D or 3D input (got 4D input)"):
+        calls(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)), X[..., None, None])
+    with refused(ValueError, "module.1 (BatchNorm1d) normalises 1 channels, but its input has"):
+        calls(nn.Sequential(nn.Identity(), nn.BatchNorm1d(1)))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_too_few_rows(rows):
+    words = ("more than one value per channel", "a batch without rows")[rows == 0]
+    module = norm()
+    with refused(ValueError, "module.1 (BatchNorm1d)", words):
+        calls(module, X[:rows])
