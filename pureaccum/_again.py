@@ -77,6 +77,7 @@ class Again:
         self.mode.met, self.mode.instead = set(), captured
         with noted(self.devices) as drawn, remembering(self.held, self.modes), _active(self.mode):
             yield
+        self.mode.look()
         self.drawn.append(drawn)
         self.met.append(self.mode.met)
 
@@ -84,7 +85,7 @@ class Again:
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
         """Be again as a piece was, with some tensors in place of those captured."""
         giving = _Giving(self.mode, captured)
-        for at, then in self.mode.versions.values():
+        for at, then in self.mode.versions:
             if (x := at()) is not None and version(x) != then:
                 raise RuntimeError(WRITTEN_TO.format(tuple(x.shape), x.dtype))
         with ExitStack() as stack:
@@ -97,7 +98,7 @@ class Again:
             stack.enter_context(in_modes(self.modes))
             if self.drawn[p]:
                 stack.enter_context(replaying(self.drawn[p]))
-            if captured or self.mode.constants:
+            if captured or self.mode.level:
                 stack.enter_context(_active(giving))
             yield
         if not self.met[p] <= giving.met:
@@ -105,15 +106,16 @@ class Again:
 
 
 WRITTEN_TO = (
-    "a microbatched function is to be run again for its derivative, and a tensor that it captures (of "
-    "shape {} and {}) has been written to since. Take the derivative first, or hand the function a "
-    "copy: an optimizer's step, or a running statistic, between a loss and its backward pass?"
+    "a microbatched function is to be run again for its derivative, and a tensor that it captures "
+    "(of shape {} and {}) has been written to in place since. Take the derivative first, or hand "
+    "the function a copy: an optimizer's step, or a running statistic, between a loss and its "
+    "backward pass?"
 )
 NOT_FOUND_AGAIN = (
     "a microbatched function was run again for its derivative, and did not use again a captured "
-    "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from Python's "
-    "or numpy's generator), or it makes the tensor in a scripted function. Pass the tensor as an "
-    "argument."
+    "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from "
+    "Python's or numpy's generator), or it makes the tensor in a scripted function. Pass the "
+    "tensor as an argument."
 )
 
 
@@ -162,9 +164,13 @@ class _Mode(TorchFunctionMode):
         ):
             return out  # what a tensor looks like is no computation
         with unseen():  # else the function around would take this for operations of its own
-            args = tuple([self._each(x) for x in args])
-            kwargs = {key: self._each(x) for key, x in (kwargs or {}).items()}
-        out = func(*args, **kwargs)
+            args = tuple([self.each_of(x) for x in args])
+            kwargs = {key: self.each_of(x) for key, x in (kwargs or {}).items()}
+        before, _here.mode = getattr(_here, "mode", None), self.outer
+        try:  # a backward pass may run functions inside, which this mode does not see
+            out = func(*args, **kwargs)
+        finally:
+            _here.mode = before
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
         with unseen():
@@ -181,11 +187,12 @@ class _Mode(TorchFunctionMode):
     def note(self, made: Iterable[Tensor]) -> None:
         """These were made inside of the function, or given to it."""
 
-    def _each(self, x: Any) -> Any:
+    def each_of(self, x: Any) -> Any:
+        """An argument, with what is given for the tensors in it."""
         if isinstance(x, Tensor):
             return self.given_for(x)
         if type(x) is tuple or type(x) is list:
-            return type(x)([self._each(each) for each in x])
+            return type(x)([self.each_of(each) for each in x])
         return x
 
 
@@ -201,8 +208,8 @@ class _Finding(_Mode):
         self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
         self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
-        self.constants: dict[int, tuple[Tensor, Tensor]] = {}  # each, and what nothing wraps
-        self.versions: dict[int, tuple[ReferenceType[Tensor], int | None]] = {}  # … of all of them
+        self.others: dict[int, ReferenceType[Tensor]] = {}  # all that is captured, and not followed
+        self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of these
         self.memory: set[int | None] = set()  # of what was made inside
         self.foreign: set[int | None] = {None}
 
@@ -216,9 +223,7 @@ class _Finding(_Mode):
             if self.level and is_wrapped(own) and memory_of(x) in self.memory:
                 return own  # made inside, and handed out by a transform inside
             if not is_followed:
-                if is_wrapped(own):
-                    self.constants[id(x)] = x, innermost(own)
-                self.versions.setdefault(id(x), (ref(x), version(x)))  # pyright: ignore
+                self.others[id(x)] = ref(x)  # pyright: ignore
                 return own
             if self.instead is not None or above or recorded_at(own) >= self.begun:
                 raise UnseenError  # inside of another transform, or made by what nobody sees
@@ -231,6 +236,11 @@ class _Finding(_Mode):
         self.used.add(at)
         instead = self.found[at].detached if self.instead is None else self.instead[at]
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
+
+    def look(self) -> None:
+        """A piece is done: what it captured is as it has to be when it runs again."""
+        there = [(at, x) for at in self.others.values() if (x := at()) is not None]
+        self.versions = [(at, version(x)) for at, x in there]
 
     def settle(self, used: bool) -> None:
         super().settle(used)
@@ -269,8 +279,9 @@ class _Giving(_Mode):
             self.used.add(at)
             instead = self.instead[at]
             return instead if instead.dtype == x.dtype else instead.to(x.dtype)
-        constant = self.found.constants.get(id(x))
-        return self.from_outside(x) if constant is None else constant[1]
+        other = self.found.others.get(id(x))
+        own = self.from_outside(x)
+        return innermost(own) if other is not None and other() is x else own
 
 
 def _differs(place: Any, then: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """What becomes of auxiliary outputs, reduced as the microbatches come.
 
-For each leaf a word, or for a subtree a ``Reducer``: see _words.py. ``"mean"`` weighs each microbatch
-as the loss does. Only ``"concat"`` and ``"stack"`` keep what they saw.
+For each leaf a word, or for a subtree a ``Reducer``: see _words.py. ``"mean"`` weighs each
+microbatch as the loss does. Only ``"concat"`` and ``"stack"`` keep what they saw.
 """
 
 from typing import Any, NamedTuple

@@ -46,8 +46,8 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0) -> Batch:
                 )
             if not -leaf.dim() <= dim < leaf.dim():
                 raise ValueError(
-                    f"{paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected rows along dim "
-                    f"{dim}, which it does not have."
+                    f"{paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected rows along "
+                    f"dim {dim}, which it does not have."
                 )
             if rows is None:
                 rows = leaf.size(dim)  # a nested tensor may have no shape
@@ -56,8 +56,8 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0) -> Batch:
         elif not isinstance(leaf, (bool, int, float, complex, str)):
             raise TypeError(
                 f"{paths(spec, root)[i]} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a "
-                "batch holds tensors, Python scalars, strings and None, in any pytree. Convert it (an "
-                "array: torch.as_tensor; a mapping that is no dict: dict(...)), or pass it in "
+                "batch holds tensors, Python scalars, strings and None, in any pytree. Convert it "
+                "(an array: torch.as_tensor; a mapping that is no dict: dict(...)), or pass it in "
                 "another argument of the function."
             )
     return Batch(leaves, spec, rows)
@@ -240,6 +240,6 @@ def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int,
     return (
         f"{names[i]} has {came[0]} rows ({came[1]}) where "
         f"{names[first]} has {expected[0]} ({expected[1]}); every "
-        f"tensor of a batch has one row per sample along dim {dim}. A tensor that all samples share "
-        "(class weights, a mask of positions) goes in another argument of the function."
+        f"tensor of a batch has one row per sample along dim {dim}. A tensor that all samples "
+        "share (class weights, a mask of positions) goes in another argument of the function."
     )

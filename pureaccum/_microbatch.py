@@ -25,7 +25,19 @@ from ._host import to_host
 from ._inputs import check_argnums, check_choice, positions
 from ._outputs import Outputs, Whole
 from ._replay import generators, restore
-from ._rule import Cut, FollowedError, Form, Outs, Pieces, Rows, attach, continuous, pieces_of, run
+from ._rule import (
+    WHOLE,
+    Cut,
+    FollowedError,
+    Form,
+    Outs,
+    Pieces,
+    Rows,
+    attach,
+    continuous,
+    pieces_of,
+    run,
+)
 from ._sharded import refuse_sharded
 from ._torch import (
     differentiating,
@@ -80,9 +92,9 @@ def microbatch(
         batch_argnames: The same by name.
         reduce: What becomes of each output: ``"concat"`` for leaves with one row per sample along
             ``dim``; ``"sum"``; ``"mean"``, over rows; ``"max"`` and ``"min"``, number by number;
-            ``"stack"``, one entry per microbatch along a new dim 0; ``"last"``; or a ``Reducer``. One
-            of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere in the
-            output becomes total / weight of the whole batch, whatever stands here.
+            ``"stack"``, one entry per microbatch along a new dim 0; ``"last"``; or a ``Reducer``.
+            One of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere
+            in the output becomes total / weight of the whole batch, whatever stands here.
         dim: Along which dim the rows of every batch argument lie, and those of the output.
         keep: Where rows lie, and what is kept of them for the backward pass: ``"device"``, or
             ``"host"`` for pinned memory of the host, to and from which each microbatch is copied
@@ -216,11 +228,9 @@ def call(
     """A microbatched function of some arguments."""
     tensors = arguments.tensors
 
-    def body(
-        p: int, operands: Sequence[Tensor], around: Any = nullcontext(), again: bool = False
-    ) -> Outs:
+    def body(p: int, operands: Sequence[Tensor], around: Any = None, again: bool = False) -> Outs:
         args, kwargs = arguments.filled(operands)
-        with around:
+        with around or nullcontext():
             out = func(*args, **kwargs)
         return outputs.take(p, out, again)
 
@@ -301,7 +311,7 @@ def _pieces(
         return [its[i] for i in found], keeps
 
     its = Form(
-        operands=(*cuts, *["whole"] * len(again.captured)),
+        operands=(*cuts, *(WHOLE for _ in again.captured)),
         outs=tuple(form.outs[i] for i in found),
         groups=tuple(form.groups[i] for i in found),
     )

@@ -3,8 +3,8 @@
     take    one microbatch's, as tensors that are summed or laid end to end: see _rule.py
     finish  the tree of them, for the whole batch
 
-Sums and rows are differentiated by the rule. What else there is (a largest number, whatever a user's
-reducer keeps) has a value and no derivative.
+Sums and rows are differentiated by the rule. What else there is (a largest number, whatever a
+user's reducer keeps) has a value and no derivative.
 """
 
 from collections.abc import Iterator, Sequence
@@ -116,7 +116,7 @@ class Outputs:
         for n, (word, part) in enumerate(pairs):
             if is_reducer(word):
                 if not again:
-                    self._reduce(p, (n, 0), word, part)
+                    self.reduce_leaf(p, (n, 0), word, part)
                 continue
             values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
             if p == 0 and not again:
@@ -128,14 +128,15 @@ class Outputs:
                     f"{before}; what is reduced over microbatches has one structure."
                 )
             for i, (x, like) in enumerate(zip(values, likes, strict=True)):
-                self._take(taken, p, (n, i), x, like, again)
+                self.take_leaf(taken, p, (n, i), x, like, again)
         if not again and p == 0:
             self.form = Form((), tuple(taken.cuts), tuple(taken.groups))
         return taken.outs, tuple(taken.keeps)
 
-    def _take(
+    def take_leaf(
         self, taken: Taken, p: int, at: tuple[int, int], x: Any, like: Any, again: bool
     ) -> None:
+        """One leaf, of one microbatch."""
         word = self.words[at[0]]
         if isinstance(x, Weighted):
             seen, _ = read(x, has_aux=False)
@@ -151,14 +152,14 @@ class Outputs:
         if not isinstance(x, Tensor):
             if x != like:
                 raise TypeError(
-                    f"{self._name(at)} is {x!r} after {like!r} in a microbatch before; what is no "
-                    f"tensor is the same for all of them, {word!r} or not."
+                    f"{self.name_of(at)} is {x!r} after {like!r} in a microbatch before; what is "
+                    f"no tensor is the same for all of them, {word!r} or not."
                 )
             return
         cut: Cut = "whole"
         if word == "concat":
             if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != self.sizes[p]:
-                raise ValueError(self._no_rows(at, x, self.sizes[p]))
+                raise ValueError(self.no_rows(at, x, self.sizes[p]))
             cut = Rows(self.dim % x.dim(), host=self.host)
         elif word == "stack":
             x, cut = x.unsqueeze(0), Rows(0, each=True)
@@ -168,13 +169,13 @@ class Outputs:
                 x = torch.zeros_like(x)
         elif isinstance(like, Look) and p and word != "concat" and x.shape != like.shape:
             raise ValueError(
-                f"{self._name(at)} has shape {tuple(x.shape)} after {tuple(like.shape)} in a "
+                f"{self.name_of(at)} has shape {tuple(x.shape)} after {tuple(like.shape)} in a "
                 f"microbatch before, and reduce={word!r} needs one shape. A leaf with one row per "
                 "sample takes 'concat'."
             )
         elif word in ("max", "min"):
             if not again:
-                self._reduce(p, at, word, x)
+                self.reduce_leaf(p, at, word, x)
             return
         elif word == "mean" and len(self.sizes) > 1:  # of one it is what it is, to the bit
             x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
@@ -184,7 +185,8 @@ class Outputs:
         taken.cuts.append(cut)
         taken.groups.append(0)
 
-    def _reduce(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
+    def reduce_leaf(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
+        """What has no derivative, of one microbatch."""
         reducer, part = reducer_of(word), map(lambda x: torch.as_tensor(x).detach(), part)
         before = self.states[at] if p else reducer.init(part)
         weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
@@ -202,13 +204,16 @@ class Outputs:
                 parts.append(map(lambda x: _without_gradient("a Reducer", x, operands), result))
             else:
                 its, spec = self.likes[n]
-                done = [self._finish((n, i), like, rest, operands) for i, like in enumerate(its)]
+                done = [
+                    self.finish_leaf((n, i), like, rest, operands) for i, like in enumerate(its)
+                ]
                 parts.append(unflatten(spec, done))
         return replaced(self.reduce, parts)
 
-    def _finish(
+    def finish_leaf(
         self, at: tuple[int, int], like: Any, rest: Iterator[Tensor], operands: Sequence[Tensor]
     ) -> Any:
+        """One leaf, of the whole batch."""
         word = self.words[at[0]]
         if isinstance(like, Weighted):
             total, weight = next(rest), next(rest)
@@ -227,17 +232,20 @@ class Outputs:
 
     # Errors ---------------------------------------------------------------------------------
 
-    def _name(self, at: tuple[int, int]) -> str:
+    def name_of(self, at: tuple[int, int]) -> str:
+        """How a user would write it."""
         words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
         root = paths(words, "out")[at[0]]
         return paths(self.likes[at[0]][1], root)[at[1]]
 
-    def _no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:
+    def no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:
+        """What is wrong with it."""
         return (
-            f"{self._name(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, and "
-            f"reduce='concat' needs one row per sample along dim {self.dim}. Name what is meant in "
-            "reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per microbatch) or "
-            "'last', for all outputs or as a tree of words; or return Weighted(total, weight)."
+            f"{self.name_of(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, and "
+            f"reduce='concat' needs one row per sample along dim {self.dim}. Name what is meant "
+            "in reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per "
+            "microbatch) or 'last', for all outputs or as a tree of words; or return "
+            "Weighted(total, weight)."
         )
 
 
@@ -287,6 +295,6 @@ class _Refusing(Function):
 
 _NO_GRADIENT = (
     "a gradient was asked of {} over microbatches, which has none here; expected one of 'concat', "
-    "'sum', 'mean', 'stack', 'last' or Weighted. The largest of rows that are concatenated has one: "
-    "reduce='concat', and .amax() of the result. As a constant it is x.detach()."
+    "'sum', 'mean', 'stack', 'last' or Weighted. The largest of rows that are concatenated has "
+    "one: reduce='concat', and .amax() of the result. As a constant it is x.detach()."
 )

@@ -121,7 +121,8 @@ def _region(policy: Policy, params: Tree) -> AbstractContextManager[Any]:
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
-    def to_dtype(x: Any) -> Any:
-        return cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return tree if dtype is None else map(to_dtype, tree)
+    if dtype is None:
+        return tree
+    return map(
+        lambda x: cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
+    )

@@ -30,8 +30,8 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     The first run records nothing: a module with another way for inference takes it there, and its
     value is off by a rounding (``nn.TransformerEncoderLayer`` in ``eval()`` mode).
 
-    Captured tensors have their gradients too. Under ``torch.compile`` it is ``func`` itself, since the
-    compiler merges what is computed twice and decides by itself what to keep.
+    Captured tensors have their gradients too. Under ``torch.compile`` it is ``func`` itself, since
+    the compiler merges what is computed twice and decides by itself what to keep.
 
     Args:
         func: Any function of pytrees, with a pytree as its result. Tensors in them that have no

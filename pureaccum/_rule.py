@@ -1,8 +1,9 @@
 """A function of rows, run piece by piece, and its derivatives, which are such functions again.
 
-    f(shared, rows) -> (sums, rows)         of its outputs some are summed, the others laid end to end
-    its vjp:  cotangents of sums are shared, those of rows are rows; gradients of shared are sums
-    its jvp:  tangents of shared are shared, those of rows are rows; so are the tangents that it gives
+    f(shared, rows) -> (sums, rows)     its outputs are summed, or laid end to end
+    its vjp:  (shared + cotangents of sums, rows + cotangents of rows)
+              -> (gradients of shared: sums, gradients of rows: rows)
+    its jvp:  (shared + tangents, rows + tangents) -> (tangents of sums, tangents of rows)
     its vmap: one more dimension, before all others
 
 So nothing above one piece is ever recorded, under any nest of transforms, at any order. A function
@@ -35,6 +36,7 @@ class Rows(NamedTuple):
 
 
 Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
+WHOLE: Cut = "whole"
 
 
 class Form(NamedTuple):
@@ -120,25 +122,27 @@ class Gathered:
         if alone or self.how == "last":
             self.parts = [x]
         elif self.how == "whole":
-            self._add(p, x)
+            self.add(p, x)
         elif isinstance(self.how, Rows):
-            self._append(x, self.how)
+            self.append(x, self.how)
 
-    def _add(self, p: int, x: Tensor) -> None:
+    def add(self, p: int, x: Tensor) -> None:
+        """One term more."""
         if p == 0:
             self.parts = [x.to(sum_dtype(x))]
-        elif p > 1 and self._may_write(x):  # the sum of the first alone may be the caller's
+        elif p > 1 and self.may_write(x):  # the sum of the first alone may be the caller's
             self.parts[0].add_(x)
         else:
             self.parts[0] = self.parts[0] + x
 
-    def _append(self, x: Tensor, how: Rows) -> None:
+    def append(self, x: Tensor, how: Rows) -> None:
+        """Some rows more."""
         size = x.shape[how.dim]
         if not self.parts and not self.recorded:
             shape = list(x.shape)
             shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
             self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
-        if self.at >= 0 and self._may_write(x):  # so that they never lie there twice
+        if self.at >= 0 and self.may_write(x):  # so that they never lie there twice
             place = self.parts[0].narrow(how.dim, self.at, size)
             put(place, x) if how.host else place.copy_(x)
             self.at += size
@@ -150,7 +154,8 @@ class Gathered:
         self.at = -1
         self.parts.append(x)
 
-    def _may_write(self, x: Tensor) -> bool:
+    def may_write(self, x: Tensor) -> bool:
+        """Whether a piece may be written into what is there."""
         return not self.recorded and levels(x) <= levels(self.parts[0])
 
     def end(self) -> Tensor:
@@ -202,7 +207,7 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
 
     form = Form(
         operands=(*f.form.operands, *(_of_cotangent(f.form.outs[i]) for i in used)),
-        outs=tuple(f.form.operands[i] for i in wrt) * len(groups),
+        outs=tuple(f.form.operands[i] for _ in groups for i in wrt),
         groups=tuple(group for group in groups for _ in wrt),
     )
     pieces = Pieces(call, form, f.sizes)
@@ -211,7 +216,7 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
 
 
 def _of_cotangent(how: Cut) -> Cut:
-    return "whole" if how == "last" else how
+    return WHOLE if how == "last" else how
 
 
 def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
@@ -305,7 +310,8 @@ def mapped(
             outs, keeps = f.call(p, operands)
             return tuple(outs), keeps
 
-        vmapped: Any = torch.func.vmap(of, (0, *dims), (tuple(out_dims), 0), info.randomness)
+        to: Any = tuple(out_dims), 0
+        vmapped: Any = torch.func.vmap(of, (0, *dims), to, info.randomness)
         outs, keeps = vmapped(size, *operands)
         return list(outs), keeps
 

@@ -1,4 +1,4 @@
-"""Every private torch name that pureaccum touches, and nothing else.
+"""Every private torch name that pureaccum touches, and nothing else: one file, however long.
 
 =================================  ======================================  ================
 name                               what for                                checked in
@@ -6,7 +6,11 @@ name                               what for                                check
 ``torch._C._functorch``            is a functorch transform active?        2.11, 2.13, 2.15
 ``torch._C._functorch``            what its wrappers wrap, mapped or not   2.11, 2.13, 2.15
 ``torch._C.DisableTorchFunction``  look at a tensor past all modes         2.13
+``…functorch.push_dynamic_...``    a tensor as an outer transform sees it  2.11, 2.13
 ``forward_ad._set_fwd_grad_...``   forward AD inside a Function's rules    2.11, 2.13, 2.15
+``forward_ad._current_level``      is torch's forward AD going on?         2.11, 2.13
+``Node._sequence_nr``              was it recorded before?                 2.11, 2.13
+``torch._C.DisableTorchFunction``  what modes are not to see               2.11, 2.13
 ``torch._foreach_add_``            one call for many small leaves          2.11, 2.13, 2.15
 ``Module._parameters, _buffers``   what a module holds during a call       2.11, 2.13, 2.15
 ``Module._modules``                the modules below it                    2.11, 2.13, 2.15
@@ -72,7 +76,10 @@ def differentiating() -> bool:
 
 
 def transform_depth() -> int:
-    """How many transforms are active, while the compiler traces them too (on 2.11 it cannot tell)."""
+    """How many transforms are active, while the compiler traces them too.
+
+    On torch 2.11 it cannot tell.
+    """
     if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
         return 1
     return torch._C._functorch.get_dynamic_layer_stack_depth()  # pyright: ignore

@@ -26,6 +26,7 @@ from ._sharded import local
 from ._torch import (
     BUFFERS,
     PARAMETERS,
+    is_compiled_module,
     is_taken_as_new,
     leads_to,
     memory_of,
@@ -240,7 +241,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
         ours.update(memory for memory in made if memory not in alive)
 
     def note(module: nn.Module, _: object) -> None:
-        if threading.get_ident() == thread:
+        if threading.get_ident() == thread and not is_compiled_module(module):
             modules.setdefault(origins.get(module, module))
             if module not in origins:
                 if vars(module)[BUFFERS]:

@@ -175,7 +175,8 @@ def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:
         f"{_listed(_where(case.seen.batch_norms))} normalises with the mean and variance of its "
         f"microbatch, which are not the batch's{other}.",
         f"{eval_}.eval()  # its running statistics; or torch.nn.GroupNorm in its place; or "
-        "pa.functional(module, microbatch_size=...), which gives it the statistics of the whole batch",
+        "pa.functional(module, microbatch_size=...), which gives it the statistics of the whole "
+        "batch",
     )
 
 

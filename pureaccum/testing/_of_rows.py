@@ -171,9 +171,9 @@ def _coupled(of: Of, pairs: list[Pair]) -> Diagnosis:
         "batch coupling",
         f"what a row adds depends on the other rows: {says.format(*values)} their sum nor a mean."
         + (" It depends on the order of the rows, too." if moved else ""),
-        "z = pa.microbatch(encode, microbatch_size=...)(params, batch), and the loss of all rows in "
-        "plain code; or pa.microbatch(counts, microbatch_size=..., reduce='sum'), and then a function "
-        "of the sums",
+        "z = pa.microbatch(encode, microbatch_size=...)(params, batch), and the loss of all rows "
+        "in plain code; or pa.microbatch(counts, microbatch_size=..., reduce='sum'), and then a "
+        "function of the sums",
     )
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from ._mutants import OF_CORE
 from ._mutants import Mutant as Mutant
 from ._mutants_of_disk import OF_DISK
+from ._mutants_of_microbatches import OF_MICROBATCHES
 from ._mutants_of_ranks import OF_RANKS
 from ._mutants_of_samples import OF_SAMPLES
-from ._mutants_of_stages import OF_STAGES
 
 
-MUTANTS: dict[str, Mutant] = OF_CORE | OF_DISK | OF_RANKS | OF_SAMPLES | OF_STAGES
+MUTANTS: dict[str, Mutant] = OF_CORE | OF_DISK | OF_RANKS | OF_SAMPLES | OF_MICROBATCHES
 
 
 def plant(name: str, directory: str | Path) -> Path:

@@ -4,10 +4,13 @@ Each microbatch's own gradient is an integer that 16 bits hold (below 2**8 in bf
 float16) while the batch's is not; and a sum may leave the range of float16 where its mean does not.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -132,3 +135,50 @@ def test_a_gradient_whose_sum_overflows_float16_is_right(kind, engine, seed, siz
 def test_the_plain_sum_of_those_gradients_overflows():
     x, w = around_50(0), torch.zeros((), dtype=torch.float16)
     assert torch.func.grad(lambda w: (w * x).sum())(w) == torch.inf
+
+
+# Microbatched functions ----------------------------------------------------------------------
+
+FINE = torch.tensor([1.0, 2.0**-12])  # their sum has more digits than bfloat16
+
+
+def test_gradients_of_a_microbatched_function_are_summed_wide() -> None:
+    """In float32, and rounded once, to the parameter's dtype."""
+    ones = torch.full((300,), 1.0, dtype=torch.bfloat16)
+    total = pa.microbatch(lambda w, x: (w * x).sum(), microbatch_size=1, reduce="sum")
+    w = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
+    total(w, ones).backward()
+    assert w.grad == torch.tensor(300.0, dtype=torch.bfloat16)  # 256 + 1 is 256
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["given", "captured"])
+@pytest.mark.parametrize("word", ["sum", "concat"])
+def test_a_cast_gives_way_to_its_master(word: str, captured: bool) -> None:
+    """A policy's cast is made in each microbatch, so that the master's gradient stays wide."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        def of(w: Tensor, x: Tensor) -> Tensor:
+            return (w * x).sum() if word == "sum" else w * x
+
+        if captured:
+            cut = pa.microbatch(
+                lambda x: of(params["w"], x), microbatch_size=1, batch_argnums=0, reduce=word
+            )
+            return cut(batch).sum()
+        return pa.microbatch(of, microbatch_size=1, reduce=word)(params["w"], batch).sum()
+
+    step = pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=torch.bfloat16))
+    state, _ = step(step.init({"w": torch.zeros(())}), FINE)
+    assert state.params["w"] == -(1 + 2**-12)
+
+
+def test_no_gradient_is_taken_early_in_float16() -> None:
+    """A loss scale has to ride on the cotangent: what is pulled with 1 is lost before it comes."""
+
+    def of(w: Tensor, x: Tensor) -> Tensor:
+        return (w.half() * x.half()).float().sum() * 2.0**-20
+
+    total = pa.microbatch(of, microbatch_size=1, reduce="sum")
+    w, x = torch.zeros((), requires_grad=True), torch.tensor([1 + 2.0**-10, 2.0])
+    (total(w, x) * 2.0**20).backward()
+    assert w.grad == x.sum()

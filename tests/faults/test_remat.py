@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
 import pureaccum as pa
-from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import refused, saying
 from tests.strategies import generator
 

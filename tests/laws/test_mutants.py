@@ -183,35 +183,33 @@ KILLERS = {
     "the users' guards left out": (
         "transforms/test_compiled_step.py::test_what_a_loss_captures_may_change"
     ),
-    "a pooled value's cotangent of one microbatch": (
-        "exact/test_staged.py::test_any_stages_and_any_cut_give_the_bits_of_the_full_batch"
+    "a captured gradient silently zero": (
+        "transforms/test_remat.py::test_captured_tensors[the output itself]"
     ),
-    "a boundary's cotangent not handed through": (
-        "exact/test_staged.py::test_any_stages_and_any_cut_give_the_bits_of_the_full_batch"
+    "rematerialised with other random numbers": (
+        "parity/test_remat.py::test_a_module_to_the_bit[func-dropout]"
     ),
-    "the cotangent of an unweighted microbatch kept": (
-        "exact/test_staged.py::test_microbatches_without_weight_add_nothing"
+    "run again with the modules' own parameters": (
+        "transforms/test_remat.py::test_captured_tensors[a module called with others]"
     ),
-    "a stage computed again draws anew": (
-        "purity/test_staged.py::test_a_stage_that_is_computed_again_draws_the_same"
+    "run again in another mode": "purity/test_remat.py::test_modes_are_those_of_the_first_run",
+    "a write before the derivative unseen": (
+        "purity/test_microbatch.py"
+        "::test_what_is_written_to_before_the_backward_pass_is_refused[captured]"
     ),
-    "an in-place write to a boundary unseen": (
-        "purity/test_staged.py::test_a_write_to_an_integer_of_the_last_boundary_is_not_silent"
+    "a sum of gradients as narrow as a piece": (
+        "exact/test_narrow.py::test_gradients_of_a_microbatched_function_are_summed_wide"
     ),
-    "captured writes not refused": (
-        "purity/test_staged.py::test_a_captured_batch_norm_is_refused_before_it_is_written_to"
+    "NaN * 0 of a piece without weight": "exact/test_words.py::test_several_weighted_means",
+    "a gradient taken early in float16": (
+        "exact/test_narrow.py::test_no_gradient_is_taken_early_in_float16"
     ),
+    "a cast kept": "exact/test_narrow.py::test_a_cast_gives_way_to_its_master",
     "merged without the distance of the means": (
         "parity/test_batch_norm.py::test_in_float64_it_is_the_full_batch_s"
     ),
     "moments taken for constants": (
         "parity/test_batch_norm.py::test_in_float64_it_is_the_full_batch_s"
-    ),
-    "rematerialised with other random numbers": (
-        "parity/test_remat.py::test_a_module_to_the_bit[func-dropout]"
-    ),
-    "a captured gradient silently zero": (
-        "faults/test_remat.py::test_what_needs_a_gradient_is_an_argument[a parameter]"
     ),
     "samples summed without their factor": "bounds/test_per_sample.py::test_reduced_gradients",
     "samples without weight by multiplication": (

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+from torch.overrides import TorchFunctionMode
 
 from pureaccum import _torch
 
@@ -19,7 +22,7 @@ def test_the_wrappers_of_transforms_come_off() -> None:
         assert before is not None
         assert _torch.version(_torch.innermost(row)) == before + 1
         assert _torch.innermost(row).data_ptr() == x.data_ptr()
-        seen.append(_torch.mapped_levels(row))
+        seen.append(_torch.levels(row))
         return row.sum()
 
     seen: list[set[int]] = []
@@ -29,7 +32,7 @@ def test_the_wrappers_of_transforms_come_off() -> None:
     torch.func.grad(lambda x: torch.func.vmap(look)(x).sum())(x)
     torch.func.vmap(torch.func.grad(look))(x)
     torch.func.vmap(torch.func.vmap(look))(x)
-    assert seen == [set(), set(), {1}, {2}, {1}, {1, 2}]
+    assert seen == [set(), {1}, {1}, {1, 2}, {1, 2}, {1, 2}]
 
 
 def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
@@ -56,3 +59,73 @@ def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
         torch.func.jvp(Square.apply, (x,), (x,))
     Square.forward_ad = staticmethod(_torch.forward_ad)
     assert torch.func.jvp(Square.apply, (x,), (torch.ones(()),))[1] == 6.0
+
+
+def test_what_autograd_records_has_a_number() -> None:
+    """Made before or after, in this thread."""
+    w = torch.ones((), requires_grad=True)
+    before = w * 2
+    begun = _torch.sequence_number()
+    after = w * 2
+    assert _torch.recorded_at(w) == -1
+    assert (
+        _torch.recorded_at(before) < begun <= _torch.recorded_at(after) < _torch.sequence_number()
+    )
+
+
+def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
+    """Seen from inside of another transform, where a tangent of an outer one does not show."""
+    seen: dict[str, Any] = {}
+
+    def look(x: Tensor) -> Tensor:
+        def inside(y: Tensor) -> Tensor:
+            seen["outer"], seen["inner"] = _torch.followed(x, 1), _torch.followed(y, 1)
+            seen["detached"] = _torch.followed(x.detach(), 1)
+            seen["levels"] = _torch.levels(y)
+            return (x * y).sum()
+
+        return grad(inside)(torch.ones(2)).sum()
+
+    jvp(look, (torch.ones(2),), (torch.ones(2),))
+    assert seen["outer"] == (True, False)
+    assert seen["inner"] == (False, True)
+    assert seen["detached"] == (False, True)
+    assert seen["levels"] == {1, 2}
+    grad(look)(torch.ones(2))
+    assert seen["outer"] == (True, False)
+    vmap(look)(torch.ones(3, 2))
+    assert seen["outer"] == (True, False)
+    assert _torch.followed(torch.ones(2), 0) == (False, False)
+    assert _torch.followed(torch.ones(2, requires_grad=True), 0) == (True, False)
+
+
+def test_whether_anything_differentiates_is_seen() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_torch.differentiating())
+        return x.sum()
+
+    vmap(look)(torch.ones(2, 2))
+    vmap(grad(look))(torch.ones(2, 2))
+    jvp(look, (torch.ones(2),), (torch.ones(2),))
+    look(torch.ones(2))
+    assert seen == [False, True, True, False]
+
+
+def test_what_is_done_unseen_goes_by_no_mode() -> None:
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Mode():
+        x.add(1)
+        with _torch.unseen():
+            x.sub(1)
+    assert seen == ["add"]

@@ -261,3 +261,14 @@ def test_in_a_step(donate: bool) -> None:
 
     batch = torch.randn(5, 4)
     assert_trees_bitwise_equal(run(chain), run(plain))
+
+
+def test_modes_are_those_of_the_first_run() -> None:
+    """A module is asked for its mode when the function is called, and again for its gradient."""
+    net = torch.nn.Dropout(0.5)
+    w = torch.ones(64, requires_grad=True)
+    out = pa.remat(lambda w: net(w))(w)
+    net.eval()
+    (grad_,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(grad_, out.detach())
+    assert not net.training

@@ -21,7 +21,6 @@ from torch.func import grad, jacfwd, jvp
 
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
-from tests.faults.refusals import refused
 from tests.strategies import every, generator
 from tests.transforms.problems import U64, Problem, tangent
 

@@ -308,9 +308,9 @@ CAPTURED: dict[str, Callable[[Any], Any]] = {
     "from an outer grad": lambda r: grad(
         lambda w: grad(lambda x: capturing(r, w)(x).sum())(x).sum()
     )(W),
-    "in an inner grad": lambda r: grad(
-        lambda x: grad(lambda w: capturing(r, w)(x).sum())(W).sum()
-    )(x),
+    "in an inner grad": lambda r: grad(lambda x: grad(lambda w: capturing(r, w)(x).sum())(W).sum())(
+        x
+    ),
     "in jacrev": lambda r: jacrev(lambda w: capturing(r, w)(x))(W),
     "in jvp": lambda r: jvp(lambda w: capturing(r, w)(x), (W,), (W,)),
     "from jvp in grad": lambda r: jvp(

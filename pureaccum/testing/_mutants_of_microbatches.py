@@ -1,0 +1,73 @@
+"""The deliberate faults in the primitive and in BatchNorm over it: see ``_mutants.py``."""
+
+from ._mutants import Mutant
+
+
+OF_MICROBATCHES: dict[str, Mutant] = {
+    "a captured gradient silently zero": Mutant(
+        "An output that something captured is followed through is taken for a constant.",
+        "_rule.py",
+        "if any(ctx.needs_input_grad[2 + ctx.n :]):",
+        "if False:",
+    ),
+    "rematerialised with other random numbers": Mutant(
+        "A function that is run again draws other numbers.",
+        "_again.py",
+        "stack.enter_context(replaying(self.drawn[p]))",
+        "pass",
+    ),
+    "run again with the modules' own parameters": Mutant(
+        "A recomputation sees what a module holds by then.",
+        "_again.py",
+        "holding({k: v for k, v in self.held.items() if _differs(*v)})",
+        "holding({})",
+    ),
+    "run again in another mode": Mutant(
+        "A recomputation sees the mode that a module is in by then.",
+        "_again.py",
+        "stack.enter_context(in_modes(self.modes))",
+        "pass",
+    ),
+    "a write before the derivative unseen": Mutant(
+        "A recomputation begins from what a captured tensor has become.",
+        "_again.py",
+        "if (x := at()) is not None and version(x) != then:",
+        "if False:",
+    ),
+    "a sum of gradients as narrow as a piece": Mutant(
+        "Gradients of pieces are added in the dtype of the parameter.",
+        "_rule.py",
+        "self.parts = [x.to(sum_dtype(x))]",
+        "self.parts = [x.clone()]",
+    ),
+    "NaN * 0 of a piece without weight": Mutant(
+        "A piece that does not count gives its gradient times zero.",
+        "_rule.py",
+        "return torch.where(keep.to(x.device), x, 0.0)",
+        "return x * keep.to(x.device, x.dtype)",
+    ),
+    "a gradient taken early in float16": Mutant(
+        "A total computed in float16 is pulled with 1, and scaled afterwards.",
+        "_microbatch.py",
+        "if again.mode.half or any(",
+        "if any(",
+    ),
+    "a cast kept": Mutant(
+        "The gradients of a cast are summed, and rounded to its dtype.",
+        "_casts.py",
+        "return getattr(x, _ORIGINAL, x)",
+        "return x",
+    ),
+    "merged without the distance of the means": Mutant(
+        "Squares of distances from different points are added as they stand.",
+        "_batch_norm.py",
+        "squares = squares + 2 * apart * sums + each * apart**2",
+        "squares = squares + 0 * apart",
+    ),
+    "moments taken for constants": Mutant(
+        "A batch norm has no gradient through its mean and its variance.",
+        "_batch_norm.py",
+        "mean_, var_ = mean.detach(), var.detach()",
+        "mean_, var_ = mean, var",
+    ),
+}
