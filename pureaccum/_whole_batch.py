@@ -27,7 +27,7 @@ from ._microbatch import Keep, microbatch
 from ._places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
 from ._replay import generators, restore
 from ._shell import call
-from ._torch import BUFFERS, is_compiled_module, version
+from ._torch import BUFFERS, is_compiled_module, unnoticed, version
 from ._traced import couples, hook_tables, in_training, trace, written_to
 from ._tree import Tree, flatten, map, paths, unflatten
 
@@ -315,15 +315,21 @@ class _Part:
         count = _rows(rows)
         taken = [plain.filled(name, rows[name], count) for name in self.level.takes]
         out = _called(self.places, tensors, (*taken, *scaling), {})
-        given = dict(zip(self.level.gives, out, strict=False))
-        after = {name: plain.parted(name, given[name], count) for name in given}
-        for name in given:
-            for x in after[name]:
-                if not _has_rows(x, count):
-                    raise ValueError(self._no_rows(name, x, count))
-        pooled = [*zip(self.level.pools, out[len(after) :], strict=True)]
-        plain.looks |= {norm.name: (x.shape, x.dtype) for norm, x in pooled}
-        return after, [share_of(_normalised(x, norm)) for norm, x in pooled]
+        gives, pools = self.level.gives, self.level.pools
+        given, pooled = out[: len(gives)], out[len(gives) :]
+        after = {k: plain.parted(k, x, count) for k, x in zip(gives, given, strict=True)}
+        with unnoticed():  # some of what would be asked of the modes around, once a microbatch
+            for name, parts in after.items():
+                for x in parts:
+                    if not _has_rows(x, count):
+                        raise ValueError(self._no_rows(name, x, count))
+            looks = [(x.shape, x.dtype) for x in pooled]
+        shares: list[Share] = []
+        for norm, x, (shape, dtype) in zip(pools, pooled, looks, strict=True):
+            _check_input(norm, shape)
+            plain.looks[norm.name] = shape, dtype
+            shares.append(share_of(x, len(shape), dtype))
+        return after, shares
 
     def _no_rows(self, name: str, x: Tensor, rows: int) -> str:
         if (where := self.where[name]).startswith("out"):
@@ -361,17 +367,16 @@ class _Plain:
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 
-def _normalised(x: Tensor, norm: Norm) -> Tensor:
-    """What a BatchNorm is given, if it takes that."""
+def _check_input(norm: Norm, shape: torch.Size) -> None:
+    """Check that a BatchNorm takes what it is given."""
     layer: Any = norm.layer
     dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
-    if x.dim() < 2 or (dims and x.dim() not in dims):
+    if len(shape) < 2 or (dims and len(shape) not in dims):
         expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
-        raise ValueError(f"{norm.place}: expected {expected} input (got {x.dim()}D input)")
-    channels = getattr(layer, "num_features", x.shape[1])
-    if channels != x.shape[1] and (layer.affine or layer.running_mean is not None):
+        raise ValueError(f"{norm.place}: expected {expected} input (got {len(shape)}D input)")
+    channels = getattr(layer, "num_features", shape[1])
+    if channels != shape[1] and (layer.affine or layer.running_mean is not None):
         raise ValueError(
             f"{norm.place} normalises {channels} channels, but its input has shape "
-            f"{tuple(x.shape)}; channels are dim 1."
+            f"{tuple(shape)}; channels are dim 1."
         )
-    return x

@@ -483,6 +483,18 @@ def test_gradients_of_the_inputs():
     assert apart({"x": x.grad}, {"x": y.grad}) <= PROMISED
 
 
+def test_inside_a_compiled_function():
+    """Where the compiler decides what to keep."""
+    fn = pa.functional(SMALL, microbatch_size=3)
+    func = torch.compile(
+        lambda params, x: fn.apply(params, fn.buffers, x), fullgraph=True, backend="eager"
+    )
+    out, buffers = func(fn.params, X)
+    own = deepcopy(SMALL)
+    torch.testing.assert_close(out, own(X), rtol=PROMISED, atol=0)
+    assert apart(buffers, dict(own.named_buffers())) <= PROMISED
+
+
 # Random numbers and dtypes --------------------------------------------------------------------
 
 
