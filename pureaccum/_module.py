@@ -80,8 +80,8 @@ def functional(
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
-        microbatch_size: Rows per microbatch, or a list, the rows of each. None calls the module
-            with all that it is given.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each. None calls the module with all that it is given.
         keep: Where what is kept between microbatches, and for the backward pass, lies: on the
             ``"device"``, or on the ``"host"``, as for ``microbatch``.
 

@@ -26,7 +26,7 @@ from ._cut_graph import CutGraph, Level, Norm, cut
 from ._microbatch import Keep, microbatch
 from ._places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
 from ._replay import generators, restore
-from ._shell import call
+from ._shell import call as call_shell
 from ._torch import BUFFERS, is_compiled_module, unnoticed, version
 from ._traced import couples, hook_tables, in_training, trace, written_to
 from ._tree import Tree, flatten, map, paths, unflatten
@@ -42,8 +42,8 @@ class WholeBatch:
     def __init__(self, places: Places, size: Any, keep: Keep) -> None:
         self.places, self.size, self.keep = places, check_sizes(size), keep
         self.in_parts: InParts = partial(microbatch, microbatch_size=self.size, keep=keep)
-        self.plain = self.in_parts(self._call)
-        self.watched = self.in_parts(self._call_watched)
+        self.plain = self.in_parts(self.call)
+        self.watched = self.in_parts(self.call_watched)
         # The attributes of all modules as they were, and how to call it with these and some
         # arguments: cut, or, with None, plainly.
         self.plans: tuple[Picture, dict[Any, _Network | None]] = Picture([], [], []), {}
@@ -66,18 +66,18 @@ class WholeBatch:
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
         sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
         new = {name: tensors[name].clone() for name in buffers}
-        out = self._out(tensors, new, (args, kwargs), sizes)
+        out = self.out_of(tensors, new, (args, kwargs), sizes)
         if self.keep == "host":  # what lies there is what is kept, and not what is returned
             devices = (x.device for x in tensors.values() if x.device.type != "cpu")
             if (device := next(devices, None)) is not None:
                 out = map(lambda x: x.to(device, non_blocking=True), out)
         return out, new
 
-    def _out(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
+    def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
         """What the module returns; the running statistics among ``new`` have seen the batch."""
         leaves, spec = flatten(arguments)
         given = [x for x in leaves if isinstance(x, Tensor)]
-        plans = self._plans()
+        plans = self.plans_now()
         key = spec, *(None if isinstance(x, Tensor) else (type(x), x) for x in leaves)
         if key not in plans and not any(couples(part) for part in self.places.modules):
             before = generators({x.device for x in given})
@@ -98,7 +98,7 @@ class WholeBatch:
         network.update(new, moments)
         return out
 
-    def _plans(self) -> "dict[Any, _Network | None]":
+    def plans_now(self) -> "dict[Any, _Network | None]":
         """Those for the modes and attributes that the module has now."""
         if changed(self.places.kept):
             raise RuntimeError(what_changed(self.places))
@@ -108,13 +108,13 @@ class WholeBatch:
             self.plans = picture([vars(part) for part in self.places.modules]), {}
         return self.plans[1]
 
-    def _call(self, tensors: Tensors, arguments: Any) -> Tree:
+    def call(self, tensors: Tensors, arguments: Any) -> Tree:
         args, kwargs = arguments
         return _checked(_called(self.places, tensors, args, kwargs), _rows(arguments))
 
-    def _call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
+    def call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
         with _Watching():
-            return self._call(tensors, arguments)
+            return self.call(tensors, arguments)
 
 
 _CUT = (
@@ -148,7 +148,7 @@ def _called(
         if places.slots[name][0][1] == BUFFERS:
             given[name] = tensors[name].clone()
     before = {name: version(given[name]) for name in given if given[name] is not tensors[name]}
-    out, held = call(places, given, tuple(args), kwargs)
+    out, held = call_shell(places, given, tuple(args), kwargs)
     for name, then in before.items():
         if held[name] is not given[name] or version(given[name]) != then:
             raise RuntimeError(written_to(f"buffers[{name!r}]"))
@@ -291,7 +291,7 @@ class _Part:
         self.level, self.where, self.places = level, where, places_of(level.module)
         own = {slot: id(own_tensor(self.places, slot)) for slot in self.places.slots}
         self.names = {slot: names[it] for slot, it in own.items() if it in names}
-        self.microbatched = in_parts(self._call, batch_argnums=3, reduce=("concat", "stack"))
+        self.microbatched = in_parts(self.call, batch_argnums=3, reduce=("concat", "stack"))
 
     def run(
         self,
@@ -305,7 +305,7 @@ class _Part:
         known = [scaling[norm.name] for norm in self.level.scaled]
         return self.microbatched(plain, its, known, {k: values[k] for k in self.level.takes})
 
-    def _call(
+    def call(
         self,
         plain: "_Plain",
         tensors: Tensors,
@@ -322,7 +322,7 @@ class _Part:
             for name, parts in after.items():
                 for x in parts:
                     if not _has_rows(x, count):
-                        raise ValueError(self._no_rows(name, x, count))
+                        raise ValueError(self.no_rows(name, x, count))
             looks = [(x.shape, x.dtype) for x in pooled]
         shares: list[Share] = []
         for norm, x, (shape, dtype) in zip(pools, pooled, looks, strict=True):
@@ -331,7 +331,7 @@ class _Part:
             shares.append(share_of(x, len(shape), dtype))
         return after, shares
 
-    def _no_rows(self, name: str, x: Tensor, rows: int) -> str:
+    def no_rows(self, name: str, x: Tensor, rows: int) -> str:
         if (where := self.where[name]).startswith("out"):
             return _no_rows(where, x, rows)
         return (
