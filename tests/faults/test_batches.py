@@ -32,7 +32,11 @@ UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "array": (
         {"x": X, "y": np.ones(4)},
         TypeError,
-        ("['y'] is a numpy.ndarray", "tensors, Python scalars, strings and None", "torch.as_tensor"),
+        (
+            "['y'] is a numpy.ndarray",
+            "tensors, Python scalars, strings and None",
+            "torch.as_tensor",
+        ),
     ),
     "only an array": (np.ones((4, 2)), TypeError, (" is a numpy.ndarray", "torch.as_tensor")),
     "number of numpy": ({"x": X, "y": np.int64(3)}, TypeError, ("['y'] is a numpy.int64",)),
