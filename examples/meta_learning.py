@@ -6,8 +6,8 @@ after training is differentiated through all accumulated steps, optimizer includ
 to the weights and the learning rate: the weights of the wrong labels go down. Two members of an
 ensemble, a little to both sides of a learning rate, say what the derivative has to be.
 
-`pa.remat` around a step keeps its state and computes the rest again, so that memory grows by a
-state a step.
+Each step keeps its state and its gradient, and computes its microbatches again for the derivative:
+memory grows by these two a step, and not by what is computed on the way.
 
     python examples/meta_learning.py
 """
@@ -56,7 +56,7 @@ def after_training(learned: Tensors, start: Tensors, batch: Tensors, clean: Tens
     weighted = batch | {"weight": learned["worth"].sigmoid()}
     state = pa.make_step(loss, pa.sgd(rate, momentum=0.9)).init(start)
     for _ in range(STEPS):
-        state = pa.remat(one_step)(state, weighted, rate)
+        state = one_step(state, weighted, rate)
     return judged(state.params, clean)
 
 

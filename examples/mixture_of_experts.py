@@ -2,12 +2,11 @@
 
 The balance loss multiplies, for each expert, the share of rows that go to it with the mean of its
 probability: a product of two means over the batch, which is no mean of the products over its
-microbatches. Both are pooled, and read when the loss is computed.
+microbatches. So what is summed over microbatches are both, beside the error, and the loss is a
+function of the sums.
 
     python examples/mixture_of_experts.py
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,25 +19,21 @@ EXPERTS, WIDTH = 4, 16
 Batch = dict[str, Tensor]
 
 
-def route(params: Batch, batch: Batch) -> Batch:
-    """Each row to the expert that is most probable."""
+def sums(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The error; and for each expert how many rows go to it, and its probability."""
     probability = (batch["x"] @ params["router"]).softmax(1)
-    return {**batch, "probability": probability, "to": probability.argmax(1)}
+    highest, to = probability.max(1)
+    out = torch.einsum("nd,nde->ne", batch["x"], params["experts"][to])  # an expert is a matrix
+    error = (out * highest[:, None] - batch["y"]) ** 2
+    return error.sum(), one_hot(to, EXPERTS).sum(0), probability.sum(0)
 
 
-def load(params: Batch, routed: Batch) -> Any:
-    """Rows, how many of them go to each expert, and the sum of the probabilities."""
-    to = one_hot(routed["to"], EXPERTS).sum(0)
-    return len(routed["to"]), to, routed["probability"].sum(0)
-
-
-def loss_of(params: Batch, routed: Batch, load: Any) -> tuple[Tensor, Tensor]:
-    chosen = params["experts"][routed["to"]]  # an expert is a matrix
-    out = torch.einsum("nd,nde->ne", routed["x"], chosen)
-    out = out * routed["probability"].gather(1, routed["to"][:, None])
-    rows, to, probability = load
+def loss_of(params: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
+    summed = pa.microbatch(sums, microbatch_size=16, reduce="sum")
+    error, to, probability = summed(params, batch)
+    rows = len(batch["x"])
     balance = EXPERTS * ((to / rows) * (probability / rows)).sum()  # 1 where all is even
-    return ((out - routed["y"]) ** 2).mean() + 0.1 * balance, balance
+    return error / batch["y"].numel() + 0.1 * balance, balance
 
 
 def main(steps: int = 60, rows: int = 256) -> tuple[float, float]:
@@ -50,10 +45,7 @@ def main(steps: int = 60, rows: int = 256) -> tuple[float, float]:
     x = torch.randn(rows, WIDTH) + 1.0
     batch = {"x": x, "y": x.abs()}
 
-    loss = pa.staged([pa.rowwise(route), pa.pooled(load), pa.rowwise(loss_of, reads="load")])
-    step = pa.make_step(
-        loss, pa.adamw(1e-2), has_aux=True, aux_reduction="last", microbatch_size=16
-    )
+    step = pa.make_step(loss_of, pa.adamw(1e-2), has_aux=True, aux_reduction="last")
     state = step.init(params)
     losses = []
     for i in range(steps):

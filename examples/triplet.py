@@ -2,6 +2,7 @@
 
 For every row the loss takes the farthest row of its own class and the nearest of another, among
 all rows. The network goes through the batch in microbatches; the loss, over embeddings, does not.
+Classes come out beside the embeddings as they went in: what is no function of parameters may too.
 
     python examples/triplet.py
 """
@@ -23,7 +24,7 @@ def embed(params: Batch, batch: Batch) -> Batch:
     return {"at": normalize(functional_call(NET, params, (batch["x"],))), "of": batch["of"]}
 
 
-def batch_hard(params: Batch, embedded: Batch) -> Tensor:
+def batch_hard(embedded: Batch) -> Tensor:
     """Hermans, Beyer and Leibe, 2017, with a soft margin."""
     at, of = embedded["at"], embedded["of"]
     # not torch.cdist, whose derivative at a distance of zero is none
@@ -39,8 +40,8 @@ def main(steps: int = 60, rows: int = 240) -> tuple[float, float]:
     of = torch.arange(rows) % 6
     batch = {"x": centres[of] + 1.5 * torch.randn(rows, 20), "of": of}
 
-    loss = pa.staged([pa.rowwise(embed), pa.full(batch_hard)])
-    step = pa.make_step(loss, pa.adamw(3e-3), microbatch_size=16)
+    embed_all = pa.microbatch(embed, microbatch_size=16)
+    step = pa.make_step(lambda params, batch: batch_hard(embed_all(params, batch)), pa.adamw(3e-3))
     state = step.init(pa.functional(NET).params)
     losses = []
     for i in range(steps):

@@ -77,7 +77,7 @@ def remembering(held: Held | None = None, modes: Modes | None = None) -> Generat
     And their modes.
     """
     held = {} if held is None else held
-    ambiguous: set[torch.nn.Module] = set()
+    ambiguous: set[tuple[torch.nn.Module, str]] = set()
     thread = threading.get_ident()
 
     def before(module: torch.nn.Module, _args: object) -> None:
@@ -93,8 +93,8 @@ def remembering(held: Held | None = None, modes: Modes | None = None) -> Generat
             owner, attributes, name = place
             now = attributes[name].copy()
             _, then = held.setdefault((owner, name), (place, now))
-            if name == "_parameters" and [*map(id, then.values())] != [*map(id, now.values())]:
-                ambiguous.add(owner)
+            if name == "_parameters":
+                ambiguous.update((owner, x) for x in then if then[x] is not now.get(x))
 
     watch = register_module_forward_pre_hook(before)
     try:
@@ -102,10 +102,14 @@ def remembering(held: Held | None = None, modes: Modes | None = None) -> Generat
     finally:
         watch.remove()
         for key, (place, then) in held.items():
-            if place[0] in ambiguous and place[2] == "_parameters":
+            if place[2] == "_parameters":
                 # No two the same: torch takes equal ones for tied.
-                refusing = {name: torch.empty(0).as_subclass(Ambiguous) for name in then}
-                held[key] = (place, refusing)
+                refusing = {
+                    name: torch.empty(0).as_subclass(Ambiguous)
+                    for name in then
+                    if (place[0], name) in ambiguous
+                }
+                held[key] = (place, then | refusing)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What microbatching costs, beside the loop that a user would have written by hand.
 
 ``python -m tests.benchmarks`` takes about twelve minutes (``--quick``), ``--only step`` about four,
-``--only staged`` and ``--only samples`` about two, ``--only checkpoint`` a quarter of one;
+``--only microbatch`` and ``--only samples`` about two, ``--only checkpoint`` a quarter of one;
 ``--full`` takes every width, row count and window; ``--json FILE`` keeps every raw number, and
 ``--plot FILE`` draws the whole training steps.
 

@@ -32,7 +32,7 @@ def main() -> None:
     for device in devices:
         if options.only in (None, "memory"):
             peaks += plan.peaks(full, device) + plan.step_peaks(full, device)
-        if options.only in (None, "memory", "staged"):
+        if options.only in (None, "memory", "microbatch"):
             peaks += plan.coupled_peaks(full, device)
         if options.only in (None, "memory", "samples"):
             peaks += plan.sample_peaks(device)
@@ -41,7 +41,7 @@ def main() -> None:
         if options.only in (None, "time", "step"):
             cells += plan.step_cells(full, device, size)
             checks += plan.sync_checks(device, size)
-        if options.only in (None, "time", "staged"):
+        if options.only in (None, "time", "microbatch"):
             cells += plan.coupled_cells(full, device)
         if options.only in (None, "time", "samples"):
             cells += plan.sample_cells(full, device)
@@ -129,10 +129,20 @@ def arguments() -> argparse.Namespace:
     length.add_argument("--full", action="store_true", help="every width, row count and window")
     parser.add_argument(
         "--only",
-        choices=("time", "memory", "step", "compile", "staged", "samples", "checkpoint", "ranks"),
+        choices=(
+            "time",
+            "memory",
+            "step",
+            "compile",
+            "microbatch",
+            "samples",
+            "checkpoint",
+            "ranks",
+        ),
         help="leave out the rest; step: only the time of whole steps, compile: of first calls, "
-        "staged: time and memory of losses in stages, and of remat, samples: of single samples' "
-        "gradients, and the time of many runs as one, checkpoint: of saving, ranks: "
+        "microbatch: time and memory of what is computed in microbatches (rows that are coupled, a "
+        "head, derivatives of derivatives), and of remat, samples: of single samples' gradients, "
+        "and the time of many runs as one, checkpoint: of saving, ranks: "
         "what two ranks say to one another in a step, and its time",
     )
     parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")

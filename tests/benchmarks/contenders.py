@@ -14,11 +14,13 @@ from torch import Tensor
 import pureaccum as pa
 
 from .gradcache import PAIRS
+from .head import HEADS
 from .models import Batch, Problem
+from .nests import NESTS
+from .norms import NORMS
 from .per_sample import SAMPLES
 from .rematerialised import CHAINS
 from .rivals import RIVALS
-from .staged import NORMS
 from .steps import STEPS, Read
 
 
@@ -127,4 +129,4 @@ for _engine in ENGINES:
 ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
-CONTENDERS |= STEPS | RIVALS | NORMS | PAIRS | CHAINS | SAMPLES
+CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES

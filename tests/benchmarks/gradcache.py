@@ -15,7 +15,7 @@ from torch.func import functional_call
 import pureaccum as pa
 
 from .models import Batch, Problem
-from .staged import Grads, taken
+from .norms import Grads, taken
 
 
 def full_batch(problem: Problem) -> Grads:
@@ -28,6 +28,16 @@ def full_batch(problem: Problem) -> Grads:
         return taken(named)
 
     return window
+
+
+def full_func(problem: Problem) -> Grads:
+    """``torch.func.grad`` on all pairs at once."""
+    net, criterion, params = problem.net, problem.criterion, problem.params
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        return criterion(*functional_call(net, params, batch))
+
+    return partial(torch.func.grad(loss), params)
 
 
 def gradcache(problem: Problem) -> Grads:
@@ -54,25 +64,30 @@ def gradcache(problem: Problem) -> Grads:
     return window
 
 
-def by_stages(problem: Problem, **knobs: Any) -> Grads:
-    """``pa.staged``: the towers row by row, the loss at once."""
+def in_microbatches(problem: Problem, gradient: Callable[..., Any]) -> Grads:
+    """``pa.microbatch`` of both towers, and the loss of what comes out."""
     net, criterion, params = problem.net, problem.criterion, problem.params
-    loss = pa.staged(
-        [
-            pa.rowwise(lambda params, batch: functional_call(net, params, batch)),
-            pa.full(lambda params, embeddings: criterion(*embeddings)),
-        ]
+    embed = pa.microbatch(
+        lambda params, batch: functional_call(net, params, batch), microbatch_size=problem.rows
     )
-    fn = pa.grad_and_value(loss, microbatch_size=problem.rows, **knobs)
-    return lambda batch: fn(params, batch)[0]
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        return criterion(*embed(params, batch))
+
+    return partial(gradient(loss), params)
 
 
-FULL_PAIRS, GRADCACHE = "full-batch InfoNCE", "GradCache"
-STAGED_PAIRS, STAGED_PAIRS_AUTOGRAD = "staged InfoNCE", "staged InfoNCE, autograd"
+FULL_PAIRS, FULL_FUNC, GRADCACHE = (
+    "full-batch InfoNCE",
+    "full-batch InfoNCE, torch.func.grad",
+    "GradCache",
+)
+OUR_PAIRS, OUR_PAIRS_FUNC = "InfoNCE, pa.grad", "InfoNCE, torch.func.grad"
 
 PAIRS: dict[str, Callable[[Problem], Grads]] = {
     FULL_PAIRS: full_batch,
+    FULL_FUNC: full_func,
     GRADCACHE: gradcache,
-    STAGED_PAIRS: by_stages,
-    STAGED_PAIRS_AUTOGRAD: partial(by_stages, engine="autograd"),
+    OUR_PAIRS: partial(in_microbatches, gradient=pa.grad),
+    OUR_PAIRS_FUNC: partial(in_microbatches, gradient=torch.func.grad),
 }

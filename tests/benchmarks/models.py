@@ -18,6 +18,7 @@ Batch = tuple[Tensor, Tensor]
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CLASSES = 10  # of images
+WORDS = 8192  # of a head
 BEFORE, AFTER = 256, 128  # the widths of what towers are given, and of what they give
 VOCABULARY, LENGTH = 1000, 32  # of the texts that are classified
 
@@ -56,6 +57,8 @@ class Model(NamedTuple):
                 name = f"{self.depth} residual MLPs {self.width} wide"
             case "dense":
                 name = f"MLP {self.width} wide"
+            case "head":
+                name = f"head {self.width} wide, {WORDS} words"
             case "grouped":
                 name = f"conv-GroupNorm {self.width} wide"
             case "tokens":
@@ -187,6 +190,13 @@ def chain(model: Model) -> Made:
     return nn.Sequential(*(Residual(model.width) for _ in range(model.depth))), F.mse_loss, (x, y)
 
 
+def head(model: Model) -> Made:
+    """Of the hidden states of tokens."""
+    tokens = model.rows * model.microbatches
+    net = nn.Linear(model.width, WORDS, bias=False)
+    return net, F.cross_entropy, (torch.randn(tokens, model.width), torch.randint(WORDS, (tokens,)))
+
+
 def classifier(model: Model) -> Made:
     """Of vectors, images or texts."""
     rows = model.rows * model.microbatches
@@ -209,6 +219,7 @@ MAKE: dict[str, Callable[[Model], Made]] = {
     "resnet": residual_network,
     "towers": towers,
     "chain": chain,
+    "head": head,
     **dict.fromkeys(("dense", "grouped", "tokens"), classifier),
 }
 

@@ -1,6 +1,6 @@
 """Networks whose rows are coupled, a chain to rematerialise, and three to clip the samples of.
 
-Rule: as their users write them; nothing here knows of stages, and nothing of samples.
+Rule: as their users write them; nothing here knows of microbatches, and nothing of samples.
 """
 
 from itertools import pairwise

@@ -18,7 +18,7 @@ import pureaccum as pa
 
 from .absent import optional
 from .models import Batch, Problem
-from .staged import Grads
+from .norms import Grads
 from .steps import ADAMW, Training
 
 

@@ -6,8 +6,11 @@ Rule: cells are chosen before any number is seen, and a cell that was measured i
 from typing import NamedTuple
 
 from .contenders import ALL, ENGINES, HAND, MAIN
-from .gradcache import FULL_PAIRS, GRADCACHE, PAIRS, STAGED_PAIRS
+from .gradcache import GRADCACHE, OUR_PAIRS, PAIRS
+from .head import HEADS, TILED_HEAD, WHOLE_HEAD
 from .models import Model, gpt
+from .nests import NESTS, OF_NEST, PA, REMATTED, named
+from .norms import EXACT, FULL, NORMS
 from .per_sample import (
     AT_ONCE,
     CLIPPED,
@@ -21,7 +24,6 @@ from .per_sample import (
 )
 from .rematerialised import CHAINS, CHECKPOINT, REMAT, REMAT_BACKWARD
 from .rivals import ACCELERATE, FABRIC, FUNC_ADAMW, JAX, TORCHOPT
-from .staged import FULL, NORMS, STAGED, STAGED_AUTOGRAD
 from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_APPLY, OUR_STEPS, SAFE, TORCH_APPLY
 
 
@@ -53,9 +55,12 @@ FIVE = (
     Model(1024, 128, 4, depth=6),
 )
 
-# Rows that are coupled, and a chain of which only some activations are kept.
+# Rows that are coupled, a head with many words, derivatives of derivatives; and a chain of which
+# only some activations are kept.
 NORM, RESNET = Model(32, 16, 32, kind="norms"), Model(32, 16, 16, depth=18, kind="resnet")
 TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
+HEAD = Model(256, 128, 16, depth=1, kind="head")
+NESTED = Model(256, 128, 16, activation="gelu", bias=False)
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 
 # Gradients of single samples, by chunks of as many rows as are fastest; and 32 runs as one.
@@ -133,13 +138,16 @@ def step_cells(full: bool, device: str, size: str | None) -> list[Cell]:
 
 
 def coupled_cells(full: bool, device: str) -> list[Cell]:
-    """The races of ``staged`` and ``remat``."""
+    """The races of ``microbatch`` and ``remat``."""
     seconds = 20.0 if full else 3.0
-    plain = (FULL, STAGED, STAGED_AUTOGRAD)
+    nests = [tuple(name for name in NESTS if name.startswith(nest)) for nest in OF_NEST]
+    learning = (named("meta-gradient", REMATTED), named("meta-gradient", PA))
     return [
-        Cell(device, NORM, plain, seconds),
-        Cell(device, RESNET, plain if full else (FULL, STAGED), seconds),
-        Cell(device, TOWERS, tuple(PAIRS) if full else (GRADCACHE, STAGED_PAIRS), seconds),
+        Cell(device, NORM, (FULL, EXACT), seconds),
+        Cell(device, RESNET, (FULL, EXACT), seconds),
+        Cell(device, TOWERS, tuple(PAIRS) if full else (GRADCACHE, OUR_PAIRS), seconds),
+        Cell(device, HEAD, tuple(HEADS) if full else (WHOLE_HEAD, TILED_HEAD), seconds),
+        *(Cell(device, NESTED, names, seconds) for names in (nests if full else [learning])),
         Cell(device, CHAIN, (CHECKPOINT, REMAT, REMAT_BACKWARD), seconds),
     ]
 
@@ -204,12 +212,13 @@ def step_peaks(full: bool, device: str) -> list[Peak]:
 
 
 def coupled_peaks(full: bool, device: str) -> list[Peak]:
-    """The memory of ``staged`` at batch 512, of all pairs, and of ``remat``."""
+    """The memory of BatchNorm at batch 512, of all pairs, a head, nests and ``remat``."""
     plan: list[Peak] = []
     for model in (NORM, RESNET):
         plan += [Peak(device, COUPLED, model._replace(microbatches=32), name) for name in NORMS]
-    names = PAIRS if full else (FULL_PAIRS, GRADCACHE, STAGED_PAIRS)
-    plan += [Peak(device, COUPLED, TOWERS, name) for name in names]
+    plan += [Peak(device, COUPLED, TOWERS, name) for name in PAIRS]
+    plan += [Peak(device, COUPLED, HEAD, name) for name in HEADS]
+    plan += [Peak(device, COUPLED, NESTED, name) for name in NESTS]
     return plan + [Peak(device, COUPLED, CHAIN._replace(rows=2048), name) for name in CHAINS]
 
 

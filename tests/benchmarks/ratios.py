@@ -11,6 +11,9 @@ from typing import NamedTuple
 from . import targets
 from .contenders import ENGINES, HAND, TORCH_FUNC
 from .gradcache import FULL_PAIRS, GRADCACHE, PAIRS
+from .head import HEADS, WHOLE_HEAD
+from .nests import NESTS, REMATTED, WHOLE
+from .norms import FULL, NORMS
 from .per_sample import (
     AT_ONCE,
     CLIPPED,
@@ -28,7 +31,6 @@ from .ranks import COUNTED, DDP, OURS, Kind
 from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
 from .rivals import JAX, RIVALS
 from .saving import MEGABYTES, SAFETENSORS, SAVE
-from .staged import FULL, NORMS
 from .steps import (
     COMPILED,
     COMPILED_HAND,
@@ -42,7 +44,7 @@ from .steps import (
 
 
 # Whose time is of all that a call does, and not of a microbatch.
-AT_ONE_GO = STEPS | RIVALS | NORMS | PAIRS | CHAINS | SAMPLES
+AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES
 
 
 class Row(NamedTuple):
@@ -78,6 +80,13 @@ def opponents(ours: str) -> tuple[str, ...]:
         return () if ours == FULL else (FULL,)
     if ours in PAIRS:
         return {FULL_PAIRS: (), GRADCACHE: (FULL_PAIRS,)}.get(ours, (GRADCACHE, FULL_PAIRS))
+    if ours in HEADS:
+        return () if ours == WHOLE_HEAD else (WHOLE_HEAD,)
+    if ours in NESTS:
+        nest, _, maker = ours.partition(", ")
+        return (
+            () if maker == WHOLE else tuple(f"{nest}, {x}" for x in (WHOLE, REMATTED) if x != maker)
+        )
     if ours in CHAINS:
         return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
     if ours in SAMPLES:
@@ -171,7 +180,7 @@ def coupled_rows(peak: Peak, numbers: Mapping[Peak, dict]) -> Iterator[Row]:
     for theirs in opponents(peak.contender):
         other = peak._replace(contender=theirs)
         if other in numbers:
-            target = targets.coupled_memory_target(peak.contender, theirs)
+            target = targets.coupled_memory_target(peak.contender, theirs, peak.model)
             row = Row(peak.device, "memory", str(peak.model), peak.contender, theirs, target)
             yield compared(row, numbers[peak], numbers[other], "peak")
 

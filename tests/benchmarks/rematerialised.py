@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 
 from .models import Batch, Problem
-from .staged import Grads, full_batch, taken
+from .norms import Grads, full_batch, taken
 
 
 def checkpointed(problem: Problem) -> Grads:

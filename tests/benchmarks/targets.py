@@ -5,13 +5,15 @@ A ratio for which there is no target is published without one. All of time are f
 """
 
 from .contenders import ENGINES, HAND, TORCH_FUNC
-from .gradcache import GRADCACHE, STAGED_PAIRS
+from .gradcache import FULL_PAIRS, GRADCACHE, OUR_PAIRS, OUR_PAIRS_FUNC
+from .head import TILED_HEAD, WHOLE_HEAD
 from .models import Model
+from .nests import PA, PRIMITIVE, REMATTED, WHOLE, named
+from .norms import EXACT, EXACT_HOST, FULL
 from .per_sample import AT_ONCE, CLIPPED, CONCAT, HOOKS, ONE_BY_ONE, ONE_GRADIENT, SUM
 from .plan import FIVE, FLAT, STEP, WIDE, stepping_models
 from .rematerialised import CHECKPOINT, REMAT, REMAT_BACKWARD
 from .rivals import JAX
-from .staged import FULL, STAGED, STAGED_HOST
 from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_APPLY, SAFE
 
 
@@ -25,16 +27,31 @@ SAVING = 1 / 0.75  # of the time of safetensors and an fsync: three quarters of 
 RANKS = {"collectives": 1.0, "bytes on the wire": 1.0}  # no more than DistributedDataParallel
 # Of what couples its rows, and of what rematerialises: ours against theirs.
 COUPLED_TIME = {
-    (STAGED, FULL): 1.5,
-    (STAGED_PAIRS, GRADCACHE): 1.1,
+    (OUR_PAIRS, GRADCACHE): 1.05,
+    (TILED_HEAD, WHOLE_HEAD): 0.7,
+    (named("meta-gradient", PA), named("meta-gradient", REMATTED)): 1.0,
     (REMAT, CHECKPOINT): 1.1,
     (REMAT_BACKWARD, CHECKPOINT): 1.1,
 }
 COUPLED_MEMORY = {
-    (STAGED, FULL): 0.7,
-    (STAGED_HOST, FULL): 0.35,
-    (STAGED_PAIRS, GRADCACHE): 1.03,
+    (EXACT_HOST, FULL): 0.35,
+    (OUR_PAIRS, GRADCACHE): 1.0,
+    (OUR_PAIRS, FULL_PAIRS): 0.52,
+    (OUR_PAIRS_FUNC, FULL_PAIRS): 0.7,
+    (TILED_HEAD, WHOLE_HEAD): 0.12,
 }
+# Of BatchNorm against the full batch: a chain, a ResNet-18.
+NORMS_TIME, NORMS_MEMORY = {"norms": 1.7, "resnet": 1.35}, {"norms": 0.5, "resnet": 0.75}
+# Of derivatives of derivatives, in microbatches against the whole batch.
+NESTS_MEMORY = {
+    "grad of value": 0.16,
+    "reverse over reverse": 0.14,
+    "forward over reverse": 0.11,
+    "meta-gradient": 0.08,
+}
+for _nest, _target in NESTS_MEMORY.items():
+    for _maker in (PRIMITIVE, PA):
+        COUPLED_MEMORY[named(_nest, _maker), named(_nest, WHOLE)] = _target
 
 # Of gradients of single samples, and of many runs as one: a chunk of gradients, the sums, the next.
 SAMPLES_TIME = {(CLIPPED, HOOKS): 0.8, (AT_ONCE, ONE_BY_ONE): 0.1}
@@ -61,6 +78,8 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return 1.15
     if ours == COMPILED and model in FIVE:
         return compiled_target(theirs, model)
+    if (ours, theirs) == (EXACT, FULL):
+        return NORMS_TIME[model.kind]
     return (COUPLED_TIME | SAMPLES_TIME).get((ours, theirs))
 
 
@@ -88,7 +107,9 @@ def memory_target(ours: str, regime: str, model: Model) -> float | None:
     return 1.02 if regime == FLAT else 1.03
 
 
-def coupled_memory_target(ours: str, theirs: str) -> float | None:
+def coupled_memory_target(ours: str, theirs: str, model: Model) -> float | None:
+    if (ours, theirs) == (EXACT, FULL):
+        return NORMS_MEMORY[model.kind]
     return COUPLED_MEMORY.get((ours, theirs))
 
 

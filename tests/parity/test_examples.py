@@ -47,6 +47,14 @@ def test_coupled_losses(name: str) -> None:
     assert last < first
 
 
+def test_tiled() -> None:
+    """Cut or not, the same is learned, up to sums in another order."""
+    seen = runpy.run_path(str(EXAMPLES / "tiled.py"))["main"](rows=2, length=32, words=64, width=4)
+    rounding = torch.finfo(torch.float32).eps ** 0.5
+    assert seen["off"] < rounding
+    assert seen["losses"] < rounding
+
+
 def test_per_sample() -> None:
     """Wrong labels are a tenth: what is said of many more than that is no chance."""
     seen = runpy.run_path(str(EXAMPLES / "per_sample.py"))["main"](rows=400, steps=40)

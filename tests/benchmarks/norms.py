@@ -40,30 +40,27 @@ def taken(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
     return grads
 
 
-def by_stages(problem: Problem, *, boundaries: str = "device", **knobs: Any) -> Grads:
-    """``pa.staged_from``: gradients, and new running statistics."""
-    if boundaries == "host" and problem.device == "cpu":
+def in_microbatches(problem: Problem, **knobs: Any) -> Grads:
+    """``pa.functional`` with a size, and ``pa.grad``: also gives new running statistics."""
+    if knobs.get("keep") == "host" and problem.device == "cpu":
         raise Absent("a CPU's memory is the host's")
     criterion, params = problem.criterion, problem.params
-    loss = pa.staged_from(
-        problem.net,
-        lambda out, batch: criterion(out, batch[1]),
-        inputs=lambda batch: batch[0],
-        boundaries=boundaries,
-    )
-    buffers = pa.functional(problem.net).buffers
-    fn = pa.grad_and_value(
-        loss, has_aux=True, aux_reduction="last", microbatch_size=problem.rows, **knobs
-    )
-    return lambda batch: fn(params, batch, buffers=buffers)[0]
+    fn = pa.functional(problem.net, microbatch_size=problem.rows, **knobs)
+    buffers = fn.buffers
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        x, y = batch
+        out, after = fn.apply(params, buffers, x)
+        return criterion(out, y), after
+
+    gradient = pa.grad(loss, has_aux=True, aux_reduction="last")
+    return lambda batch: gradient(params, batch)[0]
 
 
-FULL, STAGED = "full batch", "staged"
-STAGED_AUTOGRAD, STAGED_HOST = "staged, autograd", "staged, on the host"
+FULL, EXACT, EXACT_HOST = "full batch", "functional in microbatches", "the same, kept on the host"
 
 NORMS: dict[str, Callable[[Problem], Grads]] = {
     FULL: full_batch,
-    STAGED: by_stages,
-    STAGED_AUTOGRAD: partial(by_stages, engine="autograd"),
-    STAGED_HOST: partial(by_stages, boundaries="host"),
+    EXACT: in_microbatches,
+    EXACT_HOST: partial(in_microbatches, keep="host"),
 }
