@@ -239,7 +239,14 @@ def _refuse_python_s(_: Any, event: str, called: Any) -> None:
 
 
 def _traced(module: nn.Module, arguments: Arguments) -> Trace:
-    root, tracer = _Root(module, arguments), _Tracer()
+    try:
+        root, tracer = _Root(module, arguments), _Tracer()
+    except Exception as error:
+        raise ValueError(
+            f"module ({type(module).__name__}) cannot be cut at its BatchNorm layers, because "
+            f"torch.fx is given a copy of it, and it has none: {error}. Keep what cannot be copied "
+            "outside of the module."
+        ) from error
     before = {part: _attributes(part) for part in root.module.modules()}
     try:
         graph = tracer.trace(root)

@@ -237,7 +237,7 @@ def test_statistics_stay(policy: str, weight: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @shapes
 def test_narrow_boundaries(dtype: torch.dtype, shape: Any) -> None:
-    """Moments are wide, whatever stands between the stages; rows are rounded once."""
+    """Moments are wide, whatever the rows are; rows are rounded once."""
     params, batch = data(0, shape, 3.0, torch.float32)
     batch = {k: x.to(dtype) for k, x in batch.items()}
 
