@@ -243,9 +243,8 @@ def _traced(module: nn.Module, arguments: Arguments) -> Trace:
         root, tracer = _Root(module, arguments), _Tracer()
     except Exception as error:
         raise ValueError(
-            f"module ({type(module).__name__}) cannot be cut at its BatchNorm layers, because "
-            f"torch.fx is given a copy of it, and it has none: {error}. Keep what cannot be copied "
-            "outside of the module."
+            f"module ({type(module).__name__}) cannot be cut at its BatchNorm layers, because it "
+            f"cannot be copied for torch.fx: {error}. Keep outside of it what has no copy."
         ) from error
     before = {part: _attributes(part) for part in root.module.modules()}
     try:
@@ -321,11 +320,8 @@ def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
                         f"({type(layer).__name__}), which torch.fx does not look into, so that "
                         "there is no cut at it. Call it in a forward of your own."
                     )
-                if (
-                    isinstance(inner, _INSTANCE_NORMS)
-                    and inner.training
-                    and inner.track_running_stats
-                ):
+                tracks = isinstance(inner, _INSTANCE_NORMS) and inner.track_running_stats
+                if tracks and inner.training:
                     raise _Lost(written_to(name))
         elif (
             "batch_norm" in name_of(node)
