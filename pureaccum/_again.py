@@ -35,7 +35,7 @@ from ._torch import (
     recorded_at,
     sequence_number,
     transform_level,
-    unseen,
+    unnoticed,
     version,
 )
 
@@ -163,7 +163,7 @@ class _Mode(TorchFunctionMode):
             out := func(*args), Tensor
         ):
             return out  # what a tensor looks like is no computation
-        with unseen():  # else the function around would take this for operations of its own
+        with unnoticed():  # else the function around would take this for operations of its own
             args = tuple([self.each_of(x) for x in args])
             kwargs = {key: self.each_of(x) for key, x in (kwargs or {}).items()}
         before, _here.mode = getattr(_here, "mode", None), self.outer
@@ -173,7 +173,7 @@ class _Mode(TorchFunctionMode):
             _here.mode = before
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
-        with unseen():
+        with unnoticed():
             self.settle(bool(made))
             self.note(made)
         return out

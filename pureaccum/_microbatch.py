@@ -194,13 +194,15 @@ class Arguments(NamedTuple):
             "a microbatched function is run again piece by piece, which they are not cut into.",
         )
 
+        count, names = len(args), [*kwargs]  # a closure that is kept, and must hold no tensor
+
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
             rest = (x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True))
             given = [
                 unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
                 for leaves, spec in flat
             ]
-            return given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+            return given[:count], dict(zip(names, given[count:], strict=True))
 
         return Arguments(tensors, cuts, filled)
 
@@ -226,10 +228,10 @@ def call(
     func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
 ) -> Tree:
     """A microbatched function of some arguments."""
-    tensors = arguments.tensors
+    tensors, cuts, filled = arguments  # so that what is kept holds none of the tensors
 
     def body(p: int, operands: Sequence[Tensor], around: Any = None, again: bool = False) -> Outs:
-        args, kwargs = arguments.filled(operands)
+        args, kwargs = filled(operands)
         with around or nullcontext():
             out = func(*args, **kwargs)
         return outputs.take(p, out, again)
@@ -240,10 +242,12 @@ def call(
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
             outs, keeps = call(p, operands)
             assert outputs.form is not None
-            pieces.form = outputs.form._replace(operands=tuple(arguments.cuts))
+            if its:  # once, and then no cycle holds what is guarded
+                its.pop().form = outputs.form._replace(operands=tuple(cuts))
             return outs, keeps
 
-        pieces = Pieces(first, Form(tuple(arguments.cuts), (), ()), outputs.sizes)
+        pieces = Pieces(first, Form(tuple(cuts), (), ()), outputs.sizes)
+        its = [pieces]
         return pieces
 
     if torch.compiler.is_dynamo_compiling():
@@ -271,15 +275,15 @@ def call(
 
         try:
             pieces = begun(first)
-            columns = zip(detached, arguments.cuts, strict=True)
+            columns = zip(detached, cuts, strict=True)
             outs, _ = pieces.call(0, [pieces_of(pieces, x, how)[0] for x, how in columns])
             operands = [*tensors, *again.captured]
-            early = _early(body, again, arguments.cuts, outputs, outs, operands)
+            early = _early(body, again, cuts, outputs, outs, operands)
             if early is not None:
                 return outputs.finish(early, operands)
             outs = run(pieces, detached, first=outs)
             operands = [*tensors, *again.captured]
-            outs = _attached(body, again, arguments.cuts, outputs, outs, operands)
+            outs = _attached(body, again, cuts, outputs, outs, operands)
         except (UnseenError, FollowedError):
             restore(before)
             outputs.begin()

@@ -166,11 +166,6 @@ def down_to(level: int) -> Generator[None]:
             functorch.push_dynamic_layer_stack(each)
 
 
-def unseen() -> AbstractContextManager[None]:
-    """What is done inside is seen by no mode of torch functions."""
-    return torch._C.DisableTorchFunction()  # pyright: ignore
-
-
 def sequence_number() -> int:
     """The number of the next operation that autograd records in this thread."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore

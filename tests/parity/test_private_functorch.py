@@ -113,7 +113,7 @@ def test_whether_anything_differentiates_is_seen() -> None:
     assert seen == [False, True, True, False]
 
 
-def test_what_is_done_unseen_goes_by_no_mode() -> None:
+def test_what_is_done_unnoticed_goes_by_no_mode() -> None:
     seen: list[str] = []
 
     class Mode(TorchFunctionMode):
@@ -126,6 +126,6 @@ def test_what_is_done_unseen_goes_by_no_mode() -> None:
     x = torch.ones(2)
     with Mode():
         x.add(1)
-        with _torch.unseen():
+        with _torch.unnoticed():
             x.sub(1)
     assert seen == ["add"]
