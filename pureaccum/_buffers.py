@@ -7,8 +7,8 @@
 
 "pooled" gives a BatchNorm the running statistics that the full batch would have given it, if no
 other BatchNorm lies above it in the network: what reaches it does not depend on the cut then.
-One below another sees what that one normalised with the statistics of a microbatch; only stages
-that each see the whole batch give it the full batch's (see ``_staged_from.py``).
+One below another sees what that one normalised with the statistics of a microbatch; only a module
+that takes the whole batch gives it the full batch's (``functional(module, microbatch_size=...)``).
 
     carried = begin(policy, buffers)
     for each microbatch:

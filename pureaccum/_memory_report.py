@@ -32,7 +32,7 @@ class Memory(NamedTuple):
         optimizer: What the optimizer keeps, as it comes.
         gradients: The sums over the microbatches.
         activations: What the forward pass of one microbatch leaves to its backward pass; of a
-            staged loss, with the boundaries between its stages.
+            microbatched function, its inputs and outputs.
         workspace: Everything else at the peak: temporaries, gradients that are not yet added, and
             where the peak is in the update, the next state.
 

@@ -140,7 +140,7 @@ def make_step(
         buffers: How buffers go through the microbatches: ``"freeze"``, ``"sequential"`` or
             ``"pooled"``, which updates BatchNorm's running statistics once, from the moments of
             all microbatches: the full batch's, for a BatchNorm with no other above it (for all of
-            them with ``staged_from``).
+            them with ``functional(module, microbatch_size=...)`` and no size here).
         keys: Hand each row of a batch a key of its own, made of the run's seed, the number of the
             step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
