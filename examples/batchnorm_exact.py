@@ -2,7 +2,7 @@
 
 A BatchNorm normalises with the mean and variance of whatever it is given, so a batch in parts is
 another function: the usual loop comes to another gradient and to other running statistics. Cut
-into stages at its BatchNorms, all microbatches go through a stage before any goes through the
+at its BatchNorms, all microbatches go through one part of the network before any goes through the
 next, and each BatchNorm is given the moments of all rows. GroupNorm, which looks at one row at a
 time, needs nothing: there any two sums of gradients, of other rows or of another rank, are merged.
 
@@ -77,23 +77,20 @@ def main(rows: int = 128, size: int = 16) -> dict[str, tuple[float, float]]:
         print(f"  {name:40}{told[name][0]:>10.1e}{told[name][1]:>12.1e}")
 
     net = make_net("batch")
-    fn = pa.functional(net)
+    fn, cut = pa.functional(net), pa.functional(net, microbatch_size=size)
 
-    def plain(params: Tensors, batch: Tensors, buffers: Tensors) -> tuple[Tensor, Tensors]:
-        out, new_buffers = fn.apply(params, buffers, batch["image"])
-        return error(out, batch), new_buffers
+    def loss_of(fn: Any) -> Any:
+        def loss(params: Tensors, batch: Tensors, buffers: Tensors) -> tuple[Tensor, Tensors]:
+            out, new_buffers = fn.apply(params, buffers, batch["image"])
+            return error(out, batch), new_buffers
 
-    exact_loss = pa.staged_from(net, error, inputs=lambda batch: batch["image"])
-    knobs = {"buffers": "pooled"}  # one update of the running statistics a step
-    steps = {
-        "full batch": pa.make_step(plain, pa.sgd(1.0, momentum=0.9), **knobs),
-        "plainly cut": pa.make_step(
-            plain, pa.sgd(1.0, momentum=0.9), microbatch_size=size, **knobs
-        ),
-        "staged_from": pa.make_step(
-            exact_loss, pa.sgd(1.0, momentum=0.9), microbatch_size=size, **knobs
-        ),
-    }
+        return loss
+
+    def step_of(fn: Any, size: int | None = None) -> Any:
+        sgd = pa.sgd(1.0, momentum=0.9)  # one update of the running statistics a step
+        return pa.make_step(loss_of(fn), sgd, microbatch_size=size, buffers="pooled")
+
+    steps = {"full batch": step_of(fn), "plainly cut": step_of(fn, size), "exact": step_of(cut)}
     full = usual_loop(net, batch, rows)
     tell("BatchNorm, usual loop", usual_loop(net, batch, size), full)
     for name, step in steps.items():

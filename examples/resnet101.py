@@ -3,7 +3,8 @@
 Say the batch that you want and the one that memory tolerates; the second need not divide the
 first. The loss is written as for the whole batch, a mean or a sum, and nothing is divided by hand.
 Running statistics are updated once a step. What BatchNorm normalises with is a part of the batch,
-as in every loop that accumulates; in stages it is the whole batch, and so is the gradient.
+as in every loop that accumulates; where the network itself takes the batch in parts it is the whole
+batch, and so is the gradient.
 
     python examples/resnet101.py
 """
@@ -69,20 +70,16 @@ def make_batch(rows: int, pixels: int, dtype: torch.dtype = torch.float32) -> Ba
     return {"image": image, "label": torch.randint(CLASSES, (rows,))}
 
 
-def make_step(net: nn.Module, size: int | None, reduction: str = "mean", staged: bool = False):
+def make_step(net: nn.Module, size: int | None, reduction: str = "mean", exact: bool = False):
     """Say once what the loss is of its rows, and nothing has to be divided."""
-    fn = pa.functional(net)
+    fn = pa.functional(net, microbatch_size=size if exact else None)
 
-    def error(out: Tensor, batch: Batch) -> Tensor:
-        return cross_entropy(out, batch["label"], reduction=reduction)
-
-    def plain(params: Batch, batch: Batch, buffers: Batch) -> tuple[Tensor, Batch]:
+    def loss(params: Batch, batch: Batch, buffers: Batch) -> tuple[Tensor, Batch]:
         out, new_buffers = fn.apply(params, buffers, batch["image"])
-        return error(out, batch), new_buffers
+        return cross_entropy(out, batch["label"], reduction=reduction), new_buffers
 
-    loss = pa.staged_from(net, error, inputs=lambda batch: batch["image"]) if staged else plain
     knobs = {"reduction": reduction, "buffers": "pooled"}
-    step = pa.make_step(loss, pa.adam(5e-4), microbatch_size=size, **knobs)
+    step = pa.make_step(loss, pa.adam(5e-4), microbatch_size=None if exact else size, **knobs)
     return step, step.init(fn.params, buffers=fn.buffers)
 
 
@@ -114,7 +111,7 @@ def main(
         f"{desired} at once": make_step(net, None),
         f"{tolerable} at a time": make_step(net, tolerable),
         f"{tolerable} at a time, summed": make_step(net, tolerable, "sum"),
-        f"{tolerable} at a time, staged": make_step(net, tolerable, staged=True),
+        f"{tolerable} at a time, exact": make_step(net, tolerable, exact=True),
     }
     infos = {}
     for name, (step, state) in ways.items():

@@ -55,14 +55,13 @@ class Scaling(NamedTuple):
     shift: Tensor
 
 
-def share_of(x: Tensor) -> Share:
-    """Of one microbatch: all dims but 1 are summed over."""
-    wide = accumulation_dtype(x.dtype)
-    if x.dtype != wide:
+def share_of(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
+    """Of one microbatch of so many dims, in its dtype: all dims but 1 are summed over."""
+    if dtype != (wide := accumulation_dtype(dtype)):
         x = x.to(wide)
     # Wherever distances are measured from, the moments are the same, and so are all derivatives.
     # (torch.var_mean takes ten times as long on a CPU.)
-    about, inner = x.detach()[0], [*range(2, x.dim())]
+    about, inner = x.detach()[0], [*range(2, dims)]
     about = about.mean([dim - 1 for dim in inner], keepdim=True) if inner else about.clone()
     away = x - about
     return Share(about, away.sum([0, *inner]), away.square().sum([0, *inner]))

@@ -11,14 +11,13 @@ them. No level changes what it was given: it writes to a copy, and later ones re
 import math
 import operator
 from collections.abc import Callable
-from contextlib import suppress
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ._batch_norm import normalise
+from ._in_place import first_of, is_given, is_input, settle
 from ._places import TABLES
 from ._torch import BUFFERS, PARAMETERS, module_vars
 from ._traced import AUGMENTED, BATCH_NORMS, batch_norm_call, in_training, name_of, place, watched
@@ -92,7 +91,7 @@ CONSTANT = -1
 def cut(root: nn.Module, graph: fx.Graph) -> CutGraph:
     """The levels of a graph, and what else is needed to run them."""
     nodes = list(graph.nodes)
-    whole = _Graph(root, nodes, {}, {}, _settle(nodes, root), set())
+    whole = _Graph(root, nodes, {}, {}, settle(nodes, root), set())
     for node in nodes:
         base = max((whole.level[it] for it in node.all_input_nodes), default=CONSTANT)
         if node.op == "placeholder":
@@ -111,7 +110,7 @@ def cut(root: nn.Module, graph: fx.Graph) -> CutGraph:
     last = max(0, *whole.level.values())
     whole.level[nodes[-1]] = last
     whole.again.update(_again(whole))
-    inputs: dict[str, int] = {n.name: n.args[1] for n in nodes if _is_input(n)}  # pyright: ignore
+    inputs: dict[str, int] = {n.name: n.args[1] for n in nodes if is_input(n)}  # pyright: ignore
     outputs, end = nodes[-1].all_input_nodes, fx.Graph()
     env = {n: end.placeholder(n.name) for n in outputs}
     end.output(fx.map_arg(nodes[-1].args[0], env.__getitem__))
@@ -178,11 +177,11 @@ def _level(whole: _Graph, here: int, last: int) -> Level:
     gives = [n for n in whole.nodes if level[n] == here and _is_handed_on(whole, n)]
     if here == last:
         outputs = whole.nodes[-1].all_input_nodes
-        gives = [n for n in outputs if not (_is_input(n) or _is_handed_on(whole, n))]
+        gives = [n for n in outputs if not (is_input(n) or _is_handed_on(whole, n))]
     pools = {n: norm for n, norm in whole.norms.items() if norm.level == here}
     ends = [*gives, *map(_input, pools)]
     wanted = _wanted(whole, here, ends)
-    takes = [n for n in wanted if _is_input(n) or (level[n] < here and n not in whole.again)]
+    takes = [n for n in wanted if is_input(n) or (level[n] < here and n not in whole.again)]
     norms = [n for n in wanted if n in whole.norms and n not in takes]
     env = {n: made.placeholder(n.name) for n in takes}
     scaling = {n: made.placeholder(f"scaling_{n.name}") for n in norms}
@@ -223,6 +222,11 @@ def _level(whole: _Graph, here: int, last: int) -> Level:
     )
 
 
+def _set(x: Tensor, at: Any, value: Any) -> Tensor:
+    x[at] = value
+    return x
+
+
 def _wanted(whole: _Graph, here: int, ends: list[fx.Node]) -> list[fx.Node]:
     """The nodes that a level has to do with, but for constants."""
     found: set[fx.Node] = set()
@@ -240,7 +244,7 @@ def _wanted(whole: _Graph, here: int, ends: list[fx.Node]) -> list[fx.Node]:
 
 def _is_handed_on(whole: _Graph, node: fx.Node) -> bool:
     here = whole.level[node]
-    given = _is_given(node) or node in whole.again or here == CONSTANT
+    given = is_given(node) or node in whole.again or here == CONSTANT
     return not given and any(whole.level[user] > here for user in node.users)
 
 
@@ -254,7 +258,7 @@ def _alone(whole: _Graph, write: fx.Node) -> bool:
     here = whole.level[write]
     return all(
         whole.level[n] == here != CONSTANT
-        and not _is_given(n)
+        and not is_given(n)
         and all(whole.level[u] == here and u.op != "output" for u in n.users)
         for n in same
     )
@@ -280,7 +284,7 @@ def _again(whole: _Graph) -> set[fx.Node]:
     costs: dict[fx.Node, int] = {}  # of what can be computed from what is there in any case
     for node in whole.nodes:
         here = whole.level[node]
-        if here == CONSTANT or _is_given(node):
+        if here == CONSTANT or is_given(node):
             costs[node] = 0
             continue
         if _is_cheap(whole, node):
@@ -303,7 +307,7 @@ def _is_cheap(whole: _Graph, node: fx.Node) -> bool:
         layer = whole.root.get_submodule(str(node.target))
         if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             few = layer.in_channels * math.prod(layer.stride)
-            return _is_input(_first(node)) and layer.out_channels >= 4 * few
+            return is_input(first_of(node)) and layer.out_channels >= 4 * few
         return type(layer).__name__.lower() in _CHEAP_MODULES.split()
     name = name_of(node).rstrip("_")
     return name in _CHEAP.split() or (node.target in AUGMENTED and name[1:] in _CHEAP.split())
@@ -312,119 +316,3 @@ def _is_cheap(whole: _Graph, node: fx.Node) -> bool:
 _CHEAP_MODULES = (
     "relu relu6 sigmoid tanh silu elu leakyrelu hardtanh hardswish hardsigmoid identity"
 )
-
-
-def _set(x: Tensor, at: Any, value: Any) -> Tensor:
-    x[at] = value
-    return x
-
-
-# What is written to, and what may be the same memory ------------------------------------------
-
-
-_SIZES = {"shape", "ndim", "dtype", "device", "size", "dim", "numel", "is_floating_point", "stride"}
-_NEW = (
-    "add sub mul truediv floordiv mod pow neg matmul div rsub abs exp log sqrt rsqrt square sin "
-    "cos sigmoid tanh relu relu6 gelu silu mish elu selu leaky_relu hardtanh hardswish hardsigmoid "
-    "softplus softmax log_softmax logsumexp cat stack concat sum mean amax amin var std bmm mm "
-    "clone clamp where linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
-    "conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
-    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d layer_norm group_norm "
-    "instance_norm batch_norm embedding cross_entropy mse_loss nll_loss eq ne lt le gt ge"
-)
-_NEW_MODULES = "activation batchnorm conv instancenorm linear loss normalization pooling sparse"
-
-
-def _settle(nodes: list[fx.Node], root: nn.Module) -> dict[fx.Node, tuple[fx.Node, list[fx.Node]]]:
-    """What is written to in place; whoever reads that afterwards now reads what wrote it."""
-    at = {node: i for i, node in enumerate(nodes)}
-    same: dict[fx.Node, set[fx.Node]] = {}  # what may be one piece of memory
-    tensors: dict[Any, set[fx.Node]] = {}  # the same, of the module's own
-    sizes: set[fx.Node] = set()
-    writes: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
-    for node in nodes:
-        target = _written(node, root)
-        if node.op == "get_attr":
-            same[node] = tensors.setdefault(node.target, set())
-        elif _is_size(node, sizes) or (target is not None and target in sizes):
-            sizes.add(node)
-            target = None
-        same.setdefault(node, set()).add(node)
-        if target is not None:
-            others = [n for n in same[target] if any(at[u] > at[node] for u in n.users)]
-            if not (node.target in AUGMENTED and node.op == "call_function"):
-                others = [n for n in others if n is not target]
-            own = [n for n in same[target] if n.op == "get_attr"]
-            if own or others:
-                raise ValueError(_shared(node, min([*own, *others], key=at.__getitem__)))
-            writes[node] = target, list(same[target])
-            target.replace_all_uses_with(node, lambda user, node=node: at[user] > at[node])
-        if target is not None or not (node in sizes or _is_given(node) or _is_new(node, root)):
-            its = [target] if target is not None else node.all_input_nodes
-            for group in [same[n] for n in its if n not in sizes and n.op != "placeholder"]:
-                group |= same[node]
-                for n in list(group):
-                    same[n] = group
-    return writes
-
-
-def _shared(node: fx.Node, other: fx.Node) -> str:
-    what = f"{place(node)} writes in place ({name_of(node)})"
-    if other.op == "get_attr":
-        return (
-            f"{what} to its own {other.target}, but forward is run for every microbatch and again "
-            "for its derivatives, and would write each time. Keep such a state outside."
-        )
-    return (
-        f"{what} to a tensor that is read again as {other.name!r}, perhaps through a view or under "
-        "another name, which cannot be followed. Use the operation that gives a new tensor: "
-        "x = x + y in place of x += y, relu in place of relu_, inplace=False."
-    )
-
-
-def _is_size(node: fx.Node, sizes: set[fx.Node]) -> bool:
-    """Whether a value is a number or the like, and no tensor."""
-    name = node.args[1] if node.target is getattr else name_of(node)
-    if node.op in ("call_function", "call_method") and name in _SIZES:
-        return True
-    its = node.all_input_nodes
-    return node.op == "call_function" and bool(its) and sizes.issuperset(its)
-
-
-def _is_new(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a value is memory of its own for certain."""
-    if node.op != "call_module":
-        return name_of(node) in _NEW.split()
-    layer = root.get_submodule(str(node.target))
-    *above, name = type(layer).__module__.split(".")
-    known = above == ["torch", "nn", "modules"] and name in _NEW_MODULES.split()
-    return known and not isinstance(layer, nn.Identity)
-
-
-def _is_input(node: fx.Node) -> bool:
-    return node.target is operator.getitem and getattr(node.args[0], "op", "") == "placeholder"
-
-
-def _is_given(node: fx.Node) -> bool:
-    return node.op == "placeholder" or _is_input(node)
-
-
-def _first(node: fx.Node) -> Any:
-    return [*node.args, *node.kwargs.values()][0]
-
-
-def _written(node: fx.Node, root: nn.Module) -> Any:
-    """What a node writes to in place."""
-    if node.op == "call_module":
-        layer = root.get_submodule(str(node.target))
-        return _first(node) if getattr(layer, "inplace", False) else None
-    if node.op not in ("call_function", "call_method"):
-        return None
-    name, given = name_of(node), {**node.kwargs}
-    if node.op == "call_function" and callable(node.target):
-        with suppress(TypeError, ValueError):  # built in, without a signature
-            given |= signature(node.target).bind(*node.args, **node.kwargs).arguments
-    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    if in_place or given.get("inplace") or node.target in (*AUGMENTED, operator.setitem):
-        return _first(node)
-    return given.get("out")

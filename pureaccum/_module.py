@@ -69,21 +69,21 @@ def functional(
     ``apply`` is safe in threads. It works under torch.func's transforms and in torch.compile. Under
     ``vmap`` a BatchNorm in training mode needs buffers that are mapped too.
 
-    With a ``microbatch_size`` it is ``apply`` of a whole batch in the memory of one microbatch, and
-    what that returns is what it would have returned without: exact through BatchNorm, with the
-    running statistics of the full batch. All tensors that the module is called with are rows of the
-    batch along dim 0, and so is all that it returns; a loss of them is plain code after it, and a
-    transform around that takes its own batch whole. For every BatchNorm in training mode the
-    network is cut in two: all microbatches go up to it, what it is given is kept, its moments are
-    merged, and all go on. torch.fx traces the module for that, whose computation must not depend on
-    the numbers in the batch then; and everything but BatchNorm treats each row by itself.
+    With a ``microbatch_size`` it takes a whole batch in the memory of one microbatch, and returns
+    what it would have returned without: exact through BatchNorm, with the running statistics of the
+    full batch. All tensors that the module is called with are rows along dim 0, and so are all that
+    it returns; a loss is plain code after it, and what is around that takes its batch whole. For
+    every BatchNorm in training mode the network is cut in two: all microbatches go up to it, what
+    it is given is kept, its moments are merged, and all go on. torch.fx traces the module for that,
+    so what it does must not depend on the numbers in the batch; and everything but BatchNorm has to
+    treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
-        microbatch_size: Rows per microbatch, or a list, the rows of each; None calls the module
-            with all that it is given.
-        keep: Where rows are kept between microbatches, and for the backward pass: ``"device"`` or
-            ``"host"``.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each. None calls the module with all that it is given.
+        keep: Where what is kept between microbatches, and for the backward pass, lies: on the
+            ``"device"``, or on the ``"host"``, as for ``microbatch``.
 
     Returns:
         ``apply``, and the module's ``params``, ``buffers`` and ``frozen``.
@@ -94,6 +94,9 @@ def functional(
         >>> out, new_buffers = fn.apply(fn.params, fn.buffers, x)
         >>> new_buffers["running_mean"], fn.buffers["running_mean"]
         (tensor([0.1000, 2.0000]), tensor([0., 0.]))
+        >>> cut = functional(torch.nn.BatchNorm1d(2, affine=False), microbatch_size=1)
+        >>> torch.allclose(cut.apply(cut.params, cut.buffers, x)[0], out)
+        True
 
     References:
         `torch.func.functional_call
@@ -166,17 +169,18 @@ def _apply(
             "were expected, since it would write to its own in place of a missing one. They "
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
-    if not torch.compiler.is_dynamo_compiling():
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling:
         with unnoticed():  # the module's own, whatever is put in their place by who calls this
             _check_gradients(names)
     tensors = dict(params)
     if frozen:
         tensors |= _frozen(names, frozen, tensors)
-    if whole is not None:
-        out, held = whole(tensors | dict(buffers), [*buffers], args, kwargs)
-    else:
+    if whole is None or compiling:
         tensors |= {name: buffer.clone() for name, buffer in dict(buffers).items()}
         out, held = call(places, tensors, args, kwargs)
+    else:
+        out, held = whole(tensors | dict(buffers), [*buffers], args, kwargs)
     return out, {name: held[name] for name in buffers} if buffers else buffers
 
 

@@ -9,6 +9,7 @@ that is called, and in a thread of its own, where no mode and no transform of th
 import linecache
 import operator
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -184,11 +185,9 @@ class Trace(NamedTuple):
 
 def trace(module: nn.Module, arguments: Arguments) -> Trace:
     """Trace a module that is called with some arguments."""
-    # torch.fx puts itself into all modules for that time: one after the other. Another thread may
-    # draw numbers meanwhile, but not each time.
+    # torch.fx puts itself into all modules for that time: one after the other
     with _ONE, ThreadPoolExecutor(1) as thread:
-        tries = (thread.submit(_traced, module, arguments).result() for _ in range(3))
-        found = next((it for it in tries if it is not None), None)
+        found = thread.submit(_with_its_numbers, module, arguments).result()
     if found is None:
         raise ValueError(
             f"forward of module ({type(module).__name__}) draws random numbers that do not depend "
@@ -206,14 +205,50 @@ def trace(module: nn.Module, arguments: Arguments) -> Trace:
 _ONE = threading.Lock()
 
 
-def _traced(module: nn.Module, arguments: Arguments) -> Trace | None:
-    """The graph of a copy; None where random numbers were drawn."""
-    root, tracer = _Root(module, arguments), _Tracer()
-    before = {part: _attributes(part) for part in root.module.modules()}
+def _with_its_numbers(module: nn.Module, arguments: Arguments) -> Trace | None:
+    """The trace; None where forward draws random numbers, of torch or Python, for itself."""
     python = random.getstate()
     try:
-        with seeing(before=_refuse_draws):
-            graph = tracer.trace(root)
+        with seeing(before=_refuse_torch_s):
+            found = _traced(module, arguments)
+            if python != random.getstate():  # another thread may have drawn, so look
+                sys.setprofile(_refuse_python_s)
+                try:
+                    found = _traced(module, arguments)
+                finally:
+                    sys.setprofile(None)
+        return found
+    except _DrawnError as drawn:
+        if drawn.args:
+            random.setstate(python)
+        return None
+
+
+class _DrawnError(BaseException):
+    """Only ``trace`` may catch it."""
+
+
+def _refuse_torch_s(operation: Any, *_: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        raise _DrawnError
+
+
+def _refuse_python_s(_: Any, event: str, called: Any) -> None:
+    if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
+        raise _DrawnError("random")
+
+
+def _traced(module: nn.Module, arguments: Arguments) -> Trace:
+    try:
+        root, tracer = _Root(module, arguments), _Tracer()
+    except Exception as error:
+        raise ValueError(
+            f"module ({type(module).__name__}) cannot be cut at its BatchNorm layers, because it "
+            f"cannot be copied for torch.fx: {error}. Keep outside of it what has no copy."
+        ) from error
+    before = {part: _attributes(part) for part in root.module.modules()}
+    try:
+        graph = tracer.trace(root)
         _check_nodes(graph.nodes, root)
         for path, part in root.module.named_modules(prefix="module"):
             for name, held in _attributes(part).items():
@@ -222,25 +257,11 @@ def _traced(module: nn.Module, arguments: Arguments) -> Trace | None:
                         f"{path} ({type(part).__name__}) assigns its attribute {name!r} in "
                         "forward, but only what forward returns can be handed on. Return it."
                     )
-        if python != random.getstate():
-            random.setstate(python)
-            return None
-    except _Drawn:
-        return None
     except _Lost as error:
         raise ValueError(str(error)) from None
     except Exception as error:
         raise ValueError(_untraceable(root, error)) from error
     return Trace(root, graph, tracer.taken_apart)
-
-
-class _Drawn(Exception):
-    pass
-
-
-def _refuse_draws(operation: Any, *_: Any) -> None:
-    if torch.Tag.nondeterministic_seeded in operation.tags:
-        raise _Drawn
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -299,11 +320,8 @@ def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
                         f"({type(layer).__name__}), which torch.fx does not look into, so that "
                         "there is no cut at it. Call it in a forward of your own."
                     )
-                if (
-                    isinstance(inner, _INSTANCE_NORMS)
-                    and inner.training
-                    and inner.track_running_stats
-                ):
+                tracks = isinstance(inner, _INSTANCE_NORMS) and inner.track_running_stats
+                if tracks and inner.training:
                     raise _Lost(written_to(name))
         elif (
             "batch_norm" in name_of(node)

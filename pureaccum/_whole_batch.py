@@ -26,8 +26,8 @@ from ._cut_graph import CutGraph, Level, Norm, cut
 from ._microbatch import Keep, microbatch
 from ._places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
 from ._replay import generators, restore
-from ._shell import call
-from ._torch import BUFFERS, is_compiled_module, version
+from ._shell import call as call_shell
+from ._torch import BUFFERS, is_compiled_module, unnoticed, version
 from ._traced import couples, hook_tables, in_training, trace, written_to
 from ._tree import Tree, flatten, map, paths, unflatten
 
@@ -42,8 +42,8 @@ class WholeBatch:
     def __init__(self, places: Places, size: Any, keep: Keep) -> None:
         self.places, self.size, self.keep = places, check_sizes(size), keep
         self.in_parts: InParts = partial(microbatch, microbatch_size=self.size, keep=keep)
-        self.plain = self.in_parts(self._call)
-        self.watched = self.in_parts(self._call_watched)
+        self.plain = self.in_parts(self.call)
+        self.watched = self.in_parts(self.call_watched)
         # The attributes of all modules as they were, and how to call it with these and some
         # arguments: cut, or, with None, plainly.
         self.plans: tuple[Picture, dict[Any, _Network | None]] = Picture([], [], []), {}
@@ -66,18 +66,18 @@ class WholeBatch:
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
         sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
         new = {name: tensors[name].clone() for name in buffers}
-        out = self._out(tensors, new, (args, kwargs), sizes)
+        out = self.out_of(tensors, new, (args, kwargs), sizes)
         if self.keep == "host":  # what lies there is what is kept, and not what is returned
             devices = (x.device for x in tensors.values() if x.device.type != "cpu")
             if (device := next(devices, None)) is not None:
                 out = map(lambda x: x.to(device, non_blocking=True), out)
         return out, new
 
-    def _out(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
+    def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
         """What the module returns; the running statistics among ``new`` have seen the batch."""
         leaves, spec = flatten(arguments)
         given = [x for x in leaves if isinstance(x, Tensor)]
-        plans = self._plans()
+        plans = self.plans_now()
         key = spec, *(None if isinstance(x, Tensor) else (type(x), x) for x in leaves)
         if key not in plans and not any(couples(part) for part in self.places.modules):
             before = generators({x.device for x in given})
@@ -98,7 +98,7 @@ class WholeBatch:
         network.update(new, moments)
         return out
 
-    def _plans(self) -> "dict[Any, _Network | None]":
+    def plans_now(self) -> "dict[Any, _Network | None]":
         """Those for the modes and attributes that the module has now."""
         if changed(self.places.kept):
             raise RuntimeError(what_changed(self.places))
@@ -108,13 +108,13 @@ class WholeBatch:
             self.plans = picture([vars(part) for part in self.places.modules]), {}
         return self.plans[1]
 
-    def _call(self, tensors: Tensors, arguments: Any) -> Tree:
+    def call(self, tensors: Tensors, arguments: Any) -> Tree:
         args, kwargs = arguments
         return _checked(_called(self.places, tensors, args, kwargs), _rows(arguments))
 
-    def _call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
+    def call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
         with _Watching():
-            return self._call(tensors, arguments)
+            return self.call(tensors, arguments)
 
 
 _CUT = (
@@ -148,7 +148,7 @@ def _called(
         if places.slots[name][0][1] == BUFFERS:
             given[name] = tensors[name].clone()
     before = {name: version(given[name]) for name in given if given[name] is not tensors[name]}
-    out, held = call(places, given, tuple(args), kwargs)
+    out, held = call_shell(places, given, tuple(args), kwargs)
     for name, then in before.items():
         if held[name] is not given[name] or version(given[name]) != then:
             raise RuntimeError(written_to(f"buffers[{name!r}]"))
@@ -291,7 +291,7 @@ class _Part:
         self.level, self.where, self.places = level, where, places_of(level.module)
         own = {slot: id(own_tensor(self.places, slot)) for slot in self.places.slots}
         self.names = {slot: names[it] for slot, it in own.items() if it in names}
-        self.microbatched = in_parts(self._call, batch_argnums=3, reduce=("concat", "stack"))
+        self.microbatched = in_parts(self.call, batch_argnums=3, reduce=("concat", "stack"))
 
     def run(
         self,
@@ -305,7 +305,7 @@ class _Part:
         known = [scaling[norm.name] for norm in self.level.scaled]
         return self.microbatched(plain, its, known, {k: values[k] for k in self.level.takes})
 
-    def _call(
+    def call(
         self,
         plain: "_Plain",
         tensors: Tensors,
@@ -315,17 +315,23 @@ class _Part:
         count = _rows(rows)
         taken = [plain.filled(name, rows[name], count) for name in self.level.takes]
         out = _called(self.places, tensors, (*taken, *scaling), {})
-        given = dict(zip(self.level.gives, out, strict=False))
-        after = {name: plain.parted(name, given[name], count) for name in given}
-        for name in given:
-            for x in after[name]:
-                if not _has_rows(x, count):
-                    raise ValueError(self._no_rows(name, x, count))
-        pooled = [*zip(self.level.pools, out[len(after) :], strict=True)]
-        plain.looks |= {norm.name: (x.shape, x.dtype) for norm, x in pooled}
-        return after, [share_of(_normalised(x, norm)) for norm, x in pooled]
+        gives, pools = self.level.gives, self.level.pools
+        given, pooled = out[: len(gives)], out[len(gives) :]
+        after = {k: plain.parted(k, x, count) for k, x in zip(gives, given, strict=True)}
+        with unnoticed():  # some of what would be asked of the modes around, once a microbatch
+            for name, parts in after.items():
+                for x in parts:
+                    if not _has_rows(x, count):
+                        raise ValueError(self.no_rows(name, x, count))
+            looks = [(x.shape, x.dtype) for x in pooled]
+        shares: list[Share] = []
+        for norm, x, (shape, dtype) in zip(pools, pooled, looks, strict=True):
+            _check_input(norm, shape)
+            plain.looks[norm.name] = shape, dtype
+            shares.append(share_of(x, len(shape), dtype))
+        return after, shares
 
-    def _no_rows(self, name: str, x: Tensor, rows: int) -> str:
+    def no_rows(self, name: str, x: Tensor, rows: int) -> str:
         if (where := self.where[name]).startswith("out"):
             return _no_rows(where, x, rows)
         return (
@@ -361,17 +367,16 @@ class _Plain:
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 
-def _normalised(x: Tensor, norm: Norm) -> Tensor:
-    """What a BatchNorm is given, if it takes that."""
+def _check_input(norm: Norm, shape: torch.Size) -> None:
+    """Check that a BatchNorm takes what it is given."""
     layer: Any = norm.layer
     dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
-    if x.dim() < 2 or (dims and x.dim() not in dims):
+    if len(shape) < 2 or (dims and len(shape) not in dims):
         expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
-        raise ValueError(f"{norm.place}: expected {expected} input (got {x.dim()}D input)")
-    channels = getattr(layer, "num_features", x.shape[1])
-    if channels != x.shape[1] and (layer.affine or layer.running_mean is not None):
+        raise ValueError(f"{norm.place}: expected {expected} input (got {len(shape)}D input)")
+    channels = getattr(layer, "num_features", shape[1])
+    if channels != shape[1] and (layer.affine or layer.running_mean is not None):
         raise ValueError(
             f"{norm.place} normalises {channels} channels, but its input has shape "
-            f"{tuple(x.shape)}; channels are dim 1."
+            f"{tuple(shape)}; channels are dim 1."
         )
-    return x

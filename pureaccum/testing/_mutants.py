@@ -215,8 +215,8 @@ OF_CORE: dict[str, Mutant] = {
     ),
     "aux means that are not weighted": Mutant(
         "The mean of aux does not weigh microbatches as the loss does.",
-        "_aux.py",
-        "torch.where(share != 0, terms * share, 0.0)",
+        "_words.py",
+        "torch.where(each != 0, terms * each, 0.0)",
         "terms",
     ),
     "an autocast cache around the microbatches": Mutant(

@@ -67,7 +67,7 @@ OF_MICROBATCHES: dict[str, Mutant] = {
     "moments taken for constants": Mutant(
         "A batch norm has no gradient through its mean and its variance.",
         "_batch_norm.py",
-        "mean_, var_ = mean.detach(), var.detach()",
-        "mean_, var_ = mean, var",
+        "inverse = torch.rsqrt(moments.var + eps)",
+        "inverse = torch.rsqrt(var + eps)",
     ),
 }

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
+from pureaccum._live import counting
 from pureaccum.testing.strategies import seeds
 from tests.bounds import resnets
 from tests.strategies import every, generator
@@ -481,6 +482,48 @@ def test_gradients_of_the_inputs():
     y = X.clone().requires_grad_()
     fit(deepcopy(SMALL)(y), X).backward()
     assert apart({"x": x.grad}, {"x": y.grad}) <= PROMISED
+
+
+def test_inside_a_compiled_function():
+    """Where the compiler decides what to keep."""
+    fn = pa.functional(SMALL, microbatch_size=3)
+    func = torch.compile(
+        lambda params, x: fn.apply(params, fn.buffers, x), fullgraph=True, backend="eager"
+    )
+    out, buffers = func(fn.params, X)
+    own = deepcopy(SMALL)
+    torch.testing.assert_close(out, own(X), rtol=PROMISED, atol=0)
+    assert apart(buffers, dict(own.named_buffers())) <= PROMISED
+
+
+# Memory ---------------------------------------------------------------------------------------
+
+
+WIDTH, DEPTH, SIZE = 32, 6, 64
+
+
+def peak(rows: int, size: int | None) -> int:
+    """Of a forward and a backward pass, in bytes of tensors."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.GELU()]
+    body = [deepcopy(layer) for _ in range(DEPTH) for layer in layers]
+    fn = pa.functional(nn.Sequential(*body, nn.Linear(WIDTH, 1)), microbatch_size=size)
+    params = {name: p.clone().requires_grad_() for name, p in fn.params.items()}
+    x = torch.randn(rows, WIDTH)
+    fn.apply(params, fn.buffers, x[: 2 * SIZE])  # to know how it is cut
+    with counting() as live:
+        fn.apply(params, fn.buffers, x)[0].square().mean().backward()
+    return live.peak
+
+
+def per_row(size: int | None) -> float:
+    """What each row adds to the peak, in rows of one activation."""
+    return (peak(32 * SIZE, size) - peak(16 * SIZE, size)) / (16 * SIZE * WIDTH * 4)
+
+
+def test_what_is_kept_is_the_input_of_each_batch_norm() -> None:
+    """And at one of them its gradient. Three numbers a microbatch, and the output, are the rest."""
+    assert per_row(SIZE) <= DEPTH + 1 + 0.75
+    assert per_row(None) >= 3 * DEPTH
 
 
 # Random numbers and dtypes --------------------------------------------------------------------

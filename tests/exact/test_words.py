@@ -341,3 +341,17 @@ def test_lists_of_sizes_name_the_rows_of_each() -> None:
         seen.clear()
         pa.microbatch(func, microbatch_size=sizes, batch_argnums=0)(torch.zeros(ROWS))
         assert tuple(accumulate(seen)) == tuple(accumulate(sizes))
+
+
+def test_words_of_a_batch_go_to_every_microbatch() -> None:
+    """As numbers and None do: what has no rows is not cut."""
+
+    def of(w: Tensor, batch: Any) -> Tensor:
+        assert {k: v for k, v in batch.items() if k != "x"} == words
+        return (w * batch["x"]).pow(3).sum()
+
+    words = {"how": "cubed", "flag": True, "none": None}
+    batch = {"x": torch.arange(5.0), **words}
+    w = torch.tensor(2.0)
+    assert pa.microbatch(of, microbatch_size=2, reduce="sum")(w, batch) == of(w, batch)
+    assert pa.value(of, microbatch_size=2, reduction="sum")(w, batch) == of(w, batch)

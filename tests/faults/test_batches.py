@@ -32,12 +32,15 @@ UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "array": (
         {"x": X, "y": np.ones(4)},
         TypeError,
-        ("['y'] is a numpy.ndarray", "tensors, Python scalars and None", "torch.as_tensor"),
+        (
+            "['y'] is a numpy.ndarray",
+            "tensors, Python scalars, strings and None",
+            "torch.as_tensor",
+        ),
     ),
     "only an array": (np.ones((4, 2)), TypeError, (" is a numpy.ndarray", "torch.as_tensor")),
     "number of numpy": ({"x": X, "y": np.int64(3)}, TypeError, ("['y'] is a numpy.int64",)),
-    "string": ({"x": X, "y": "abcd"}, TypeError, ("['y'] is a builtins.str", "another argument")),
-    "strings": ({"x": X, "y": ["a", "b", "c", "d"]}, TypeError, ("['y'][0] is a builtins.str",)),
+    "bytes": ({"x": X, "y": b"abcd"}, TypeError, ("['y'] is a builtins.bytes", "another argument")),
     "a set": ({"x": X, "y": {1, 2}}, TypeError, ("['y'] is a builtins.set",)),
 }
 UNCOUNTED = {

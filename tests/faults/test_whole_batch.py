@@ -58,6 +58,11 @@ def refuses(module: nn.Module, *words: str, error: type[Exception] = ValueError)
     assert not ran
 
 
+def test_what_cannot_be_copied():
+    """It is a copy that torch.fx is given."""
+    refuses(Of(lambda self, x: x, lock=threading.Lock()), "module (Of) cannot be cut", "copy")
+
+
 # What torch.fx cannot trace, or would lose ----------------------------------------------------
 
 

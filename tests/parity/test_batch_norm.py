@@ -128,7 +128,7 @@ def test_moments_in_any_grouping(
     def at(tree: Any) -> tuple[Share, int]:
         if isinstance(tree, int):
             part = x.split(sizes)[tree]
-            return share_of(part), len(part) * each
+            return share_of(part, part.dim(), dtype), len(part) * each
         shares, counts = zip(*map(at, tree), strict=True)
         flat = [Share(*(x.flatten() for x in share)) for share in shares]
         stacked = Share(*(torch.stack(x) for x in zip(*flat, strict=True)))
@@ -154,7 +154,7 @@ def test_sums_of_squares_would_not_do() -> None:
     var = x.double().var(0, correction=0)
     naive = (x**2).mean(0) - x.mean(0) ** 2
     assert ((naive - var).abs() / var).max() > 0.02
-    got = moments_of(Share(*(y.unsqueeze(0) for y in share_of(x))), [len(x)])
+    got = moments_of(Share(*(y.unsqueeze(0) for y in share_of(x, 2, x.dtype))), [len(x)])
     assert ((got.var - var).abs() / var).max() < 1e-6
 
 
@@ -237,7 +237,7 @@ def test_statistics_stay(policy: str, weight: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @shapes
 def test_narrow_boundaries(dtype: torch.dtype, shape: Any) -> None:
-    """Moments are wide, whatever stands between the stages; rows are rounded once."""
+    """Moments are wide, whatever the rows are; rows are rounded once."""
     params, batch = data(0, shape, 3.0, torch.float32)
     batch = {k: x.to(dtype) for k, x in batch.items()}
 

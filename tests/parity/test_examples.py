@@ -106,7 +106,7 @@ def test_amp_training(capsys: pytest.CaptureFixture[str]) -> None:
 def test_batchnorm_exact() -> None:
     off = runpy.run_path(str(EXAMPLES / "batchnorm_exact.py"))["main"](rows=32, size=8)
     rounding = torch.finfo(torch.float64).eps ** 0.5
-    for name in ("BatchNorm, full batch", "BatchNorm, staged_from", "GroupNorm"):
+    for name in ("BatchNorm, full batch", "BatchNorm, exact", "GroupNorm"):
         assert max(off[name]) < rounding, name
     for name in ("BatchNorm, usual loop", "BatchNorm, plainly cut"):
         assert min(off[name]) > rounding, name
@@ -117,12 +117,12 @@ def test_resnet101() -> None:
     main = runpy.run_path(str(EXAMPLES / "resnet101.py"))["main"]
     infos = main(8, 3, layers=(1, 1, 1, 1), width=4, steps=1)
     whole, parts = infos["8 at once"], infos["3 at a time"]
-    summed, staged = infos["3 at a time, summed"], infos["3 at a time, staged"]
+    summed, exact = infos["3 at a time, summed"], infos["3 at a time, exact"]
     rounding = torch.finfo(torch.float64).eps ** 0.5
-    assert abs(staged.loss / whole.loss - 1) < rounding
+    assert abs(exact.loss / whole.loss - 1) < rounding
     assert abs(parts.loss / whole.loss - 1) > rounding
     assert abs(summed.loss / (8 * parts.loss) - 1) < rounding
-    assert abs(staged.grad_norm / whole.grad_norm - 1) < rounding
+    assert abs(exact.grad_norm / whole.grad_norm - 1) < rounding
     assert abs(summed.grad_norm / (8 * parts.grad_norm) - 1) < rounding
     assert (parts.microbatches, whole.microbatches) == (3, 1)
 

@@ -202,15 +202,16 @@ def test_a_run_is_saved_and_resumed_without_what_is_frozen(tmp_path: Path) -> No
     assert_trees_bitwise_equal(other(loaded, (X, Y))[0], step(state, (X, Y))[0])
 
 
-def test_stages_leave_frozen_layers_alone() -> None:
+def test_a_whole_batch_in_microbatches_leaves_frozen_layers_alone() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     net[0].requires_grad_(False)
-    fn = pa.functional(net)
-    loss = pa.staged_from(net, lambda out, b: out.square().mean())
-    knobs = {"has_aux": True, "aux_reduction": "last", "microbatch_size": 5}
-    batch = X.double()
-    got, _ = pa.grad(loss, **knobs)(fn.params, batch, buffers=fn.buffers)
-    want = torch.func.grad(lambda p: fn.apply(p, fn.buffers, batch)[0].square().mean())(fn.params)
+    cut, whole = pa.functional(net, microbatch_size=5), pa.functional(net)
+    got, want = (
+        torch.func.grad(lambda p, fn=fn: fn.apply(p, fn.buffers, X.double())[0].square().mean())(
+            fn.params
+        )
+        for fn in (cut, whole)
+    )
     assert got.keys() == want.keys() == {"1.weight", "1.bias", "2.weight", "2.bias"}
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=0, atol=2**-40)
