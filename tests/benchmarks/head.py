@@ -53,17 +53,34 @@ def by_func(problem: Problem, loss: Callable[..., Tensor]) -> Grads:
     return window
 
 
+def by_hand(problem: Problem) -> Grads:
+    """The loop over tokens that a user would have written, each with its ``.backward()``."""
+    (weight,) = problem.net.parameters()
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        tiles = [x.detach().requires_grad_() for x in batch[0].split(problem.rows)]
+        for hidden, words in zip(tiles, batch[1].split(problem.rows), strict=True):
+            (total(weight, (hidden, words)) / len(batch[0])).backward()
+        got = {"weight": weight.grad, "hidden": torch.cat([x.grad for x in tiles])}
+        weight.grad = None
+        return got
+
+    return window
+
+
 def tiled(problem: Problem, by: Callable[..., Grads], **knobs: Any) -> Grads:
     """``pa.microbatch`` over the tokens."""
     return by(problem, pa.microbatch(total, microbatch_size=problem.rows, reduce="sum", **knobs))
 
 
 WHOLE_HEAD, WHOLE_FUNC = "whole head", "whole head, torch.func"
+HAND_HEAD = "tiled head by hand"
 TILED_HEAD, TILED_FUNC = "tiled head", "tiled head, torch.func"
 
 HEADS: dict[str, Callable[[Problem], Grads]] = {
     WHOLE_HEAD: partial(backward, loss=total),
     WHOLE_FUNC: partial(by_func, loss=total),
+    HAND_HEAD: by_hand,
     TILED_HEAD: partial(tiled, by=backward),
     TILED_FUNC: partial(tiled, by=by_func),
 }

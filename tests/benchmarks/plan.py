@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .contenders import ALL, ENGINES, HAND, MAIN
 from .gradcache import GRADCACHE, OUR_PAIRS, PAIRS
-from .head import HEADS, TILED_HEAD, WHOLE_HEAD
+from .head import HAND_HEAD, HEADS, TILED_HEAD, WHOLE_HEAD
 from .models import Model, gpt
 from .nests import NESTS, OF_NEST, PA, REMATTED, named
 from .norms import EXACT, FULL, NORMS
@@ -146,7 +146,7 @@ def coupled_cells(full: bool, device: str) -> list[Cell]:
         Cell(device, NORM, (FULL, EXACT), seconds),
         Cell(device, RESNET, (FULL, EXACT), seconds),
         Cell(device, TOWERS, tuple(PAIRS) if full else (GRADCACHE, OUR_PAIRS), seconds),
-        Cell(device, HEAD, tuple(HEADS) if full else (WHOLE_HEAD, TILED_HEAD), seconds),
+        Cell(device, HEAD, tuple(HEADS) if full else (WHOLE_HEAD, HAND_HEAD, TILED_HEAD), seconds),
         *(Cell(device, NESTED, names, seconds) for names in (nests if full else [learning])),
         Cell(device, CHAIN, (CHECKPOINT, REMAT, REMAT_BACKWARD), seconds),
     ]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from . import targets
 from .contenders import ENGINES, HAND, TORCH_FUNC
-from .gradcache import FULL_PAIRS, GRADCACHE, PAIRS
-from .head import HEADS, WHOLE_HEAD
+from .gradcache import FULL_FUNC, FULL_PAIRS, GRADCACHE, PAIRS
+from .head import HAND_HEAD, HEADS, WHOLE_FUNC, WHOLE_HEAD
 from .nests import NESTS, REMATTED, WHOLE
 from .norms import FULL, NORMS
 from .per_sample import (
@@ -79,9 +79,11 @@ def opponents(ours: str) -> tuple[str, ...]:
     if ours in NORMS:
         return () if ours == FULL else (FULL,)
     if ours in PAIRS:
-        return {FULL_PAIRS: (), GRADCACHE: (FULL_PAIRS,)}.get(ours, (GRADCACHE, FULL_PAIRS))
+        of = {FULL_PAIRS: (), FULL_FUNC: (), GRADCACHE: (FULL_PAIRS,)}
+        return of.get(ours, (GRADCACHE, FULL_PAIRS, FULL_FUNC))
     if ours in HEADS:
-        return () if ours == WHOLE_HEAD else (WHOLE_HEAD,)
+        of = {WHOLE_HEAD: (), WHOLE_FUNC: (), HAND_HEAD: (WHOLE_HEAD,)}
+        return of.get(ours, (WHOLE_HEAD, HAND_HEAD))
     if ours in NESTS:
         nest, _, maker = ours.partition(", ")
         return (

@@ -5,7 +5,7 @@ A ratio for which there is no target is published without one. All of time are f
 """
 
 from .contenders import ENGINES, HAND, TORCH_FUNC
-from .gradcache import FULL_PAIRS, GRADCACHE, OUR_PAIRS, OUR_PAIRS_FUNC
+from .gradcache import FULL_FUNC, GRADCACHE, OUR_PAIRS, OUR_PAIRS_FUNC
 from .head import TILED_HEAD, WHOLE_HEAD
 from .models import Model
 from .nests import PA, PRIMITIVE, REMATTED, WHOLE, named
@@ -36,8 +36,8 @@ COUPLED_TIME = {
 COUPLED_MEMORY = {
     (EXACT_HOST, FULL): 0.35,
     (OUR_PAIRS, GRADCACHE): 1.0,
-    (OUR_PAIRS, FULL_PAIRS): 0.52,
-    (OUR_PAIRS_FUNC, FULL_PAIRS): 0.7,
+    (OUR_PAIRS, FULL_FUNC): 0.52,
+    (OUR_PAIRS_FUNC, FULL_FUNC): 0.7,
     (TILED_HEAD, WHOLE_HEAD): 0.12,
 }
 # Of BatchNorm against the full batch: a chain, a ResNet-18.
