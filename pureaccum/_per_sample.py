@@ -20,7 +20,7 @@ from ._donation import Spoiled, hand_over, mark
 from ._inputs import check_argnums, check_disjoint, check_dtype, positions, read_params
 from ._loss import counts, divisor, mean_value
 from ._passes import outside_inference_mode
-from ._reducers import Reducer, read_reduce, squares_of, terms, weights
+from ._reducers import OfChunks, read_reduce, squares_of, terms, weights
 from ._samples import (
     NO_SAMPLES,
     Chunk,
@@ -80,9 +80,7 @@ def per_sample_grad(
             ``clip_by_global_norm(...)``, or a function of one gradient to any tree of tensors,
             such as a projection.
         reduce: ``"concat"`` keeps all; ``"sum"``; ``"mean"``, by weight where that is
-            ``Weighted``; ``"moments"``: see ``Moments``; or four functions ``(init, update, merge,
-            finalize)``: ``init`` of a tree like one gradient, ``update(state, grads, weight)`` of
-            a chunk, with its samples along dim 0.
+            ``Weighted``; ``"moments"``: see ``Moments``; or a ``Reducer`` of gradients.
         metrics: ``metrics(grad, value)`` of each sample, before the transform, gives a tree of
             tensors; ``"norm"`` is the norm of its gradient.
         keep_batch_dim: Hand each sample to ``func`` as a batch of one row, so that the loss of a
@@ -257,7 +255,7 @@ def _like(params: Tree, how: Sampling) -> Tree:
 
 
 def _nothing(
-    reducer: Reducer, params: Tree, how: Sampling, at_least: torch.dtype, squares: bool = False
+    reducer: OfChunks, params: Tree, how: Sampling, at_least: torch.dtype, squares: bool = False
 ) -> AccumState:
     """The state of no samples."""
     like = _like(params, how)
@@ -265,7 +263,7 @@ def _nothing(
     return empty(reducer.init(like, at_least), device, len(leaves_of(like)) if squares else None)
 
 
-def _added(state: AccumState, reducer: Reducer, chunk: Chunk) -> AccumState:
+def _added(state: AccumState, reducer: OfChunks, chunk: Chunk) -> AccumState:
     """The state with some samples more; its sums are written to where nobody can see it."""
     weight = weights(chunk)
     value = torch.where(counts(chunk.value, weight), chunk.value, 0.0).double()

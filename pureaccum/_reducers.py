@@ -23,6 +23,7 @@ from ._sums import divided
 from ._torch import transform_active
 from ._tree import Tree, accumulation_dtype, add, as_scalar_of, flatten, map, unflatten, zeros
 from ._tree import leaves as leaves_of
+from ._words import Reducer, is_reducer
 
 
 class Moments(NamedTuple):
@@ -79,7 +80,7 @@ class MomentSums(NamedTuple):
     samples: Tensor
 
 
-class Reducer(NamedTuple):
+class OfChunks(NamedTuple):
     """A way to reduce chunks."""
 
     init: Callable[[Tree, torch.dtype], Any]  # from what is like one gradient, and the least dtype
@@ -88,15 +89,15 @@ class Reducer(NamedTuple):
     finalize: Callable[[Any, Tensor], Any]  # and the weight
 
 
-def read_reduce(reduce: Any) -> Reducer:
-    """What a word or four functions mean."""
+def read_reduce(reduce: Any) -> OfChunks:
+    """What a word means, or a user's reducer."""
     if isinstance(reduce, str) and reduce in REDUCERS:
         return REDUCERS[reduce]
-    if isinstance(reduce, tuple) and len(reduce) == 4 and all(callable(f) for f in reduce):  # pyright: ignore
-        return _of_functions(*reduce)
+    if is_reducer(reduce):
+        return _of_user(reduce)
     raise ValueError(
-        f"reduce is {reduce!r}; expected {', '.join(map(repr, REDUCERS))} or a tuple of four "
-        "functions, (init, update, merge, finalize); per_sample_grad also knows 'concat'."
+        f"reduce is {reduce!r}; expected {', '.join(map(repr, REDUCERS))} or "
+        "Reducer(init, update, merge, finalize); per_sample_grad also knows 'concat'."
     )
 
 
@@ -166,16 +167,14 @@ def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
     return MomentSums(unflatten(chunk.spec, ones), unflatten(chunk.spec, twos), count)
 
 
-def _of_functions(
-    init: Callable[..., Any],
-    update: Callable[..., Any],
-    merge: Callable[..., Any],
-    finalize: Callable[..., Any],
-) -> Reducer:
+def _of_user(reducer: Reducer) -> OfChunks:
     def add(state: Any, chunk: Chunk) -> Any:
-        return update(state, unflatten(chunk.spec, terms(chunk)), weights(chunk))
+        return reducer.update(state, unflatten(chunk.spec, terms(chunk)), weights(chunk))
 
-    return Reducer(lambda like, _: init(like), add, merge, lambda state, _: finalize(state))
+    def finalize(state: Any, _: Tensor) -> Any:
+        return reducer.finalize(state)
+
+    return OfChunks(lambda like, _: reducer.init(like), add, reducer.merge, finalize)
 
 
 def _merged(a: Tree, b: Tree, moments: bool) -> Tree:
@@ -207,9 +206,9 @@ def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
 
 
 REDUCERS = {
-    "sum": Reducer(zeros, _add_to_sums, _merge_sums, _finish_sums),
-    "mean": Reducer(zeros, _add_to_sums, _merge_sums, _finish_mean),
-    "moments": Reducer(_no_moments, _add_to_moments, _merge_moments, _finish_moments),
+    "sum": OfChunks(zeros, _add_to_sums, _merge_sums, _finish_sums),
+    "mean": OfChunks(zeros, _add_to_sums, _merge_sums, _finish_mean),
+    "moments": OfChunks(_no_moments, _add_to_moments, _merge_moments, _finish_moments),
 }
 
 

@@ -153,7 +153,7 @@ def test_signs_projections_and_reductions_of_ones_own(engine, model, data, size)
     def merge(a, b):
         return tree_map(torch.maximum, a[0], b[0]), a[1] + b[1]
 
-    got = run(reduce=(init, update, merge, lambda state: state))
+    got = run(reduce=pa.Reducer(init, update, merge, lambda state: state))
     assert_trees_bitwise_equal(got, of_rows(each))
 
 

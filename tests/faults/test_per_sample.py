@@ -154,7 +154,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
     "transform": ({"transform": 3}, TypeError, ("transform is 3", "'normalize'")),
     "spelling": ({"transform": "Normalize"}, ValueError, ("'Normalize'", "'normalize'")),
     "reduce": ({"reduce": "avg"}, ValueError, ("reduce is 'avg'", "mean", "'concat'")),
-    "three functions": ({"reduce": (len,) * 3}, ValueError, ("(init, update, merge, finalize)",)),
+    "four functions": ({"reduce": (len,) * 4}, ValueError, ("Reducer(init, update, merge, fin",)),
     "metrics": ({"metrics": 3}, TypeError, ("metrics is 3", "'norm'")),
     "metric": ({"metrics": "nrm"}, TypeError, ("metrics is 'nrm'", "'norm'")),
     "overlap": ({"batch_argnums": (0, 1)}, ValueError, ("argument 0", "batch_argnums")),
@@ -252,8 +252,8 @@ def test_a_state_of_ones_own_may_hold_numbers():
     def count(state: Any, grads: Any, weight: Tensor) -> Any:
         return state | {"n": state["n"] + len(weight)}
 
-    functions = lambda like: {"k": 3, "n": 0}, count, max, lambda state: state
-    acc, state = started(reduce=functions)
+    own = pa.Reducer(lambda like: {"k": 3, "n": 0}, count, max, lambda state: state)
+    acc, state = started(reduce=own)
     for donate in (False, True):
         assert acc.update(state, PARAMS, BATCH, donate=donate).grads == {"k": 3, "n": 8}
 
