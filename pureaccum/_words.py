@@ -6,7 +6,7 @@ gradients of single samples.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
@@ -143,7 +143,7 @@ def check_reduce(reduce: Tree, name: str = "reduce") -> None:
             raise ValueError(f"{name} is {word!r}; expected {expected}, or a Reducer.")
 
 
-def is_reducer(x: Any) -> bool:
+def is_reducer(x: Any) -> TypeGuard[Reducer]:
     """Whether it is a ``Reducer``, which as a tuple would be a tree."""
     return isinstance(x, Reducer)
 
