@@ -245,7 +245,7 @@ def test_batch_norm_pools_over_ranks(rank, world, data, size):
 @in_step()
 @given(data=st.data(), reduce=st.sampled_from(["sum", "mean", "moments", "largest"]))
 def test_samples_of_all_ranks(rank, world, data, reduce):
-    largest = (
+    largest = pa.Reducer(
         torch.zeros_like,
         lambda state, grads, weight: torch.maximum(state, grads.abs().amax(0)),
         torch.maximum,
