@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from ._rule import Form, Outs, Pieces, kept, pulled
+from ._rule import Outs, Pieces, kept, pulled
 from ._sums import nothing_like
 
 
@@ -37,6 +37,7 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         outs, grads, keeps = pulled(f, p, operands, wrt, only)
         group = f.form.groups[total[0]] if total else 0
+        pieces.form = form._replace(groups=(*f.form.groups, *[group] * len(wrt)))
         pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
         whole = [
             nothing_like(operands[i]) if g is None else kept(g, keeps, group)
@@ -44,12 +45,7 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
         ]
         return [*outs, *whole], keeps
 
-    group = 0 if not f.form.groups else max(f.form.groups)
-    form = Form(
-        operands=f.form.operands,
-        outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)),
-        groups=(*f.form.groups, *[group] * len(wrt)),
-    )
+    form = f.form._replace(outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)))
     pieces = Pieces(call, form, f.sizes)
     return pieces, total
 

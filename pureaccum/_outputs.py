@@ -157,9 +157,16 @@ class Outputs:
                 )
             return
         cut: Cut = "whole"
+        has_dim = -x.dim() <= self.dim < x.dim()
+        if word == "concat" and not (has_dim and x.shape[self.dim] == self.sizes[p]):
+            raise ValueError(self.no_rows(at, x, self.sizes[p]))
+        if word != "last" and isinstance(like, Look) and not self.is_like(x, like, word):
+            raise ValueError(
+                f"{self.name_of(at)} has shape {tuple(x.shape)} and {x.dtype} after "
+                f"{tuple(like.shape)} and {like.dtype} in a microbatch before, and reduce={word!r} "
+                "needs one shape and one dtype. A leaf with one row per sample takes 'concat'."
+            )
         if word == "concat":
-            if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] != self.sizes[p]:
-                raise ValueError(self.no_rows(at, x, self.sizes[p]))
             cut = Rows(self.dim % x.dim(), host=self.host)
         elif word == "stack":
             x, cut = x.unsqueeze(0), Rows(0, each=True)
@@ -167,12 +174,6 @@ class Outputs:
             cut = "last"
             if again and p + 1 < len(self.sizes):
                 x = torch.zeros_like(x)
-        elif isinstance(like, Look) and p and word != "concat" and x.shape != like.shape:
-            raise ValueError(
-                f"{self.name_of(at)} has shape {tuple(x.shape)} after {tuple(like.shape)} in a "
-                f"microbatch before, and reduce={word!r} needs one shape. A leaf with one row per "
-                "sample takes 'concat'."
-            )
         elif word in ("max", "min"):
             if not again:
                 self.reduce_leaf(p, at, word, x)
@@ -184,6 +185,14 @@ class Outputs:
         taken.outs.append(x)
         taken.cuts.append(cut)
         taken.groups.append(0)
+
+    def is_like(self, x: Tensor, like: Look, word: str) -> bool:
+        """Whether it looks as it did in the first microbatch: else it would be broadcast or cast."""
+        shapes = [[*x.shape], [*like.shape]]
+        if word == "concat" and x.dim() == len(like.shape):
+            for shape in shapes:
+                del shape[self.dim]
+        return shapes[0] == shapes[1] and x.dtype == like.dtype
 
     def reduce_leaf(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
         """What has no derivative, of one microbatch."""

@@ -298,6 +298,30 @@ def test_several_weighted_means(
     assert_trees_bitwise_equal(apply(ours)(w), apply(plain)(w))
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_a_weighted_mean_beside_one_without_a_gradient(order: int, first: bool) -> None:
+    """Whether a microbatch counts is said by the mean that is differentiated, at every order."""
+    x, mask = torch.arange(1.0, 5), torch.tensor([1.0, 1, 0, 0])
+
+    def func(w: Tensor, x: Tensor, mask: Tensor) -> Any:
+        loss = pa.Weighted((w**4 * x).sum(), float(len(x)))
+        metric = pa.Weighted((x * mask).sum(), mask.sum())
+        return (loss, metric) if first else (metric, loss)
+
+    micro = pa.microbatch(func, microbatch_size=2, batch_argnums=(1, 2))
+
+    def ours(w: Tensor) -> Tensor:
+        return micro(w, x, mask)[int(not first)]
+
+    def plain(w: Tensor) -> Tensor:
+        return (w**4 * x).sum() / 4
+
+    for _ in range(order):
+        ours, plain = torch.func.grad(ours), torch.func.grad(plain)
+    assert torch.equal(ours(torch.tensor(2.0)), plain(torch.tensor(2.0)))
+
+
 def test_a_batch_without_any_weight() -> None:
     """Is NaN, as is its gradient: a step over it is not applied."""
     w, x = data(0)

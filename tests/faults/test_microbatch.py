@@ -200,3 +200,29 @@ def test_auto_under_a_transform() -> None:
     run = micro(size="auto")
     with refused(RuntimeError, "'auto'"):
         torch.func.grad(lambda w: run(w, X).sum())(W)
+
+
+@pytest.mark.parametrize("reduce", ["concat", "stack", "sum", "mean", "max"])
+@pytest.mark.parametrize("what", ["shape", "dtype"])
+def test_microbatches_of_another_look(reduce: str, what: str) -> None:
+    """One that would be broadcast or cast to what came before is refused, as torch.cat would."""
+
+    def func(x: Tensor) -> Tensor:
+        out = x if reduce == "concat" else x.sum(0)
+        if float(x[0, 0]) == 0:
+            return out
+        return out[..., :1] if what == "shape" else out.double()
+
+    x = torch.arange(8.0).reshape(4, 2)
+    came = ("(1,)", "(2,)") if reduce != "concat" else ("(2, 1)", "(2, 2)")
+    came = came if what == "shape" else ("torch.float64", "torch.float32")
+    with refused(ValueError, "out", *came, "microbatch before", given=x):
+        pa.microbatch(func, microbatch_size=2, batch_argnums=0, reduce=reduce)(x)
+
+
+def test_rows_along_a_dim_that_an_output_does_not_have() -> None:
+    def func(x: Tensor) -> Tensor:
+        return x[0, 0]
+
+    with refused(ValueError, "out has shape (2,)", "along dim -3"):
+        pa.microbatch(func, microbatch_size=2, batch_argnums=0, dim=-3)(torch.ones(4, 1, 2))
