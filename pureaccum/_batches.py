@@ -138,15 +138,14 @@ def sizes_of_batch(rows: int, size: int | list[int]) -> Sequence[int]:
 _here = threading.local()
 
 
-def cutting(pieces: int) -> AbstractContextManager[None]:
-    """What runs inside, in this thread, is given some rows of a batch and not all of them."""
-    return nullcontext() if torch.compiler.is_dynamo_compiling() else _cutting(pieces)
+def cutting(cut: bool) -> AbstractContextManager[None]:
+    """Whether what runs inside, in this thread, is given some rows of a batch and not all."""
+    return _cutting() if cut and not torch.compiler.is_dynamo_compiling() else nullcontext()
 
 
 @contextmanager
-def _cutting(pieces: int) -> Generator[None]:
-    before = is_cut()
-    _here.cut = before or pieces > 1
+def _cutting() -> Generator[None]:
+    before, _here.cut = is_cut(), True
     try:
         yield
     finally:

@@ -87,7 +87,7 @@ def run(
     gathered: list[Gathered] = []
     for p in range(len(f.sizes)):
         if p or first is None:
-            with cutting(len(f.sizes)):
+            with cutting(len(f.sizes) > 1):
                 outs, _ = f.call(p, [column[p] for column in columns])
         else:
             outs = first

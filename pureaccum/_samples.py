@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._batches import Batch, check_size, cut, read_batch, rows_to_cut
+from ._batches import Batch, check_size, cut, cutting, read_batch, rows_to_cut
 from ._chain import GradientMap
 from ._inputs import (
     check_choice,
@@ -185,7 +185,8 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
         return kept, factor, seen.total, seen.weight, aux, noted
 
     tensors = [x for x in given if isinstance(x, Tensor)]
-    kept, factor, value, weight, aux, metrics = _each(one, tensors, how)
+    with cutting(True):  # a sample is no batch
+        kept, factor, value, weight, aux, metrics = _each(one, tensors, how)
     if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where a gradient is
         factor = torch.where(counts(value, weight), factor, 0.0)
     return Chunk(

@@ -257,7 +257,7 @@ def value(  # noqa: D417
         with guarding(known, given) as guarded:
             one = guarded(one_of)
             outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
-            with cutting(1 if cut.untouched else 2):
+            with cutting(not cut.untouched):
                 result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
 

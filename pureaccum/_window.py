@@ -230,7 +230,7 @@ def _fold_all(window: Window) -> Folded:
     wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=window.scale, straight=straight)
     seen: list[Microbatch] = []
     aux: AuxState | None = None
-    with guarding(window.known, *window.given()) as guarded, cutting(1 if batch.untouched else 2):
+    with guarding(window.known, *window.given()) as guarded, cutting(not batch.untouched):
         for i, (part, rows, counts) in enumerate(batch.parts()):
 
             def loss(leaves: list[Tensor], part: Tree = part, carried: Any = carried) -> Any:

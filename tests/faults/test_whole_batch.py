@@ -327,9 +327,15 @@ def test_a_cut_around_a_cut():
     def loss(params: Any, x: Tensor) -> Tensor:
         return fn.apply(params, fn.buffers, x)[0].square().mean()
 
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2)
     for around in (
         lambda: pa.microbatch(loss, microbatch_size=2, reduce="mean")(fn.params, X),
         lambda: pa.functional(Inside(fn), microbatch_size=2).apply({}, (), X),
+        lambda: pa.grad(loss, microbatch_size=2)(fn.params, X),
+        lambda: pa.value(loss, microbatch_size=2)(fn.params, X),
+        lambda: pa.per_sample_grad(loss, keep_batch_dim=True)(fn.params, X),
+        lambda: step(step.init(fn.params), X),
+        lambda: torch.func.grad(pa.value(loss, microbatch_size=3))(fn.params, X),
     ):
         with refused(RuntimeError, "module.1 (BatchNorm1d) couples all rows", "a cut around a cut"):
             around()
