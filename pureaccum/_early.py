@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from ._rule import Outs, Pieces, kept, pulled
-from ._sums import nothing_like
+from ._rule import Outs, Pieces, continuous, pulled
 
 
 class NotEarlyError(BaseException):
@@ -32,18 +31,13 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
                 total.append(i)
         if len(total) > 1:
             raise NotEarlyError
-        return total[:1] or [0]
+        return total or [i for i, x in enumerate(outs) if continuous(x)][:1]
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         outs, grads, keeps = pulled(f, p, operands, wrt, only)
         group = f.form.groups[total[0]] if total else 0
         pieces.form = form._replace(groups=(*f.form.groups, *[group] * len(wrt)))
-        pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
-        whole = [
-            nothing_like(operands[i]) if g is None else kept(g, keeps, group)
-            for i, g in zip(wrt, grads, strict=True)
-        ]
-        return [*outs, *whole], keeps
+        return [*outs, *pieces.gradients(operands, wrt, grads, keeps, group)], keeps
 
     form = f.form._replace(outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)))
     pieces = Pieces(call, form, f.sizes)

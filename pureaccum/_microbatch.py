@@ -35,7 +35,6 @@ from ._rule import (
     Rows,
     attach,
     continuous,
-    pieces_of,
     run,
 )
 from ._sharded import refuse_sharded
@@ -89,7 +88,7 @@ def microbatch(
             each; or ``"auto"``, as many as memory allows, outside of any transform.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
             sample along ``dim``. All others are handed to every microbatch whole.
-        batch_argnames: The same by name.
+        batch_argnames: The same by name; where all batches are, ``batch_argnums`` is ``()``.
         reduce: What becomes of each output: ``"concat"`` for leaves with one row per sample along
             ``dim``; ``"sum"``; ``"mean"``, over rows; ``"max"`` and ``"min"``, number by number;
             ``"stack"``, one entry per microbatch along a new dim 0; ``"last"``; or a ``Reducer``.
@@ -104,12 +103,12 @@ def microbatch(
         A function with the arguments of ``func``.
 
     Example:
-        >>> embed = microbatch(lambda w, x: torch.tanh(w * x), microbatch_size=2)
+        >>> embed = microbatch(lambda w, x: w * x, microbatch_size=1)
         >>> def loss(w, x):  # of all pairs of rows
         ...     z = embed(w, x)
         ...     return (z[:, None] - z).square().mean()
-        >>> torch.func.grad(loss)(torch.tensor(0.0), torch.tensor([1.0, 2.0, 4.0]))
-        tensor(0.)
+        >>> torch.func.grad(loss)(torch.tensor(1.0), torch.tensor([1.0, 3.0]))
+        tensor(4.)
 
     References:
         Gao et al., `Scaling deep contrastive learning batch size under memory limited setup
@@ -137,10 +136,9 @@ def microbatch(
 
     @wraps(func)
     def microbatched(*args: Any, **kwargs: Any) -> Tree:
-        rows = need_rows(read_batch(_batch_of(args, kwargs, at, names), "args", dim), "args")
-        sizes = sizes_of_batch(rows, size) or [0]
-        its = {*positions(at, len(args), "batch_argnums", missing=bool(names)), *names}
-        arguments = Arguments.of(args, kwargs, its, dim)
+        batch = _batch_of(args, kwargs, at, names)
+        sizes = sizes_of_batch(need_rows(read_batch(batch, "args", dim), "args"), size) or [0]
+        arguments = Arguments.of(args, kwargs, batch, dim)
         device = None
         if keep == "host":
             arguments, device = on_host(arguments)
@@ -268,22 +266,22 @@ def call(
         ):
             return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
         again = Again(devices)
-        detached = [x.detach() for x in tensors]
+        remade = partial(_remade, body, again, cuts, outputs)
+        early: list[Tensor] | None = None
 
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
             return guarded_body(p, operands, again.finding(operands))
 
+        def enough(outs: list[Tensor]) -> bool:
+            nonlocal early
+            if outputs.is_wide_total(outs):
+                early = _early(remade, again, len(outs), [*tensors, *again.captured])
+            return early is not None
+
         try:
-            pieces = begun(first)
-            columns = zip(detached, cuts, strict=True)
-            outs, _ = pieces.call(0, [pieces_of(pieces, x, how)[0] for x, how in columns])
+            outs = run(begun(first), [x.detach() for x in tensors], enough=enough)
             operands = [*tensors, *again.captured]
-            early = _early(body, again, cuts, outputs, outs, operands)
-            if early is not None:
-                return outputs.finish(early, operands)
-            outs = run(pieces, detached, first=outs)
-            operands = [*tensors, *again.captured]
-            outs = _attached(body, again, cuts, outputs, outs, operands)
+            outs = _attached(remade, outs, operands) if early is None else early
         except (UnseenError, FollowedError):
             restore(before)
             outputs.begin()
@@ -295,14 +293,14 @@ def _itself(body: Any) -> Any:
     return body
 
 
-def _pieces(
+def _remade(
     body: Callable[..., Outs],
     again: Again,
     cuts: Sequence[Cut],
     outputs: Outputs | Whole,
     found: Sequence[int],
 ) -> Pieces:
-    """The function of one piece as it was the first time, of arguments and what is captured."""
+    """Some outputs of a piece as it was the first time, of arguments and what is captured."""
     form, count = outputs.form, len(cuts)
     assert form is not None
 
@@ -323,18 +321,12 @@ def _pieces(
 
 
 def _attached(
-    body: Callable[..., Outs],
-    again: Again,
-    cuts: Sequence[Cut],
-    outputs: Outputs | Whole,
-    outs: list[Tensor],
-    operands: Sequence[Tensor],
+    remade: Callable[[Sequence[int]], Pieces], outs: list[Tensor], operands: Sequence[Tensor]
 ) -> list[Tensor]:
     """What was computed, made a function of its operands."""
     found = [i for i, x in enumerate(outs) if continuous(x)]
     if found:
-        pieces = _pieces(body, again, cuts, outputs, found)
-        attached = attach(pieces, operands, [outs[i] for i in found])
+        attached = attach(remade(found), operands, [outs[i] for i in found])
         note_made(attached)
         for i, x in zip(found, attached, strict=True):
             outs[i] = x
@@ -342,21 +334,15 @@ def _attached(
 
 
 def _early(
-    body: Callable[..., Outs],
-    again: Again,
-    cuts: Sequence[Cut],
-    outputs: Outputs | Whole,
-    outs: list[Tensor],
-    operands: Sequence[Tensor],
+    remade: Callable[[Sequence[int]], Pieces], again: Again, count: int, operands: Sequence[Tensor]
 ) -> list[Tensor] | None:
     """What comes out, with a gradient taken on the way; None where there is none to be taken."""
     wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
-    if not (wrt and torch.is_grad_enabled() and outputs.is_wide_total(outs)):
-        return None
-    if again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt):
+    narrow = again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt)
+    if narrow or not (wrt and torch.is_grad_enabled()):
         return None
     random = generators(again.devices)
-    pieces, total = with_gradient(_pieces(body, again, cuts, outputs, range(len(outs))), wrt)
+    pieces, total = with_gradient(remade(range(count)), wrt)
     try:
         computed = run(pieces, [x.detach() for x in operands])
     except (UnseenError, NotEarlyError):
@@ -364,7 +350,7 @@ def _early(
         del again.drawn[1:], again.met[1:]
         return None
     attached = attach(pieces, operands, computed)
-    outs, grads = attached[: len(outs)], attached[len(outs) :]
+    outs, grads = attached[:count], attached[count:]
     if total:
         pairs = zip(wrt, grads, strict=True)
         its, grads = zip(*[(operands[i], g) for i, g in pairs if i in pieces.reached], strict=True)

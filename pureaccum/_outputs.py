@@ -98,6 +98,8 @@ class Outputs:
 
     def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
         """Whether numbers are all that comes out of several pieces, and none is half precision."""
+        if not any(map(continuous, outs)):
+            return False
         likes = [like for its, _ in self.likes.values() for like in its]
         dtypes = [x.total if isinstance(x, Weighted) else getattr(x, "dtype", None) for x in likes]
         wide = all(d is None or d.itemsize >= 4 for d in dtypes)
@@ -187,7 +189,7 @@ class Outputs:
         taken.groups.append(0)
 
     def is_like(self, x: Tensor, like: Look, word: str) -> bool:
-        """Whether it looks as it did in the first microbatch: else it would be broadcast or cast."""
+        """Whether it looks as in the first microbatch: else it would be broadcast or cast."""
         shapes = [[*x.shape], [*like.shape]]
         if word == "concat" and x.dim() == len(like.shape):
             for shape in shapes:
@@ -278,8 +280,6 @@ def _without_gradient(what: str, x: Any, operands: Sequence[Tensor]) -> Any:
 class _Refusing(Function):
     """The identity in its first tensor, with no derivative."""
 
-    generate_vmap_rule = False
-
     @staticmethod
     def forward(_what: str, x: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
         return x.detach()
@@ -287,7 +287,6 @@ class _Refusing(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.what = inputs[0]
-        ctx.count = len(inputs)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore

@@ -59,6 +59,20 @@ class Pieces:
         self.call, self.form, self.sizes = call, form, sizes
         self.reached: set[int] = set()  # of gradients: the operands that have one
 
+    def gradients(
+        self,
+        operands: Sequence[Tensor],
+        wrt: Sequence[int],
+        grads: Sequence[Tensor | None],
+        keeps: Keeps,
+        group: int,
+    ) -> list[Tensor]:
+        """Those of a piece, zero where there are none or where it does not count."""
+        pairs = [*zip(wrt, grads, strict=True)]
+        self.reached.update(i for i, g in pairs if g is not None)
+        whole = [nothing_like(operands[i]) if g is None else g for i, g in pairs]
+        return [kept(g, keeps, group) for g in whole]
+
 
 def apply(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
     """What it gives for the pieces of some operands, differentiable where anything records."""
@@ -77,21 +91,20 @@ def run(
     operands: Sequence[Tensor],
     *,
     recorded: bool = False,
-    first: list[Tensor] | None = None,
+    enough: Callable[[list[Tensor]], bool] = lambda _: False,
 ) -> list[Tensor]:
-    """The loop itself; perhaps the first piece is known.
+    """The loop itself, unless what the first piece gives is enough.
 
     Nothing is written in place where transforms are to see all of it.
     """
-    columns = [pieces_of(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
+    columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     gathered: list[Gathered] = []
     for p in range(len(f.sizes)):
-        if p or first is None:
-            with cutting(len(f.sizes) > 1):
-                outs, _ = f.call(p, [column[p] for column in columns])
-        else:
-            outs = first
+        with cutting(len(f.sizes) > 1):
+            outs, _ = f.call(p, [column[p] for column in columns])
         if not gathered:
+            if enough(outs):
+                return []
             gathered = [Gathered(f, how, recorded) for how in f.form.outs]
         for so_far, x in zip(gathered, outs, strict=True):
             so_far.take(p, x)
@@ -99,8 +112,7 @@ def run(
     return [so_far.end() for so_far in gathered]
 
 
-def pieces_of(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
-    """An operand, for each piece."""
+def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
     if isinstance(how, str):
         return [x] * len(f.sizes)
     parts = x.split(1 if how.each else list(f.sizes), how.dim)
@@ -189,7 +201,6 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
     """
     count = len(f.form.operands)
     groups = sorted({f.form.groups[i] for i in used})
-    used_by: set[int] = set()
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         given, cotangents = operands[:count], operands[count:]
@@ -199,10 +210,7 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
             its = [n for n, i in enumerate(used) if f.form.groups[i] == group]
             tops, cs = [used[n] for n in its], [cotangents[n] for n in its]
             _, grads, keeps = pulled(f, p, given, wrt, lambda _outs, tops=tops: tops, cs)
-            used_by.update(i for i, x in zip(wrt, grads, strict=True) if x is not None)
-            pairs = zip(wrt, grads, strict=True)
-            whole = [nothing_like(given[i]) if x is None else x for i, x in pairs]
-            found += [kept(x, keeps, group) for x in whole]
+            found += pieces.gradients(given, wrt, grads, keeps, group)
         return found, keeps
 
     form = Form(
@@ -211,7 +219,6 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
         groups=tuple(group for group in groups for _ in wrt),
     )
     pieces = Pieces(call, form, f.sizes)
-    pieces.reached = used_by
     return pieces
 
 

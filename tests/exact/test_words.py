@@ -204,6 +204,36 @@ def test_integers_and_what_is_no_tensor(cut: Any, seed: int) -> None:
     assert_trees_bitwise_equal(torch.func.grad(ours)(w), torch.func.grad(plain)(w))
 
 
+NO_DERIVATIVE: dict[str, tuple[Callable[..., Any], Any]] = {
+    "counts": (lambda w, x: (x > w[0, 0]).sum(), "sum"),
+    "indices": (lambda w, x: (x @ w).argmax(1), "concat"),
+    "words": (lambda w, x: {"which": "a", "of": None}, "last"),
+    "nothing": (lambda w, x: (), "concat"),
+}
+
+
+@pytest.mark.parametrize("name", NO_DERIVATIVE)
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_has_no_derivative_beside_what_has(name: str, remat: bool) -> None:
+    """It comes out where a gradient is wanted, and the gradient of the rest is what it is."""
+    func, words = NO_DERIVATIVE[name]
+    w, x = data(0)
+    micro = pa.remat(func) if remat else pa.microbatch(func, microbatch_size=2, reduce=words)
+    found: list[Any] = []  # torch.func's own aux are tensors alone
+
+    def loss(w: Tensor, f: Any) -> Tensor:
+        found.append(f(w, x))
+        return (x @ w).square().sum()
+
+    want = torch.func.grad(loss)(w, func)
+    assert_trees_bitwise_equal(torch.func.grad(loss)(w, micro), want)
+    leaf = w.clone().requires_grad_()
+    loss(leaf, micro).backward()
+    assert_trees_bitwise_equal(leaf.grad, want)
+    for out in found[1:]:
+        assert_trees_bitwise_equal(out, found[0])
+
+
 @given(cuts, seeds())
 def test_complex_rows(cut: Any, seed: int) -> None:
     w, x = data(seed)
