@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ._casts import original
-from ._held import Held, Modes, holding, in_modes, remembering
+from ._held import Held, Modules, holding, in_modes, remembering
 from ._replay import Drawn, noted, replaying
 from ._torch import (
     down_to,
@@ -57,7 +57,7 @@ class Again:
         self.drawn: list[list[Drawn]] = []  # of each piece
         self.met: list[set[int]] = []  # which of those captured each piece used
         self.held: Held = {}
-        self.modes: Modes = {}
+        self.modules: Modules = {}
         self.mode = _Finding()
 
     @property
@@ -75,7 +75,7 @@ class Again:
         """
         self.mode.note(made)
         self.mode.met, self.mode.instead = set(), captured
-        with noted(self.devices) as drawn, remembering(self.held, self.modes), _active(self.mode):
+        with noted(self.devices) as drawn, remembering(self.held, self.modules), _active(self.mode):
             yield
         self.mode.look()
         self.drawn.append(drawn)
@@ -95,10 +95,10 @@ class Again:
                     # Where another region is around, leaving this one lets no cast go.
                     stack.callback(torch.clear_autocast_cache)
             stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
-            stack.enter_context(in_modes(self.modes))
+            stack.enter_context(in_modes(self.modules))
             if self.drawn[p]:
                 stack.enter_context(replaying(self.drawn[p]))
-            if captured or self.mode.level:
+            if captured or self.mode.wraps:
                 stack.enter_context(_active(giving))
             yield
         if not self.met[p] <= giving.met:
@@ -209,6 +209,7 @@ class _Finding(_Mode):
         self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
         self.others: dict[int, ReferenceType[Tensor]] = {}  # all that is captured, and not followed
+        self.wraps = False  # whether a transform that may be over then wraps any of these
         self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of these
         self.memory: set[int | None] = set()  # of what was made inside
         self.foreign: set[int | None] = {None}
@@ -223,6 +224,7 @@ class _Finding(_Mode):
             if self.level and is_wrapped(own) and memory_of(x) in self.memory:
                 return own  # made inside, and handed out by a transform inside
             if not is_followed:
+                self.wraps = self.wraps or is_wrapped(own)
                 self.others[id(x)] = ref(x)  # pyright: ignore
                 return own
             if self.instead is not None or above or recorded_at(own) >= self.begun:

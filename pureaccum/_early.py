@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from ._rule import Outs, Pieces, continuous, pulled
+from ._rule import Outs, Pieces, pulled
+from ._tree import continuous
 
 
 class NotEarlyError(BaseException):
@@ -34,10 +35,11 @@ def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
         return total or [i for i, x in enumerate(outs) if continuous(x)][:1]
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
-        outs, grads, keeps = pulled(f, p, operands, wrt, only)
+        sums = pieces.gathered[len(f.form.outs) :]
+        outs, grads, keeps = pulled(f, p, operands, wrt, only, sums=sums)
         group = f.form.groups[total[0]] if total else 0
         pieces.form = form._replace(groups=(*f.form.groups, *[group] * len(wrt)))
-        return [*outs, *pieces.gradients(operands, wrt, grads, keeps, group)], keeps
+        return [*outs, *pieces.gradients(operands, wrt, grads)], keeps
 
     form = f.form._replace(outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)))
     pieces = Pieces(call, form, f.sizes)

@@ -13,7 +13,7 @@ wants them is run again, with the same random numbers, and watched.
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +32,16 @@ ALONE = threading.RLock()
 
 # By module and name: a copy of what was there.
 Held = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
-Modes = dict[torch.nn.Module, bool]
+
+
+class Seen(NamedTuple):
+    """A module that was called."""
+
+    training: bool
+    places: list[Place]
+
+
+Modules = dict[torch.nn.Module, Seen]
 T = TypeVar("T")
 
 
@@ -71,12 +80,13 @@ _WANTED = "pureaccum: saved-tensor hooks are wanted"
 
 
 @contextmanager
-def remembering(held: Held | None = None, modes: Modes | None = None) -> Generator[Held]:
+def remembering(held: Held | None = None, modules: Modules | None = None) -> Generator[Held]:
     """Remember what the modules called inside hold, and those below them, beside what is held.
 
-    And their modes.
+    And which modules these are.
     """
     held = {} if held is None else held
+    seen: Modules = {} if modules is None else modules
     ambiguous: set[tuple[torch.nn.Module, str]] = set()
     thread = threading.get_ident()
 
@@ -87,14 +97,16 @@ def remembering(held: Held | None = None, modes: Modes | None = None) -> Generat
             or module in origins
         ):
             return
-        if modes is not None:
-            modes.setdefault(module, module.training)
-        for place in tensor_places(module):
+        if module not in seen:
+            seen[module] = Seen(module.training, tensor_places(module))
+        for place in seen[module].places:
             owner, attributes, name = place
-            now = attributes[name].copy()
-            _, then = held.setdefault((owner, name), (place, now))
-            if name == "_parameters":
-                ambiguous.update((owner, x) for x in then if then[x] is not now.get(x))
+            now = attributes[name]
+            if (owner, name) not in held:
+                held[owner, name] = place, now.copy()
+            elif name == "_parameters":
+                then = held[owner, name][1]
+                ambiguous.update([(owner, x) for x in then if then[x] is not now.get(x)])
 
     watch = register_module_forward_pre_hook(before)
     try:
@@ -113,9 +125,9 @@ def remembering(held: Held | None = None, modes: Modes | None = None) -> Generat
 
 
 @contextmanager
-def in_modes(modes: Modes) -> Generator[None]:
+def in_modes(modules: Modules) -> Generator[None]:
     """Let modules be in training as they were when they were called."""
-    others = {module: then for module, then in modes.items() if module.training != then}
+    others = {x: then.training for x, then in modules.items() if x.training != then.training}
     with ALONE if others else nullcontext():
         try:
             for module, then in others.items():

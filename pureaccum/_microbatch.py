@@ -21,22 +21,12 @@ from ._auto import by_memory, is_auto
 from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
 from ._casts import original
 from ._early import NotEarlyError, known_gradient, with_gradient
+from ._gathered import WHOLE, Cut, Rows
 from ._host import to_host
 from ._inputs import check_argnums, check_choice, positions
 from ._outputs import Outputs, Whole
 from ._replay import generators, restore
-from ._rule import (
-    WHOLE,
-    Cut,
-    FollowedError,
-    Form,
-    Outs,
-    Pieces,
-    Rows,
-    attach,
-    continuous,
-    run,
-)
+from ._rule import FollowedError, Form, Outs, Pieces, attach, run
 from ._sharded import refuse_sharded
 from ._torch import (
     differentiating,
@@ -46,7 +36,7 @@ from ._torch import (
     transform_depth,
     wants_gradient,
 )
-from ._tree import Tree, flatten, unflatten
+from ._tree import Tree, continuous, flatten, unflatten
 from ._words import check_reduce
 from ._writes import Given, Known, guarding, known_of
 

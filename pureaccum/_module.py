@@ -10,6 +10,7 @@ one of another shape, is an error and not ignored.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -160,8 +161,11 @@ def _apply(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """What the module returns with these in place of its own, and its new buffers."""
-    _check(params, names.params, names.tied, "params", "parameter")
-    _check(buffers, names.buffers, names.tied, "buffers", "buffer")
+    compiling = torch.compiler.is_dynamo_compiling()
+    # Who watches what is computed has no use for what is looked at here.
+    with nullcontext() if compiling else unnoticed():
+        _check(params, names.params, names.tied, "params", "parameter")
+        _check(buffers, names.buffers, names.tied, "buffers", "buffer")
     if len(buffers) < len(names.buffers):
         missing = next(name for name in names.buffers if name not in buffers)
         raise ValueError(
@@ -169,7 +173,6 @@ def _apply(
             "were expected, since it would write to its own in place of a missing one. They "
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
-    compiling = torch.compiler.is_dynamo_compiling()
     if not compiling:
         with unnoticed():  # the module's own, whatever is put in their place by who calls this
             _check_gradients(names)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ._gathered import Cut, Rows
 from ._loss import Weighted, counts, divisor, mean_value, read
-from ._rule import Cut, Form, Outs, Rows, continuous, sum_dtype
-from ._tree import NAMESPACE, Tree, flatten, map, paths, unflatten
+from ._rule import Form, Outs
+from ._tree import NAMESPACE, Tree, continuous, flatten, map, paths, sum_dtype, unflatten
 from ._words import below, is_reducer, reducer_of, replaced
 
 

@@ -16,13 +16,11 @@ from ._held import call_watched, holding
 from ._loss import Read, Shape, agreed, detached, read
 from ._refused import advise
 from ._sharded import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
-from ._sums import nothing_like
+from ._sums import LARGE, nothing_like
 from ._torch import innermost, transform_active
 
 
 Engine = Literal["func", "autograd"]
-
-LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which is faster
 
 
 class Wrt(NamedTuple):

@@ -1,21 +1,19 @@
 """Calling something again with the random numbers that it drew the first time.
 
-    out, drawn = noting(call, devices)
+    with noted(devices) as drawn:
+        call()
     with replaying(drawn):
         call()  # again: the same numbers, and the generators stand where they stood
 
 A generator's state is kept only where numbers were drawn, since most calls draw none.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-
-T = TypeVar("T")
 
 
 class Drawn(NamedTuple):
@@ -31,14 +29,6 @@ def noted(devices: Iterable[torch.device]) -> Generator[list[Drawn]]:
     before, drawn = generators(devices), list[Drawn]()
     yield drawn
     drawn += [it for it in before if not torch.equal(it.state, _state(it.device))]
-
-
-def noting(call: Callable[[], T], devices: Iterable[torch.device]) -> tuple[T, list[Drawn]]:
-    """What a call returns, and which of torch's generators it drew from."""
-    if torch.compiler.is_dynamo_compiling():  # the compiler sees to that itself
-        return call(), []
-    with noted(devices) as drawn:
-        return call(), drawn
 
 
 @contextmanager

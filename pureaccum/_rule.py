@@ -13,7 +13,8 @@ followed all the same tells that something captured is.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +22,11 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from ._batches import cutting
-from ._host import Fetched, put, room_for, settle
-from ._sums import nothing_like
-from ._torch import forward_ad, forward_ad_active, levels, transform_active
-from ._tree import accumulation_dtype
-
-
-class Rows(NamedTuple):
-    """How an operand or an output is cut into pieces."""
-
-    dim: int
-    each: bool = False  # one entry a piece, and not the rows of one
-    host: torch.device | None = None  # they lie on the host, and are computed with on this device
-
-
-Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
-WHOLE: Cut = "whole"
+from ._gathered import WHOLE, Cut, Gathered
+from ._host import Fetched
+from ._sums import LARGE, nothing_like
+from ._torch import forward_ad, forward_ad_active, transform_active
+from ._tree import continuous
 
 
 class Form(NamedTuple):
@@ -57,21 +47,16 @@ class Pieces:
 
     def __init__(self, call: Call, form: Form, sizes: Sequence[int]) -> None:
         self.call, self.form, self.sizes = call, form, sizes
+        self.gathered: list[Gathered] = []  # what has come out so far
         self.reached: set[int] = set()  # of gradients: the operands that have one
 
     def gradients(
-        self,
-        operands: Sequence[Tensor],
-        wrt: Sequence[int],
-        grads: Sequence[Tensor | None],
-        keeps: Keeps,
-        group: int,
+        self, operands: Sequence[Tensor], wrt: Sequence[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Those of a piece, zero where there are none or where it does not count."""
+        """Those of a piece, zero where there are none."""
         pairs = [*zip(wrt, grads, strict=True)]
         self.reached.update(i for i, g in pairs if g is not None)
-        whole = [nothing_like(operands[i]) if g is None else g for i, g in pairs]
-        return [kept(g, keeps, group) for g in whole]
+        return [nothing_like(operands[i]) if g is None else g for i, g in pairs]
 
 
 def apply(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -98,18 +83,22 @@ def run(
     Nothing is written in place where transforms are to see all of it.
     """
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
-    gathered: list[Gathered] = []
+    f.gathered = _gathered(f, recorded)
     for p in range(len(f.sizes)):
         with cutting(len(f.sizes) > 1):
             outs, _ = f.call(p, [column[p] for column in columns])
-        if not gathered:
+        if p == 0:
             if enough(outs):
                 return []
-            gathered = [Gathered(f, how, recorded) for how in f.form.outs]
-        for so_far, x in zip(gathered, outs, strict=True):
-            so_far.take(p, x)
-        del outs
+            f.gathered = f.gathered or _gathered(f, recorded)
+        for so_far in f.gathered:
+            so_far.take(outs.pop(0))  # and each is let go of, before the next is copied
+    gathered, f.gathered = f.gathered, []
     return [so_far.end() for so_far in gathered]
+
+
+def _gathered(f: Pieces, recorded: bool) -> list[Gathered]:
+    return [Gathered(f.sizes, how, recorded) for how in f.form.outs]
 
 
 def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
@@ -117,78 +106,6 @@ def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
         return [x] * len(f.sizes)
     parts = x.split(1 if how.each else list(f.sizes), how.dim)
     return parts if how.host is None else Fetched(parts, how.host)
-
-
-class Gathered:
-    """One output, of all pieces so far: summed in float32 at least, or laid end to end."""
-
-    def __init__(self, f: Pieces, how: Cut, recorded: bool) -> None:
-        self.how, self.sizes, self.recorded, self.at = how, f.sizes, recorded, 0
-        self.parts: list[Tensor] = []
-
-    def take(self, p: int, x: Tensor) -> None:
-        """One piece more."""
-        if p == 0:
-            self.dtype = x.dtype
-        alone = len(self.sizes) == 1 and (isinstance(self.how, str) or not self.how.host)
-        if alone or self.how == "last":
-            self.parts = [x]
-        elif self.how == "whole":
-            self.add(p, x)
-        elif isinstance(self.how, Rows):
-            self.append(x, self.how)
-
-    def add(self, p: int, x: Tensor) -> None:
-        """One term more."""
-        if p == 0:
-            self.parts = [x.to(sum_dtype(x))]
-        elif p > 1 and self.may_write(x):  # the sum of the first alone may be the caller's
-            self.parts[0].add_(x)
-        else:
-            self.parts[0] = self.parts[0] + x
-
-    def append(self, x: Tensor, how: Rows) -> None:
-        """Some rows more."""
-        size = x.shape[how.dim]
-        if not self.parts and not self.recorded:
-            shape = list(x.shape)
-            shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
-            self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
-        if self.at >= 0 and self.may_write(x):  # so that they never lie there twice
-            place = self.parts[0].narrow(how.dim, self.at, size)
-            put(place, x) if how.host else place.copy_(x)
-            self.at += size
-            return
-        if self.at > 0:  # the first that a vmap maps, say
-            self.parts = [self.parts[0].narrow(how.dim, 0, self.at)]
-        elif not self.recorded and self.at == 0:
-            self.parts = []
-        self.at = -1
-        self.parts.append(x)
-
-    def may_write(self, x: Tensor) -> bool:
-        """Whether a piece may be written into what is there."""
-        return not self.recorded and levels(x) <= levels(self.parts[0])
-
-    def end(self) -> Tensor:
-        """All of it, in the dtype of a piece."""
-        if isinstance(self.how, Rows) and self.how.host:
-            settle(self.how.host)
-        if isinstance(self.how, Rows) and len(self.parts) > 1:
-            return torch.cat(self.parts, self.how.dim)
-        return self.parts[0].to(self.dtype)
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """In which it is summed: 0-d ones as all totals are, others in float32 at least."""
-    if continuous(x):
-        return accumulation_dtype(x.dtype, torch.float64 if x.dim() == 0 else torch.float32)
-    return torch.int64
-
-
-def continuous(x: Tensor) -> bool:
-    """Whether it can have a derivative."""
-    return x.is_floating_point() or x.is_complex()
 
 
 # The derivatives -------------------------------------------------------------------------
@@ -209,8 +126,9 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
         for group in groups:
             its = [n for n, i in enumerate(used) if f.form.groups[i] == group]
             tops, cs = [used[n] for n in its], [cotangents[n] for n in its]
-            _, grads, keeps = pulled(f, p, given, wrt, lambda _outs, tops=tops: tops, cs)
-            found += pieces.gradients(given, wrt, grads, keeps, group)
+            sums = pieces.gathered[len(found) : len(found) + len(wrt)]
+            _, grads, keeps = pulled(f, p, given, wrt, lambda _outs, tops=tops: tops, cs, sums)
+            found += pieces.gradients(given, wrt, grads)
         return found, keeps
 
     form = Form(
@@ -242,10 +160,13 @@ def pulled(
     wrt: Sequence[int],
     used: Callable[[Sequence[Tensor]], Sequence[int]],
     cotangents: Sequence[Tensor] = (),
+    sums: Sequence[Gathered] = (),
 ) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Keeps]:
     """What a piece gives, and the gradients of some operands; by default for a cotangent of 1.
 
-    Outside of transforms by plain autograd: the formulas, hence the bits, of ``.backward()``.
+    The outputs that are used are of one group. Outside of transforms by plain autograd: the
+    formulas, hence the bits, of ``.backward()``; and large gradients are added to their sums as
+    they come, so that no two of a piece are there at once.
     """
     if transform_active():
 
@@ -255,21 +176,41 @@ def pulled(
 
         tops, pull, (outs, keeps) = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
         ones = cotangents or map(torch.ones_like, tops)
-        return outs, pull(tuple(ones), retain_graph=False), keeps
+        group = _group(f, used(outs))
+        grads = [kept(g, keeps, group) for g in pull(tuple(ones), retain_graph=False)]
+        return outs, grads, keeps
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
         inputs = [x.view_as(x) if record else x.detach() for x in given]
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
         outs, keeps = f.call(p, inputs)
-        tops = [outs[i] for i in used(outs)]
+        at = used(outs)
+        tops, group = [outs[i] for i in at], _group(f, at)
     pairs = zip(tops, cotangents or map(torch.ones_like, tops), strict=True)
     pairs = [(x, c) for x, c in pairs if x.requires_grad]
     outs = outs if record else [x.detach() for x in outs]
     if not pairs:
         return outs, [None] * len(xs), keeps
+    sums = () if record else sums  # what is recorded is not written to
+    adding = {n: so_far for n, so_far in enumerate(sums) if so_far.sums and xs[n].nbytes >= LARGE}
+
+    def add(so_far: Gathered, g: Tensor) -> Tensor:
+        so_far.add(kept(g, keeps, group))
+        return nothing_like(g)
+
+    for n, so_far in adding.items():
+        xs[n].register_hook(partial(add, so_far))
     tops, given = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(tops, xs, given, create_graph=record, allow_unused=True)
-    return outs, grads, keeps
+    grads: Any = torch.autograd.grad(tops, xs, given, create_graph=record, allow_unused=True)
+    found: list[Tensor | None] = [None] * len(xs)
+    for n, g in enumerate(grads):
+        if g is not None:
+            found[n] = adding[n].parts[0] if n in adding else kept(g, keeps, group)
+    return outs, found, keeps
+
+
+def _group(f: Pieces, used: Sequence[int]) -> int:
+    return f.form.groups[used[0]] if used else 0
 
 
 def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:

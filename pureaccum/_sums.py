@@ -13,6 +13,7 @@ from ._torch import foreach_add_
 from ._tree import as_scalar_of, scalars_of
 
 
+LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which is faster
 CHUNK = 2**18  # elements of a temporary; whole leaves would cost 8 % of a training loop's peak
 
 

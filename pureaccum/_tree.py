@@ -98,14 +98,21 @@ def accumulation_dtype(leaf: torch.dtype, at_least: torch.dtype = torch.float32)
     return torch.promote_types(torch.promote_types(leaf, torch.float32), at_least)
 
 
+def continuous(x: Tensor) -> bool:
+    """Whether it can have a derivative."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """In which it is summed: 0-d ones as all totals are, others in float32 at least."""
+    if continuous(x):
+        return accumulation_dtype(x.dtype, torch.float64 if x.dim() == 0 else torch.float32)
+    return torch.int64
+
+
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
     """Zeros shaped like a tree, in its accumulation dtypes: where its gradients are summed."""
     return map(lambda x: zeros_of_sum(x, accumulation_dtype(x.dtype, dtype)), tree)
-
-
-def cast_like(tree: Tree, like: Tree) -> Tree:
-    """A tree in the dtypes of another one."""
-    return map(lambda x, y: x.to(y.dtype), tree, like)
 
 
 # Arithmetic ----------------------------------------------------------------------------

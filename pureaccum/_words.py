@@ -5,14 +5,14 @@ gradients of single samples.
 """
 
 from collections.abc import Callable
-from functools import partial
+from operator import add
 from typing import Any, NamedTuple, TypeGuard
 
 import optree
 import torch
 from torch import Tensor
 
-from ._tree import NAMESPACE, Tree, accumulation_dtype
+from ._tree import NAMESPACE, Tree, sum_dtype
 
 
 class Reducer(NamedTuple):
@@ -56,73 +56,47 @@ class Reducer(NamedTuple):
     finalize: Callable[[Any], Any]
 
 
-# What the words mean; nothing is the state of none.
+# What the words mean; None is the state of none.
 
 
-def _wide(values: Tensor) -> Tensor:
-    if values.is_floating_point() or values.is_complex():
-        return values.to(accumulation_dtype(values.dtype))
-    return values.to(torch.int64)
+def _folding(
+    found: Callable[[Tensor, Tensor], Any],
+    merge: Callable[[Any, Any], Any],
+    finalize: Callable[[Any], Any] = lambda state: state,
+) -> Reducer:
+    def merged(a: Any, b: Any) -> Any:
+        return b if a is None else a if b is None else merge(a, b)
+
+    return Reducer(
+        lambda _like: None,
+        lambda state, values, weights: merged(state, found(values, weights)),
+        merged,
+        finalize,
+    )
 
 
-def _plus(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else a + b
+def _summed(values: Tensor, _: Any = None) -> Tensor:
+    return values.to(sum_dtype(values)).sum(0)
 
 
-def _add(state: Any, values: Tensor, _: Tensor) -> Tensor:
-    return _plus(state, _wide(values).sum(0))
-
-
-def _weigh(state: Any, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    total, weight = state or (None, None)
-    terms = _wide(values)
+def _weighed(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    terms = values.to(sum_dtype(values))
     each = weights.to(terms.device).view(-1, *[1] * (terms.dim() - 1))
-    terms = torch.where(each != 0, terms * each, 0.0)
-    return _plus(total, terms.sum(0)), _plus(weight, weights.sum())
-
-
-def _merge_weighed(a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else (a[0] + b[0], a[1] + b[1])
-
-
-def _divide(state: tuple[Tensor, Tensor]) -> Tensor:
-    total, weight = state
-    return total / weight.to(total.device)
-
-
-def _pick(which: Callable[..., Tensor], along: Callable[..., Tensor], *states: Any) -> Any:
-    state, values = states[0], along(states[1], 0)
-    return values if state is None else which(state, values)
-
-
-def _merge_picked(which: Callable[..., Tensor], a: Any, b: Any) -> Any:
-    return b if a is None else a if b is None else which(a, b)
-
-
-def _keep(state: Any, values: Any, _: Tensor) -> Any:
-    return [*(state or []), values]
-
-
-def _nothing(_: Tree) -> None:
-    return None
-
-
-def _itself(state: Any) -> Any:
-    return state
-
-
-def _of_pick(which: Callable[..., Tensor], along: Callable[..., Tensor]) -> Reducer:
-    return Reducer(_nothing, partial(_pick, which, along), partial(_merge_picked, which), _itself)
+    return torch.where(each != 0, terms * each, 0.0).sum(0), weights.sum()
 
 
 WORDS: dict[str, Reducer] = {
-    "concat": Reducer(_nothing, lambda s, x, _: _keep(s, x.flatten(0, 1), _), _plus, torch.cat),
-    "sum": Reducer(_nothing, _add, _plus, _itself),
-    "mean": Reducer(_nothing, _weigh, _merge_weighed, _divide),
-    "max": _of_pick(torch.maximum, torch.amax),
-    "min": _of_pick(torch.minimum, torch.amin),
-    "stack": Reducer(_nothing, _keep, _plus, torch.cat),
-    "last": Reducer(_nothing, lambda _s, x, _w: x[-1], lambda _, b: b, _itself),
+    "concat": _folding(lambda x, _: [x.flatten(0, 1)], add, torch.cat),
+    "sum": _folding(_summed, add),
+    "mean": _folding(
+        _weighed,
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        lambda state: state[0] / state[1].to(state[0].device),
+    ),
+    "max": _folding(lambda x, _: x.amax(0), torch.maximum),
+    "min": _folding(lambda x, _: x.amin(0), torch.minimum),
+    "stack": _folding(lambda x, _: [x], add, torch.cat),
+    "last": _folding(lambda x, _: x[-1], lambda _, b: b),
 }
 
 

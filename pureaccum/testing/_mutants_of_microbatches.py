@@ -25,7 +25,7 @@ OF_MICROBATCHES: dict[str, Mutant] = {
     "run again in another mode": Mutant(
         "A recomputation sees the mode that a module is in by then.",
         "_again.py",
-        "stack.enter_context(in_modes(self.modes))",
+        "stack.enter_context(in_modes(self.modules))",
         "pass",
     ),
     "a write before the derivative unseen": Mutant(
@@ -36,9 +36,9 @@ OF_MICROBATCHES: dict[str, Mutant] = {
     ),
     "a sum of gradients as narrow as a piece": Mutant(
         "Gradients of pieces are added in the dtype of the parameter.",
-        "_rule.py",
-        "self.parts = [x.to(sum_dtype(x))]",
-        "self.parts = [x.clone()]",
+        "_gathered.py",
+        "x.to(sum_dtype(x), copy=not self.recorded)",
+        "x.clone()",
     ),
     "NaN * 0 of a piece without weight": Mutant(
         "A piece that does not count gives its gradient times zero.",
@@ -49,8 +49,8 @@ OF_MICROBATCHES: dict[str, Mutant] = {
     "a gradient taken early in float16": Mutant(
         "A total computed in float16 is pulled with 1, and scaled afterwards.",
         "_microbatch.py",
-        "if again.mode.half or any(",
-        "if any(",
+        "narrow = again.mode.half or any(",
+        "narrow = any(",
     ),
     "a cast kept": Mutant(
         "The gradients of a cast are summed, and rounded to its dtype.",

@@ -37,6 +37,7 @@ FLOORS = (
         "_batch_norm",
         "_ensemble",
         "_explain",
+        "_gathered",
         "_held",
         "_inputs",
         "_kernels",
