@@ -19,7 +19,7 @@ from ._donation import Spoiled, mark, taken
 from ._inputs import check_fits, check_state, read_params
 from ._passes import outside_inference_mode
 from ._schedules import check_held, is_sound, rate_at, refuse_scheduler
-from ._torch import transform_active
+from ._torch import any_tangent, transform_active
 from ._tree import Tree, check_same_structure, flatten, leaves, map, unflatten
 from ._update import Optimizer, Ready, optimizer_of
 
@@ -99,8 +99,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
 
     def init(params: Tree) -> TorchState:
         """The state before the first step, of the structure that it has after it."""
-        _refuse_transforms(cls)
         leaves, spec = read_params(params)
+        _refuse_transforms(cls, leaves)
         if isinstance(lr, (int, float)):
             check_held(lr, leaves, spec)
         with _plainly():
@@ -120,7 +120,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
 
     def ready(state: Any, params: Tree, root: str = "state") -> Ready:
         """A step of the class before it is taken."""
-        _refuse_transforms(cls)
+        _refuse_transforms(cls, [])
         check(state, params, root)
         with _plainly():
             rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
@@ -139,6 +139,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         given, spec = read_params(params)
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
+        _refuse_transforms(cls, [*given, *terms])
         before, state_spec = flatten(state)
         work, before = taken([given, before], donate)
         work = [x.clone() if x.is_inference() else x for x in work]  # they may not require grad
@@ -193,12 +194,12 @@ def _plainly() -> Generator[None]:
         yield
 
 
-def _refuse_transforms(cls: type) -> None:
-    if transform_active():
+def _refuse_transforms(cls: type, tensors: list[Tensor]) -> None:
+    if transform_active() or any_tangent(tensors):
         raise RuntimeError(
-            f"from_torch({cls.__name__}) cannot run under a torch.func transform or torch.compile: "
-            "the class changes parameters in place and reads numbers on the host. sgd, adam and "
-            "adamw can."
+            f"from_torch({cls.__name__}) cannot run under a torch.func transform, torch.compile or "
+            "forward AD: the class changes parameters in place and reads numbers on the host. sgd, "
+            "adam and adamw can."
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._sharded import any_sharded, is_sharded, local, replicated, whole
-from ._torch import innermost
+from ._torch import innermost, without_history
 from ._tree import flatten, unflatten
 
 
@@ -126,8 +126,8 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
 def detached(seen: Read) -> Read:
     """The same without what was recorded of it."""
     total, weight, aux = seen
-    weight = weight.detach() if isinstance(weight, Tensor) else weight
-    return Read(total.detach(), weight, [x.detach() for x in aux])
+    weight = without_history(weight) if isinstance(weight, Tensor) else weight
+    return Read(without_history(total), weight, [without_history(x) for x in aux])
 
 
 def agreed(seen: Read) -> Read:

@@ -17,7 +17,7 @@ from ._loss import Read, Shape, agreed, detached, read
 from ._refused import advise
 from ._sharded import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
 from ._sums import LARGE, nothing_like
-from ._torch import innermost, transform_active
+from ._torch import innermost, transform_active, without_history
 
 
 Engine = Literal["func", "autograd"]
@@ -54,7 +54,7 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
         )
     large = [i for i, leaf in enumerate(leaves) if local(leaf).nbytes >= LARGE]
     layouts = sum_layouts(leaves)
-    leaves = [leaf.detach() for leaf in leaves]
+    leaves = [without_history(leaf) for leaf in leaves]
     if engine == "autograd":
         devices = frozenset(leaf.device for leaf in leaves)
         # an inference tensor takes no gradient, and a clone outside of that mode is none

@@ -25,7 +25,7 @@ from ._batches import cutting
 from ._gathered import WHOLE, Cut, Gathered
 from ._host import Fetched
 from ._sums import LARGE, nothing_like
-from ._torch import forward_ad, forward_ad_active, transform_active
+from ._torch import forward_ad, forward_ad_active, transform_active, without_history
 from ._tree import continuous
 
 
@@ -148,6 +148,12 @@ def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
     """Selected and never multiplied: zero where the piece does not count, even for NaN."""
     if not group:
         return x
+    if x.is_sparse:
+        x = x.coalesce()
+        values = kept(x.values(), keeps, group)
+        return torch.sparse_coo_tensor(
+            x.indices(), values, x.shape, is_coalesced=True, check_invariants=False
+        )
     keep = keeps[group - 1]
     keep = keep.reshape([*keep.shape, *[1] * (x.dim() - keep.dim())])  # vmaps lead
     return torch.where(keep.to(x.device), x, 0.0)
@@ -181,14 +187,14 @@ def pulled(
         return outs, grads, keeps
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
-        inputs = [x.view_as(x) if record else x.detach() for x in given]
+        inputs = [x.view_as(x) if record else without_history(x) for x in given]
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
         outs, keeps = f.call(p, inputs)
         at = used(outs)
         tops, group = [outs[i] for i in at], _group(f, at)
     pairs = zip(tops, cotangents or map(torch.ones_like, tops), strict=True)
     pairs = [(x, c) for x, c in pairs if x.requires_grad]
-    outs = outs if record else [x.detach() for x in outs]
+    outs = outs if record else [without_history(x) for x in outs]
     if not pairs:
         return outs, [None] * len(xs), keeps
     sums = () if record else sums  # what is recorded is not written to

@@ -29,7 +29,7 @@ from ._loss import counts, join_aux
 from ._passes import PASSES, Wrt, prepare
 from ._refused import explained
 from ._sharded import refuse_sharded
-from ._torch import transform_active
+from ._torch import forward_ad_active, transform_active
 from ._tree import Tree, flatten, global_norm, map, unflatten
 from ._writes import Given, guarding, known_of
 
@@ -148,7 +148,7 @@ def _chunks(
     """The samples of a batch, a chunk at a time."""
     if how.engine == "autograd":
         wrt = prepare(leaves, "autograd", set())
-    elif how.carries_graph or transform_active():
+    elif how.carries_graph or transform_active() or forward_ad_active():
         wrt = Wrt(leaves, [], None, set(), frozenset())
     else:
         wrt = prepare(leaves, "func", set())

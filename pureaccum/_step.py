@@ -30,7 +30,7 @@ from ._precision import Policy, check_precision, under
 from ._random import key
 from ._ranks import agreement_of, check_same
 from ._run import apply, begin_window, merge, rows_of_this_rank, update, whole, whole_of_ranks
-from ._torch import transform_active
+from ._torch import transform_active, without_history
 from ._train_state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
 from ._tree import Tree, map
 from ._words import check_reduce
@@ -284,4 +284,4 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
 
 
 def _own(x: Tensor) -> Tensor:
-    return x.clone() if transform_active() else x.detach().clone()
+    return x.clone() if transform_active() else without_history(x).clone()

@@ -36,7 +36,7 @@ name                               what for                                check
 
 import re
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from operator import attrgetter
@@ -189,6 +189,22 @@ def forward_ad_active() -> bool:
 def forward_ad() -> AbstractContextManager[None]:
     """Let forward AD go on where torch turns it off: in the rules of an autograd Function."""
     return torch.autograd.forward_ad._set_fwd_grad_enabled(True)  # pyright: ignore
+
+
+def any_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Whether forward AD goes along with some tensor, outside of any transform."""
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return forward_ad_active() and any(unpack(x).tangent is not None for x in tensors)
+
+
+def without_history(x: Tensor) -> Tensor:
+    """Detached from what autograd recorded; a tangent goes along, which ``detach`` would drop."""
+    if transform_active() or not forward_ad_active():  # a transform has its own way with duals
+        return x.detach()
+    primal, tangent = torch.autograd.forward_ad.unpack_dual(x)
+    if tangent is None:
+        return primal.detach()
+    return torch.autograd.forward_ad.make_dual(primal.detach(), tangent.detach())
 
 
 def foreach_add_(sums: list[Tensor], terms: Sequence[Tensor], alpha: float = 1.0) -> None:

@@ -28,7 +28,7 @@ from ._passes import Engine, advise, outside_inference_mode
 from ._replay import generators, restore
 from ._sharded import any_sharded, whole
 from ._sums import added_to, divided
-from ._torch import transform_active
+from ._torch import transform_active, without_history
 from ._tree import Tree, accumulation_dtype, flatten, unflatten
 from ._weights import weigh
 from ._window import Window, evaluate, fold, means, read_cut
@@ -309,7 +309,7 @@ def _leanly(
         return None
     before = generators({x.device for x in leaves})
     with outside_inference_mode(), torch.enable_grad():
-        own = [x.detach() for x in leaves]
+        own = [without_history(x) for x in leaves]
         out, pull, beside = torch.func.vjp(total, own, has_aux=True)  # pyright: ignore
         if out.requires_grad and torch.is_grad_enabled():
             restore(before)

@@ -8,6 +8,7 @@ tensor operations.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import optree
@@ -19,7 +20,7 @@ from ._inputs import check_fits, check_state, read_params
 from ._kernels import Columns, Method
 from ._schedules import Schedule, check_held, is_sound, rate_at
 from ._sharded import Layouts, any_sharded, closed, opened, placed_like
-from ._torch import transform_active
+from ._torch import any_tangent, transform_active
 from ._tree import Tree, flatten, known, map, moved, unflatten
 from ._tree import leaves as leaves_of
 
@@ -187,7 +188,7 @@ def _apply_method(
     given_up = leaves_of((columns, state.steps, state.lr)) if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
     given = terms, columns, state.steps + 1, rate, applied
-    if transform_active():
+    if transform_active() or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
         new = by_formula(method, *given)
     else:
         foreach = not method.fused and columns[0][0].device.type != "cpu"

@@ -66,15 +66,15 @@ def gradcache(problem: Problem) -> Grads:
 
 def in_microbatches(problem: Problem, gradient: Callable[..., Any]) -> Grads:
     """``pa.microbatch`` of both towers, and the loss of what comes out."""
-    net, criterion, params = problem.net, problem.criterion, problem.params
+    fn, criterion = pa.functional(problem.net), problem.criterion
     embed = pa.microbatch(
-        lambda params, batch: functional_call(net, params, batch), microbatch_size=problem.rows
+        lambda params, batch: fn.apply(params, fn.buffers, *batch)[0], microbatch_size=problem.rows
     )
 
     def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
         return criterion(*embed(params, batch))
 
-    return partial(gradient(loss), params)
+    return partial(gradient(loss), fn.params)
 
 
 FULL_PAIRS, FULL_FUNC, GRADCACHE = (

@@ -409,3 +409,29 @@ def test_words_of_a_batch_go_to_every_microbatch() -> None:
     w = torch.tensor(2.0)
     assert pa.microbatch(of, microbatch_size=2, reduce="sum")(w, batch) == of(w, batch)
     assert pa.value(of, microbatch_size=2, reduction="sum")(w, batch) == of(w, batch)
+
+
+@pytest.mark.parametrize("word", ["concat", "sum"])
+@given(cut=cuts, seed=seeds())
+def test_a_sparse_gradient(word: str, cut: Any, seed: int) -> None:
+    """Of an embedding: laid beside rows, or of a ``Weighted`` that does not count everywhere."""
+    g = generator(seed)
+    table, ids = integers(g, 6, 2, bound=3), torch.randint(6, (ROWS,), generator=g)
+    mask = (ids > 2).double()
+
+    def found(w: Tensor, ids: Tensor, mask: Tensor) -> Any:
+        z = torch.nn.functional.embedding(ids, w, sparse=True)
+        if word == "concat":
+            return z
+        return pa.Weighted((z.square().sum(1) * mask).sum() / (mask.sum() > 0), mask.sum())
+
+    def gradient(f: Any) -> Tensor:
+        leaf = table.clone().requires_grad_()
+        out = f(leaf, ids, mask)
+        out = out.total if isinstance(out, pa.Weighted) else out * mask.sum()
+        (out.square().sum() if word == "concat" else out).backward()
+        assert leaf.grad is not None
+        return leaf.grad.to_dense()
+
+    micro = pa.microbatch(found, microbatch_size=cut, batch_argnums=(1, 2), reduce=word)
+    assert_trees_bitwise_equal(gradient(micro), gradient(found))

@@ -139,7 +139,7 @@ def test_optimizers_of_torch() -> None:
     step = make(pa.from_torch(torch.optim.RMSprop, lr=0.1), microbatch_size=None)
     with pytest.raises(CompileError) as caught:
         step(step.init(PARAMS), make_batch())
-    words = "from_torch(RMSprop) cannot run under a torch.func transform or torch.compile"
+    words = "from_torch(RMSprop) cannot run under a torch.func transform, torch.compile"
     said = str(caught.value)
     # Before 2.13 the compiler says less about where it was.
     assert said.startswith(words) if VERSION >= (2, 13) else words in said

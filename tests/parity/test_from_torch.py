@@ -344,7 +344,7 @@ def test_an_object_in_place_of_its_class() -> None:
         pa.from_torch(torch.optim.Adam([torch.ones(1)]))  # pyright: ignore
 
 
-SENTENCE = ("from_torch(Adagrad)", "cannot run under a torch.func transform or torch.compile")
+SENTENCE = ("from_torch(Adagrad)", "cannot run under a torch.func transform, torch.compile")
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
