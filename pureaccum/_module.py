@@ -162,10 +162,13 @@ def _apply(
 ) -> tuple[Any, Any]:
     """What the module returns with these in place of its own, and its new buffers."""
     compiling = torch.compiler.is_dynamo_compiling()
-    # Who watches what is computed has no use for what is looked at here.
+    # Who watches what is computed has no use for what is looked at here, nor another tensor in
+    # place of the module's own.
     with nullcontext() if compiling else unnoticed():
         _check(params, names.params, names.tied, "params", "parameter")
         _check(buffers, names.buffers, names.tied, "buffers", "buffer")
+        if not compiling:
+            _check_gradients(names)
     if len(buffers) < len(names.buffers):
         missing = next(name for name in names.buffers if name not in buffers)
         raise ValueError(
@@ -173,9 +176,6 @@ def _apply(
             "were expected, since it would write to its own in place of a missing one. They "
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
-    if not compiling:
-        with unnoticed():  # the module's own, whatever is put in their place by who calls this
-            _check_gradients(names)
     tensors = dict(params)
     if frozen:
         tensors |= _frozen(names, frozen, tensors)

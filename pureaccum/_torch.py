@@ -199,7 +199,7 @@ def any_tangent(tensors: Iterable[Tensor]) -> bool:
 
 def without_history(x: Tensor) -> Tensor:
     """Detached from what autograd recorded; a tangent goes along, which ``detach`` would drop."""
-    if transform_active() or not forward_ad_active():  # a transform has its own way with duals
+    if not forward_ad_active() or transform_active():  # a transform has its own way with duals
         return x.detach()
     primal, tangent = torch.autograd.forward_ad.unpack_dual(x)
     if tangent is None:
