@@ -84,15 +84,15 @@ def run(
     """
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     f.gathered = _gathered(f, recorded)
-    for p in range(len(f.sizes)):
-        with cutting(len(f.sizes) > 1):
+    with cutting(len(f.sizes) > 1):
+        for p in range(len(f.sizes)):
             outs, _ = f.call(p, [column[p] for column in columns])
-        if p == 0:
-            if enough(outs):
-                return []
-            f.gathered = f.gathered or _gathered(f, recorded)
-        for so_far in f.gathered:
-            so_far.take(outs.pop(0))  # and each is let go of, before the next is copied
+            if p == 0:
+                if enough(outs):
+                    return []
+                f.gathered = f.gathered or _gathered(f, recorded)
+            for so_far in f.gathered:
+                so_far.take(outs.pop(0))  # and each is let go of, before the next is copied
     gathered, f.gathered = f.gathered, []
     return [so_far.end() for so_far in gathered]
 

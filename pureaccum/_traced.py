@@ -367,8 +367,8 @@ def watched(func: Any) -> Any:
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
-        before = [version(x) for x in given]
-        with _NoBatchNorm():
+        before, who = [version(x) for x in given], "a function under torch.fx.wrap"
+        with WithoutBatchNorm(lambda norm: RuntimeError(_no_cut(who, norm))):
             out = func(*args, **kwargs)
         if [version(x) for x in given] != before:
             raise RuntimeError(
@@ -380,14 +380,18 @@ def watched(func: Any) -> Any:
     return call
 
 
-class _NoBatchNorm(TorchFunctionMode):
-    """Nothing that runs in here may look at the batch."""
+class WithoutBatchNorm(TorchFunctionMode):
+    """Raises where a batch norm, by its function, looks at what it is given."""
+
+    def __init__(self, error: Callable[[Any], BaseException]) -> None:
+        super().__init__()
+        self.error = error
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
-            raise RuntimeError(_no_cut("a function under torch.fx.wrap", func))
+            raise self.error(func)
         return func(*args, **(kwargs or {}))
 
 

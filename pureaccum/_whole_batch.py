@@ -15,10 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.overrides import TorchFunctionMode
 
 from ._batch_norm import Moments, Scaling, Share, moments_of, scaling_of, share_of
 from ._batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
@@ -28,7 +26,7 @@ from ._places import Picture, Places, changed, own_tensor, picture, places_of, w
 from ._replay import generators, restore
 from ._shell import call as call_shell
 from ._torch import BUFFERS, is_compiled_module, unnoticed, version
-from ._traced import couples, hook_tables, in_training, trace, written_to
+from ._traced import WithoutBatchNorm, couples, hook_tables, trace, written_to
 from ._tree import Tree, flatten, map, paths, unflatten
 
 
@@ -113,7 +111,7 @@ class WholeBatch:
         return _checked(_called(self.places, tensors, args, kwargs), _rows(arguments))
 
     def call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
-        with _Watching():
+        with WithoutBatchNorm(lambda _: CoupledError()):
             return self.call(tensors, arguments)
 
 
@@ -126,17 +124,6 @@ _CUT = (
 
 class CoupledError(BaseException):
     """A batch norm looks at what it is given. Only ``WholeBatch`` may catch it."""
-
-
-class _Watching(TorchFunctionMode):
-    """Finds a batch norm that is called as a function."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
-            raise CoupledError
-        return func(*args, **(kwargs or {}))
 
 
 def _called(

@@ -55,8 +55,14 @@ OF_MICROBATCHES: dict[str, Mutant] = {
     "a cast kept": Mutant(
         "The gradients of a cast are summed, and rounded to its dtype.",
         "_casts.py",
-        "return getattr(x, _ORIGINAL, x)",
+        "return first if then == [version(first), version(x)] else x",
         "return x",
+    ),
+    "a write to a cast undone": Mutant(
+        "What a cast was made from takes its place, whatever was written to it since.",
+        "_casts.py",
+        "return first if then == [version(first), version(x)] else x",
+        "return first",
     ),
     "merged without the distance of the means": Mutant(
         "Squares of distances from different points are added as they stand.",

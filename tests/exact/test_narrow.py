@@ -172,6 +172,19 @@ def test_a_cast_gives_way_to_its_master(word: str, captured: bool) -> None:
     assert state.params["w"] == -(1 + 2**-12)
 
 
+def test_a_cast_that_was_written_to_is_a_tensor_of_its_own() -> None:
+    """What its master would give in its place is what it was before."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            params["w"].mul_(2)
+        return pa.microbatch(lambda w, x: w * x, microbatch_size=1)(params["w"], batch).sum()
+
+    step = pa.make_step(loss, pa.sgd(1.0), policy=pa.Policy(compute=torch.bfloat16))
+    _, info = step(step.init({"w": torch.ones(())}), torch.ones(2))
+    assert info.loss == 4
+
+
 def test_no_gradient_is_taken_early_in_float16() -> None:
     """A loss scale has to ride on the cotangent: what is pulled with 1 is lost before it comes."""
 

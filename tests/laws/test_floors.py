@@ -12,7 +12,6 @@ import pureaccum
 FLOORS = (
     {
         "_bytes",
-        "_casts",
         "_moments",
         "_python_numbers",
         "_refused",
@@ -24,6 +23,7 @@ FLOORS = (
         "_whole_file",
     },
     {
+        "_casts",
         "_donation",
         "_host",
         "_live",
