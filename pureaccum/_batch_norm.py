@@ -7,12 +7,14 @@ Sums of x**2 would lose a third of the variance in float32 where the mean is a t
 standard deviation; about a point near the mean nothing cancels.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ._torch import transform_active
 from ._tree import accumulation_dtype
@@ -117,3 +119,46 @@ def normalise(
         return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
     wide = x.to(mean.dtype)  # torch.func has it of one dtype only
     return F.batch_norm(wide, mean, var, scale, shift, training=False, eps=eps).to(x.dtype)
+
+
+# Where it is called --------------------------------------------------------------------------
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def couples(layer: nn.Module) -> bool:
+    """Whether a module is a BatchNorm that looks at the batch."""
+    if not isinstance(layer, BATCH_NORMS):
+        return False
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of F.batch_norm by name."""
+    call = signature(F.batch_norm).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a batch norm looks at what it is given."""
+    if func is F.batch_norm:
+        return batch_norm_call(args, kwargs)["training"] is not False
+    names = "input weight bias running_mean running_var training"
+    call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
+    return func is not torch.batch_norm or call.get("training") is not False
+
+
+class WithoutBatchNorm(TorchFunctionMode):
+    """Raises where a batch norm, by its function, looks at what it is given."""
+
+    def __init__(self, error: Callable[[Any], BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
+            raise self.error(func)
+        return func(*args, **(kwargs or {}))

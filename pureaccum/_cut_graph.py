@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ._batch_norm import normalise
+from ._batch_norm import BATCH_NORMS, batch_norm_call, in_training, normalise
 from ._in_place import first_of, is_given, is_input, settle
 from ._places import TABLES
 from ._torch import BUFFERS, PARAMETERS, module_vars
-from ._traced import AUGMENTED, BATCH_NORMS, batch_norm_call, in_training, name_of, place, watched
+from ._traced import AUGMENTED, name_of, place, watched
 
 
 class Norm(NamedTuple):

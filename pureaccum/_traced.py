@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial, wraps
-from inspect import signature
 from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
@@ -23,22 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
+from ._batch_norm import BATCH_NORMS, WithoutBatchNorm, couples, in_training
 from ._torch import BUFFERS, module_vars, seeing, version
 from ._tree import leaves as leaves_of
 
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 Arguments = Callable[[Any], tuple[Any, Mapping[str, Any]]]  # of a module, from a list of tensors
-
-
-def couples(layer: nn.Module) -> bool:
-    """Whether a module is a BatchNorm that looks at the batch."""
-    if not isinstance(layer, BATCH_NORMS):
-        return False
-    return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
 class _Root(nn.Module):
@@ -331,22 +321,6 @@ def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
             raise _Lost(_no_cut(place(node), node.target))
 
 
-def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of F.batch_norm by name."""
-    call = signature(F.batch_norm).bind(*args, **kwargs)
-    call.apply_defaults()
-    return call.arguments
-
-
-def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a batch norm looks at what it is given."""
-    if func is F.batch_norm:
-        return batch_norm_call(args, kwargs)["training"] is not False
-    names = "input weight bias running_mean running_var training"
-    call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
-    return func is not torch.batch_norm or call.get("training") is not False
-
-
 def written_to(name: str) -> str:
     """A buffer, or a module with buffers, that forward changes."""
     return (
@@ -378,21 +352,6 @@ def watched(func: Any) -> Any:
         return out
 
     return call
-
-
-class WithoutBatchNorm(TorchFunctionMode):
-    """Raises where a batch norm, by its function, looks at what it is given."""
-
-    def __init__(self, error: Callable[[Any], BaseException]) -> None:
-        super().__init__()
-        self.error = error
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
-            raise self.error(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _no_cut(who: str, func: Any) -> str:

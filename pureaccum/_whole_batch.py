@@ -18,7 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ._batch_norm import Moments, Scaling, Share, moments_of, scaling_of, share_of
+from ._batch_norm import (
+    Moments,
+    Scaling,
+    Share,
+    WithoutBatchNorm,
+    couples,
+    moments_of,
+    scaling_of,
+    share_of,
+)
 from ._batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
 from ._cut_graph import CutGraph, Level, Norm, cut
 from ._microbatch import Keep, microbatch
@@ -26,7 +35,7 @@ from ._places import Picture, Places, changed, own_tensor, picture, places_of, w
 from ._replay import generators, restore
 from ._shell import call as call_shell
 from ._torch import BUFFERS, is_compiled_module, unnoticed, version
-from ._traced import WithoutBatchNorm, couples, hook_tables, trace, written_to
+from ._traced import hook_tables, trace, written_to
 from ._tree import Tree, flatten, map, paths, unflatten
 
 
