@@ -335,6 +335,8 @@ def _early(
     pieces, total = with_gradient(remade(range(count)), wrt)
     try:
         computed = run(pieces, [x.detach() for x in operands])
+        if again.mode.half:  # in a piece that came later
+            raise NotEarlyError
     except (UnseenError, NotEarlyError):
         restore(random)
         del again.drawn[1:], again.met[1:]

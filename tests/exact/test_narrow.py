@@ -185,13 +185,15 @@ def test_a_cast_that_was_written_to_is_a_tensor_of_its_own() -> None:
     assert info.loss == 4
 
 
-def test_no_gradient_is_taken_early_in_float16() -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "in a later microbatch"])
+def test_no_gradient_is_taken_early_in_float16(later: bool) -> None:
     """A loss scale has to ride on the cotangent: what is pulled with 1 is lost before it comes."""
 
     def of(w: Tensor, x: Tensor) -> Tensor:
-        return (w.half() * x.half()).float().sum() * 2.0**-20
+        product = w * x if later and x < 2 else (w.half() * x.half()).float()
+        return product.sum() * 2.0**-20
 
     total = pa.microbatch(of, microbatch_size=1, reduce="sum")
-    w, x = torch.zeros((), requires_grad=True), torch.tensor([1 + 2.0**-10, 2.0])
+    w, x = torch.zeros((), requires_grad=True), torch.tensor([1 + 2.0**-10, 2 + 2.0**-9])
     (total(w, x) * 2.0**20).backward()
     assert w.grad == x.sum()
