@@ -59,6 +59,8 @@ class Again:
         self.held: Held = {}
         self.modules: Modules = {}
         self.mode = _Finding()
+        # Nobody sees what a compiled or scripted function computes under it.
+        self.mode.half = any(on and dtype == torch.float16 for _, on, dtype in self.casts)
 
     @property
     def captured(self) -> list[Tensor]:
