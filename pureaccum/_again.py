@@ -129,6 +129,17 @@ def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
         mode = mode.outer
 
 
+def exchanged(tensors: list[Tensor]) -> list[Tensor]:
+    """What the function around gives for tensors, as it would to an operation."""
+    mode: _Mode | None = getattr(_here, "mode", None)
+    if mode is None:
+        return tensors
+    with unnoticed():
+        given = [mode.given_for(x) for x in tensors]
+        mode.settle(True)
+    return given
+
+
 @contextmanager
 def _active(mode: "_Mode") -> Generator[None]:
     before, _here.mode = getattr(_here, "mode", None), mode

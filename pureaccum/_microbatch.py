@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._again import Again, UnseenError, note_made
+from ._again import Again, UnseenError, exchanged, note_made
 from ._auto import by_memory, is_auto
 from ._batches import check_sizes, need_rows, read_batch, sizes_of_batch
 from ._casts import original
@@ -32,6 +32,7 @@ from ._torch import (
     differentiating,
     forward_ad_active,
     innermost,
+    mapped_levels,
     transform_active,
     transform_depth,
     wants_gradient,
@@ -242,6 +243,7 @@ def call(
         if known and not transform_depth() and any(x.requires_grad for x in tensors):
             func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
+    tensors = exchanged(tensors)
     devices = {x.device for x in tensors}
     before = generators(devices)
     given = Given("args", *flatten(tensors))
@@ -331,6 +333,8 @@ def _early(
     narrow = again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt)
     if narrow or not (wrt and torch.is_grad_enabled()):
         return None
+    if forward_ad_active() and any(map(mapped_levels, operands)):
+        return None  # torch makes no vmap of a Function that forward AD goes through
     random = generators(again.devices)
     pieces, total = with_gradient(remade(range(count)), wrt)
     try:

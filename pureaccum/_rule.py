@@ -68,6 +68,8 @@ def apply(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
 
 def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
     """What it gave, made a function of its operands."""
+    if forward_ad_active():  # which writes beside them, number by number
+        outs = [x.contiguous() for x in outs]
     return list(_Attach.apply(f, len(operands), *operands, *outs))
 
 
@@ -338,7 +340,6 @@ class _Attach(Function):
             pairs = [*zip(first, expanded, strict=True)]
             first = [x.expand(size, *x.shape) if more else x for x, more in pairs]
             dims = [0 if more else d for d, more in zip(dims, expanded, strict=True)]
-            first[n:] = [x.contiguous() for x in first[n:]]  # forward AD writes beside them
         over = mapped(f, dims[:n], dims[n:], info)
         return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
 

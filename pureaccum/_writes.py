@@ -32,6 +32,7 @@ from ._torch import (
     memory_of,
     seeing,
     transform_active,
+    unnoticed,
     versions,
     written_by,
 )
@@ -269,10 +270,11 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
 def _names(given: tuple[Given, ...]) -> dict[Any, str]:
     """The names of what is given, by its memory."""
     names: dict[Any, str] = {}
-    for root, its, spec in given:
-        for x, name in zip(its, paths(spec, root), strict=True):
-            if isinstance(x, Tensor):
-                names.setdefault(memory_of(local(x)), name)
+    with unnoticed():
+        for root, its, spec in given:
+            for x, name in zip(its, paths(spec, root), strict=True):
+                if isinstance(x, Tensor):
+                    names.setdefault(memory_of(local(x)), name)
     return names
 
 
