@@ -83,6 +83,11 @@ class Again:
         self.drawn.append(drawn)
         self.met.append(self.mode.met)
 
+    def check(self, outs: Iterable[Tensor]) -> None:
+        """Nothing comes out that is followed by what nobody saw."""
+        if self.mode.unseen or any(map(self.mode.is_unseen, outs)):
+            raise UnseenError
+
     @contextmanager
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
         """Be again as a piece was, with some tensors in place of those captured."""
@@ -157,7 +162,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.outer: _Mode | None = None
-        self.made: set[int] = set()
+        self.made: dict[int, bool] = {}  # by id, whether autograd had recorded it by then
         self.met: set[int] = set()
         self.used: set[int] = set()  # by one operation
 
@@ -184,7 +189,7 @@ class _Mode(TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             _here.mode = before
-        several = out if isinstance(out, (tuple, list)) else (out,)
+        several = out if isinstance(out, (tuple, list)) else args[:1] if out is None else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
         with unnoticed():
             self.settle(bool(made))
@@ -222,6 +227,7 @@ class _Finding(_Mode):
         self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
         self.others: dict[int, ReferenceType[Tensor]] = {}  # all that is captured, and not followed
+        self.unseen = False  # whether a Function was given something captured, and no operation
         self.wraps = False  # whether a transform that may be over then wraps any of these
         self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of these
         self.memory: set[int | None] = set()  # of what was made inside
@@ -229,6 +235,7 @@ class _Finding(_Mode):
 
     def given_for(self, x: Tensor) -> Tensor:
         if id(x) in self.made:
+            self.unseen = self.unseen or self.is_unseen(x)
             return x
         at = self.places.get(id(x))
         if at is None:
@@ -252,6 +259,12 @@ class _Finding(_Mode):
         instead = self.found[at].detached if self.instead is None else self.instead[at]
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
 
+    def is_unseen(self, x: Tensor) -> bool:
+        """Whether it is followed through what nobody saw: a Function with something captured."""
+        if id(x) in self.made:
+            return x.grad_fn is not None and not self.made[id(x)]
+        return followed(x, self.level)[0]
+
     def look(self) -> None:
         """A piece is done: what it captured is as it has to be when it runs again."""
         there = [(at, x) for at in self.others.values() if (x := at()) is not None]
@@ -264,7 +277,7 @@ class _Finding(_Mode):
         self.settled = len(self.found)
 
     def note(self, made: Iterable[Tensor]) -> None:
-        self.made |= {id(x) for x in made}
+        self.made.update({id(x): x.grad_fn is not None for x in made})
         self.half = self.half or any(x.dtype == torch.float16 for x in made)
         if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign

@@ -222,8 +222,7 @@ def call(
     def body(p: int, operands: Sequence[Tensor], around: Any = None, again: bool = False) -> Outs:
         args, kwargs = filled(operands)
         with around or nullcontext():
-            out = func(*args, **kwargs)
-        return outputs.take(p, out, again)
+            return outputs.take(p, func(*args, **kwargs), again)
 
     def begun(call: Any) -> Pieces:
         """Pieces of which only the first tells what comes out."""
@@ -262,7 +261,9 @@ def call(
         early: list[Tensor] | None = None
 
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
-            return guarded_body(p, operands, again.finding(operands))
+            outs, keeps = guarded_body(p, operands, again.finding(operands))
+            again.check(outs)
+            return outs, keeps
 
         def enough(outs: list[Tensor]) -> bool:
             nonlocal early
@@ -302,6 +303,7 @@ def _remade(
             its, keeps = body(p, own, again.as_then(p, captured), again=True)
         else:
             its, keeps = body(p, own, again.finding(own, captured))
+            again.check(its)
         return [its[i] for i in found], keeps
 
     its = Form(
@@ -344,6 +346,7 @@ def _early(
     except (UnseenError, NotEarlyError):
         restore(random)
         del again.drawn[1:], again.met[1:]
+        again.mode.unseen = False
         return None
     attached = attach(pieces, operands, computed)
     outs, grads = attached[:count], attached[count:]

@@ -282,3 +282,67 @@ def test_a_tensor_that_cannot_be_exchanged_is_refused() -> None:
     x = torch.ones(ROWS, 3)
     with pytest.raises(RuntimeError, match="did not use again a captured tensor"):
         grad(loss)(torch.ones(3))
+
+
+class Product(torch.autograd.Function):
+    """No operation, so that nobody sees what it is given."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(c: Tensor, x: Tensor) -> Tensor:  # pyright: ignore
+        return (c * x).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        c, x = ctx.saved_tensors
+        return cotangents[0] * x.sum(0), cotangents[0] * c.expand_as(x)
+
+
+def product(c: Tensor, x: Tensor) -> Tensor:
+    return (c * x).sum()
+
+
+HANDED_ON: dict[str, Callable[..., Tensor]] = {
+    "to remat": lambda c, w, x: pa.remat(product)(c, x),
+    "to remat, and more": lambda c, w, x: pa.remat(product)(c, x) * (w * x).sum(),
+    "to a microbatched function": lambda c, w, x: pa.microbatch(
+        product, microbatch_size=1, reduce="sum"
+    )(c, x),
+    "to a Function": lambda c, w, x: Product.apply(c, x),  # pyright: ignore
+    "to a Function, and more": lambda c, w, x: Product.apply(c, x) + (w * x).sum(),  # pyright: ignore
+    "to a Function, later": lambda c, w, x: (
+        Product.apply(c, x) if x[0, 0] == ROWS - 1 else (c * w * x).sum()  # pyright: ignore
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["backward", "torch.func"])
+@pytest.mark.parametrize("word", ["sum", "stack"])
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_a_captured_tensor_that_is_handed_on(name: str, word: str, by: str) -> None:
+    """It is no operation that uses it, but one more function, or a Function of the user's."""
+    x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
+    c, w = torch.tensor([1.0, 2, 3]).double(), torch.tensor([2.0, -1, 1]).double()
+    got: list[Any] = []
+    for cut in (False, True):
+
+        def loss(c: Tensor, w: Tensor, cut: bool = cut) -> Tensor:
+            def func(w: Tensor, x: Tensor) -> Tensor:
+                return HANDED_ON[name](c, w, x)
+
+            if cut:
+                return pa.microbatch(func, microbatch_size=1, reduce=word)(w, x).sum()
+            return torch.stack([func(w, part) for part in x.split(1)]).sum()
+
+        if by == "torch.func":
+            got.append(grad(loss, (0, 1))(c, w))
+        else:
+            its = [c.clone().requires_grad_(), w.clone().requires_grad_()]
+            found = torch.autograd.grad(loss(*its), its, allow_unused=True)
+            got.append([torch.zeros(3).double() if g is None else g for g in found])
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))

@@ -121,6 +121,19 @@ CASES: dict[str, tuple[Any, Any]] = {
     "microbatch": (pa.microbatch(rows, microbatch_size=2), rows),
     "remat": (pa.remat(rows), rows),
 }
+
+
+def mapped(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of a sum, mapped over a factor."""
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        factors = torch.tensor([1.0, 2.0], dtype=torch.float64)
+        return torch.func.vmap(lambda c: torch.func.grad(lambda w: f(c * w, x))(w))(factors)
+
+    return run
+
+
+CASES["under vmap"] = (mapped(pa.microbatch(total, microbatch_size=2, reduce="sum")), mapped(total))
 MICROBATCHED: dict[str, tuple[Any, Any]] = {
     "rows": (pa.microbatch(rows, microbatch_size=2), rows),
     "a sum": (pa.microbatch(total, microbatch_size=2, reduce="sum"), total),
