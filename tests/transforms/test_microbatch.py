@@ -27,7 +27,7 @@ from tests.strategies import every, generator
 from tests.transforms.problems import TRANSFORMS
 
 
-BOUND = 1e-10
+BOUND = 2.0**-26  # sqrt(u) of float64
 ROWS = 5
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 
