@@ -189,11 +189,11 @@ class _Mode(TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             _here.mode = before
-        several = out if isinstance(out, (tuple, list)) else args[:1] if out is None else (out,)
+        several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
         with unnoticed():
             self.settle(bool(made))
-            self.note(made)
+            self.note(args[:1] if func is Tensor.__setitem__ else made)
         return out
 
     def settle(self, used: bool) -> None:

@@ -10,6 +10,12 @@ OF_MICROBATCHES: dict[str, Mutant] = {
         "if any(ctx.needs_input_grad[2 + ctx.n :]):",
         "if False:",
     ),
+    "a Function with something captured unseen": Mutant(
+        "What a custom Function made of a captured tensor is taken for a microbatch's own.",
+        "_again.py",
+        "if self.mode.unseen or any(map(self.mode.is_unseen, outs)):",
+        "if False:",
+    ),
     "rematerialised with other random numbers": Mutant(
         "A function that is run again draws other numbers.",
         "_again.py",
