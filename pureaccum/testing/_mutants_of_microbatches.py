@@ -54,9 +54,9 @@ OF_MICROBATCHES: dict[str, Mutant] = {
     ),
     "a gradient taken early in float16": Mutant(
         "A total computed in float16 is pulled with 1, and scaled afterwards.",
-        "_microbatch.py",
-        "narrow = again.mode.half or any(",
-        "narrow = any(",
+        "_again.py",
+        "self.half or any(x.dtype == torch.float16 for x in made)",
+        "self.half",
     ),
     "a cast kept": Mutant(
         "The gradients of a cast are summed, and rounded to its dtype.",
