@@ -192,7 +192,7 @@ class _Mode(TorchFunctionMode):
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
         with unnoticed():
-            self.settle(bool(made))
+            self.settle(bool(made) or out is None)  # what returns nothing has written something
             self.note(args[:1] if func is Tensor.__setitem__ else made)
         return out
 

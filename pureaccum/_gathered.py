@@ -30,12 +30,14 @@ class Gathered:
         self.how, self.sizes, self.recorded, self.at = how, sizes, recorded, 0
         self.sums = how == "whole" and len(sizes) > 1  # a piece alone is what it is
         self.parts: list[Tensor] = []
+        self.ahead = False  # whether the piece that comes next has been added already
 
     def take(self, x: Tensor) -> None:
-        """One piece more, unless it is the sum, and has been added to it."""
-        if self.sums:
-            if not self.parts or x is not self.parts[0]:
-                self.add(x)
+        """One piece more."""
+        if self.ahead:
+            self.ahead = False
+        elif self.sums:
+            self.add(x)
         elif isinstance(self.how, Rows) and (len(self.sizes) > 1 or self.how.host):
             self.append(x, self.how)
         else:

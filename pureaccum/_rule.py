@@ -204,6 +204,7 @@ def pulled(
 
     def add(so_far: Gathered, g: Tensor) -> Tensor:
         so_far.add(kept(g, keeps, group))
+        so_far.ahead = True
         return nothing_like(g)
 
     for n, so_far in adding.items():
@@ -213,7 +214,7 @@ def pulled(
     found: list[Tensor | None] = [None] * len(xs)
     for n, g in enumerate(grads):
         if g is not None:
-            found[n] = adding[n].parts[0] if n in adding else kept(g, keeps, group)
+            found[n] = g if n in adding else kept(g, keeps, group)
     return outs, found, keeps
 
 

@@ -436,3 +436,26 @@ def test_a_sparse_gradient(word: str, cut: Any, seed: int) -> None:
 
     micro = pa.microbatch(found, microbatch_size=cut, batch_argnums=(1, 2), reduce=word)
     assert_trees_bitwise_equal(gradient(micro), gradient(found))
+
+
+CALLED: dict[str, Callable[..., Any]] = {
+    "plainly": lambda f, w: f(w),
+    "with a gradient": lambda f, w: torch.func.vjp(f, w)[0],
+    "under vmap": lambda f, w: torch.func.vmap(f)(torch.stack([w, 2 * w]))[0],
+    "compiled": lambda f, w: torch.compile(f, backend="eager")(w),
+}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("how", CALLED)
+def test_a_shared_tensor_is_a_term_of_every_microbatch(how: str, captured: bool) -> None:
+    """One and the same tensor comes out of each, and is added as often."""
+    w, x = data(0)
+
+    def summed(w: Tensor) -> Tensor:
+        if captured:
+            func = pa.microbatch(lambda x: w, microbatch_size=2, batch_argnums=0, reduce="sum")
+            return func(x)
+        return pa.microbatch(lambda w, x: w, microbatch_size=2, reduce="sum")(w, x)
+
+    assert_trees_bitwise_equal(CALLED[how](summed, w), w * (ROWS // 2))

@@ -307,7 +307,14 @@ def product(c: Tensor, x: Tensor) -> Tensor:
     return (c * x).sum()
 
 
+def assigned(c: Tensor, x: Tensor) -> Tensor:
+    new = torch.zeros_like(x)
+    new[:] = c
+    return (new * x).sum()
+
+
 HANDED_ON: dict[str, Callable[..., Tensor]] = {
+    "to an assignment": lambda c, w, x: assigned(c, x),
     "to remat": lambda c, w, x: pa.remat(product)(c, x),
     "to remat, and more": lambda c, w, x: pa.remat(product)(c, x) * (w * x).sum(),
     "to a microbatched function": lambda c, w, x: pa.microbatch(
@@ -325,7 +332,7 @@ HANDED_ON: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("word", ["sum", "stack"])
 @pytest.mark.parametrize("name", HANDED_ON)
 def test_a_captured_tensor_that_is_handed_on(name: str, word: str, by: str) -> None:
-    """It is no operation that uses it, but one more function, or a Function of the user's."""
+    """To what is no operation, or to one that returns nothing: another function, a Function."""
     x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
     c, w = torch.tensor([1.0, 2, 3]).double(), torch.tensor([2.0, -1, 1]).double()
     got: list[Any] = []
