@@ -34,14 +34,14 @@ ALONE = threading.RLock()
 Held = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
 
 
-class Seen(NamedTuple):
+class Called(NamedTuple):
     """A module that was called."""
 
     training: bool
     places: list[Place]
 
 
-Modules = dict[torch.nn.Module, Seen]
+Modules = dict[torch.nn.Module, Called]
 T = TypeVar("T")
 
 
@@ -98,7 +98,7 @@ def remembering(held: Held | None = None, modules: Modules | None = None) -> Gen
         ):
             return
         if module not in seen:
-            seen[module] = Seen(module.training, tensor_places(module))
+            seen[module] = Called(module.training, tensor_places(module))
         for place in seen[module].places:
             owner, attributes, name = place
             now = attributes[name]

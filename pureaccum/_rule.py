@@ -176,15 +176,18 @@ def pulled(
     formulas, hence the bits, of ``.backward()``; and large gradients are added to their sums as
     they come, so that no two of a piece are there at once.
     """
+    at: Sequence[int] = ()
     if transform_active():
 
         def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+            nonlocal at
             outs, keeps = f.call(p, filled(given, wrt, some))
-            return tuple(outs[i] for i in used(outs)), (outs, keeps)
+            at = used(outs)
+            return tuple(outs[i] for i in at), (outs, keeps)
 
         tops, pull, (outs, keeps) = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
         ones = cotangents or map(torch.ones_like, tops)
-        group = _group(f, used(outs))
+        group = _group(f, at)
         grads = [kept(g, keeps, group) for g in pull(tuple(ones), retain_graph=False)]
         return outs, grads, keeps
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
