@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = vars(parser.parse_args(argv))
     if settings.pop("command") == "demo":
         return demo()
-    from .testing._command import check  # what the demo can do without
+    from .testing._check.command import check  # what the demo can do without
 
     return check(**settings)
 

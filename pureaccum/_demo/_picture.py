@@ -11,8 +11,8 @@ from torch import Tensor
 
 import pureaccum as pa
 
-from .._tree import map as tree_map
-from .._whole_file import whole_file
+from .._base.trees import map as tree_map
+from ..checkpoint.whole_file import whole_file
 from ._outcomes import Outcome
 from ._race import RATE, ROWS, Tensors, loss_of, network
 

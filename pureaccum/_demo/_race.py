@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import pureaccum as pa
 
-from .._live import counting
+from .._base.live import counting
 
 
 Tensors = dict[str, Tensor]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._tree import Tree, check_same_structure, flatten, paths
+from .._base.trees import Tree, check_same_structure, flatten, paths
 from ._compare import cause, dense, differing, dtype_cause, ranks, shape_cause
 
 

@@ -6,19 +6,19 @@ from ._mutants import Mutant
 OF_RANKS: dict[str, Mutant] = {
     "counts and scales of ranks not compared": Mutant(
         "Ranks do not compare the small leaves of their states, which change at every step.",
-        "_agreement.py",
+        "_base/agreement.py",
         "if x.numel() <= FEW], device)",
         "if False], device)",
     ),
     "settings of ranks not compared": Mutant(
         "What closures hold, such as the learning rate of an optimizer, is not read.",
-        "_settings.py",
+        "_base/settings.py",
         "_read(cell.cell_contents,",
         "_read((),",
     ),
     "windows merged without their rows": Mutant(
         "The window of two has the rows of the first.",
-        "_run.py",
+        "_step/run.py",
         "a.rows + b.rows",
         "a.rows.clone()",
     ),

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._donation import Refusing
-from .._torch import (
+from .._base.donation import Refusing
+from .._base.torch_internals import (
     hooks_of_all_modules,
     module_vars,
     saved_tensors_hooks_allowed,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._tree import flatten, paths
+from .._base.trees import flatten, paths
 
 
 def reachable(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -43,7 +43,7 @@ def plant(name: str, directory: str | Path) -> Path:
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as directory:
         ...     copy = plant("the short tail dropped", directory)
-        ...     "range(0, rows - size + 1, size)" in (copy / "_batches.py").read_text()
+        ...     "range(0, rows - size + 1, size)" in (copy / "_core" / "batches.py").read_text()
         True
 
     References:

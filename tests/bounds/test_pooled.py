@@ -17,7 +17,7 @@ from hypothesis import example, given, target
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pureaccum._module import functional
+from pureaccum._pure.functional import functional
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.bounds.rounding import UNIT, gamma

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pureaccum import _random
-from pureaccum._random import dropout, fold_in, key, normal, split_key, uniform
+from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 
 
 SIGMAS = 6.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pureaccum as pa
 from pureaccum import _buckets, distributed
-from pureaccum._agreement import Claim, agreement, claim
+from pureaccum._base.agreement import Claim, agreement, claim
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.exact.given import every_kind_of_leaf
 from tests.ranks import in_step, on_ranks

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._bytes import STEP
+from pureaccum._base.bytes import STEP
 from pureaccum.testing import unchanged
 from pureaccum.testing.strategies import seeds
 from tests.states import STATES

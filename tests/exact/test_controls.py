@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from pureaccum.testing._exact_losses import LIMIT, majorant
 from pureaccum.testing.strategies import ExactModel, compositions, losses, pieces
+from pureaccum.testing.strategies.losses import LIMIT, majorant
 from tests.laws.exactly import integers
 from tests.strategies import every, few, generator
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._loss_scale import LossScale
+from pureaccum._step.loss_scale import LossScale
 from pureaccum.testing import assert_trees_bitwise_equal
 
 

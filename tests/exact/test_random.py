@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pureaccum import _random
-from pureaccum._random import dropout, fold_in, key, normal, split_key, uniform
+from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions
 from tests.strategies import every, slices

@@ -156,7 +156,7 @@ def test_ranks_hold_about_as_much() -> None:
 
 
 def writes_half(rank: int, world: int) -> int:
-    from pureaccum._sharded_checkpoint import is_ours_to_write
+    from pureaccum.checkpoint.shards import is_ours_to_write
 
     mesh = init_device_mesh("cpu", (world,))
     leaves = [DTensor.from_local(torch.ones(1), mesh, [R]) for _ in range(4)] + [torch.ones(1)] * 4

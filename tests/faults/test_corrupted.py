@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import pureaccum as pa
-from pureaccum._safetensors import MANY
+from pureaccum.checkpoint.file_format import MANY
 from tests.faults.programs import told_by
 from tests.faults.refusals import saying
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum import distributed
-from pureaccum._agreement import agreement, claim
+from pureaccum._base.agreement import agreement, claim
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import cases_on_ranks
 from tests.strategies import generator

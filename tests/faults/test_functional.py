@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pureaccum._buffers import begin, check_policy, collect, watching
-from pureaccum._module import functional
+from pureaccum._pure.functional import functional
+from pureaccum._step.buffers import begin, check_policy, collect, watching
 from tests.faults.refusals import refused
 
 

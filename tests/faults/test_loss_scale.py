@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pureaccum as pa
-from pureaccum._loss_scale import LossScale
+from pureaccum._step.loss_scale import LossScale
 from tests.faults.refusals import refused
 
 

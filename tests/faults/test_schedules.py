@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pureaccum as pa
-from pureaccum._schedules import check_rate, rate_at
+from pureaccum._optim.schedules import check_rate, rate_at
 from tests.faults.refusals import refused, saying
 
 

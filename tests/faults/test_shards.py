@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import pureaccum as pa
-from pureaccum._pieces import write_file
-from pureaccum._safetensors import Part, Piece
+from pureaccum.checkpoint.file_format import Part, Piece
+from pureaccum.checkpoint.pieces import write_file
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import saying
 from tests.ranks import End, run_on_ranks

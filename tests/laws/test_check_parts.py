@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pureaccum as pa
-from pureaccum._batches import read_batch
+from pureaccum._core.batches import read_batch
 from pureaccum.testing import check_accumulation
-from pureaccum.testing._cuts import ways
-from pureaccum.testing._kept import Kept, names_of
-from pureaccum.testing._natively import natively
-from pureaccum.testing._report import Diagnosis, Leaf, Report
-from pureaccum.testing._sets import Of, several_means
-from pureaccum.testing._subject import Subject
-from pureaccum.testing._trials import (
+from pureaccum.testing._check.cuts import ways
+from pureaccum.testing._check.kept import Kept, names_of
+from pureaccum.testing._check.natively import natively
+from pureaccum.testing._check.report import Diagnosis, Leaf, Report
+from pureaccum.testing._check.sets import Of, several_means
+from pureaccum.testing._check.subject import Subject
+from pureaccum.testing._check.trials import (
     Bound,
     Outcome,
     Trial,
@@ -34,7 +34,7 @@ from pureaccum.testing._trials import (
     trial_of,
     whole_batch,
 )
-from pureaccum.testing._weights import find_leaf, redrawn
+from pureaccum.testing._check.weights import find_leaf, redrawn
 from tests.strategies import generator
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._loss_scale import LossScale
+from pureaccum._step.loss_scale import LossScale
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.laws.exactly import copied
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
 import pureaccum as pa
-from pureaccum._accumulator import Accumulator
+from pureaccum._core.accumulator import Accumulator
 from pureaccum.testing.strategies import (
     KINDS,
     ExactModel,

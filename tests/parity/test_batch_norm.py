@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._batch_norm import Share, merge, moments_of, share_of
+from pureaccum._pure.batch_norm import Share, merge, moments_of, share_of
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, merge_trees, seeds
 from tests.bounds.rounding import UNIT, gamma

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from pureaccum._buffers import Threading, advance, begin, collect, finish, watching
-from pureaccum._module import Functional, functional
+from pureaccum._pure.functional import Functional, functional
+from pureaccum._step.buffers import Threading, advance, begin, collect, finish, watching
 from pureaccum.testing import assert_trees_bitwise_equal
 
 

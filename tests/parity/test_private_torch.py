@@ -255,7 +255,7 @@ def test_errors_of_the_compiler_are_told_from_others() -> None:
     ):
         function(x, None)
     assert _torch.is_compiler_error(caught.value)
-    assert "recompile" in type(caught.value).__name__.lower()  # what _explain.py looks for
+    assert "recompile" in type(caught.value).__name__.lower()  # what explain.py looks for
 
 
 def test_guards_are_left_out_by_names_that_torch_gives_them(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as torchs
 
 import pureaccum as pa
-from pureaccum._schedules import Schedule, rate_at
+from pureaccum._optim.schedules import Schedule, rate_at
 from tests.optimizers import Copies
 from tests.strategies import every
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pureaccum._buffers import begin, collect, watching
-from pureaccum._module import functional
+from pureaccum._pure.functional import functional
+from pureaccum._step.buffers import begin, collect, watching
 from pureaccum.testing import unchanged
 from tests.parity.test_functional import MODULES, every_module, own, policies, through
 from tests.purity.calls import BoomError

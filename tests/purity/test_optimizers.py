@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import pureaccum as pa
 from pureaccum import _update
-from pureaccum._kernels import Method, adam_method, sgd_method
-from pureaccum._live import counting
+from pureaccum._base.live import counting
+from pureaccum._optim.kernels import Method, adam_method, sgd_method
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.optimizers import (

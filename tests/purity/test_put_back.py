@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pureaccum.testing import check_accumulation
-from pureaccum.testing._subject import preserving_random, reseed
+from pureaccum.testing._check.subject import preserving_random, reseed
 
 
 W, X = torch.tensor([1.0, -2.0, 0.5]), torch.linspace(-1, 2, 24).reshape(8, 3)

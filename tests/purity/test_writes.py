@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pureaccum as pa
-from pureaccum._writes import unguarded
+from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import saying
 

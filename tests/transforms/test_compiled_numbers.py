@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._compile import CompileError
+from pureaccum._step.compiled import CompileError
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.strategies import generator
 from tests.transforms.test_compiled_step import counting, pair

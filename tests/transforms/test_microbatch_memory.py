@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 import pureaccum as pa
-from pureaccum._live import counting
+from pureaccum._base.live import counting
 
 
 WIDTH, SIZE, LAYERS = 48, 16, 6

@@ -1,0 +1,241 @@
+"""What all ranks should hold alike, and an error on all of them where they do not.
+
+    a claim of each rank: three numbers, which ride along with the first reduction
+    the same on all? go on
+    else             all tell each other in words what they hold, and all raise the same error
+
+All ranks see the claims of all, and so they all take the same branch.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import cache, reduce
+from itertools import count
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .bytes import checksum
+from .dtensors import local
+from .trees import Tree, flatten, paths
+
+
+NUMBERS = 3  # of a claim
+FEW = 2  # numbers of a leaf that is compared at every call: counts, scales, rates and keys
+NOT_READ = -1
+Table = dict[str, str]  # what a rank holds, by name
+
+
+class Agreement(NamedTuple):
+    """What the calls of one function of several ranks have in common.
+
+    Attributes:
+        settings: What it was made with, by name.
+        calls: How many there were; calls 1, 2, 4, 8, … compare more than the others.
+        kinds: The checksums of structures that were met before.
+    """
+
+    settings: Table
+    calls: Any
+    kinds: dict[Any, int]
+
+
+def agreement(settings: Table) -> Agreement:
+    """Before the first call."""
+    return Agreement(settings, count(1), {})
+
+
+class Claim(NamedTuple):
+    """What a rank holds that all should: as numbers below 2**53, and in words.
+
+    Attributes:
+        kind: A checksum of the call, of its settings, and of names, shapes and dtypes.
+        bits: A checksum of all values; ``NOT_READ`` at most calls.
+        few: A checksum of the small leaves, of which the host has not read those on a device; it is
+            a 0-d float64 tensor where the numbers ride along.
+        look: Whether the host compares now, and waits for that.
+        words: Gives what the checksums are of, from the outside to the inside.
+        cause: What may have happened.
+    """
+
+    kind: int
+    bits: int
+    few: Tensor
+    look: bool
+    words: Callable[[], list[Table]]
+    cause: str
+
+    def numbers(self) -> Tensor:
+        """As they ride along."""
+        host = torch.tensor([self.kind, self.bits], dtype=torch.float64, device="cpu")
+        return torch.cat([self.few[None], host.to(self.few.device, non_blocking=True)])
+
+
+def claim(
+    agreed: Agreement,
+    call: str,
+    kinds: Mapping[str, Tree],
+    values: Mapping[str, Tree],
+    device: torch.device,
+    cause: str,
+    *,
+    whole: bool | None = None,
+) -> Claim:
+    """What this rank holds.
+
+    Args:
+        agreed: What the calls have in common.
+        call: Where in the program this rank is.
+        kinds: Trees that are to be of one structure, by their names.
+        values: Trees that are to be of the same bits.
+        device: Where the numbers are to ride along.
+        cause: What may have happened where ranks differ.
+        whole: Whether to read all values; None does so at the first call, and where that need not
+            wait at calls 2, 4, 8, … too.
+    """
+    flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
+    looks = tuple((spec, *map(_look, leaves)) for leaves, spec in flat.values())
+    kind = agreed.kinds.get((call, looks))
+    new, turn, here = kind is None, False, device.type == "cpu"
+    if whole is None:
+        number = next(agreed.calls)
+        turn = number & (number - 1) == 0
+        whole = new or (turn and here)
+
+    def told() -> list[Table]:
+        alike = {
+            name: f"{look[0]} of shape {tuple(look[1])}" if isinstance(look, tuple) else str(look)
+            for root, (spec, *of_tree) in zip(flat, looks, strict=True)
+            for name, look in zip(paths(spec, root), of_tree, strict=True)
+        }
+        order = {"the order of the leaves": ", ".join(alike)}
+        return [{"the call": call, **agreed.settings}, {**alike, **order}]
+
+    def words() -> list[Table]:
+        named = [
+            (name, leaf)
+            for root in values
+            for name, leaf in zip(paths(flat[root][1], root), flat[root][0], strict=True)
+        ]
+        # counts, scales and rates first: they say more than checksums
+        named.sort(key=lambda it: it[1].numel() if isinstance(it[1], Tensor) else 0)
+        of_values = {name: value_in_words(leaf) for name, leaf in named}
+        return [*told(), of_values]
+
+    if kind is None:
+        kind = agreed.kinds[call, looks] = crc32(repr(told()).encode())
+    leaves = [x for root in values for x in flat[root][0] if isinstance(x, Tensor)]
+    few = _small([x for x in leaves if x.numel() <= FEW], device)
+    bits = reduce(lambda check, x: checksum(local(x), check), leaves, 0) if whole else NOT_READ
+    return Claim(kind, bits, few, new or turn or here, words, cause)
+
+
+def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
+    """Raise on all ranks if claims differ; of numbers that nobody looks at, whether they agree.
+
+    Args:
+        mine: The claim of this rank.
+        of_all: The claims of all, (rank, number).
+        group: The ranks.
+    """
+    if not mine.look:
+        return (of_all[:, :2] == of_all[0, :2]).all()
+    few, kind, bits = map(set, of_all.t().tolist())
+    if len(kind) == len(few) == 1 and len(bits - {NOT_READ}) <= 1:
+        return None
+    tables: list[Any] = [None] * len(of_all)
+    with between_ranks():
+        dist.all_gather_object(tables, mine.words(), group=group)
+    for columns in zip(*tables, strict=True):
+        if found := differences(columns):
+            break
+    else:
+        found = ["the bits of what they hold"]
+    raise ValueError(f"the ranks of the group do not hold the same: {shown(found)} {mine.cause}")
+
+
+def differences(of_ranks: tuple[Table, ...]) -> list[str]:
+    """What differs: ``lr is 0.1 on ranks 0, 2, 3 and 0.2 on rank 1``."""
+    found: list[str] = []
+    for name in {name: None for table in of_ranks for name in table}:
+        by_text: dict[str, list[str]] = {}
+        for rank, table in enumerate(of_ranks):
+            by_text.setdefault(table.get(name, "absent"), []).append(str(rank))
+        if len(by_text) > 1:
+            each = [
+                f"{text if len(text) < 80 else text[:77] + '...'} on "
+                f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}"
+                for text, ranks in by_text.items()
+            ]
+            found.append(f"{name} is {' and '.join(each)}")
+    return found
+
+
+def shown(found: list[str]) -> str:
+    """The first of what differs, and how much more does."""
+    more = f" {len(found) - 3} more differ." if len(found) > 3 else ""
+    return f"{'; '.join(found[:3])}.{more}"
+
+
+@contextmanager
+def between_ranks(
+    what: str = "the sums of the ranks could not be added up",
+    after: str = "The training state before this step is as it was.",
+) -> Generator[None]:
+    """Say what an error of a collective means here."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            f"pureaccum: {what}. Another rank has died or has raised an error, or did not come to "
+            f"this point within the group's timeout; its own message says more. {after}"
+        )
+        raise
+
+
+# Tensors as numbers and as words ---------------------------------------------------------
+
+
+def _look(x: Any) -> Any:
+    return (x.dtype, x.shape) if isinstance(x, Tensor) else type(x)
+
+
+def value_in_words(x: Any) -> str:
+    """A number as it is, and of many a checksum."""
+    if not isinstance(x, Tensor):
+        return repr(x)
+    x = x.detach()
+    if x.numel() <= FEW and bool((x == x).all()):  # NaN has many bits, and one name
+        return str(x.tolist())
+    return f"{tuple(x.shape)} with checksum {checksum(local(x)):08x}"
+
+
+def _small(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """A checksum of some numbers, on a device; the host reads those that lie on a CPU."""
+    here = crc32(repr([x.tolist() for x in tensors if x.device.type == "cpu"]).encode())
+    checksum = torch.tensor(here, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+    there = [x for x in tensors if x.device.type != "cpu"]
+    return checksum + _mixed(there, device) if there else checksum
+
+
+@cache
+def _factors(size: int, device: torch.device) -> Tensor:
+    """Odd numbers, one a place: what differs in two places does not cancel."""
+    odd = torch.arange(1, 2 * size, 2, dtype=torch.int64, device=device)
+    return odd * 0x1E3779B97F4A7C15
+
+
+def _mixed(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """A checksum that no host reads; integers wrap, and so they are the same everywhere."""
+    integers: list[Tensor] = []
+    for x in tensors:
+        x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+        x = x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
+        integers.append(x.to(device).reshape(-1))
+    numbers = torch.cat(integers)
+    mixed = numbers * _factors(len(numbers), device)
+    mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+    return (mixed.sum() >> 12).double()  # 52 bits: float64 holds them, and 32 of a crc added

@@ -1,0 +1,200 @@
+"""What callers hand in, checked before any work begins.
+
+An error names the leaf or the argument, what came, what was expected, and the likely cause.
+"""
+
+import operator
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from .dtensors import first_partial, is_sharded
+from .python_numbers import MOST, shown
+from .torch_internals import transform_active
+from .trees import Tree, check_same_structure, flatten, paths
+
+
+def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Flatten what is differentiated, or say which leaf has no gradient."""
+    leaves, spec = flatten(params)
+    if not leaves:
+        raise ValueError(
+            f"{root} has no leaves, so there is nothing to differentiate. Is every parameter of "
+            "the module frozen (requires_grad=False)?"
+        )
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. What is "
+                "not differentiated (a setting, a module) goes in another argument of the "
+                "function; a module's parameters are dict(module.named_parameters())."
+            )
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"{paths(spec, root)[i]} is {leaf.dtype}; expected a floating-point or complex "
+                "tensor, since an integer has no gradient. A buffer or an index among the "
+                "parameters? Pass it in another argument of the function."
+            )
+    i = first_partial(leaves)
+    if i is not None:
+        raise ValueError(
+            f"{paths(spec, root)[i]} is a DTensor that is Partial: no rank has its numbers, only "
+            "terms of them. Redistribute it: param.redistribute(placements=[Replicate()])."
+        )
+    return leaves, spec
+
+
+def read_tensors(tree: Tree, root: str, cause: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Flatten what a user's function returned, or say which leaf is no tensor."""
+    leaves, spec = flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. {cause}"
+            )
+    return leaves, spec
+
+
+def check_fits(
+    leaves: list[Tensor],
+    spec: optree.PyTreeSpec,
+    like: Sequence[Tensor],
+    like_spec: optree.PyTreeSpec,
+    names: tuple[str, str],
+    cause: str,
+) -> None:
+    """Check that two trees have one structure and one shape a leaf, whatever their dtypes."""
+    check_same_structure(like_spec, spec, names[1], names[0], cause)
+    for i, (leaf, other) in enumerate(zip(leaves, like, strict=True)):
+        if leaf.shape != other.shape:
+            raise ValueError(
+                f"{paths(spec, names[0])[i]} has shape {tuple(leaf.shape)}; {names[1]} has "
+                f"{tuple(other.shape)} there. {cause}"
+            )
+        if type(leaf) is not type(other) and is_sharded(leaf) is not is_sharded(other):
+            kind, expected = ("a DTensor", "plain") if is_sharded(leaf) else ("plain", "a DTensor")
+            raise ValueError(
+                f"{paths(spec, names[0])[i]} is {kind}; {names[1]} has {expected} there. {cause}"
+            )
+
+
+def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
+    """One position or several, as a tuple."""
+    expected = "an int or a tuple of ints"
+    if not isinstance(argnums, tuple):
+        return (check_int(argnums, name, expected, -MOST, MOST),)
+    several = enumerate(cast("tuple[Any, ...]", argnums))
+    return tuple(check_int(each, f"{name}[{i}]", expected, -MOST, MOST) for i, each in several)
+
+
+def positions(
+    argnums: tuple[int, ...], count: int, name: str, *, missing: bool = False
+) -> tuple[int, ...]:
+    """The same positions counted from the left, once the number of arguments is known.
+
+    Those that are missing are an error, or are left out.
+    """
+    if missing:
+        argnums = tuple(argnum for argnum in argnums if -count <= argnum < count)
+    for argnum in argnums:
+        if not -count <= argnum < count:
+            raise ValueError(
+                f"{name} names argument {argnum}, but the function got {count} positional "
+                "arguments. Batches are passed by position; a function without one takes "
+                "batch_argnums=()."
+            )
+    found = tuple(argnum % count for argnum in argnums)
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name}={argnums!r} names an argument twice; expected each once.")
+    return found
+
+
+def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> None:
+    """Check that nothing is both differentiated and cut."""
+    for both in sorted(set(argnums) & set(batch_argnums)):
+        raise ValueError(
+            f"argument {both} is named by argnums and by batch_argnums; what is differentiated is "
+            "the same for every microbatch, and what is cut is not. For gradients with respect to "
+            "the inputs use microbatch_size=None, or torch.func.vmap(torch.func.grad(...))."
+        )
+
+
+def check_int(
+    value: Any, name: str, expected: str, least: int | None = None, most: int | None = None
+) -> int:
+    """The int that something is, or an error that says what was expected."""
+    if type(value) is int:
+        number = value
+    else:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+        if number is None or shape or isinstance(value, bool) or dtype == torch.bool:
+            came = f"{value!r}, a {type(value).__name__}"
+            if shape:
+                kind = "a tensor" if isinstance(value, Tensor) else "an array"
+                came = f"{kind} of shape {tuple(shape)}"
+            raise TypeError(f"{name} is {came}; expected {expected}.")
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{name} is {shown(number)}; expected {expected}.")
+    return number
+
+
+def check_choice(value: str, choices: Sequence[str], name: str) -> None:
+    """Check that a word is one of a few."""
+    if value not in choices:
+        expected = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def check_at_least(least: float, **numbers: float) -> None:
+    """Check settings by their names."""
+    for name, number in numbers.items():
+        if not isinstance(number, (int, float)) or not least <= number < float("inf"):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{name} is {number!r}; expected a number of at least {least}.")
+
+
+def check_state(state: Any, expected: type, owner: str, root: str = "state") -> None:
+    """Check that a state is of the kind that its owner makes."""
+    if not isinstance(state, expected):
+        raise TypeError(
+            f"{root} is a {type(state).__name__}; {owner} expects the {expected.__name__} that "
+            "its init or its last call returned. A state of another configuration? Arguments in "
+            "another order?"
+        )
+
+
+def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The least dtype of a sum."""
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(
+            f"dtype is {dtype}; expected torch.float32 or torch.float64: a sum in fewer bits stops "
+            "growing (4096 times 0.01 in bfloat16 is 4)."
+        )
+    return dtype or torch.float32
+
+
+def refuse_autocast_cache(leaves: list[Tensor]) -> None:
+    """Refuse an autocast region around microbatches: its cache keeps weights of each of them."""
+    if torch.compiler.is_dynamo_compiling() or not torch.is_autocast_cache_enabled():
+        return
+    for device in {leaf.device.type for leaf in leaves}:
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            raise RuntimeError(
+                f"autocast for {device!r} is open around this call with its cache on; its cache "
+                "would keep a low-precision copy of every weight for every microbatch. Open "
+                "autocast inside the loss function, or pass cache_enabled=False to it."
+            )
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """In inference mode autograd records nothing, and says nothing."""
+    if transform_active() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)

@@ -1,0 +1,512 @@
+"""Every private torch name that pureaccum touches, and nothing else: one file, however long.
+
+=================================  ======================================  ================
+name                               what for                                checked in
+=================================  ======================================  ================
+``torch._C._functorch``            is a functorch transform active?        2.11, 2.13, 2.15
+``torch._C._functorch``            what its wrappers wrap, mapped or not   2.11, 2.13, 2.15
+``torch._C.DisableTorchFunction``  look at a tensor past all modes         2.13
+``…functorch.push_dynamic_...``    a tensor as an outer transform sees it  2.11, 2.13
+``forward_ad._set_fwd_grad_...``   forward AD inside a Function's rules    2.11, 2.13, 2.15
+``forward_ad._current_level``      is torch's forward AD going on?         2.11, 2.13
+``Node._sequence_nr``              was it recorded before?                 2.11, 2.13
+``torch._C.DisableTorchFunction``  what modes are not to see               2.11, 2.13
+``torch._foreach_add_``            one call for many small leaves          2.11, 2.13, 2.15
+``Module._parameters, _buffers``   what a module holds during a call       2.11, 2.13, 2.15
+``Module._modules``                the modules below it                    2.11, 2.13, 2.15
+``RNNBase._flat_weight...``        caches that functional_call leaves      2.11, 2.13, 2.15
+``Tensor._version``                was it written to in place?             2.11, 2.13, 2.15
+``UntypedStorage._cdata``          do two tensors share memory?            2.11, 2.13
+``OpOverload._schema``             what does an operation write to?        2.11, 2.13
+``Tensor._backward_hooks``         the hooks on a tensor                   2.11, 2.13, 2.15
+``._post_accumulate_grad_hooks``   those after its gradient is there       2.11, 2.13, 2.15
+``torch._C._autograd``             may tensors be saved through hooks?     2.11, 2.13, 2.15
+``nn.modules.module._global_...``  the hooks of all modules                2.11, 2.13, 2.15
+``torch._higher_order_ops.scan``   a loop in compiled code                 2.11, 2.13, 2.15
+``torch._dynamo``                  dims that vary; the compiler's errors   2.11, 2.13, 2.15
+``torch._inductor.exc``            the same                                2.11, 2.13, 2.15
+``torch.utils._python_dispatch``   see every operation                     2.11, 2.13, 2.15
+``._should_skip_dynamo``           … and import no compiler for it         2.11, 2.13
+``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
+``torch._subclasses.fake_tensor``  tensors that hold no numbers            2.11, 2.13, 2.15
+=================================  ======================================  ================
+
+``tests/parity/test_private_torch.py`` fails when one of them moves.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
+from operator import attrgetter
+from traceback import FrameSummary
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+def transform_active() -> bool:
+    """Whether code runs under a torch.func transform or is being compiled.
+
+    Asked in that order: dynamo cannot trace the second question. Everywhere it is asked of dynamo,
+    since ``torch.compiler.is_compiling`` is true of all threads while one of them compiles.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return transform_level() is not None
+
+
+def transform_level() -> int | None:
+    """The level of the innermost torch.func transform, None outside any."""
+    return torch._C._functorch.maybe_current_level()  # pyright: ignore
+
+
+def differentiating() -> bool:
+    """Whether a transform around this differentiates, and does not only map."""
+    functorch = torch._C._functorch  # pyright: ignore
+    stack = functorch.get_interpreter_stack() or ()
+    return any(each.key() != functorch.TransformType.Vmap for each in stack)
+
+
+def transform_depth() -> int:
+    """How many transforms are active, while the compiler traces them too.
+
+    On torch 2.11 it cannot tell.
+    """
+    if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
+        return 1
+    return torch._C._functorch.get_dynamic_layer_stack_depth()  # pyright: ignore
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a transform of torch.func wraps a tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+
+
+def innermost(x: Tensor) -> Tensor:
+    """The tensor itself, without the wrappers of torch.func's transforms.
+
+    It counts all writes: a wrapper of vmap counts none.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return x
+    functorch = torch._C._functorch  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+def mapped_levels(x: Tensor) -> set[int]:
+    """The levels of the vmaps that map a tensor."""
+    functorch, levels = torch._C._functorch, set[int]()  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            levels.add(functorch.maybe_get_level(x))
+        x = functorch.get_unwrapped(x)
+    return levels
+
+
+def levels(x: Tensor) -> set[int]:
+    """The levels of all transforms that wrap a tensor."""
+    functorch, found = torch._C._functorch, set[int]()  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        found.add(functorch.maybe_get_level(x))
+        x = functorch.get_unwrapped(x)
+    return found
+
+
+def wants_gradient(x: Tensor) -> bool:
+    """Whether a backward pass of any level will ask for a tensor's gradient."""
+    functorch = torch._C._functorch  # pyright: ignore
+    while not x.requires_grad and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x.requires_grad
+
+
+def followed(x: Tensor, level: int) -> tuple[bool, bool]:
+    """Whether autograd or a transform up to a level follows a tensor: differentiates or maps it.
+
+    And whether one above that level wraps it.
+    """
+    functorch, above = torch._C._functorch, False  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(x):
+        its = functorch.maybe_get_level(x)
+        if its > level:
+            above = True
+        elif functorch.is_batchedtensor(x) or _is_differentiated(x, its):
+            return True, above
+        x = functorch.get_unwrapped(x)
+    return _is_differentiated(x, 0), above
+
+
+def _is_differentiated(x: Tensor, level: int) -> bool:
+    if x.requires_grad or not forward_ad_active():
+        return x.requires_grad
+    with down_to(level):  # seen from another one it has no tangent
+        return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+@contextmanager
+def down_to(level: int) -> Generator[None]:
+    """As if the transforms above a level were not there."""
+    functorch, above = torch._C._functorch, list[Any]()  # pyright: ignore
+    try:
+        while (transform_level() or 0) > level:
+            above.append(functorch.pop_dynamic_layer_stack())
+        yield
+    finally:
+        for each in reversed(above):
+            functorch.push_dynamic_layer_stack(each)
+
+
+def sequence_number() -> int:
+    """The number of the next operation that autograd records in this thread."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
+def recorded_at(x: Tensor) -> int:
+    """The number of the operation that gave a tensor; of one that none gave, none."""
+    return -1 if x.grad_fn is None else x.grad_fn._sequence_nr()  # pyright: ignore
+
+
+def unnoticed() -> AbstractContextManager[None]:
+    """Look at tensors without any torch function mode taking notice: who is asked is the tensor."""
+    return torch._C.DisableTorchFunction()  # pyright: ignore
+
+
+def forward_ad_active() -> bool:
+    """Whether torch's forward AD is going on, outside of any transform."""
+    return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore
+
+
+def forward_ad() -> AbstractContextManager[None]:
+    """Let forward AD go on where torch turns it off: in the rules of an autograd Function."""
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)  # pyright: ignore
+
+
+def any_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Whether forward AD goes along with some tensor, outside of any transform."""
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return forward_ad_active() and any(unpack(x).tangent is not None for x in tensors)
+
+
+def without_history(x: Tensor) -> Tensor:
+    """Detached from what autograd recorded; a tangent goes along, which ``detach`` would drop."""
+    if not forward_ad_active() or transform_active():  # a transform has its own way with duals
+        return x.detach()
+    primal, tangent = torch.autograd.forward_ad.unpack_dual(x)
+    if tangent is None:
+        return primal.detach()
+    return torch.autograd.forward_ad.make_dual(primal.detach(), tangent.detach())
+
+
+def foreach_add_(sums: list[Tensor], terms: Sequence[Tensor], alpha: float = 1.0) -> None:
+    """``sum += alpha * term`` for every pair; torch's own raises on empty lists."""
+    if sums:
+        torch._foreach_add_(sums, terms, alpha=alpha)  # pyright: ignore
+
+
+# Where a module keeps what belongs to it, in its vars.
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
+
+
+def is_cache(attribute: str) -> bool:
+    """Whether a recurrent module makes an attribute anew when its parameters are others."""
+    return attribute.startswith("_flat_weight")
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether a module's code is scripted, or compiled, and so bound to the module itself."""
+    dynamo = type(module).__module__.startswith("torch._dynamo")
+    return dynamo or isinstance(module, torch.jit.ScriptModule)
+
+
+Place = tuple[torch.nn.Module, dict[str, Any], str]  # a module, its vars, a name in them
+
+
+def tensor_places(root: torch.nn.Module) -> list[Place]:
+    """Where a module and those below it keep their tensors.
+
+    Writing there directly is what ``functional_call`` does; ``Module.__setattr__`` would inspect.
+    """
+    places: list[Place] = []
+    seen: set[torch.nn.Module] = set()
+    below: list[torch.nn.Module | None] = [root]
+    while below:
+        module = below.pop()
+        if module is None or module in seen or is_compiled_module(module):
+            continue
+        seen.add(module)
+        attributes = vars(module)
+        for name in (PARAMETERS, BUFFERS):
+            if attributes.get(name):
+                places.append((module, attributes, name))
+        below.extend(attributes[CHILDREN].values())
+    return places
+
+
+# The compiler ------------------------------------------------------------------------------
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: list[Tensor]
+) -> tuple[Any, Any]:
+    """``carry, y = body(carry, x)`` for all rows of ``xs``; the last carry and all y, stacked."""
+    from torch._higher_order_ops.scan import scan  # imports the compiler: seconds
+
+    return scan(body, carry, xs)
+
+
+def compile_anew(
+    function: Callable[..., Any], wrapped: bool, settings: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """``torch.compile(function, fullgraph=True, **settings)`` with a memory of its own.
+
+    torch keeps graphs by the code of a function: all closures made by one ``def`` share its
+    ``recompile_limit``, and the ninth would not compile. And by its name and line it remembers
+    sizes: what it sees with another one it leaves open, in another model too, which is slower, and
+    torch.func has no dropout then.
+    """
+    own = function.__code__.replace(co_name=f"{function.__name__}_{next(_MADE)}")
+    function = FunctionType(
+        own, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    options: dict[str, Any] = {"guard_filter_fn": _worth_guarding}
+    inductor = settings.get("backend", "inductor") == "inductor"
+    if wrapped and inductor and VERSION >= (2, 13):  # on 2.11 it asserts around a scan
+        options["cpp_wrapper"] = True
+    if "mode" not in settings:  # torch takes one of the two
+        settings = {**settings, "options": options | dict(settings.get("options") or {})}
+    return torch.compile(function, fullgraph=True, **settings)
+
+
+_MADE = count()
+
+
+def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
+    """Not what torch, optree and we ourselves are made of: half of a small step's time.
+
+    What users may change of their own stays guarded. Who puts another function into torch itself
+    calls ``torch.compiler.reset()``, and so does who adds hooks to a module, which torch's
+    compiler does not guard either.
+    """
+    return ["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]
+
+
+_LIBRARY = re.compile(
+    r"G\['__import_(torch_dot_|optree_dot_|pureaccum_dot_|contextlib')|__import__\('torch'\)"
+    r"|\['_tuple_new'\]"  # what the classes of NamedTuples are made of
+)
+
+
+def let_vary(x: Tensor) -> Tensor:
+    """The tensor, and a graph that is made for it will take any number of rows."""
+    torch._dynamo.maybe_mark_dynamic(x, 0)  # pyright: ignore
+    return x
+
+
+def is_compiler_error(error: BaseException | None) -> bool:
+    """Whether it is the compiler's own, and not one of a graph that runs."""
+    return any(
+        cls.__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx.experimental"))
+        for cls in type(error).__mro__
+    )
+
+
+def compiler_stack(error: BaseException) -> list[FrameSummary]:
+    """Where in the code that was compiled, outermost first."""
+    return list(getattr(error, "real_stack", None) or [])
+
+
+# What can be seen of a tensor, a module and torch -------------------------------------------
+
+
+def version(x: Tensor) -> int | None:
+    """How often a tensor was written to; nobody counts that for inference tensors, or compiling."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    x = innermost(x)
+    return None if x.is_inference() else x._version
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each of some tensors was written to; inference tensors and foreach do not count."""
+    if transform_level() is None:
+        try:
+            return [*map(_VERSION, tensors)]
+        except RuntimeError:  # an inference tensor among them
+            pass
+    return [version(x) or 0 for x in tensors]
+
+
+_VERSION = attrgetter("_version")
+
+
+def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
+    """Whether the graph of a loss ends in any of these."""
+    if torch._C._functorch.is_gradtrackingtensor(total):  # pyright: ignore
+        return total.requires_grad  # on this level
+    wanted, below, seen = {id(x) for x in leaves}, [total.grad_fn], set[Any]()
+    while below:
+        node = below.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        below.extend(parent for parent, _ in node.next_functions)
+    return any(total is x for x in leaves)
+
+
+def tensor_hooks(x: Tensor) -> list[Any]:
+    """The hooks on a tensor's gradient, and those after it has been accumulated."""
+    held = (x._backward_hooks, x._post_accumulate_grad_hooks)  # pyright: ignore
+    return [list((hooks or {}).values()) for hooks in held]
+
+
+def module_vars(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module holds, without the caches of recurrent ones.
+
+    ``functional_call`` itself leaves these stale, and each call makes them anew.
+    """
+    return {k: v for k, v in vars(module).items() if not is_cache(k)}
+
+
+def hooks_of_all_modules() -> dict[str, list[Any]]:
+    """What ``register_module_forward_hook`` and its kin registered."""
+    known = vars(torch.nn.modules.module).items()
+    return {k: list(v.values()) for k, v in known if k.startswith("_global") and v and "hooks" in k}
+
+
+def saved_tensors_hooks_allowed() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` may be entered."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore
+
+
+# What can be seen of a computation ----------------------------------------------------------
+
+
+def seeing(
+    see: Callable[[tuple[Any, ...], Any], None] | None = None,
+    before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
+) -> TorchDispatchMode:
+    """Call ``before(operation, args, kwargs)`` and ``see(operands, out)`` around each operation.
+
+    It stands below torch.func's transforms and autograd: forward, backward, in-place and foreach
+    operations all come by, with plain tensors.
+    """
+    return (_Uncompiled if "torch._dynamo" in sys.modules else _Seeing)(see, before)
+
+
+class _Seeing(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """By default torch imports its compiler, which takes a second, to keep that out of here."""
+        return False
+
+    def __init__(self, see: Any, before: Any) -> None:
+        super().__init__()
+        self.see, self.before = see, before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.before is not None:
+            self.before(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if self.see is not None:
+            self.see((*args, *kwargs.values()), out)
+        return out
+
+
+class _Uncompiled(_Seeing):
+    """The same where the compiler has been imported, and would compile what stands here."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = _Seeing.__torch_dispatch__
+
+
+def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation is about to write to."""
+    schema = operation._schema
+    name = schema.name.rpartition("::")[2]
+    # Batch norms do not declare that in training mode they write to the running statistics.
+    declared = name not in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if declared and not schema.is_mutable:
+        return []
+    values = [*args, *(kwargs.get(a.name) for a in schema.arguments[len(args) :])]
+    if not declared:
+        return [x for x in values[3:5] if isinstance(x, Tensor) and values[5]]
+    written: list[Tensor] = []
+    for argument, value in zip(schema.arguments, values, strict=True):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            several = value if isinstance(value, (list, tuple)) else [value]
+            written += [x for x in several if isinstance(x, Tensor)]
+    return written
+
+
+def is_taken_as_new(operation: Any) -> bool:
+    """Whether its operand is a tensor that was made of numbers just now, by no operation."""
+    return operation is torch.ops.aten.lift_fresh.default
+
+
+def memory_of(x: Tensor) -> int | None:
+    """What is the same for all views of one memory; None where tensors have several, or none."""
+    x = innermost(x)
+    return None if x.layout != torch.strided or x.is_nested else x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work on a backward pass, in this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+@contextmanager
+def imagining() -> Generator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    """Compute nothing: tensors have shapes and no numbers, and who reads a number is told 1.
+
+    Yields what makes such a tensor out of another one, on a CPU where that is on no device; and
+    what says which one an operation takes a captured tensor for.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def taken_for(x: Tensor) -> Tensor:
+        return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
+
+    def imagined(x: Tensor) -> Tensor:
+        device = "cpu" if x.is_meta else x.device
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, Telling():
+        yield imagined, taken_for
+
+
+class Telling(TorchDispatchMode):
+    """Answers 1 where code reads a number that is not there, and that what is compared is equal."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        from torch._subclasses.fake_tensor import DataDependentOutputException
+
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is torch.ops.aten.equal.default:
+                return True
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

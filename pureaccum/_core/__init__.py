@@ -1,0 +1,1 @@
+"""The primitive, ``microbatch``, and the monoid: sums of gradients and of weights."""

@@ -1,0 +1,321 @@
+"""Accumulation as a commutative monoid: sums of gradients, sums of weights.
+
+Ragged microbatches, means over tokens, short last windows, ranks and a resumed run are then one
+rule. Sums are float32 at least; totals and weights are float64: token counts pass 2**24.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base.checks import (
+    check_argnums,
+    check_dtype,
+    check_fits,
+    outside_inference_mode,
+    positions,
+    read_params,
+    refuse_autocast_cache,
+)
+from .._base.donation import Spoiled, hand_over, mark
+from .._base.dtensors import closed, opened, resolved
+from .._base.states import loadable
+from .._base.torch_internals import transform_active
+from .._base.trees import Tree, add, flatten, paths, unflatten, zeros
+from .._base.trees import leaves as leaves_of
+from .batches import read_batch
+from .engines import Engine, Loss, prepare
+from .loss import Reduction, divisor, mean_value
+from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule, check_sharded
+from .sums import divided
+from .weights import Microbatch, settle
+from .writes import Given, Known, LateWriteError, guarding, known_of
+
+
+@loadable
+class AccumState(NamedTuple):
+    """What has been accumulated so far; all of it tensors, and sums over the microbatches.
+
+    Attributes:
+        grads: A tree like params: sums of (weight * gradient), float32 at least.
+        total: Sum of (weight * loss), float64.
+        weight: Sum of weights, float64: rows, or what ``Weighted`` says. A plain
+            ``reduction="sum"`` has nothing to divide by and leaves it at zero.
+        microbatches: How many updates there were, skipped ones included.
+        skipped: How many of them ``nonfinite="skip"`` left out.
+        nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
+            anywhere in the gradient for ``"skip"``.
+        weighted: How many were ``Weighted``, which ``reduction="sum"`` has to know in the end.
+        squares: With ``squares=True``, a float64 vector, for ``noise_scale``: of each leaf the sum
+            of |weight * gradient|² / weight, last how many microbatches had weight; else ``()``.
+
+    Example:
+        >>> acc, w = accumulator(lambda w, x: (w * x).mean()), torch.tensor(2.0)
+        >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))
+        >>> state.grads, state.weight, state.microbatches
+        (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
+
+    References:
+        ``accumulator``, which makes it; ``distributed.all_reduce``; ``save`` and ``load``.
+    """
+
+    grads: Tree
+    total: Tensor
+    weight: Tensor
+    microbatches: Tensor
+    skipped: Tensor
+    nonfinite: Tensor
+    weighted: Tensor
+    squares: Tensor | tuple[()] = ()
+
+
+class Accumulator(NamedTuple):
+    """The four functions that ``accumulator`` makes.
+
+    Attributes:
+        init: ``init(params)`` gives the identity: a state of zeros.
+        update: ``update(state, params, *args, donate=False)`` gives the state with one microbatch
+            more, or ``(state, aux)``. ``args`` is what the loss takes after params; with ``donate``
+            the old state is given up: its memory is added to, and using it raises.
+        merge: ``merge(a, b)`` gives one state of two, in any order and grouping.
+        finalize: ``finalize(state, donate=False)`` gives ``(grads, value)``: sums / weight, of a
+            sum the sums, float32 at least; over no weight zeros and NaN.
+    """
+
+    init: Callable[[Tree], AccumState]
+    update: Callable[..., Any]
+    merge: Callable[[AccumState, AccumState], AccumState]
+    finalize: Callable[..., tuple[Tree, Tensor]]
+
+
+def accumulator(
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    reduction: Reduction = "mean",
+    dtype: torch.dtype | None = None,
+    nonfinite: Nonfinite = "propagate",
+    engine: Engine = "func",
+    squares: bool = False,
+) -> Accumulator:
+    """Accumulate the gradient of a loss over a stream of microbatches.
+
+    The rule::
+
+        init(params)        = zeros
+        update(state, part) = state + (w * gradient, w * loss, w)    # w: rows, or of Weighted
+        merge(a, b)         = a + b
+        finalize(state)     = grads / weight, total / weight         # once; of a sum as they are
+
+    That is the gradient of the full batch, whatever the microbatches' sizes and order. The state
+    holds one gradient tree; ``update(..., donate=True)`` adds to it during the backward pass.
+
+    Args:
+        loss_fn: ``loss_fn(params, *args)`` gives a scalar or ``Weighted``, or ``(that, aux)``.
+        has_aux: Whether the loss returns ``(loss, aux)``; ``update`` then gives ``(state, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0.
+        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
+        nonfinite: What becomes of a microbatch with an inf or NaN: ``"propagate"`` adds it all the
+            same; ``"skip"`` leaves it out with its weight, and counts it; ``"raise"`` raises
+            ``FloatingPointError`` naming the leaf (it looks, and so waits for the device).
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+        squares: Also sum the squared norms of the microbatches' gradients, for ``noise_scale``.
+
+    Returns:
+        ``init(params)``, ``update(state, params, *args, donate=False)``, ``merge(a, b)`` and
+        ``finalize(state, donate=False) -> (grads, value)``.
+
+    Example:
+        >>> acc = accumulator(lambda w, x: ((w * x) ** 2).mean())
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+        >>> state = acc.init(w)
+        >>> for part in (x[:2], x[2:]):
+        ...     state = acc.update(state, w, part, donate=True)
+        >>> acc.finalize(state)
+        (tensor(9.3333), tensor(4.6667, dtype=torch.float64))
+
+    References:
+        `optax.MultiSteps <https://optax.readthedocs.io>`_, a mean of the microbatches' means.
+    """
+    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine, squares))
+    at_least = check_dtype(dtype)
+    batches = check_argnums(batch_argnums, "batch_argnums")
+    _check_not_params(batches, batch_argnums)
+
+    recomputes: set[bool] = set()  # saves looking again whether the loss has checkpoints
+    known = known_of(loss_fn)
+
+    def init(params: Tree) -> AccumState:
+        """The identity: a state of zeros."""
+        leaves, _ = read_params(params)
+        count = len(leaves) if squares else None
+        with outside_inference_mode():
+            return empty(zeros(params, at_least), leaves[0].device, count)
+
+    def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+        """The state with one microbatch more, or ``(state, aux)``."""
+        read_state(state)
+        leaves, spec = read_params(params)
+        check_belongs(state, leaves, spec, squares)
+        called = (params, *args)
+        at = positions(batches, len(called), "batch_argnums")
+        _check_not_params(at, batch_argnums)
+        batch = tuple(called[i] for i in at)
+        read = read_batch(batch[0] if len(batch) == 1 else batch)
+        refuse_autocast_cache(leaves)
+
+        def loss(leaves: list[Tensor]) -> Any:
+            return loss_fn(unflatten(spec, leaves), *args)
+
+        given = known, Given("params", leaves, spec), Given("batch", *read[:2])
+        learned = recomputes, given
+        new, entry = updated(state, loss, leaves, spec, read.rows, rule, *learned, donate=donate)
+        return (new, entry.aux) if has_aux else new
+
+    def merge(a: AccumState, b: AccumState) -> AccumState:
+        """One state of two, in any order and grouping."""
+        names = "the first state's grads", "the second state's grads"
+        return merged(read_state(a), read_state(b), squares, names)
+
+    def finalize(state: AccumState, donate: bool = False) -> tuple[Tree, Tensor]:
+        """The gradients and the value: sums divided once."""
+        by = divisor(read_state(state).weight, plain_sum(state, reduction))
+        value = mean_value(state.total, by)
+        sums, spec = flatten(state.grads)
+        own = donate and not transform_active()
+        grads = divided(resolved(sums), by, own=own)
+        return unflatten(spec, hand_over(leaves_of(state), grads) if own else grads), value
+
+    return Accumulator(init, update, merge, finalize)
+
+
+def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
+    if 0 in at:
+        raise ValueError(
+            f"batch_argnums={batch_argnums!r} names argument 0, which is params: what is "
+            "differentiated is the same for every microbatch, and what is cut is not."
+        )
+
+
+_FOREIGN = "A state belongs to the params that it was made from by init."
+
+
+def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) -> AccumState:
+    """One state of two; names are those of their gradients."""
+    check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]), _FOREIGN)
+    check_squares(a, squares)
+    check_squares(b, squares)
+    return add(a, b)
+
+
+def read_state(state: Any) -> AccumState:
+    """The state itself, or an error that says what a state is."""
+    if not isinstance(state, AccumState):
+        raise TypeError(
+            f"the state is a {type(state).__name__}; expected the AccumState that init, update or "
+            "merge returned (with has_aux=True, update returns a pair (state, aux))."
+        )
+    return state
+
+
+# Pieces that a window shares with the accumulator ----------------------------------------
+
+
+def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
+    """Whether what was summed has no weight to be divided by."""
+    return reduction == "sum" and state.weighted == 0
+
+
+def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
+    """Check that a state is one, and of these params."""
+    sums, sums_spec = flatten(read_state(state).grads)
+    check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
+    check_squares(state, squares)
+
+
+def updated(
+    state: AccumState,
+    loss: Loss,
+    leaves: list[Tensor],
+    spec: optree.PyTreeSpec,
+    rows: int | None,
+    rule: Rule,
+    recomputes: set[bool],
+    given: tuple[Known, Given, Given],
+    *,
+    donate: bool,
+    scale: Tensor | None = None,
+    unit: float | None = None,
+) -> tuple[AccumState, Microbatch]:
+    """The state with one microbatch more, and what that came to."""
+
+    def label(leaf: int | None) -> str:
+        what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
+        return f"{what} of microbatch {int(state.microbatches)}"
+
+    check_sharded(leaves, rule)
+    held = flatten(state.grads)[0]
+    sums, layouts = opened(held)
+    before: list[Tensor] | None = None
+    in_place = not transform_active()
+    with outside_inference_mode():
+        if in_place and not donate:
+            before, sums = sums, [x.clone() for x in sums]
+        wrt = prepare(leaves, rule.engine, recomputes)._replace(scale=scale, unit=unit)
+        try:
+            with guarding(*given) as guarded:
+                grads, entry = add_microbatch(
+                    guarded(loss), wrt, sums, rows, rule, before=before, label=label
+                )
+        except BaseException as error:
+            if type(sums[0]) is Spoiled or (isinstance(error, LateWriteError) and before is None):
+                mark(held, Spoiled)
+            raise
+        new = counted(state, [entry], rule)
+        grads = closed(grads, layouts)
+        if in_place and donate:
+            grads = hand_over([*held, *leaves_of(state[1:])], grads)
+    return AccumState(unflatten(spec, grads), *new[1:]), entry
+
+
+def check_squares(state: AccumState, squares: bool) -> None:
+    """Check that a state has squares where they are asked for."""
+    if isinstance(state.squares, Tensor) != squares:
+        raise ValueError(
+            f"the state was made with squares={not squares}; expected squares={squares}, as in a "
+            f"state of this accumulator's own init (of a step: noise={squares}, its own begin)."
+        )
+
+
+def empty(grads: Tree, device: torch.device, squares: int | None = None) -> AccumState:
+    """Those sums, and nothing else counted yet; squares of so many leaves, or none."""
+    amounts = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+    if squares is None:
+        return AccumState(grads, *amounts, *counts)
+    each = torch.zeros(squares + 1, dtype=torch.float64, device=device)
+    return AccumState(grads, *amounts, *counts)._replace(squares=each)
+
+
+def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumState:
+    """The state with everything but the gradients of some microbatches more."""
+    total, weight, nonfinite = (x.to(state.total.device) for x in settle(seen))
+    return AccumState(
+        state.grads,
+        state.total + total,
+        state.weight + weight,
+        state.microbatches + len(seen),
+        # no two states may share a tensor: donating the one would take it from the other
+        state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
+        state.nonfinite + nonfinite,
+        state.weighted + sum([x.weighted for x in seen]),
+        state.squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
+        if isinstance(state.squares, Tensor)
+        else (),
+    )

@@ -1,0 +1,243 @@
+"""The largest microbatches that memory allows: ``microbatch_size="auto"``.
+
+    size = rows of the batch, or what is known of batches of its kind
+    while out of memory: forget the try, restore the generators, size = size / 2
+
+The result is, to the bit, that of the size which went well: a try leaves nothing behind, neither
+memory nor random numbers drawn. What went well and what did not is remembered, so that later
+batches begin there.
+"""
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_argnums, check_int, outside_inference_mode, positions
+from .._base.generators import generators, restore
+from .._base.live import counting
+from .._base.torch_internals import transform_active
+from .._base.trees import Tree, flatten
+from .batches import read_batch, rows_to_cut
+
+
+Size = int | Sequence[int] | Literal["auto"] | None
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+REMEMBERED = 1000  # kinds of batches
+
+
+class Known(NamedTuple):
+    """What is known of batches of one kind."""
+
+    fits: int = 0  # the largest size that went well
+    fails: float = float("inf")  # the smallest that did not
+    rows: int = 0  # the longest batch in which ``fits`` went well
+
+
+def by_memory(
+    run: Callable[..., T],
+    look: Callable[..., tuple[Tree, Tree]],
+    budget: int | None = None,
+    root: str = "batch",
+) -> Callable[..., T]:
+    """A function that finds the microbatch size by itself.
+
+    Args:
+        run: ``run(size, *args, **kwargs)``, a pure function.
+        look: The batch among ``args``, and what else decides how much memory is needed.
+        budget: Bytes that a call may hold beyond its arguments; None for all that there is.
+        root: What errors call the batch.
+
+    Returns:
+        ``run`` without its first argument.
+    """
+    kinds: dict[Any, Known] = {}
+
+    def found(*args: Any, **kwargs: Any) -> T:
+        if transform_active():
+            raise RuntimeError(
+                "microbatch_size='auto' came under a torch.func transform or torch.compile, whose "
+                "own memory a smaller size does not free. Find the size outside of it (rows / "
+                "info.microbatches of a step), and give that number."
+            )
+        batch, rest = look(*args, **kwargs)
+        rows = max(rows_to_cut(read_batch(batch, root), root), 1)
+        kind, device = _kind(batch, rest)
+        known, outer = kinds.get(kind, Known()), sys.exception()
+        before, drain = generators([] if device is None else [device]), _oldest()
+        size, tried = rows if rows < known.fails else max(known.fits, 1), list[int]()
+        while True:
+            tried.append(size)
+            proven = size <= known.fits and rows <= known.rows
+            mode = nullcontext() if budget is None or proven else counting(budget, device)
+            try:
+                with mode:
+                    result = run(size, *args, **kwargs)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                if size == 1:
+                    kinds.pop(kind, None)
+                    error.add_note(_sentence(tried, rows))
+                    raise
+                _let_go(error, outer)
+            # Here, since until its except block is left an error is kept by the interpreter.
+            drain()
+            gc.collect()
+            torch.cuda.empty_cache()
+            restore(before)
+            if size <= known.fits:  # memory is tighter than it was
+                known = Known()
+            known = known._replace(fails=min(size, known.fails))
+            size = max(size // 2, known.fits)
+        if size >= known.fits:
+            longest = max(rows, known.rows) if size == known.fits else rows
+            known = known._replace(fits=size, rows=longest)
+        if len(kinds) >= REMEMBERED:
+            kinds.clear()
+        kinds[kind] = known
+        return result
+
+    return found
+
+
+def _kind(batch: Tree, rest: Tree) -> tuple[Any, torch.device | None]:
+    """What tells how much a row needs, and the device of the first tensor beside the batch."""
+    (rows, rows_spec), (leaves, spec) = flatten(batch), flatten(rest)
+    tensors = [x for x in (*leaves, *rows) if isinstance(x, Tensor)]
+    shapes = (
+        *((x.dtype, x.shape[1:]) if isinstance(x, Tensor) else type(x) for x in rows),
+        *((x.dtype, x.shape) if isinstance(x, Tensor) else type(x) for x in leaves),
+    )
+    return (rows_spec, spec, shapes), tensors[0].device if tensors else None
+
+
+def _sentence(tried: list[int], rows: int) -> str:
+    return (
+        f"microbatch_size='auto' tried {', '.join(map(str, tried))} of {rows} rows, and there is "
+        "no smaller size. What does not shrink with it are gradients, optimizer state and the "
+        "next state (donate=True, with a number for the size, saves the last); remat saves "
+        "activations."
+    )
+
+
+# What an error is, and what it holds -------------------------------------------------------
+
+# Of RuntimeErrors that are no torch.OutOfMemoryError. CUDNN_STATUS_NOT_SUPPORTED is not among them:
+# it is also what cuDNN says of sizes that it does not take.
+TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",  # on Windows
+    "CUDA error: out of memory",  # outside torch's allocator
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",  # cuDNN 8; the next two are cuDNN 9
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was not enough memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in TEXTS)
+
+
+def _let_go(error: BaseException, outer: BaseException | None) -> None:
+    """Free what an error holds: the frames that it came through, with all tensors in them.
+
+    But not the error ``outer``, which the caller was already handling.
+    """
+    held: list[BaseException | None] = [error]
+    done = [None, outer]
+    while held:
+        each = held.pop()
+        if any(each is other for other in done):
+            continue
+        assert each is not None
+        done.append(each)
+        held += [each.__cause__, each.__context__]
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+
+
+def _oldest() -> Callable[[], object]:
+    """A function that empties autograd's queue of what is made from now on.
+
+    A backward pass that fails leaves in its thread's queue the nodes that were ready, with the
+    tensors that they saved. The next pass drops those that come before its own: the younger ones.
+    """
+    with outside_inference_mode(), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        out = leaf * 1
+    return partial(torch.autograd.grad, out, leaf, retain_graph=True)
+
+
+# Where it may be asked for -------------------------------------------------------------------
+
+
+def automatic(transform: Callable[P, T]) -> Callable[P, T]:
+    """Let ``grad_and_value`` and its kin take ``microbatch_size="auto"``."""
+
+    @wraps(transform)
+    def with_auto(*args: P.args, **knobs: P.kwargs) -> T:
+        if not is_auto(knobs.get("microbatch_size")):
+            return transform(*args, **knobs)
+        make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
+        cut_at = check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
+
+        def run(size: int, *args: Any, **kwargs: Any) -> Any:
+            return make(**knobs | {"microbatch_size": size})(*args, **kwargs)
+
+        def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
+            at = positions(cut_at, len(args), "batch_argnums")
+            rest = [None if i in at else arg for i, arg in enumerate(args)]
+            return {i: args[i] for i in at}, (rest, kwargs)
+
+        func = make(**knobs | {"microbatch_size": 1})  # checks the knobs, and has a name
+        return cast(T, wraps(func)(by_memory(run, look, root="args")))
+
+    return with_auto
+
+
+def is_auto(size: object) -> bool:
+    """Whether a size is to be found; an array of sizes compares number by number."""
+    return isinstance(size, str) and size == "auto"
+
+
+def check_auto(size: object, budget: object, given: Mapping[str, object]) -> None:
+    """Check what a step whose size is found by itself may be made of."""
+    if not is_auto(size):
+        if budget is not None:
+            raise ValueError(
+                f"memory_budget={budget!r} came with microbatch_size={size!r}; it is the budget in "
+                "which microbatch_size='auto' looks for a size."
+            )
+        return
+    if budget is not None:
+        expected = "an int of at least 1, the bytes that a step may hold beyond its arguments"
+        check_int(budget, "memory_budget", expected, 1)
+    for name, why in (
+        ("donate", "a try that runs out of memory has used up the state that it was given"),
+        ("compile", "each size would be compiled, and a graph has a memory of its own"),
+        ("noise", "noise is measured between microbatches, and 'auto' begins with one"),
+    ):
+        if given[name] not in (None, False):
+            raise ValueError(
+                f"{name} came with microbatch_size='auto': {why}. Find the size first, without "
+                f"{name} (rows / info.microbatches), and give that number."
+            )

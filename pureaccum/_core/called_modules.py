@@ -1,0 +1,152 @@
+"""Keep ``functional_call`` open over a backward pass that recomputes.
+
+A checkpointed module runs its forward pass again during the backward pass. By then
+``functional_call`` has put the module's own parameters back, and the recomputation would use
+those: a wrong gradient, without an error. So what every module held while it was called is
+remembered in the forward pass and put back for the length of the backward pass.
+
+That costs small networks a tenth of their time, and only checkpoints need it. They make
+themselves known by saved-tensor hooks: the loss runs with those disabled, and only one that
+wants them is run again, with the same random numbers, and watched.
+"""
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .._base.donation import Refusing
+from .._base.generators import generators, restore
+from .._base.torch_internals import Place, tensor_places
+
+
+# The module that each part of a shell stands for. Shells keep their tensors: see shell.py.
+origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictionary()
+
+# Whoever puts tensors into a module itself does so alone; one for all, for some are in others.
+ALONE = threading.RLock()
+
+# By module and name: a copy of what was there.
+Held = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
+
+
+class Called(NamedTuple):
+    """A module that was called."""
+
+    training: bool
+    places: list[Place]
+
+
+Modules = dict[torch.nn.Module, Called]
+T = TypeVar("T")
+
+
+class Ambiguous(Refusing):
+    """What a module holds while nobody can tell what it should."""
+
+    reason: ClassVar[str] = (
+        "a checkpointed module was called with two different sets of parameters in one "
+        "microbatch, so its recomputation cannot tell which is meant. Checkpoint a function that "
+        "calls functional_call itself: checkpoint(lambda p, x: functional_call(module, p, x), p, x)"
+    )
+
+
+def call_watched(
+    loss: Callable[[], T], recomputes: set[bool], devices: frozenset[torch.device]
+) -> tuple[T, Held]:
+    """Call a loss, and find out what its modules held if its backward pass will recompute.
+
+    ``recomputes`` remembers the answer for the next microbatch.
+    """
+    if not recomputes:
+        before = generators(devices)
+        try:
+            with torch.autograd.graph.disable_saved_tensors_hooks(_WANTED):
+                return loss(), {}
+        except RuntimeError as error:
+            if _WANTED not in str(error):
+                raise
+        recomputes.add(True)
+        restore(before)
+    with remembering() as held:
+        return loss(), held
+
+
+_WANTED = "pureaccum: saved-tensor hooks are wanted"
+
+
+@contextmanager
+def remembering(held: Held | None = None, modules: Modules | None = None) -> Generator[Held]:
+    """Remember what the modules called inside hold, and those below them, beside what is held.
+
+    And which modules these are.
+    """
+    held = {} if held is None else held
+    seen: Modules = {} if modules is None else modules
+    ambiguous: set[tuple[torch.nn.Module, str]] = set()
+    thread = threading.get_ident()
+
+    def before(module: torch.nn.Module, _args: object) -> None:
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or threading.get_ident() != thread
+            or module in origins
+        ):
+            return
+        if module not in seen:
+            seen[module] = Called(module.training, tensor_places(module))
+        for place in seen[module].places:
+            owner, attributes, name = place
+            now = attributes[name]
+            if (owner, name) not in held:
+                held[owner, name] = place, now.copy()
+            elif name == "_parameters":
+                then = held[owner, name][1]
+                ambiguous.update([(owner, x) for x in then if then[x] is not now.get(x)])
+
+    watch = register_module_forward_pre_hook(before)
+    try:
+        yield held
+    finally:
+        watch.remove()
+        for key, (place, then) in held.items():
+            if place[2] == "_parameters":
+                # No two the same: torch takes equal ones for tied.
+                refusing = {
+                    name: torch.empty(0).as_subclass(Ambiguous)
+                    for name in then
+                    if (place[0], name) in ambiguous
+                }
+                held[key] = (place, then | refusing)
+
+
+@contextmanager
+def in_modes(modules: Modules) -> Generator[None]:
+    """Let modules be in training as they were when they were called."""
+    others = {x: then.training for x, then in modules.items() if x.training != then.training}
+    with ALONE if others else nullcontext():
+        try:
+            for module, then in others.items():
+                module.training = then
+            yield
+        finally:
+            for module, then in others.items():
+                module.training = not then
+
+
+@contextmanager
+def holding(held: Held) -> Generator[None]:
+    """Let every module hold again what it held when it was called."""
+    with ALONE if held else nullcontext():
+        own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]
+        try:
+            for (_, attributes, name), tensors in held.values():
+                attributes[name] = tensors
+            yield
+        finally:
+            for attributes, name, tensors in own:
+                attributes[name] = tensors

@@ -1,0 +1,252 @@
+"""What a loss may return, and what it says about a microbatch.
+
+A scalar is the mean (or, with ``reduction="sum"``, the sum) of its microbatch; ``Weighted``
+says itself what it is a mean over. Either is read as a total and a weight, because totals and
+weights add up where means do not.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base.dtensors import any_sharded, is_sharded, local, replicated, whole
+from .._base.torch_internals import innermost, without_history
+from .._base.trees import flatten, unflatten
+
+
+Reduction = Literal["mean", "sum"]
+
+
+class Weighted(NamedTuple):
+    """A loss that is ``total / weight``: the mean over tokens, over a mask, over anything.
+
+    The rule, for the microbatches of a batch::
+
+        value = Σ total / Σ weight        gradient = Σ d total / d params / Σ weight
+
+    A loss returns it in place of a scalar, and it overrides ``reduction``. However unevenly the
+    weight is spread, that is the mean over the whole batch. A microbatch of weight zero adds its
+    total where that is a number other than zero (the sum over all anchors, say, over the number of
+    positives), and else exactly nothing, even where it is NaN. A batch of no weight has no value:
+    it is NaN, and a step over it is not applied. The weight is a constant of the gradient; a
+    transform around it (a meta-gradient with respect to the weights of samples) sees what it
+    depends on.
+
+    ``number * Weighted``, ``-Weighted`` and ``Weighted / number`` scale the total.
+
+    Attributes:
+        total: The sum of the losses, a 0-d tensor.
+        weight: What to divide by: a 0-d tensor or a number, not negative.
+
+    Example:
+        >>> from pureaccum import value
+        >>> def loss(w, batch):
+        ...     return Weighted((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum())
+        >>> batch = {"x": torch.tensor([1.0, 3.0, 7.0]), "mask": torch.tensor([1, 1, 0])}
+        >>> value(loss, microbatch_size=1)(torch.tensor(2.0), batch)
+        tensor(4.)
+
+    References:
+        ``grad_and_value``, ``accumulator`` and ``make_step``, whose losses may return it.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+    def __mul__(self, factor: Any) -> "Weighted":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The same mean times a number."""
+        return Weighted(self.total * _number(factor, "*"), self.weight)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "Weighted":
+        """The same mean divided by a number."""
+        return Weighted(self.total / _number(divisor, "/"), self.weight)
+
+    def __neg__(self) -> "Weighted":
+        """The same mean with the other sign."""
+        return Weighted(-self.total, self.weight)
+
+    def __add__(self, other: Any) -> Any:
+        """Refuse: a sum of two means is no mean."""
+        raise TypeError(
+            f"{_describe(other)} and a Weighted were added or subtracted. A sum of means over "
+            "different weights is no mean over any weight. With both weights of the whole batch "
+            "counted beforehand it is a plain sum: return total_a / all_a + total_b / all_b, with "
+            "reduction='sum'. A term that has no weight, such as a penalty on params, goes into "
+            "the total: Weighted(total + weight * penalty, weight)."
+        )
+
+    __radd__ = __sub__ = __rsub__ = __add__
+
+
+class Read(NamedTuple):
+    """A loss as read: a differentiable total, float64 weight or ``()``, tensors of the aux."""
+
+    total: Tensor
+    weight: Tensor | tuple[()]
+    aux: list[Tensor]
+
+
+class Shape(NamedTuple):
+    """What a loss returned beside tensors: nothing that a transform may see."""
+
+    dtype: torch.dtype
+    aux: optree.PyTreeSpec | None
+    static: list[Any]
+
+
+def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
+    """Check what a loss returned and take it apart."""
+    if has_aux:
+        if not is_pair(out):
+            raise TypeError(
+                f"the loss returned {_describe(out)}; with has_aux=True it returns a pair "
+                "(loss, aux), the loss a 0-d tensor or Weighted."
+            )
+        loss, aux = out
+    else:
+        loss, aux = out, ()
+    if isinstance(loss, Weighted):
+        total = _scalar(loss.total, "the total of Weighted")
+        weight: Tensor | tuple[()] = _weight(loss.weight, total)
+    else:
+        total, weight = _scalar(loss, "the loss"), ()
+    leaves, spec = flatten(aux) if has_aux else ([], None)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    shape = Shape(total.dtype, spec, static)
+    if total.dtype in (torch.float16, torch.bfloat16):
+        total = total.float()  # 65536, a common loss scale, is inf in fp16
+    return Read(total, weight, tensors), shape
+
+
+def detached(seen: Read) -> Read:
+    """The same without what was recorded of it."""
+    total, weight, aux = seen
+    weight = without_history(weight) if isinstance(weight, Tensor) else weight
+    return Read(without_history(total), weight, [without_history(x) for x in aux])
+
+
+def agreed(seen: Read) -> Read:
+    """The same where all ranks know both: what is pulled and kept depends on them."""
+    total, weight, aux = seen
+    if isinstance(weight, tuple) or not any_sharded([total, weight]):
+        return seen
+    known, value = whole([weight, total])
+    return Read(replicated(value, total), sane(known), aux)
+
+
+def is_pair(out: Any) -> bool:
+    """Whether a loss returned two things; ``Weighted`` is one."""
+    return isinstance(out, tuple) and not isinstance(out, Weighted) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]
+
+
+def join_aux(tensors: list[Tensor], shape: Shape) -> Any:
+    """The aux tree again, its tensors as they came out of a transform."""
+    if shape.aux is None:
+        return ()
+    rest = iter(tensors)
+    is_tensor = [leaf is None for leaf in shape.static]  # None is structure, never a leaf
+    leaves = [next(rest) if t else leaf for t, leaf in zip(is_tensor, shape.static, strict=True)]
+    return unflatten(shape.aux, leaves)
+
+
+def counts(total: Tensor, weight: Tensor) -> Tensor:
+    """Whether a ``Weighted`` adds anything: it has a weight, or else a total that is a number.
+
+    A total without a weight is the numerator of a ratio whose denominator is elsewhere in the
+    batch. One that is zero or not finite is what a microbatch comes to that is masked throughout.
+    """
+    total = local(total.detach())  # of a DTensor all ranks know it: see agreed
+    return (weight != 0) | ((total != 0) & ((total - total) == 0))
+
+
+def divisor(weight: Tensor, plain: Tensor | bool = False) -> Tensor:
+    """What sums are divided by: the weight, of plain sums 1.
+
+    Where nothing had any weight it is inf, which makes gradients zero.
+    """
+    by = torch.where(weight == 0, torch.inf, weight)
+    return by if plain is False else torch.where(torch.as_tensor(plain, device=by.device), 1.0, by)
+
+
+def mean_value(total: Tensor, by: Tensor) -> Tensor:
+    """The loss over everything seen, from what it is divided by: NaN over no weight."""
+    return torch.where(by == torch.inf, torch.nan, total / by)
+
+
+def _scalar(loss: Any, what: str) -> Tensor:
+    if not isinstance(loss, Tensor):
+        cause = (
+            "It has no return statement, perhaps."
+            if loss is None
+            else "With an auxiliary output, pass has_aux=True."
+            if isinstance(loss, tuple)
+            else ""
+        )
+        raise TypeError(
+            f"{what} is {_describe(loss)}; expected a 0-d floating-point tensor. {cause}".rstrip()
+        )
+    if loss.dim() != 0:
+        raise ValueError(
+            f"{what} has shape {tuple(loss.shape)}; expected a 0-d tensor. Reduce it over its "
+            "microbatch: .mean() (or .sum() with reduction='sum'), or Weighted(total, weight) for "
+            "a mean over anything but rows."
+        )
+    if not loss.is_floating_point():
+        cause = (
+            "Take its real part or its absolute value."
+            if loss.is_complex()
+            else "An integer has no gradient: an accuracy, or a cast on the way?"
+        )
+        raise TypeError(f"{what} is {loss.dtype}; expected a real floating-point tensor. {cause}")
+    return loss
+
+
+def _weight(weight: Any, total: Tensor) -> Tensor:
+    if isinstance(weight, (bool, int, float)):
+        known = float(weight) if 0 <= weight < float("inf") else float("nan")
+        return torch.full((), known, dtype=torch.float64, device=total.device)
+    if not isinstance(weight, Tensor) or weight.dim() != 0 or weight.is_complex():
+        came = (
+            f"a {weight.dtype} tensor of shape {tuple(weight.shape)}"
+            if isinstance(weight, Tensor)
+            else _describe(weight)
+        )
+        raise TypeError(
+            f"the weight of Weighted is {came}; expected a real 0-d tensor or a number: the sum of "
+            "the mask, say, and not the mask itself."
+        )
+    weight = weight.to(total.device, torch.float64)
+    return weight if is_sharded(innermost(weight)) else sane(weight)
+
+
+def sane(weight: Tensor) -> Tensor:
+    """A weight, NaN where there is no such weight."""
+    # A weight below zero, infinite or NaN has no mean. Nothing may stop to look at it, so it
+    # makes the result NaN.
+    return torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan)
+
+
+def _number(factor: Any, sign: str) -> Any:
+    if isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.dim() == 0):
+        return factor
+    raise TypeError(
+        f"Weighted {sign} {_describe(factor)}: expected a number or a 0-d tensor, which scales the "
+        "total."
+    )
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, Weighted):
+        return "a Weighted"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"  # pyright: ignore[reportUnknownArgumentType]
+    return f"a {type(value).__name__}"

@@ -1,0 +1,358 @@
+"""The primitive: a function of rows, one microbatch after the other.
+
+    for part in microbatches:
+        out = func(shared, part)      # rows are laid end to end, sums are added
+    its derivatives: the same, of functions that rule.py makes of func
+
+All else that takes a batch in parts is an instance of it.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .._base.casts import original
+from .._base.checks import check_argnums, check_choice, positions
+from .._base.dtensors import refuse_sharded
+from .._base.generators import generators, restore
+from .._base.torch_internals import (
+    differentiating,
+    forward_ad_active,
+    innermost,
+    mapped_levels,
+    transform_active,
+    transform_depth,
+    wants_gradient,
+)
+from .._base.trees import Tree, continuous, flatten, unflatten
+from .auto_size import by_memory, is_auto
+from .batches import check_sizes, need_rows, read_batch, sizes_of_batch
+from .early import NotEarlyError, known_gradient, with_gradient
+from .gathered import WHOLE, Cut, Rows
+from .host import to_host
+from .outputs import Outputs, Whole
+from .recomputation import Again, UnseenError, exchanged, note_made
+from .rule import FollowedError, Form, Outs, Pieces, attach, run
+from .words import check_reduce
+from .writes import Given, Known, guarding, known_of
+
+
+Size = int | Sequence[int] | str
+Keep = Literal["device", "host"]
+
+
+def microbatch(
+    func: Callable[..., Tree],
+    *,
+    microbatch_size: Size,
+    batch_argnums: int | tuple[int, ...] = 1,
+    batch_argnames: str | Sequence[str] = (),
+    reduce: Tree = "concat",
+    dim: int = 0,
+    keep: Keep = "device",
+) -> Callable[..., Tree]:
+    """Make a function take its batch one microbatch after the other, and so all its derivatives.
+
+    The rule::
+
+        outs = [func(shared, part) for part in microbatches(batch, microbatch_size)]
+        return outs, leaf by leaf concatenated, summed or whatever reduce says
+
+    It is differentiable as the function of the whole batch is, with respect to all that it is given
+    and captures, and in the memory of one microbatch: under every nest of torch.func's transforms
+    and under ``.backward()``, at any order. Only inputs and outputs are kept, and ``func`` is run
+    again for a derivative, with the random numbers, under the autocast and with the modules'
+    tensors of the first time. Full-batch code (a contrastive loss, any function of sums) is plain
+    code over what it returns.
+
+    Inside ``torch.compile`` it is the loop as it stands: that compiler decides by itself what to
+    keep.
+
+    Args:
+        func: Any pure function of pytrees, with a pytree as its result.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each; or ``"auto"``, as many as memory allows, outside of any transform.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along ``dim``. All others are handed to every microbatch whole.
+        batch_argnames: The same by name; where all batches are, ``batch_argnums`` is ``()``.
+        reduce: What becomes of each output: ``"concat"`` for leaves with one row per sample along
+            ``dim``; ``"sum"``; ``"mean"``, over rows; ``"max"`` and ``"min"``, number by number;
+            ``"stack"``, one entry per microbatch along a new dim 0; ``"last"``; or a ``Reducer``.
+            One of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere
+            in the output becomes total / weight of the whole batch, whatever stands here.
+        dim: Along which dim the rows of every batch argument lie, and those of the output.
+        keep: Where rows lie, and what is kept of them for the backward pass: ``"device"``, or
+            ``"host"`` for pinned memory of the host, to and from which each microbatch is copied
+            while the device computes.
+
+    Returns:
+        A function with the arguments of ``func``.
+
+    Example:
+        >>> embed = microbatch(lambda w, x: w * x, microbatch_size=1)
+        >>> def loss(w, x):  # of all pairs of rows
+        ...     z = embed(w, x)
+        ...     return (z[:, None] - z).square().mean()
+        >>> torch.func.grad(loss)(torch.tensor(1.0), torch.tensor([1.0, 3.0]))
+        tensor(4.)
+
+    References:
+        Gao et al., `Scaling deep contrastive learning batch size under memory limited setup
+        <https://arxiv.org/abs/2101.06983>`_ (GradCache), 2021; ``grad``, for the gradient of a mean
+    """
+    if not callable(func):
+        raise TypeError(f"func is {func!r}; expected a function.")
+    at = check_argnums(batch_argnums, "batch_argnums")
+    names = (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames)
+    check_reduce(reduce)
+    check_choice(keep, get_args(Keep), "keep")
+    known = known_of(func)
+    if is_auto(microbatch_size):
+        given = partial(microbatch, func, batch_argnums=at, batch_argnames=names)
+
+        def of_size(size: int, *args: Any, **kwargs: Any) -> Tree:
+            return given(microbatch_size=size, reduce=reduce, dim=dim, keep=keep)(*args, **kwargs)
+
+        def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
+            its = _batch_of(args, kwargs, at, names)
+            return its, [args, kwargs]
+
+        return wraps(func)(by_memory(of_size, look, root="args"))
+    size = check_sizes(microbatch_size)
+
+    @wraps(func)
+    def microbatched(*args: Any, **kwargs: Any) -> Tree:
+        batch = _batch_of(args, kwargs, at, names)
+        sizes = sizes_of_batch(need_rows(read_batch(batch, "args", dim), "args"), size) or [0]
+        arguments = Arguments.of(args, kwargs, batch, dim)
+        device = None
+        if keep == "host":
+            arguments, device = on_host(arguments)
+        return call(func, arguments, Outputs(reduce, sizes, dim, device), known)
+
+    return microbatched
+
+
+def _batch_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], at: tuple[int, ...], names: tuple[str, ...]
+) -> dict[Any, Tree]:
+    for name in names:
+        if name not in kwargs:
+            raise ValueError(
+                f"batch_argnames names {name!r}, but the function got no such argument by name; "
+                "what is passed by position goes into batch_argnums."
+            )
+    its: dict[Any, Tree] = {
+        i: args[i] for i in positions(at, len(args), "batch_argnums", missing=bool(names))
+    }
+    return its | {name: kwargs[name] for name in names}
+
+
+class Arguments(NamedTuple):
+    """What a function is called with: its tensors, how they are cut, and all of it again."""
+
+    tensors: list[Tensor]
+    cuts: list[Cut]
+    filled: Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any]]]
+
+    @staticmethod
+    def of(
+        args: Sequence[Any], kwargs: dict[str, Any], batches: Container[Any] = (), dim: int = 0
+    ) -> "Arguments":
+        """Those of a call; ``batches`` are the positions and names of what is cut."""
+        keys = [*range(len(args)), *kwargs]
+        flat = [flatten(x) for x in (*args, *kwargs.values())]
+        tensors: list[Tensor] = []
+        cuts: list[Cut] = []
+        dtypes: list[torch.dtype] = []
+        for key, (leaves, _) in zip(keys, flat, strict=True):
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    tensors.append(leaf if key in batches else original(leaf))
+                    dtypes.append(leaf.dtype)
+                    cuts.append(Rows(dim % leaf.dim()) if key in batches else "whole")
+                    leaves[i] = _TENSOR
+        refuse_sharded(
+            tensors,
+            "args",
+            "a microbatched function is run again piece by piece, which they are not cut into.",
+        )
+
+        count, names = len(args), [*kwargs]  # a closure that is kept, and must hold no tensor
+
+        def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+            rest = (x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True))
+            given = [
+                unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
+                for leaves, spec in flat
+            ]
+            return given[:count], dict(zip(names, given[count:], strict=True))
+
+        return Arguments(tensors, cuts, filled)
+
+
+_TENSOR = object()
+
+
+def on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
+    """The same with rows on the host, and the device that computes; a CPU is its own host."""
+    devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
+    if not devices:
+        return arguments, None
+    tensors: list[Tensor] = []
+    cuts: list[Cut] = []
+    for x, cut in zip(arguments.tensors, arguments.cuts, strict=True):
+        rows = isinstance(cut, Rows)
+        tensors.append(to_host(x) if rows and x.device.type != "cpu" else x)
+        cuts.append(cut._replace(host=devices[0]) if rows else cut)
+    return arguments._replace(tensors=tensors, cuts=cuts), devices[0]
+
+
+def call(
+    func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
+) -> Tree:
+    """A microbatched function of some arguments."""
+    tensors, cuts, filled = arguments  # so that what is kept holds none of the tensors
+
+    def body(p: int, operands: Sequence[Tensor], around: Any = None, again: bool = False) -> Outs:
+        args, kwargs = filled(operands)
+        with around or nullcontext():
+            return outputs.take(p, func(*args, **kwargs), again)
+
+    def begun(call: Any) -> Pieces:
+        """Pieces of which only the first tells what comes out."""
+
+        def first(p: int, operands: Sequence[Tensor]) -> Outs:
+            outs, keeps = call(p, operands)
+            assert outputs.form is not None
+            if its:  # once, and then no cycle holds what is guarded
+                its.pop().form = outputs.form._replace(operands=tuple(cuts))
+            return outs, keeps
+
+        pieces = Pieces(first, Form(tuple(cuts), (), ()), outputs.sizes)
+        its = [pieces]
+        return pieces
+
+    if torch.compiler.is_dynamo_compiling():
+        if known and not transform_depth() and any(x.requires_grad for x in tensors):
+            func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
+        return outputs.finish(run(begun(body), tensors, recorded=True), ())
+    tensors = exchanged(tensors)
+    devices = {x.device for x in tensors}
+    before = generators(devices)
+    given = Given("args", *flatten(tensors))
+    with guarding(known, given) if known else nullcontext(_itself) as guarded:
+        guarded_body = guarded(body)
+        if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
+            return outputs.finish(run(begun(guarded_body), tensors), ())
+        if (
+            transform_active()
+            and not differentiating()
+            and not any(innermost(x).requires_grad for x in tensors)
+        ):
+            return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
+        again = Again(devices)
+        remade = partial(_remade, body, again, cuts, outputs)
+        early: list[Tensor] | None = None
+
+        def first(p: int, operands: Sequence[Tensor]) -> Outs:
+            outs, keeps = guarded_body(p, operands, again.finding(operands))
+            again.check(outs)
+            return outs, keeps
+
+        def enough(outs: list[Tensor]) -> bool:
+            nonlocal early
+            if outputs.is_wide_total(outs):
+                early = _early(remade, again, len(outs), [*tensors, *again.captured])
+            return early is not None
+
+        try:
+            outs = run(begun(first), [x.detach() for x in tensors], enough=enough)
+            operands = [*tensors, *again.captured]
+            outs = _attached(remade, outs, operands) if early is None else early
+        except (UnseenError, FollowedError):
+            restore(before)
+            outputs.begin()
+            outs, operands = run(begun(body), tensors, recorded=True), tensors
+    return outputs.finish(outs, operands)
+
+
+def _itself(body: Any) -> Any:
+    return body
+
+
+def _remade(
+    body: Callable[..., Outs],
+    again: Again,
+    cuts: Sequence[Cut],
+    outputs: Outputs | Whole,
+    found: Sequence[int],
+) -> Pieces:
+    """Some outputs of a piece as it was the first time, of arguments and what is captured."""
+    form, count = outputs.form, len(cuts)
+    assert form is not None
+
+    def rerun(p: int, operands: Sequence[Tensor]) -> Outs:
+        own, captured = operands[:count], operands[count:]
+        if p < len(again.drawn):
+            its, keeps = body(p, own, again.as_then(p, captured), again=True)
+        else:
+            its, keeps = body(p, own, again.finding(own, captured))
+            again.check(its)
+        return [its[i] for i in found], keeps
+
+    its = Form(
+        operands=(*cuts, *(WHOLE for _ in again.captured)),
+        outs=tuple(form.outs[i] for i in found),
+        groups=tuple(form.groups[i] for i in found),
+    )
+    return Pieces(rerun, its, outputs.sizes)
+
+
+def _attached(
+    remade: Callable[[Sequence[int]], Pieces], outs: list[Tensor], operands: Sequence[Tensor]
+) -> list[Tensor]:
+    """What was computed, made a function of its operands."""
+    found = [i for i, x in enumerate(outs) if continuous(x)]
+    if found:
+        attached = attach(remade(found), operands, [outs[i] for i in found])
+        note_made(attached)
+        for i, x in zip(found, attached, strict=True):
+            outs[i] = x
+    return outs
+
+
+def _early(
+    remade: Callable[[Sequence[int]], Pieces], again: Again, count: int, operands: Sequence[Tensor]
+) -> list[Tensor] | None:
+    """What comes out, with a gradient taken on the way; None where there is none to be taken."""
+    wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
+    narrow = again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt)
+    if narrow or not (wrt and torch.is_grad_enabled()):
+        return None
+    if forward_ad_active() and any(map(mapped_levels, operands)):
+        return None  # torch makes no vmap of a Function that forward AD goes through
+    random = generators(again.devices)
+    pieces, total = with_gradient(remade(range(count)), wrt)
+    try:
+        computed = run(pieces, [x.detach() for x in operands])
+        if again.mode.half:  # in a piece that came later
+            raise NotEarlyError
+    except (UnseenError, NotEarlyError):
+        restore(random)
+        del again.drawn[1:], again.met[1:]
+        again.mode.unseen = False
+        return None
+    attached = attach(pieces, operands, computed)
+    outs, grads = attached[:count], attached[count:]
+    if total:
+        pairs = zip(wrt, grads, strict=True)
+        its, grads = zip(*[(operands[i], g) for i, g in pairs if i in pieces.reached], strict=True)
+        outs[total[0]] = known_gradient(outs[total[0]], grads, its)
+    note_made(outs)
+    return outs

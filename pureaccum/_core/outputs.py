@@ -1,0 +1,309 @@
+"""What becomes of the outputs of a microbatched function, leaf by leaf.
+
+    take    one microbatch's, as tensors that are summed or laid end to end: see rule.py
+    finish  the tree of them, for the whole batch
+
+Sums and rows are differentiated by the rule. What else there is (a largest number, whatever a
+user's reducer keeps) has a value and no derivative.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._base.trees import NAMESPACE, Tree, continuous, flatten, map, paths, sum_dtype, unflatten
+from .gathered import Cut, Rows
+from .loss import Weighted, counts, divisor, mean_value, read
+from .rule import Form, Outs
+from .words import below, is_reducer, reducer_of, replaced
+
+
+class Taken(NamedTuple):
+    """What is summed or laid end to end of one microbatch."""
+
+    outs: list[Tensor]
+    cuts: list[Cut]
+    groups: list[int]  # which of ``keeps`` says whether it counts, from 1; 0 is none
+    keeps: list[Tensor]
+
+
+class Look(NamedTuple):
+    """What a tensor looked like in the first microbatch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Counted(NamedTuple):
+    """What a piece gives, all of which counts only where ``keep`` is true, or always."""
+
+    tree: Tree
+    keep: Tensor | None
+
+
+class Whole:
+    """The output of one piece, as it comes."""
+
+    sizes: Sequence[int] = (1,)
+    form: Form | None = None
+
+    def begin(self) -> None:
+        """Forget what was taken."""
+
+    def is_wide_total(self, _outs: Sequence[Tensor]) -> bool:
+        """What is rematerialised keeps nothing."""
+        return False
+
+    def take(self, _p: int, out: Tree, again: bool = False) -> Outs:
+        """The tensors of a tree."""
+        keep = out.keep if isinstance(out, Counted) else None
+        leaves, spec = flatten(out.tree if isinstance(out, Counted) else out)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not again:
+            self.spec, self.static = spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+            groups = (0 if keep is None else 1,) * len(tensors)
+            self.form = Form((), ("whole",) * len(tensors), groups)
+        return tensors, () if keep is None else (keep,)
+
+    def finish(self, outs: Sequence[Tensor], _operands: Sequence[Tensor]) -> Tree:
+        """The tree again."""
+        rest = iter(outs)
+        leaves = [next(rest) if x is _TENSOR else x for x in self.static]
+        return unflatten(self.spec, leaves)
+
+
+_TENSOR = object()
+
+
+class Outputs:
+    """The outputs of the microbatches so far."""
+
+    def __init__(
+        self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
+    ) -> None:
+        self.sizes, self.dim, self.reduce, self.host = sizes, dim, reduce, host
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was taken."""
+        self.form: Form | None = None
+        self.words: list[Any] = []
+        self.likes: dict[
+            int, tuple[list[Any], Any]
+        ] = {}  # below each word, in the first microbatch
+        self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
+
+    def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
+        """Whether numbers are all that comes out of several pieces, and none is half precision."""
+        if not any(map(continuous, outs)):
+            return False
+        likes = [like for its, _ in self.likes.values() for like in its]
+        dtypes = [x.total if isinstance(x, Weighted) else getattr(x, "dtype", None) for x in likes]
+        wide = all(d is None or d.itemsize >= 4 for d in dtypes)
+        return len(self.sizes) > 1 and wide and not self.states and all(x.dim() == 0 for x in outs)
+
+    def take(self, p: int, out: Tree, again: bool = False) -> Outs:
+        """One microbatch's tensors, and whether they count."""
+        try:
+            pairs = below(self.reduce, out)
+        except ValueError as error:
+            raise ValueError(
+                f"reduce={self.reduce!r} is no prefix of what func returned: {error}"
+            ) from error
+        taken = Taken([], [], [], [])
+        self.words = [word for word, _ in pairs]
+        for n, (word, part) in enumerate(pairs):
+            if is_reducer(word):
+                if not again:
+                    self.reduce_leaf(p, (n, 0), word, part)
+                continue
+            values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
+            if p == 0 and not again:
+                self.likes[n] = [_look(x) for x in values], spec
+            likes, before = self.likes[n]
+            if not torch.compiler.is_dynamo_compiling() and spec != before:
+                raise ValueError(
+                    f"func returned another structure for microbatch {p} than before: {spec} after "
+                    f"{before}; what is reduced over microbatches has one structure."
+                )
+            for i, (x, like) in enumerate(zip(values, likes, strict=True)):
+                self.take_leaf(taken, p, (n, i), x, like, again)
+        if not again and p == 0:
+            self.form = Form((), tuple(taken.cuts), tuple(taken.groups))
+        return taken.outs, tuple(taken.keeps)
+
+    def take_leaf(
+        self, taken: Taken, p: int, at: tuple[int, int], x: Any, like: Any, again: bool
+    ) -> None:
+        """One leaf, of one microbatch."""
+        word = self.words[at[0]]
+        if isinstance(x, Weighted):
+            seen, _ = read(x, has_aux=False)
+            assert isinstance(seen.weight, Tensor)
+            taken.keeps.append(counts(seen.total, seen.weight))
+            total = torch.where(taken.keeps[-1], seen.total, 0.0).double()
+            taken.outs.extend((total, seen.weight))
+            taken.cuts.extend(("whole", "whole"))
+            taken.groups.extend((len(taken.keeps), 0))
+            return
+        if isinstance(x, (bool, int, float)) and word in ("sum", "mean", "max", "min"):
+            x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+        if not isinstance(x, Tensor):
+            if x != like:
+                raise TypeError(
+                    f"{self.name_of(at)} is {x!r} after {like!r} in a microbatch before; what is "
+                    f"no tensor is the same for all of them, {word!r} or not."
+                )
+            return
+        cut: Cut = "whole"
+        has_dim = -x.dim() <= self.dim < x.dim()
+        if word == "concat" and not (has_dim and x.shape[self.dim] == self.sizes[p]):
+            raise ValueError(self.no_rows(at, x, self.sizes[p]))
+        if word != "last" and isinstance(like, Look) and not self.is_like(x, like, word):
+            raise ValueError(
+                f"{self.name_of(at)} has shape {tuple(x.shape)} and {x.dtype} after "
+                f"{tuple(like.shape)} and {like.dtype} in a microbatch before, and reduce={word!r} "
+                "needs one shape and one dtype. A leaf with one row per sample takes 'concat'."
+            )
+        if word == "concat":
+            cut = Rows(self.dim % x.dim(), host=self.host)
+        elif word == "stack":
+            x, cut = x.unsqueeze(0), Rows(0, each=True)
+        elif word == "last":
+            cut = "last"
+            if again and p + 1 < len(self.sizes):
+                x = torch.zeros_like(x)
+        elif word in ("max", "min"):
+            if not again:
+                self.reduce_leaf(p, at, word, x)
+            return
+        elif word == "mean" and len(self.sizes) > 1:  # of one it is what it is, to the bit
+            x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
+        elif not continuous(x):
+            x = x.to(torch.int64)
+        taken.outs.append(x)
+        taken.cuts.append(cut)
+        taken.groups.append(0)
+
+    def is_like(self, x: Tensor, like: Look, word: str) -> bool:
+        """Whether it looks as in the first microbatch: else it would be broadcast or cast."""
+        shapes = [[*x.shape], [*like.shape]]
+        if word == "concat" and x.dim() == len(like.shape):
+            for shape in shapes:
+                del shape[self.dim]
+        return shapes[0] == shapes[1] and x.dtype == like.dtype
+
+    def reduce_leaf(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
+        """What has no derivative, of one microbatch."""
+        reducer, part = reducer_of(word), map(lambda x: torch.as_tensor(x).detach(), part)
+        before = self.states[at] if p else reducer.init(part)
+        weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
+        self.states[at] = reducer.update(before, map(lambda x: x.unsqueeze(0), part), weight)
+
+    # At the end -----------------------------------------------------------------------------
+
+    def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
+        """The tree for the whole batch; ``operands`` are what it is a function of."""
+        parts: list[Any] = []
+        rest = iter(outs)
+        for n, word in enumerate(self.words):
+            if is_reducer(word):
+                result = word.finalize(self.states[n, 0])
+                parts.append(map(lambda x: _without_gradient("a Reducer", x, operands), result))
+            else:
+                its, spec = self.likes[n]
+                done = [
+                    self.finish_leaf((n, i), like, rest, operands) for i, like in enumerate(its)
+                ]
+                parts.append(unflatten(spec, done))
+        return replaced(self.reduce, parts)
+
+    def finish_leaf(
+        self, at: tuple[int, int], like: Any, rest: Iterator[Tensor], operands: Sequence[Tensor]
+    ) -> Any:
+        """One leaf, of the whole batch."""
+        word = self.words[at[0]]
+        if isinstance(like, Weighted):
+            total, weight = next(rest), next(rest)
+            return mean_value(total, divisor(weight)).to(like.total)
+        if at in self.states:
+            return _without_gradient(repr(word), self.states[at], operands)
+        numbers = isinstance(like, (bool, int, float)) and word in ("sum", "mean")
+        if not isinstance(like, Look) and not numbers:
+            return like
+        x = next(rest)
+        if word == "mean" and len(self.sizes) > 1:
+            x = x / sum(self.sizes)
+            if isinstance(like, Look) and (like.dtype.is_floating_point or like.dtype.is_complex):
+                x = x.to(like.dtype)
+        return x
+
+    # Errors ---------------------------------------------------------------------------------
+
+    def name_of(self, at: tuple[int, int]) -> str:
+        """How a user would write it."""
+        words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
+        root = paths(words, "out")[at[0]]
+        return paths(self.likes[at[0]][1], root)[at[1]]
+
+    def no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:
+        """What is wrong with it."""
+        return (
+            f"{self.name_of(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, and "
+            f"reduce='concat' needs one row per sample along dim {self.dim}. Name what is meant "
+            "in reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per "
+            "microbatch) or 'last', for all outputs or as a tree of words; or return "
+            "Weighted(total, weight)."
+        )
+
+
+def _is_weighted(x: Any) -> bool:
+    return isinstance(x, Weighted)
+
+
+def _look(x: Any) -> Any:
+    if isinstance(x, Weighted):
+        return Weighted(x.total.dtype, 0)  # pyright: ignore
+    return Look(x.shape, x.dtype) if isinstance(x, Tensor) else x
+
+
+def _without_gradient(what: str, x: Any, operands: Sequence[Tensor]) -> Any:
+    """A value that has none, and says so when it is asked for."""
+    if not isinstance(x, Tensor) or not continuous(x) or torch.compiler.is_dynamo_compiling():
+        return x
+    return _Refusing.apply(what, x, *operands)
+
+
+class _Refusing(Function):
+    """The identity in its first tensor, with no derivative."""
+
+    @staticmethod
+    def forward(_what: str, x: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
+        return x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.what = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore
+        raise RuntimeError(_NO_GRADIENT.format(ctx.what))
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore
+        raise RuntimeError(_NO_GRADIENT.format(ctx.what))
+
+    @staticmethod
+    def vmap(_info: Any, in_dims: Any, what: str, x: Tensor, *operands: Tensor) -> Any:  # pyright: ignore
+        return _Refusing.apply(what, x, *operands), in_dims[1]
+
+
+_NO_GRADIENT = (
+    "a gradient was asked of {} over microbatches, which has none here; expected one of 'concat', "
+    "'sum', 'mean', 'stack', 'last' or Weighted. The largest of rows that are concatenated has "
+    "one: reduce='concat', and .amax() of the result. As a constant it is x.detach()."
+)

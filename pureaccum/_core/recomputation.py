@@ -1,0 +1,322 @@
+"""A function that is called again as it was called the first time.
+
+    for args in pieces:
+        with again.finding(args):
+            func(*args)
+    with again.as_then(p, captured):
+        func(*args)  # those of piece p
+
+It draws the same random numbers, under the same autocast, from modules that hold what they held.
+And of what it captures, all that a transform follows or a gradient is asked for becomes an
+argument: while the function runs, such a tensor is found in the operations that use it, and is
+exchanged for what is given in its place. So it is found in every piece, wherever it comes from:
+from a closure, a module, a function that calls this one.
+"""
+
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._base.casts import original
+from .._base.generators import Drawn, noted, replaying
+from .._base.torch_internals import (
+    down_to,
+    followed,
+    innermost,
+    is_wrapped,
+    memory_of,
+    recorded_at,
+    sequence_number,
+    transform_level,
+    unnoticed,
+    version,
+)
+from .called_modules import Held, Modules, holding, in_modes, remembering
+
+
+_here = threading.local()
+
+
+class UnseenError(BaseException):
+    """Something captured is followed, and cannot be exchanged. Only who calls may catch it."""
+
+
+class Again:
+    """What of a first call is needed for the next."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.devices = {x for x in devices if hasattr(getattr(torch, x.type, None), "Stream")}
+        self.casts = [_autocast(kind) for kind in {"cpu", *(x.type for x in self.devices)}]
+        self.cached = torch.is_autocast_cache_enabled()
+        self.drawn: list[list[Drawn]] = []  # of each piece
+        self.met: list[set[int]] = []  # which of those captured each piece used
+        self.held: Held = {}
+        self.modules: Modules = {}
+        self.mode = _Finding()
+        # Nobody sees what a compiled or scripted function computes under it.
+        self.mode.half = any(on and dtype == torch.float16 for _, on, dtype in self.casts)
+
+    @property
+    def captured(self) -> list[Tensor]:
+        """What was captured and is followed."""
+        return [found.from_outside for found in self.mode.found]
+
+    @contextmanager
+    def finding(
+        self, made: Iterable[Tensor], captured: Sequence[Tensor] | None = None
+    ) -> Generator[None]:
+        """Around the first call for the next piece; ``made`` is what it is given.
+
+        And perhaps tensors in place of those captured, if there are no more than these.
+        """
+        self.mode.note(made)
+        self.mode.met, self.mode.instead = set(), captured
+        with noted(self.devices) as drawn, remembering(self.held, self.modules), _active(self.mode):
+            yield
+        self.mode.look()
+        self.drawn.append(drawn)
+        self.met.append(self.mode.met)
+
+    def check(self, outs: Iterable[Tensor]) -> None:
+        """Nothing comes out that is followed by what nobody saw."""
+        if self.mode.unseen or any(map(self.mode.is_unseen, outs)):
+            raise UnseenError
+
+    @contextmanager
+    def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
+        """Be again as a piece was, with some tensors in place of those captured."""
+        giving = _Giving(self.mode, captured)
+        for at, then in self.mode.versions:
+            if (x := at()) is not None and version(x) != then:
+                raise RuntimeError(WRITTEN_TO.format(tuple(x.shape), x.dtype))
+        with ExitStack() as stack:
+            for kind, on, dtype in self.casts:
+                if on or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, on, self.cached))
+                    # Where another region is around, leaving this one lets no cast go.
+                    stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
+            stack.enter_context(in_modes(self.modules))
+            if self.drawn[p]:
+                stack.enter_context(replaying(self.drawn[p]))
+            if captured or self.mode.wraps:
+                stack.enter_context(_active(giving))
+            yield
+        if not self.met[p] <= giving.met:
+            raise RuntimeError(NOT_FOUND_AGAIN)
+
+
+WRITTEN_TO = (
+    "a microbatched function is to be run again for its derivative, and a tensor that it captures "
+    "(of shape {} and {}) has been written to in place since. Take the derivative first, or hand "
+    "the function a copy: an optimizer's step, or a running statistic, between a loss and its "
+    "backward pass?"
+)
+NOT_FOUND_AGAIN = (
+    "a microbatched function was run again for its derivative, and did not use again a captured "
+    "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from "
+    "Python's or numpy's generator), or it makes the tensor in a scripted function. Pass the "
+    "tensor as an argument."
+)
+
+
+def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
+    """These were made inside of the functions that run now, by what they cannot see."""
+    mode = mode or getattr(_here, "mode", None)
+    while mode is not None:
+        mode.note(tensors)
+        mode = mode.outer
+
+
+def exchanged(tensors: list[Tensor]) -> list[Tensor]:
+    """What the function around gives for tensors, as it would to an operation."""
+    mode: _Mode | None = getattr(_here, "mode", None)
+    if mode is None:
+        return tensors
+    with unnoticed():
+        given = [mode.given_for(x) for x in tensors]
+        mode.settle(True)
+    return given
+
+
+@contextmanager
+def _active(mode: "_Mode") -> Generator[None]:
+    before, _here.mode = getattr(_here, "mode", None), mode
+    mode.outer = before
+    try:
+        with mode:
+            yield
+    finally:
+        _here.mode = before
+
+
+class _Mode(TorchFunctionMode):
+    """Exchanges tensors in the arguments of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer: _Mode | None = None
+        self.made: dict[int, bool] = {}  # by id, whether autograd had recorded it by then
+        self.met: set[int] = set()
+        self.used: set[int] = set()  # by one operation
+
+    def given_for(self, x: Tensor) -> Tensor:
+        """What an operation is given in place of a tensor."""
+        raise NotImplementedError
+
+    def from_outside(self, x: Tensor) -> Tensor:
+        """What the function around this one is given in its place."""
+        return x if self.outer is None or id(x) in self.made else self.outer.given_for(x)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__get__" and not isinstance(
+            out := func(*args), Tensor
+        ):
+            return out  # what a tensor looks like is no computation
+        with unnoticed():  # else the function around would take this for operations of its own
+            args = tuple([self.each_of(x) for x in args])
+            kwargs = {key: self.each_of(x) for key, x in (kwargs or {}).items()}
+        before, _here.mode = getattr(_here, "mode", None), self.outer
+        try:  # a backward pass may run functions inside, which this mode does not see
+            out = func(*args, **kwargs)
+        finally:
+            _here.mode = before
+        several = out if isinstance(out, (tuple, list)) else (out,)
+        made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
+        with unnoticed():
+            self.settle(bool(made) or out is None)  # what returns nothing has written something
+            self.note(args[:1] if func is Tensor.__setitem__ else made)
+        return out
+
+    def settle(self, used: bool) -> None:
+        """An operation has used what it was given in exchange, or only looked at its shape."""
+        if used:
+            self.met |= self.used
+        self.used = set()
+
+    def note(self, made: Iterable[Tensor]) -> None:
+        """These were made inside of the function, or given to it."""
+
+    def each_of(self, x: Any) -> Any:
+        """An argument, with what is given for the tensors in it."""
+        if isinstance(x, Tensor):
+            return self.given_for(x)
+        if type(x) is tuple or type(x) is list:
+            return type(x)([self.each_of(each) for each in x])
+        return x
+
+
+class _Finding(_Mode):
+    """Remembers tensors that are followed, and gives them without what follows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = transform_level() or 0
+        self.begun = sequence_number()
+        self.places: dict[int, int] = {}
+        self.found: list[Found] = []
+        self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
+        self.half = False  # whether anything is computed in float16
+        self.settled = 0  # how many of them were used
+        self.others: dict[int, ReferenceType[Tensor]] = {}  # all that is captured, and not followed
+        self.unseen = False  # whether a Function was given something captured, and no operation
+        self.wraps = False  # whether a transform that may be over then wraps any of these
+        self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of these
+        self.memory: set[int | None] = set()  # of what was made inside
+        self.foreign: set[int | None] = {None}
+
+    def given_for(self, x: Tensor) -> Tensor:
+        if id(x) in self.made:
+            self.unseen = self.unseen or self.is_unseen(x)
+            return x
+        at = self.places.get(id(x))
+        if at is None:
+            own = self.from_outside(x)
+            is_followed, above = followed(own, self.level)
+            if self.level and is_wrapped(own) and memory_of(x) in self.memory:
+                return own  # made inside, and handed out by a transform inside
+            if not is_followed:
+                self.wraps = self.wraps or is_wrapped(own)
+                self.others[id(x)] = ref(x)  # pyright: ignore
+                return own
+            if self.instead is not None or above or recorded_at(own) >= self.begun:
+                raise UnseenError  # inside of another transform, or made by what nobody sees
+            self.foreign.add(memory_of(own))
+            with down_to(self.level):
+                whole = original(own)
+                self.found.append(Found(x, whole, whole.detach()))
+            note_made([self.found[-1].detached], self)
+            at = self.places[id(x)] = len(self.found) - 1
+        self.used.add(at)
+        instead = self.found[at].detached if self.instead is None else self.instead[at]
+        return instead if instead.dtype == x.dtype else instead.to(x.dtype)
+
+    def is_unseen(self, x: Tensor) -> bool:
+        """Whether it is followed through what nobody saw: a Function with something captured."""
+        if id(x) in self.made:
+            return x.grad_fn is not None and not self.made[id(x)]
+        return followed(x, self.level)[0]
+
+    def look(self) -> None:
+        """A piece is done: what it captured is as it has to be when it runs again."""
+        there = [(at, x) for at in self.others.values() if (x := at()) is not None]
+        self.versions = [(at, version(x)) for at, x in there]
+
+    def settle(self, used: bool) -> None:
+        super().settle(used)
+        while not used and len(self.found) > self.settled:
+            del self.places[id(self.found.pop().captured)]
+        self.settled = len(self.found)
+
+    def note(self, made: Iterable[Tensor]) -> None:
+        self.made.update({id(x): x.grad_fn is not None for x in made})
+        self.half = self.half or any(x.dtype == torch.float16 for x in made)
+        if self.level:
+            self.memory |= {memory_of(x) for x in made} - self.foreign
+
+
+class Found(NamedTuple):
+    """A captured tensor that is followed."""
+
+    captured: Tensor
+    from_outside: Tensor  # what a function around gives for it
+    detached: Tensor
+
+
+class _Giving(_Mode):
+    """Gives other tensors in place of those captured.
+
+    And constants without wrappers, which are of levels that are over, or of other transforms now.
+    """
+
+    def __init__(self, found: _Finding, instead: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.found, self.instead = found, instead
+
+    def given_for(self, x: Tensor) -> Tensor:
+        at = self.found.places.get(id(x))
+        if at is not None:
+            self.used.add(at)
+            instead = self.instead[at]
+            return instead if instead.dtype == x.dtype else instead.to(x.dtype)
+        other = self.found.others.get(id(x))
+        own = self.from_outside(x)
+        return innermost(own) if other is not None and other() is x else own
+
+
+def _differs(place: Any, then: dict[str, Any]) -> bool:
+    """Whether a module holds now what it did not hold then."""
+    now = place[1][place[2]]
+    return [*map(id, now.values())] != [*map(id, then.values())]
+
+
+def _autocast(kind: str) -> tuple[str, bool, torch.dtype]:
+    return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -1,0 +1,126 @@
+"""Keep the inputs of a function for its backward pass, and run it again there.
+
+It is a microbatched function of one piece, in which nothing is cut.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .._base.checks import check_int
+from .._base.trees import Tree
+from .microbatch import Arguments, call
+from .outputs import Whole
+from .writes import known_of
+
+
+def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Make a function that keeps its inputs and not what it computes on the way.
+
+    The rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its
+    gradients, to the bit. Between the forward and the backward pass only the arguments are held;
+    ``func`` is run again in the backward pass, with the random numbers and under the autocast of
+    the first time. It composes with torch.func's transforms, which ``torch.utils.checkpoint`` does
+    not.
+
+    The first run records nothing: a module with another way for inference takes it there, and its
+    value is off by a rounding (``nn.TransformerEncoderLayer`` in ``eval()`` mode).
+
+    Captured tensors have their gradients too. Under ``torch.compile`` it is ``func`` itself, since
+    the compiler merges what is computed twice and decides by itself what to keep.
+
+    Args:
+        func: Any function of pytrees, with a pytree as its result. Tensors in them that have no
+            gradient, and leaves that are no tensors, pass through.
+
+    Returns:
+        A function with the arguments of ``func``.
+
+    Example:
+        >>> from pureaccum import functional
+        >>> fn = functional(torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 2)))
+        >>> lean = remat(lambda params, x: fn.apply(params, (), x)[0].sum())
+        >>> torch.func.grad(lean)(fn.params, torch.ones(3, 2))["1.bias"]
+        tensor([3., 3.])
+
+    References:
+        Chen et al., `Training deep nets with sublinear memory cost
+        <https://arxiv.org/abs/1604.06174>`_, 2016;
+        `jax.checkpoint <https://docs.jax.dev/en/latest/_autosummary/jax.checkpoint.html>`_
+    """
+    if not callable(func):
+        raise TypeError(f"func is {func!r}; expected a function.")
+
+    known = known_of(func)
+
+    @wraps(func)
+    def rematerialised(*args: Any, **kwargs: Any) -> Tree:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        return call(func, Arguments.of(args, kwargs), Whole(), known)
+
+    return rematerialised
+
+
+def remat_sequential(
+    fs: Sequence[Callable[[Tree, Tree], Tree]], segments: int | None = None
+) -> Callable[[Sequence[Tree], Tree], Tree]:
+    """Make a chain ``x = f(p, x)`` of functions that keeps ``x`` at the ends of its segments.
+
+    The rule: consecutive functions are cut into segments as even as can be, and each segment is
+    rematerialised. With as many segments as a segment has functions, the memory of n functions
+    is that of 2 * sqrt(n), for one more forward pass.
+
+    Args:
+        fs: The functions, each of its own parameters and of what the one before returned.
+        segments: How many; None for about the square root of the number of functions.
+
+    Returns:
+        ``chain(params, x)``, where ``params`` is a sequence of trees, one for each function.
+
+    Example:
+        >>> double = lambda p, x: 2 * p * x
+        >>> chain = remat_sequential([double] * 4)
+        >>> chain([torch.ones(())] * 4, torch.ones(2))
+        tensor([16., 16.])
+
+    References:
+        Chen et al., `Training deep nets with sublinear memory cost
+        <https://arxiv.org/abs/1604.06174>`_, 2016;
+        `torch.utils.checkpoint <https://docs.pytorch.org/docs/stable/checkpoint.html>`_
+    """
+    fs = list(fs)
+    for i, f in enumerate(fs):
+        if not callable(f):
+            raise TypeError(f"fs[{i}] is {f!r}; expected a function of (params, x).")
+    if not fs:
+        raise ValueError("fs is empty; expected at least one function of (params, x).")
+    expected = f"an int from 1 to {len(fs)}, the number of functions"
+    count = math.ceil(math.sqrt(len(fs))) if segments is None else segments
+    count = check_int(count, "segments", expected, 1, len(fs))
+
+    def segment(start: int, stop: int) -> Callable[[Sequence[Tree], Tree], Tree]:
+        def run(params: Sequence[Tree], x: Tree) -> Tree:
+            for f, p in zip(fs[start:stop], params, strict=True):
+                x = f(p, x)
+            return x
+
+        return remat(run)
+
+    cuts = [len(fs) * i // count for i in range(count + 1)]
+    runs = [(start, stop, segment(start, stop)) for start, stop in pairwise(cuts)]
+
+    def chain(params: Sequence[Tree], x: Tree) -> Tree:
+        if len(params) != len(fs):
+            raise ValueError(
+                f"params has {len(params)} trees; expected {len(fs)}, one for each function."
+            )
+        for start, stop, run in runs:
+            x = run(params[start:stop], x)
+        return x
+
+    return chain

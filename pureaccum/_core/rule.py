@@ -1,0 +1,352 @@
+"""A function of rows, run piece by piece, and its derivatives, which are such functions again.
+
+    f(shared, rows) -> (sums, rows)     its outputs are summed, or laid end to end
+    its vjp:  (shared + cotangents of sums, rows + cotangents of rows)
+              -> (gradients of shared: sums, gradients of rows: rows)
+    its jvp:  (shared + tangents, rows + tangents) -> (tangents of sums, tangents of rows)
+    its vmap: one more dimension, before all others
+
+So nothing above one piece is ever recorded, under any nest of transforms, at any order. A function
+is run where it is called, on inputs that no transform follows, and what it gives is attached to
+them afterwards: it sees the levels, modes and random numbers of its caller, and an output that is
+followed all the same tells that something captured is.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.forward_ad import make_dual, unpack_dual
+
+from .._base.torch_internals import forward_ad, forward_ad_active, transform_active, without_history
+from .._base.trees import continuous
+from .batches import cutting
+from .gathered import WHOLE, Cut, Gathered
+from .host import Fetched
+from .sums import LARGE, nothing_like
+
+
+class Form(NamedTuple):
+    """How operands come and outputs go."""
+
+    operands: tuple[Cut, ...]
+    outs: tuple[Cut, ...]
+    groups: tuple[int, ...]  # of each output: which of ``keeps`` says whether a piece counts in it
+
+
+Keeps = tuple[Tensor, ...]  # for each group but 0, whether this piece counts
+Outs = tuple[list[Tensor], Keeps]
+Call = Callable[[int, Sequence[Tensor]], Outs]
+
+
+class Pieces:
+    """A function of one piece, by its number and operands. No tuple: transforms hand it on."""
+
+    def __init__(self, call: Call, form: Form, sizes: Sequence[int]) -> None:
+        self.call, self.form, self.sizes = call, form, sizes
+        self.gathered: list[Gathered] = []  # what has come out so far
+        self.reached: set[int] = set()  # of gradients: the operands that have one
+
+    def gradients(
+        self, operands: Sequence[Tensor], wrt: Sequence[int], grads: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Those of a piece, zero where there are none."""
+        pairs = [*zip(wrt, grads, strict=True)]
+        self.reached.update(i for i, g in pairs if g is not None)
+        return [nothing_like(operands[i]) if g is None else g for i, g in pairs]
+
+
+def apply(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
+    """What it gives for the pieces of some operands, differentiable where anything records."""
+    if not (torch.is_grad_enabled() or transform_active()):
+        return run(f, operands)
+    return attach(f, operands, run(f, [x.detach() for x in operands]))
+
+
+def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+    """What it gave, made a function of its operands."""
+    if forward_ad_active():  # which writes beside them, number by number
+        outs = [x.contiguous() for x in outs]
+    return list(_Attach.apply(f, len(operands), *operands, *outs))
+
+
+def run(
+    f: Pieces,
+    operands: Sequence[Tensor],
+    *,
+    recorded: bool = False,
+    enough: Callable[[list[Tensor]], bool] = lambda _: False,
+) -> list[Tensor]:
+    """The loop itself, unless what the first piece gives is enough.
+
+    Nothing is written in place where transforms are to see all of it.
+    """
+    columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
+    f.gathered = _gathered(f, recorded)
+    with cutting(len(f.sizes) > 1):
+        for p in range(len(f.sizes)):
+            outs, _ = f.call(p, [column[p] for column in columns])
+            if p == 0:
+                if enough(outs):
+                    return []
+                f.gathered = f.gathered or _gathered(f, recorded)
+            for so_far in f.gathered:
+                so_far.take(outs.pop(0))  # and each is let go of, before the next is copied
+    gathered, f.gathered = f.gathered, []
+    return [so_far.end() for so_far in gathered]
+
+
+def _gathered(f: Pieces, recorded: bool) -> list[Gathered]:
+    return [Gathered(f.sizes, how, recorded) for how in f.form.outs]
+
+
+def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
+    if isinstance(how, str):
+        return [x] * len(f.sizes)
+    parts = x.split(1 if how.each else list(f.sizes), how.dim)
+    return parts if how.host is None else Fetched(parts, how.host)
+
+
+# The derivatives -------------------------------------------------------------------------
+
+
+def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
+    """The gradients of some operands, from all operands and the cotangents of some outputs.
+
+    They come for each group of outputs apart.
+    """
+    count = len(f.form.operands)
+    groups = sorted({f.form.groups[i] for i in used})
+
+    def call(p: int, operands: Sequence[Tensor]) -> Outs:
+        given, cotangents = operands[:count], operands[count:]
+        found: list[Tensor] = []
+        keeps: Keeps = ()
+        for group in groups:
+            its = [n for n, i in enumerate(used) if f.form.groups[i] == group]
+            tops, cs = [used[n] for n in its], [cotangents[n] for n in its]
+            sums = pieces.gathered[len(found) : len(found) + len(wrt)]
+            _, grads, keeps = pulled(f, p, given, wrt, lambda _outs, tops=tops: tops, cs, sums)
+            found += pieces.gradients(given, wrt, grads)
+        return found, keeps
+
+    form = Form(
+        operands=(*f.form.operands, *(_of_cotangent(f.form.outs[i]) for i in used)),
+        outs=tuple(f.form.operands[i] for _ in groups for i in wrt),
+        groups=tuple(group for group in groups for _ in wrt),
+    )
+    pieces = Pieces(call, form, f.sizes)
+    return pieces
+
+
+def _of_cotangent(how: Cut) -> Cut:
+    return WHOLE if how == "last" else how
+
+
+def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
+    """Selected and never multiplied: zero where the piece does not count, even for NaN."""
+    if not group:
+        return x
+    if x.is_sparse:
+        x = x.coalesce()
+        values = kept(x.values(), keeps, group)
+        return torch.sparse_coo_tensor(
+            x.indices(), values, x.shape, is_coalesced=True, check_invariants=False
+        )
+    keep = keeps[group - 1]
+    keep = keep.reshape([*keep.shape, *[1] * (x.dim() - keep.dim())])  # vmaps lead
+    return torch.where(keep.to(x.device), x, 0.0)
+
+
+def pulled(
+    f: Pieces,
+    p: int,
+    given: Sequence[Tensor],
+    wrt: Sequence[int],
+    used: Callable[[Sequence[Tensor]], Sequence[int]],
+    cotangents: Sequence[Tensor] = (),
+    sums: Sequence[Gathered] = (),
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Keeps]:
+    """What a piece gives, and the gradients of some operands; by default for a cotangent of 1.
+
+    The outputs that are used are of one group. Outside of transforms by plain autograd: the
+    formulas, hence the bits, of ``.backward()``; and large gradients are added to their sums as
+    they come, so that no two of a piece are there at once.
+    """
+    at: Sequence[int] = ()
+    if transform_active():
+
+        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+            nonlocal at
+            outs, keeps = f.call(p, filled(given, wrt, some))
+            at = used(outs)
+            return tuple(outs[i] for i in at), (outs, keeps)
+
+        tops, pull, (outs, keeps) = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
+        ones = cotangents or map(torch.ones_like, tops)
+        group = _group(f, at)
+        grads = [kept(g, keeps, group) for g in pull(tuple(ones), retain_graph=False)]
+        return outs, grads, keeps
+    record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
+    with torch.enable_grad():
+        inputs = [x.view_as(x) if record else without_history(x) for x in given]
+        xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
+        outs, keeps = f.call(p, inputs)
+        at = used(outs)
+        tops, group = [outs[i] for i in at], _group(f, at)
+    pairs = zip(tops, cotangents or map(torch.ones_like, tops), strict=True)
+    pairs = [(x, c) for x, c in pairs if x.requires_grad]
+    outs = outs if record else [without_history(x) for x in outs]
+    if not pairs:
+        return outs, [None] * len(xs), keeps
+    sums = () if record else sums  # what is recorded is not written to
+    adding = {n: so_far for n, so_far in enumerate(sums) if so_far.sums and xs[n].nbytes >= LARGE}
+
+    def add(so_far: Gathered, g: Tensor) -> Tensor:
+        so_far.add(kept(g, keeps, group))
+        so_far.ahead = True
+        return nothing_like(g)
+
+    for n, so_far in adding.items():
+        xs[n].register_hook(partial(add, so_far))
+    tops, given = zip(*pairs, strict=True)
+    grads: Any = torch.autograd.grad(tops, xs, given, create_graph=record, allow_unused=True)
+    found: list[Tensor | None] = [None] * len(xs)
+    for n, g in enumerate(grads):
+        if g is not None:
+            found[n] = g if n in adding else kept(g, keeps, group)
+    return outs, found, keeps
+
+
+def _group(f: Pieces, used: Sequence[int]) -> int:
+    return f.form.groups[used[0]] if used else 0
+
+
+def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
+    """The tangents of all outputs, from all operands and the tangents of some of them."""
+    count = len(f.form.operands)
+
+    def call(p: int, operands: Sequence[Tensor]) -> Outs:
+        given, tangents = operands[:count], operands[count:]
+
+        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
+            outs, keeps = f.call(p, filled(given, moved, some))
+            return tuple(outs), keeps
+
+        with forward_ad():  # which torch turns off in the rules of Functions
+            if transform_active() or not forward_ad_active():  # that level may be over
+                primals = tuple(given[i] for i in moved)
+                _, found, keeps = torch.func.jvp(of, primals, tuple(tangents), has_aux=True)  # pyright: ignore
+            else:  # a dual level of torch.autograd, and there is but one
+                duals = [make_dual(given[i], t) for i, t in zip(moved, tangents, strict=True)]
+                outs, keeps = of(*duals)
+                pairs = map(unpack_dual, outs)
+                found = [torch.zeros_like(x) if t is None else t for x, t in pairs]
+                keeps = tuple(unpack_dual(x).primal for x in keeps)
+        return [kept(x, keeps, at) for x, at in zip(found, f.form.groups, strict=True)], keeps
+
+    operands = (*f.form.operands, *(f.form.operands[i] for i in moved))
+    return Pieces(call, f.form._replace(operands=operands), f.sizes)
+
+
+def filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -> list[Tensor]:
+    filled = list(given)
+    for i, x in zip(at, some, strict=True):
+        filled[i] = x
+    return filled
+
+
+def mapped(
+    f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None], info: Any
+) -> Pieces:
+    """The function of operands that a vmap maps, along dim 0."""
+    size = torch.empty(info.batch_size)  # vmap wants one operand that is mapped
+
+    def call(p: int, operands: Sequence[Tensor]) -> Outs:
+        def of(_: Tensor, *operands: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
+            outs, keeps = f.call(p, operands)
+            return tuple(outs), keeps
+
+        to: Any = tuple(out_dims), 0
+        vmapped: Any = torch.func.vmap(of, (0, *dims), to, info.randomness)
+        outs, keeps = vmapped(size, *operands)
+        return list(outs), keeps
+
+    form = f.form._replace(
+        operands=tuple(map(_behind, f.form.operands, dims)),
+        outs=tuple(map(_behind, f.form.outs, out_dims)),
+    )
+    return Pieces(call, form, f.sizes)
+
+
+def _behind(how: Cut, dim: int | None) -> Cut:
+    return how if isinstance(how, str) or dim is None else how._replace(dim=how.dim + 1)
+
+
+class _Attach(Function):
+    """``outs`` as a function of ``operands``, called with (function, their number, *both).
+
+    It is an error for an output to be followed itself: by something captured, whose gradient no
+    Function could give.
+    """
+
+    @staticmethod
+    def forward(_f: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(x.detach() for x in tensors[n:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.f, ctx.n, *tensors = inputs
+        if any(ctx.needs_input_grad[2 + ctx.n :]):
+            raise FollowedError
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in output if not continuous(x)))
+        ctx.save_for_backward(*tensors[: ctx.n])
+        ctx.save_for_forward(*tensors[: ctx.n])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        wrt = [i for i in range(ctx.n) if ctx.needs_input_grad[2 + i]]
+        used = [i for i, c in enumerate(cotangents) if c is not None]
+        if not wrt or not used:
+            return tuple(grads)
+        # A saved tensor may be wrapped for a level that is over; what an operation returns is not.
+        operands = [x.view_as(x) for x in (*ctx.saved_tensors, *(cotangents[i] for i in used))]  # pyright: ignore
+        f = vjp(ctx.f, wrt, used)
+        found = apply(f, operands)
+        for at, g in enumerate(found):  # those of each group, one after the other
+            if (i := wrt[at % len(wrt)]) in f.reached:
+                before = grads[2 + i]
+                grads[2 + i] = g if before is None else before + g
+        return tuple(grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _f: Any, _n: Any, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        if any(x is not None for x in tangents[ctx.n :]):
+            raise FollowedError
+        moved = [i for i, t in enumerate(tangents) if t is not None]
+        primals = [unpack_dual(x).primal for x in ctx.saved_tensors]
+        found = apply(jvp(ctx.f, moved), [*primals, *(tangents[i] for i in moved)])  # pyright: ignore
+        return tuple(found)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], f: Pieces, n: int, *tensors: Tensor) -> Any:  # pyright: ignore
+        dims = in_dims[2:]
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        dims = [None if d is None else 0 for d in dims]
+        if any(f.form.groups):  # what is not mapped may count in one and not in another
+            expanded = [d is None and continuous(x) for x, d in zip(first, dims, strict=True)]
+            size = info.batch_size
+            pairs = [*zip(first, expanded, strict=True)]
+            first = [x.expand(size, *x.shape) if more else x for x, more in pairs]
+            dims = [0 if more else d for d, more in zip(dims, expanded, strict=True)]
+        over = mapped(f, dims[:n], dims[n:], info)
+        return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
+
+
+class FollowedError(BaseException):
+    """Something captured is followed by a transform. Only who calls a function may catch it."""

@@ -1,0 +1,326 @@
+"""``torch.func.grad`` and ``grad_and_value`` over microbatches, and the loss alone.
+
+The same monoid as ``accumulator``, for a batch that is at hand as a whole.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.checks import (
+    check_argnums,
+    check_disjoint,
+    check_dtype,
+    outside_inference_mode,
+    positions,
+    read_params,
+    refuse_autocast_cache,
+)
+from .._base.dtensors import any_sharded, whole
+from .._base.generators import generators, restore
+from .._base.torch_internals import transform_active, without_history
+from .._base.trees import Tree, accumulation_dtype, flatten, unflatten
+from .auto_size import Size, automatic
+from .batches import check_sizes, cutting
+from .engines import Engine, advise
+from .loss import Reduction, Shape, agreed, counts, divisor, join_aux, mean_value, read
+from .microbatch import Arguments, call
+from .microbatch_gradient import Nonfinite, Rule, check_rule
+from .outputs import Counted, Whole
+from .sums import added_to, divided
+from .weights import weigh
+from .whole_batch import Window, evaluate, fold, means, read_cut
+from .words import check_reduce
+from .writes import Given, guarding, known_of
+
+
+@automatic
+def grad_and_value(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: Size = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+    dtype: torch.dtype | None = None,
+    nonfinite: Nonfinite = "propagate",
+    engine: Engine = "func",
+) -> Callable[..., Any]:
+    """``torch.func.grad_and_value`` in the memory of one microbatch.
+
+    The rule::
+
+        for part in microbatches(batch, microbatch_size):
+            t, w = total and weight of func(part)       # a mean's are rows * mean and rows
+            G, T, W = G + dt / dparams, T + t, W + w    # in float32 at least, float64, float64
+        return G / W, T / W                             # of a sum: G, T
+
+    With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry
+    no outer graph: differentiate through it with torch.func's transforms. Where the batch fits into
+    one microbatch they are the same bits, but for the few operations (silu, mish, GroupNorm, LSTM
+    on a CPU) for which torch.func takes another formula: there they are those of ``.backward()``.
+
+    Args:
+        func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
+        argnums: Which positional arguments to differentiate with respect to.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0. All others are handed to every microbatch whole.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each; or ``"auto"``, as many as memory allows: see ``make_step``.
+        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        aux_reduction: What becomes of aux: ``"concat"`` for leaves with one row per sample, else
+            ``"sum"``, ``"mean"`` (weighted as the loss is), ``"stack"`` or ``"last"``; one word, or
+            a tree of words that is a prefix of aux.
+        dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
+        nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+
+    Returns:
+        A function of ``func``'s arguments giving ``(grads, value)``, or
+        ``(grads, (value, aux))``, in the dtypes of the parameters and of the loss.
+
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> grad_and_value(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=3)(w, x)
+        (tensor(15.), tensor(7.5000))
+
+    References:
+        `torch.func.grad_and_value
+        <https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html>`_
+    """
+    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
+    at_least = check_dtype(dtype)
+    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
+    check_disjoint(wrt, batches)
+    check_reduce(aux_reduction, "aux_reduction")
+    size = None if microbatch_size is None else check_sizes(microbatch_size)
+    known = known_of(func)
+    torch_does = size is None and nonfinite == "propagate" and engine == "func"
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        at, cut_at = (
+            positions(wrt, len(args), "argnums"),
+            positions(batches, len(args), "batch_argnums"),
+        )
+        check_disjoint(at, cut_at)
+        leaves, spec = read_params({i: args[i] for i in at}, "args")
+
+        def loss_of(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
+            given = list(args)
+            for replaced in (unflatten(spec, leaves), part):
+                for i, arg in replaced.items():
+                    given[i] = arg
+            return func(*given, **kwargs)
+
+        batch = {i: args[i] for i in cut_at}
+        if torch_does and not any_sharded(leaves):
+            given = Given("args", leaves, spec), Given("args", *flatten(batch))
+            with guarding(known, *given) as guarded:
+                loss = guarded(lambda leaves: loss_of(leaves, batch))
+                grads, value, aux = _by_torch(loss, leaves, has_aux)
+        else:
+            if size is not None:
+                refuse_autocast_cache(leaves)
+            parts = read_cut(batch, size, has_aux)
+            window = Window(loss_of, leaves, spec, parts, rule, at_least, aux_reduction, known)
+            with outside_inference_mode():
+                grads, value, aux = means(fold(window), leaves, reduction)
+        tree = unflatten(spec, grads)
+        result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
+        return (result, (value, aux)) if has_aux else (result, value)
+
+    return wrapped
+
+
+def grad(  # noqa: D417
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: Size = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+    dtype: torch.dtype | None = None,
+    nonfinite: Nonfinite = "propagate",
+    engine: Engine = "func",
+) -> Callable[..., Any]:
+    """``torch.func.grad`` in the memory of one microbatch.
+
+    The rule: ``grad_and_value(func, ...)(*args)`` without the value.
+
+    Args:
+        func, argnums, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction, dtype,
+            nonfinite, engine: As for ``grad_and_value``.
+
+    Returns:
+        A function of ``func``'s arguments giving the gradients, or ``(grads, aux)``.
+
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> grad(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=2)(w, x)
+        tensor(15.)
+
+    References:
+        `torch.func.grad <https://docs.pytorch.org/docs/stable/generated/torch.func.grad.html>`_
+    """
+    both = grad_and_value(
+        func,
+        argnums,
+        has_aux,
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        aux_reduction=aux_reduction,
+        dtype=dtype,
+        nonfinite=nonfinite,
+        engine=engine,
+    )
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        grads, value = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+@automatic
+def value(  # noqa: D417
+    func: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: Size = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+) -> Callable[..., Any]:
+    """The loss over a whole batch in the memory of one microbatch, without gradients.
+
+    The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
+    With a size, nothing is recorded for a later backward pass; transforms differentiate through it.
+
+    Args:
+        func, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction: As for
+            ``grad_and_value``; without a size ``func`` is called once.
+
+    Returns:
+        A function of ``func``'s arguments giving the value, or ``(value, aux)``.
+
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> value(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=3)(w, x)
+        tensor(7.5000)
+
+    References:
+        ``grad_and_value``, whose second result it is; ``accumulator``, for a stream.
+    """
+    rule = check_rule(Rule(has_aux, reduction, "propagate", "func"))
+    batches = check_argnums(batch_argnums, "batch_argnums")
+    check_reduce(aux_reduction, "aux_reduction")
+    size = None if microbatch_size is None else check_sizes(microbatch_size)
+    known = known_of(func)
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = Given("args", *flatten(dict(enumerate(args))))
+        if size is None:
+            with guarding(known, given) as guarded:
+                out = guarded(lambda: func(*args, **kwargs))()
+            seen, shape = read(out, has_aux)
+            total, weight, _ = agreed(seen)
+            loss = whole([_mean(total, weight)])[0].to(shape.dtype)
+            return (loss, out[1]) if has_aux else loss
+        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
+
+        def given_to(part: Tree) -> list[Any]:
+            return [part.get(i, arg) for i, arg in enumerate(args)]
+
+        def judged(*args: Any, **kwargs: Any) -> Counted:
+            out = func(*args, **kwargs)
+            seen, _ = read(out, has_aux)
+            keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
+            return Counted(out, keep)
+
+        def one_of(part: Tree) -> Any:
+            if transform_active():  # of which nothing is kept
+                return call(judged, Arguments.of(given_to(part), kwargs), Whole(), None)
+            return func(*given_to(part), **kwargs)
+
+        cut = read_cut(batch, size, has_aux)
+        with guarding(known, given) as guarded:
+            one = guarded(one_of)
+            outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
+            with cutting(not cut.untouched):
+                result, aux = evaluate(outs, rule, aux_reduction)
+        return (result, aux) if has_aux else result
+
+    return wrapped
+
+
+def _by_torch(
+    loss: Callable[[list[Tensor]], Any], leaves: list[Tensor], has_aux: bool
+) -> tuple[list[Tensor], Tensor, Tree]:
+    """torch.func itself; of ``Weighted`` the total, divided as the sums of microbatches are."""
+    shape: Shape | None = None
+
+    def total(leaves: list[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        nonlocal shape
+        seen, shape = read(loss(leaves), has_aux)
+        if isinstance(seen.weight, tuple):
+            return seen.total, (seen.total, (), (), seen.aux)
+        weighing = weigh(seen, None, "mean")
+        assert weighing is not None
+        return seen.total * weighing.cotangent, (seen.total, seen.weight, weighing, seen.aux)
+
+    try:
+        pulled = _leanly(total, leaves)
+        if pulled is None:
+            grads, (_, beside) = torch.func.grad_and_value(total, has_aux=True)(leaves)
+            pulled = grads, beside
+    except RuntimeError as error:
+        advise(error)
+        raise
+    grads, (value, weight, weighing, aux) = pulled
+    assert shape is not None
+    if isinstance(weight, Tensor):
+        by = divisor(weight)
+        for i, g in enumerate(grads):
+            zero = torch.zeros((), dtype=accumulation_dtype(g.dtype), device=g.device)
+            grads[i] = divided([added_to(zero, g, weighing)], by, own=False)[0].to(g.dtype)
+    return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
+
+
+def _leanly(
+    total: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: list[Tensor]
+) -> tuple[list[Tensor], Any] | None:
+    """Gradients for which no graph is kept, and what is beside the total.
+
+    None where a graph is wanted: under a transform, or where autograd follows a leaf or something
+    captured.
+    """
+    if transform_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)):
+        return None
+    before = generators({x.device for x in leaves})
+    with outside_inference_mode(), torch.enable_grad():
+        own = [without_history(x) for x in leaves]
+        out, pull, beside = torch.func.vjp(total, own, has_aux=True)  # pyright: ignore
+        if out.requires_grad and torch.is_grad_enabled():
+            restore(before)
+            return None
+        with torch.no_grad():
+            return pull(torch.ones_like(out), retain_graph=False)[0], beside
+
+
+def _mean(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
+    """Over no weight NaN, as over no rows, whatever the total."""
+    if not isinstance(weight, Tensor):
+        return total
+    return mean_value(torch.where(counts(total, weight), total, 0.0), divisor(weight))

@@ -1,0 +1,200 @@
+"""What a microbatch weighs: its total, its weight, and how its gradient is pulled.
+
+The gradient of a mean is pulled with its rows and that of ``Weighted`` as it is, because sums
+add up where means do not. But a sum over 2,000 tokens overflows in fp16 where their mean does
+not. So the cotangent is the weight divided by a power of two, and that power multiplies the
+gradient once it has been cast to the sum's dtype: exact, with the range of a mean.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.dtensors import any_sharded, whole
+from .._base.trees import as_scalar_of
+from .loss import Read, Reduction, Shape, counts, join_aux
+from .sums import Weighing
+
+
+class Microbatch(NamedTuple):
+    """What a microbatch came to, beside its gradient. Nothing is computed before ``settle``."""
+
+    value: Tensor
+    times: float  # its total is value * times
+    weight: float | Tensor
+    share: float | Tensor  # its weight in a mean of its aux: rows where the loss is a plain sum
+    finite: Tensor | None  # None: its total tells
+    aux: Any
+    dtype: torch.dtype  # of the loss
+    weighted: bool = False  # whether the loss is ``Weighted``
+    squares: Tensor | tuple[()] = ()  # see with_squares
+
+
+class Tally(NamedTuple):
+    """What several microbatches came to."""
+
+    total: Tensor
+    weight: Tensor
+    nonfinite: Tensor
+
+
+def power_of_two(rows: int) -> float:
+    """The power of two at or above a number of rows."""
+    return float(1 << max(rows - 1, 0).bit_length())
+
+
+def enter(
+    seen: Read, shape: Shape, rows: int | None, reduction: Reduction, squares: bool = False
+) -> Microbatch:
+    """Write down what a loss returned."""
+    aux = join_aux(seen.aux, shape)
+    if not isinstance(seen.weight, tuple):
+        value = torch.where(counts(seen.total, seen.weight), seen.total, 0.0)
+        return Microbatch(value, 1.0, seen.weight, seen.weight, None, aux, shape.dtype, True)
+    if reduction == "sum" and squares:
+        raise ValueError(
+            "squares=True (noise=True of a step) came with reduction='sum': the noise of a "
+            "gradient is that of a mean, and a plain sum does not say over what. Use "
+            "reduction='mean', or return Weighted."
+        )
+    if reduction == "sum":  # has no weight: there is nothing to divide by
+        return Microbatch(seen.total, 1.0, 0.0, float(rows or 0), None, aux, shape.dtype)
+    if rows is None:
+        raise ValueError(
+            "the loss is a mean over rows, but no batch argument holds a tensor that tells how "
+            "many. Return Weighted(total, weight), pass reduction='sum', or name the batch "
+            "arguments in batch_argnums."
+        )
+    value = seen.total if rows else torch.zeros_like(seen.total)  # the mean of nothing is NaN
+    return Microbatch(value, float(rows), float(rows), float(rows), None, aux, shape.dtype)
+
+
+def weigh(
+    seen: Read,
+    rows: int | None,
+    reduction: Reduction,
+    unit: float | None = None,
+    cotangents: dict[float, Tensor] | None = None,
+    scale: Tensor | None = None,
+) -> Weighing | None:
+    """How the gradient of a microbatch enters the sums; None where it is known to add nothing.
+
+    Args:
+        seen: What the loss returned.
+        rows: Rows in the microbatch.
+        reduction: What a scalar loss is of its rows.
+        unit: A power of two by which the sums are divided as they stand, the same for a whole
+            window: then nothing but the cotangent of a mean differs between its microbatches.
+            None: the sums are what they say.
+        cotangents: Those made before for this window.
+        scale: A loss scale: the sums are those of the scaled loss. It rides on the cotangent, so
+            that no loss in float16 is ever multiplied.
+    """
+    total = seen.total
+    if not isinstance(seen.weight, tuple):
+        weight = seen.weight
+        power = _power_of_two(weight.detach())
+        cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
+        return Weighing(scaled(cotangent, scale), power / (unit or 1.0), counts(total, weight))
+    if reduction == "mean" and not rows:
+        return None
+    if reduction == "mean" and unit is None and torch.compiler.is_dynamo_compiling():
+        # As a tensor, since a graph may be made for any number of rows.
+        count = torch.full((), rows or 0, dtype=torch.float64, device=total.device)
+        power = _power_of_two(count)
+        cotangent = torch.ones_like(total) * (count / power).to(total.dtype)
+        return Weighing(scaled(cotangent, scale), power, None)
+    power = 1.0 if reduction == "sum" else unit or power_of_two(rows or 0)
+    pulled = 1.0 if reduction == "sum" else (rows or 0) / power
+    cotangent = None if cotangents is None else cotangents.get(pulled)
+    if cotangent is None:
+        cotangent = scaled(torch.full_like(total, pulled), scale)
+        if cotangents is not None:
+            cotangents[pulled] = cotangent
+    return Weighing(cotangent, power / (unit or 1.0), None)
+
+
+def with_squares(
+    entry: Microbatch, norms: Sequence[Tensor | None], weighing: Weighing, unit: float | None
+) -> Microbatch:
+    """A microbatch with |s|² / w of what it adds to each sum, s, and last a 1 for having weight.
+
+    Summed over microbatches, these tell how much gradients scatter: see noise_scale.py.
+    """
+    none = torch.zeros_like(entry.value, dtype=torch.float64)
+    weight = none + entry.weight
+    wide = torch.stack([none if n is None else n.to(none.device).double() for n in norms])
+    wide = wide * (weighing.factor * (unit or 1.0))
+    squares = torch.where(weight != 0, wide * wide / weight, 0.0)
+    return entry._replace(squares=torch.cat([squares, (weight != 0).double().unsqueeze(0)]))
+
+
+def scaled(cotangent: Tensor, scale: Tensor | None) -> Tensor:
+    """What a gradient of the scaled loss is pulled with."""
+    return cotangent if scale is None else cotangent * as_scalar_of(cotangent, scale)
+
+
+def _power_of_two(weight: Tensor) -> Tensor:
+    """The same of a weight that lies on the device, and nothing may wait for it."""
+    mantissa, _ = torch.frexp(weight)
+    # The lower end keeps the reciprocal of a tiny weight inside float32.
+    power = torch.where(mantissa == 0.5, weight, weight / mantissa).clamp(min=2.0**-24)
+    return torch.where(weight > 0, power, 1.0)
+
+
+def settle(seen: Sequence[Microbatch]) -> Tally:
+    """Total, weight and the number of microbatches that are not finite, in float64 and int64."""
+    # Few operations for many entries; a compiler sees to that itself, and would take the number of
+    # rows for a constant if two of them were compared.
+    alone = torch.compiler.is_dynamo_compiling()
+    if any_sharded([x.value for x in seen]):  # one reduction for all of them
+        values = whole([x.value for x in seen])
+        seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]
+    alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
+    totals = torch.cat(
+        [torch.stack([x.value for x in group]).double() * times for times, group in alike]
+    )
+    known = sum(entry.weight for entry in seen if not isinstance(entry.weight, Tensor))
+    weights = [entry.weight for entry in seen if isinstance(entry.weight, Tensor)]
+    total = totals.sum()
+    weight = torch.stack(weights).sum() + known if weights else torch.full_like(total, known)
+    flags = [entry.finite for entry in seen if entry.finite is not None]
+    # inf - inf is NaN; a third of the time of isfinite
+    nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
+    return Tally(total, weight, nonfinite.sum())
+
+
+def total_finite(entry: Microbatch) -> Tensor:
+    """Whether the total of a microbatch is."""
+    return (entry.value - entry.value) == 0
+
+
+def judged(entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None) -> Microbatch:
+    """A microbatch is finite if its total and all of its gradient are, or if it has no weight."""
+    ok = total_finite(entry)
+    for flag in flags:
+        ok = ok & flag.to(ok.device)
+    return entry._replace(finite=ok if keep is None else ok | ~keep)
+
+
+def kept(entry: Microbatch, finite: Tensor) -> Microbatch:
+    """A skipped microbatch takes its weight along."""
+
+    def selected(weight: float | Tensor) -> Tensor:
+        wide = torch.zeros_like(finite, dtype=torch.float64)
+        return torch.where(finite, wide + weight, wide)
+
+    value = torch.where(finite, entry.value, 0.0)
+    squares = entry.squares
+    if isinstance(squares, Tensor):
+        squares = torch.where(finite, squares, 0.0)
+    return entry._replace(
+        value=value,
+        weight=selected(entry.weight),
+        share=selected(entry.share),
+        finite=finite,
+        squares=squares,
+    )

@@ -1,0 +1,299 @@
+"""A loss writes neither to what it is given nor to what it captures.
+
+    the first microbatch of a loss      each operation is looked at before it runs, and one that
+    or of a new kind                    would write to memory that was there before is refused
+    each later one                      what it is given and captures is compared by its versions
+
+A kind is what a loss may decide by: the modes of the modules that it calls, and the structure,
+dtypes and flags of the batch. Versions see no write by ``.data`` or to an inference tensor, and
+they see it afterwards; to look costs the time of some microbatches.
+"""
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .._base.donation import Refusing
+from .._base.dtensors import local
+from .._base.torch_internals import (
+    BUFFERS,
+    PARAMETERS,
+    is_compiled_module,
+    is_taken_as_new,
+    leads_to,
+    memory_of,
+    seeing,
+    transform_active,
+    unnoticed,
+    versions,
+    written_by,
+)
+from .._base.trees import leaves, paths
+from .called_modules import origins
+
+
+class Known:
+    """What is known of a loss. No tuple: a compiler would look into that, and guard what is in it.
+
+    Attributes:
+        kinds: In which it wrote to nothing.
+        captured: Tensors that it was seen to read, and is not given.
+        modules: Those that it calls …
+        themselves: … and those among them that have buffers and are not in shells.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: set[Any] = set()
+        self.captured: list[ReferenceType[Tensor]] = []
+        self.modules: list[ReferenceType[nn.Module]] = []
+        self.themselves: list[ReferenceType[nn.Module]] = []
+
+
+class Given(NamedTuple):
+    """Something that a loss is given: its name, its leaves, and their structure."""
+
+    root: str
+    leaves: list[Any]
+    spec: optree.PyTreeSpec
+
+
+class WriteError(RuntimeError):
+    """A loss would have written to what is not its own."""
+
+
+class LateWriteError(WriteError):
+    """A loss has written to what is not its own."""
+
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+_of_losses: "WeakKeyDictionary[Any, Known]" = WeakKeyDictionary()
+_here = threading.local()
+
+
+def known_of(loss: Any) -> Known:
+    """What is known of a loss, wherever it was called before."""
+    if torch.compiler.is_dynamo_compiling():
+        return Known()
+    try:
+        return _of_losses.setdefault(loss, Known())
+    except TypeError:  # it has no hash, or takes no weak reference
+        return Known()
+
+
+@contextmanager
+def unguarded() -> Generator[None]:
+    """Let losses write, in this thread: somebody else looks."""
+    before, _here.off = getattr(_here, "off", False), True
+    try:
+        yield
+    finally:
+        _here.off = before
+
+
+def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[Call], Call]]:
+    """Guard what is given to a loss, and what it captures, while it is called.
+
+    Args:
+        known: What is known of the loss.
+        given: What it is given, last the batch.
+
+    Returns:
+        A context; inside, what makes a guarded loss of a loss.
+    """
+    if torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
+        return nullcontext(_itself)
+    return _Guard(known, given)
+
+
+def knows(known: Known, leaves: list[Any], spec: optree.PyTreeSpec) -> bool:
+    """Whether batches of this kind were watched before."""
+    return _kind(known, Given("", leaves, spec)) in known.kinds
+
+
+def _itself(loss: Call) -> Call:
+    return loss
+
+
+class _Guard:
+    """Once a microbatch, so that it is written out: @contextmanager takes as long as all of it."""
+
+    __slots__ = ("before", "given", "known", "tensors")
+
+    def __init__(self, known: Known, given: tuple[Given, ...]) -> None:
+        self.known, self.given = known, given
+        self.tensors: list[Tensor] | None = None
+
+    def __enter__(self) -> Callable[[Call], Call]:
+        if _kind(self.known, self.given[-1]) in self.known.kinds:
+            self.begin()
+        return self.guarded
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and self.tensors is not None:
+            now = versions(self.tensors)
+            if now != self.before:
+                pairs = zip(now, self.before, self.tensors, strict=True)
+                x = next(x for a, b, x in pairs if a != b)
+                modules = [module for at in self.known.modules if (module := at()) is not None]
+                name = _names(self.given).get(memory_of(local(x))) or _named(x, modules)
+                raise LateWriteError(_sentence("has written to", name))
+
+    def begin(self) -> None:
+        """From here on versions are compared."""
+        self.tensors = _tensors(self.known, self.given)
+        self.before = versions(self.tensors)
+
+    def guarded(self, loss: Any) -> Any:
+        if self.tensors is not None:
+            return loss
+
+        def call(*args: Any) -> Any:
+            if self.tensors is not None:  # it was called by a transform before
+                return loss(*args)
+            with _watching(self.known, self.given) as trained:
+                out = loss(*args)
+            if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
+                _check_depends(out, args[0], trained)
+            self.known.kinds.add(_kind(self.known, self.given[-1]))
+            self.begin()
+            return out
+
+        return call
+
+
+def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
+    """Check that a loss has not called modules with their own parameters, and nothing else."""
+    total = next(iter(leaves(out)), None)
+    if not trained or not isinstance(total, Tensor) or leads_to(total, given):
+        return
+    if torch.is_grad_enabled() or transform_active():
+        raise ValueError(
+            "the loss depends on none of the parameters that it is given, and calls a "
+            f"{type(trained[0]).__name__} with its own. Call it with those that are given: "
+            "functional(net).apply(params, buffers, x), or torch.func.functional_call(net, params, "
+            "(x,)). What is not to be trained takes requires_grad_(False)."
+        )
+
+
+def _kind(known: Known, batch: Given) -> Any:
+    looks: list[Any] = [
+        (x.dtype, x.dim(), x.device.type)
+        if isinstance(x, Tensor)
+        else x
+        if isinstance(x, bool)
+        else type(x)
+        for x in batch.leaves
+    ]
+    modes = [module.training for at in known.modules if (module := at()) is not None]
+    return batch.spec, *looks, *modes
+
+
+def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
+    """What it is given and captures, and the buffers of modules that are called themselves."""
+    tensors = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
+    if known.captured:
+        captured = (x for at in known.captured if (x := at()) is not None)
+        # Buffers of a state before are among what it was seen to read, and may be donated now.
+        tensors += [x for x in captured if not isinstance(x, Refusing)]
+    for at in known.themselves:
+        if (module := at()) is not None:
+            tensors += [x for x in vars(module)[BUFFERS].values() if x is not None]
+    return tensors
+
+
+@contextmanager
+def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Module]]:
+    """Refuse an operation that would write to memory that was there before.
+
+    Yields the modules that are called with parameters of their own that require a gradient.
+    """
+    names = _names(given)
+    modules: dict[nn.Module, None] = {}
+    themselves: dict[nn.Module, None] = {}
+    trained: list[nn.Module] = []
+    ours: set[Any] = set()  # the memory of what the loss itself has made
+    alive: dict[Any, Tensor] = {}  # held, so that no new tensor is taken for an old one
+    thread = threading.get_ident()
+
+    def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        for x in written_by(operation, args, kwargs):
+            memory = memory_of(local(x))
+            if memory is not None and memory not in ours:
+                raise WriteError(
+                    _sentence("writes to", names.get(memory) or _named(x, [*modules]))
+                    + f"\n\nThe operation: {operation}"
+                )
+        if is_taken_as_new(operation):
+            ours.add(memory_of(local(args[0])))
+        for x in leaves((args, kwargs)):
+            if isinstance(x, Tensor) and (memory := memory_of(local(x))) not in ours:
+                alive.setdefault(memory, x)
+
+    def see(_: tuple[Any, ...], out: Any) -> None:
+        made = (memory_of(local(x)) for x in leaves(out) if isinstance(x, Tensor))
+        ours.update(memory for memory in made if memory not in alive)
+
+    def note(module: nn.Module, _: object) -> None:
+        if threading.get_ident() == thread and not is_compiled_module(module):
+            modules.setdefault(origins.get(module, module))
+            if module not in origins:
+                if vars(module)[BUFFERS]:
+                    themselves.setdefault(module)
+                own = (x for x in vars(module)[PARAMETERS].values() if isinstance(x, nn.Parameter))
+                if any(x.requires_grad for x in own):
+                    trained.append(module)
+
+    noting = register_module_forward_pre_hook(note)
+    try:
+        with seeing(see, before):
+            yield trained
+    finally:
+        noting.remove()
+    strangers = [x for memory, x in alive.items() if memory not in names]
+    for references, found in (
+        (known.captured, strangers),
+        (known.modules, modules),
+        (known.themselves, themselves),
+    ):
+        held = {id(at()) for at in references}
+        references.extend(ref(x) for x in found if id(x) not in held)  # pyright: ignore
+
+
+def _names(given: tuple[Given, ...]) -> dict[Any, str]:
+    """The names of what is given, by its memory."""
+    names: dict[Any, str] = {}
+    with unnoticed():
+        for root, its, spec in given:
+            for x, name in zip(its, paths(spec, root), strict=True):
+                if isinstance(x, Tensor):
+                    names.setdefault(memory_of(local(x)), name)
+    return names
+
+
+def _named(x: Tensor, modules: list[nn.Module]) -> str:
+    """What a captured tensor is called in a module that was called, or else how it looks."""
+    memory = memory_of(local(x))
+    for module in modules:
+        for table in (PARAMETERS, BUFFERS):
+            for key, tensor in vars(module)[table].items():
+                if tensor is not None and memory_of(tensor) == memory:
+                    return f"{key!r} of {type(module).__name__}"
+    return f"a tensor of shape {tuple(x.shape)} and {x.dtype} that was there before"
+
+
+def _sentence(does: str, what: str) -> str:
+    return (
+        f"the loss {does} {what} in place, and what is given or captured is only lent to it: the "
+        "state of a run, the batch, the tensors of a module. Likely causes: an operation in place "
+        "(clamp_, x += y, inplace=True, out=), under no_grad or by .data too; "
+        "nn.Embedding(max_norm=...); a BatchNorm in training mode that is not called by "
+        "functional(module).apply. Compute a new tensor, or write to a clone."
+    )

@@ -1,0 +1,230 @@
+"""Gradient maps before an optimizer, and what counts as either.
+
+    for map in maps:
+        grads, state = map.update(grads, state)
+    params, state = optimizer.apply(grads, state, params)
+
+A gradient map is anything with ``init(params)`` and ``update(grads, state)``, as in optax; an
+optimizer anything with ``init(params)`` and ``apply(grads, state, params)``.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.donation import hand_over
+from .._base.python_numbers import as_float
+from .._base.torch_internals import transform_active
+from .._base.trees import (
+    Tree,
+    check_same_structure,
+    flatten,
+    global_norm,
+    scalars_of,
+    unflatten,
+    where,
+)
+from .._base.trees import leaves as leaves_of
+from .update import Optimizer, Ready, optimizer_of
+
+
+class GradientMap(NamedTuple):
+    """What changes gradients before an optimizer is given them.
+
+    Attributes:
+        init: ``init(params)`` gives the first state.
+        update: ``update(grads, state, donate=False)`` gives ``(grads, state)``; with ``donate``
+            grads are given up.
+        factor: ``factor(norm)`` gives what it multiplies gradients of a global norm by, where that
+            is all it does; else None.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+    factor: Callable[[Tensor], Tensor] | None = None
+
+
+def clip_by_global_norm(max_norm: float) -> GradientMap:
+    """Scale gradients down to a global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    The rule, with the norm of all leaves as one vector::
+
+        grads = grads * min(1, max_norm / (|grads| + 1e-6))
+
+    Args:
+        max_norm: The largest norm that passes, above zero.
+
+    Returns:
+        A gradient map, for ``chain``.
+
+    Example:
+        >>> clip = clip_by_global_norm(1.0)
+        >>> grads, _ = clip.update({"w": torch.tensor([3.0, 4.0])}, ())
+        >>> grads["w"]
+        tensor([0.6000, 0.8000])
+
+    References:
+        `torch.nn.utils.clip_grad_norm_
+        <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html>`_
+    """
+    max_norm = as_float(max_norm)
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"max_norm is {max_norm!r}; expected a number above zero.")
+
+    def init(params: Tree) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def factor_of(norm: Tensor) -> Tensor:
+        # torch's formula, small constant included: the same bits
+        """What gradients of a norm are multiplied by."""
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
+        """The gradients scaled down, and no state."""
+        leaves, spec = flatten(grads)
+        factor = scalars_of(factor_of(global_norm(leaves)))
+        if donate and not transform_active():
+            scaled = [x.mul_(factor(x)) for x in leaves]
+            return unflatten(spec, hand_over(leaves, scaled)), ()
+        return unflatten(spec, [x * factor(x) for x in leaves]), ()
+
+    return GradientMap(init, update, factor_of)
+
+
+def chain(*parts: Any) -> Optimizer:
+    """Gradient maps, then an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
+
+    The rule::
+
+        for map in maps:
+            grads, state = map.update(grads, state)
+        params, state = optimizer.apply(grads, state, params)
+
+    A map's state is taken over only if the step is applied.
+
+    Args:
+        parts: Gradient maps, ``init(params)`` and ``update(grads, state) -> (grads, state)``, and
+            last an optimizer.
+
+    Returns:
+        An optimizer whose state is the tuple of its parts' states.
+
+    Example:
+        >>> from pureaccum import sgd
+        >>> opt = chain(clip_by_global_norm(1.0), sgd(1.0))
+        >>> params = torch.tensor([1.0, 1.0])
+        >>> opt.apply(torch.tensor([30.0, 40.0]), opt.init(params), params)[0]
+        tensor([0.4000, 0.2000])
+
+    References:
+        ``optax.chain``: `Combining optimizers
+        <https://optax.readthedocs.io/en/latest/api/combining_optimizers.html>`_
+    """
+    if not parts:
+        raise ValueError("chain() got nothing; expected gradient maps and, last, an optimizer.")
+    for i, part in enumerate(parts[:-1]):
+        if not _has(part, "init", "update"):
+            cause = " It is an optimizer, which comes last." if _has(part, "init", "apply") else ""
+            raise TypeError(
+                f"part {i} of chain is {_named(part)}; expected a gradient map, which has "
+                f"init(params) and update(grads, state) -> (grads, state).{cause}"
+            )
+    *maps, last = parts
+    optimizer = as_optimizer(last, "the last part of chain")
+
+    def init(params: Tree) -> tuple[Any, ...]:
+        """The states of all parts before the first step."""
+        return (*(map.init(params) for map in maps), optimizer.init(params))
+
+    def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state is one of this chain, and of these params."""
+        check_parts(state, root)
+        optimizer.check(state[-1], params, f"{root}[{len(maps)}]")
+
+    def check_parts(state: Any, root: str) -> None:
+        if not isinstance(state, tuple) or len(state) != len(parts):
+            came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
+            raise TypeError(
+                f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of their "
+                "states that its init or its last call returned. A state of another configuration?"
+            )
+
+    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+        """A step of the chain before it is taken."""
+        check_parts(state, root)
+        last = optimizer.ready(state[-1], params, f"{root}[{len(maps)}]")
+        return Ready(last.sound, partial(step, state, last))
+
+    def step(
+        state: tuple[Any, ...], last: Ready, grads: Tree, applied: Tensor | None, donate: bool
+    ) -> tuple[Tree, tuple[Any, ...]]:
+        new: list[Any] = []
+        for map, old in zip(maps, state, strict=False):
+            if isinstance(map, GradientMap):
+                grads, later = map.update(grads, old, donate=donate)
+            else:
+                before = flatten(grads)[1]
+                grads, later = map.update(grads, old)
+                cause = f"update of {_named(map)} has to return gradients like those it got."
+                came = flatten(grads)[1]
+                check_same_structure(before, came, "the gradients it got", "its grads", cause)
+            new.append(later if applied is None else where(applied, later, old))
+        params, kept = last.apply(grads, applied, donate)
+        return params, (*new, kept)
+
+    return optimizer_of(init, ready, check)
+
+
+def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
+    """An optimizer of ours or anybody's, made to keep everything where a step is not applied."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer) or (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    ):
+        cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise TypeError(
+            f"{what} is torch's {cls.__name__}, which changes parameters in place; expected "
+            f"pureaccum's sgd, adam or adamw, or from_torch({cls.__name__}, lr=...)."
+        )
+    if not _has(optimizer, "init", "apply"):
+        raise TypeError(
+            f"{what} is {_named(optimizer)}; expected an optimizer, which has init(params) and "
+            "apply(grads, state, params) -> (params, state): sgd, adam, adamw, from_torch(...), "
+            "or chain(*maps, optimizer) for gradient maps."
+        )
+
+    plain: Callable[..., Any] = optimizer.apply
+
+    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+        return Ready(True, partial(step, state, params))  # nobody knows its learning rate
+
+    def step(
+        state: Any, params: Tree, grads: Tree, applied: Tensor | None, donate: bool
+    ) -> tuple[Tree, Any]:
+        old = (params, state)
+        new: Any = plain(grads, state, params)
+        before, after = flatten(old)[1], flatten(new)[1]
+        names = ("what apply got", "what apply returned")
+        cause = "apply(grads, state, params) has to return (params, state) as they were."
+        check_same_structure(before, after, *names, cause)
+        if applied is not None:
+            new = where(applied, tuple(new), old)
+        if donate and not transform_active():
+            new = unflatten(after, hand_over(leaves_of(old), leaves_of(new)))
+        return new
+
+    return optimizer_of(optimizer.init, ready)
+
+
+def _has(thing: Any, *methods: str) -> bool:
+    """Whether an object, not the class of one, has these methods."""
+    return not isinstance(thing, type) and all(callable(getattr(thing, m, None)) for m in methods)
+
+
+def _named(thing: Any) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"

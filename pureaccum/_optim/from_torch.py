@@ -1,0 +1,272 @@
+"""Any ``torch.optim.Optimizer`` class as a pair of pure functions.
+
+    make the optimizer on copies of the parameters; put its state back; step; take its state out
+
+What such an optimizer keeps is found out by one step on a copy when the state is made, and the
+state has that structure from the start; before the first step its numbers mean nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_fits, check_state, outside_inference_mode, read_params
+from .._base.donation import Spoiled, mark, taken
+from .._base.states import loadable
+from .._base.torch_internals import any_tangent, transform_active
+from .._base.trees import Tree, check_same_structure, flatten, leaves, map, unflatten
+from .schedules import check_held, is_sound, rate_at, refuse_scheduler
+from .update import Optimizer, Ready, optimizer_of
+
+
+@loadable
+class TorchState(NamedTuple):
+    """How many steps were applied, and what the optimizer keeps, numbers as 0-d tensors.
+
+    Attributes:
+        steps: How many steps were applied.
+        per_leaf: What it keeps for each leaf of params, in their order.
+        group: Its settings that are numbers, which some optimizers change as they go.
+    """
+
+    steps: Tensor
+    per_leaf: list[dict[str, Any]]
+    group: dict[str, Any]
+
+
+def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
+    """Turn an optimizer class of torch, or of anyone who follows torch, into pure functions.
+
+    The rule::
+
+        optimizer = cls(copies of params, **settings)
+        put its state back; step; take its state out
+
+    The class itself does the arithmetic, so the bits are its own. It runs at eager top level only,
+    and it has to know whether a step is applied before it begins: on an accelerator that waits
+    for the device, as ``GradScaler.step`` does. ``sgd``, ``adam`` and ``adamw`` do neither.
+
+    Args:
+        cls: A ``torch.optim.Optimizer`` class whose ``step`` needs no closure.
+        settings: What the class takes after the parameters. ``lr`` may also be a schedule.
+
+    Returns:
+        ``init(params) -> state`` and ``apply(grads, state, params) -> (params, state)``.
+
+    Example:
+        >>> opt = from_torch(torch.optim.RMSprop, lr=0.1, alpha=0.75)
+        >>> params = torch.tensor([1.0, 2.0])
+        >>> new, state = opt.apply(torch.tensor([3.0, -1.0]), opt.init(params), params)
+        >>> new, state.per_leaf[0]["square_avg"]
+        (tensor([0.8000, 2.2000]), tensor([2.2500, 0.2500]))
+
+    References:
+        `torch.optim <https://docs.pytorch.org/docs/stable/optim.html>`_
+    """
+    _check_class(cls)
+    make: Callable[..., torch.optim.Optimizer] = cls
+    lr = settings.get("lr")
+    refuse_scheduler(lr)
+    # Which parts of the state of leaves of such shapes are Python numbers, once known.
+    seen: dict[Any, dict[Path, Any]] = {}
+
+    def begin(params: list[Tensor], grads: list[Tensor], rate: Any) -> torch.optim.Optimizer:
+        for param, grad in zip(params, grads, strict=True):
+            param.requires_grad_()
+            param.grad = grad.to(param.dtype, copy=True)  # some classes write to it, or keep it
+            if issubclass(cls, torch.optim.SparseAdam) and not grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
+        if callable(lr):
+            given = {**settings, "lr": float(rate)}
+            return make(params, **given)  # pyright: ignore[reportArgumentType]
+        return make(params, **settings)
+
+    def first_step(leaves: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """What it keeps for each leaf after a step on copies, and its settings before it."""
+        copies = [x.detach().clone() for x in leaves]
+        ones = [torch.ones_like(x) for x in copies]
+        # A rate that any class takes: a schedule is asked for those of true steps alone.
+        optimizer = begin(copies, ones, 1e-3)
+        group = _encoded(_numbers(optimizer, lr), (), {})
+        optimizer.step()
+        kinds = seen.setdefault(_likeness(leaves), {})
+        kept = [_encoded(dict(optimizer.state[x]), (i,), kinds) for i, x in enumerate(copies)]
+        return kept, group
+
+    def init(params: Tree) -> TorchState:
+        """The state before the first step, of the structure that it has after it."""
+        leaves, spec = read_params(params)
+        _refuse_transforms(cls, leaves)
+        if isinstance(lr, (int, float)):
+            check_held(lr, leaves, spec)
+        with _plainly():
+            per_leaf, group = first_step(leaves)
+            count = torch.zeros((), dtype=torch.int64, device="cpu")
+            return TorchState(count, map(torch.zeros_like, per_leaf), group)
+
+    def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state is one, and of these params."""
+        check_state(state, TorchState, f"from_torch({cls.__name__})", root)
+        count = len(read_params(params)[0])
+        if len(state.per_leaf) != count:
+            raise ValueError(
+                f"{root}.per_leaf has {len(state.per_leaf)} entries for {count} leaves of params. "
+                "A state belongs to the params that it was made from by init."
+            )
+
+    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+        """A step of the class before it is taken."""
+        _refuse_transforms(cls, [])
+        check(state, params, root)
+        with _plainly():
+            rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
+            sound = not isinstance(rate, Tensor) or is_sound(rate, read_params(params)[0])
+        return Ready(sound, partial(step, state, params, rate))
+
+    @_plainly()
+    def step(
+        state: TorchState,
+        params: Tree,
+        rate: Any,
+        grads: Tree,
+        applied: Tensor | None,
+        donate: bool,
+    ) -> tuple[Tree, TorchState]:
+        given, spec = read_params(params)
+        terms, terms_spec = flatten(grads)
+        check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
+        _refuse_transforms(cls, [*given, *terms])
+        before, state_spec = flatten(state)
+        work, before = taken([given, before], donate)
+        work = [x.clone() if x.is_inference() else x for x in work]  # they may not require grad
+        kept = unflatten(state_spec, before)
+        if applied is None or bool(applied):
+            started = state.steps.item() > 0
+            if started and _likeness(given) not in seen:
+                first_step(given)
+            optimizer = begin(work, terms, rate)
+            numbers: dict[Path, Any] = {}
+            _encoded(_numbers(optimizer, lr), (), numbers)
+            optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
+            if started:
+                kinds = seen[_likeness(given)]
+                for i, (x, held) in enumerate(zip(work, kept.per_leaf, strict=True)):
+                    optimizer.state[x] = _decoded(held, (i,), kinds)
+            try:
+                optimizer.step()
+                per_leaf = [_encoded(dict(optimizer.state[x]), (), {}) for x in work]
+                _check_same(cls, per_leaf, kept.per_leaf)
+            except Exception:
+                if donate:
+                    mark([*given, *leaves(state)], Spoiled)
+                raise
+            kept = TorchState(state.steps + 1, per_leaf, _encoded(_numbers(optimizer, lr), (), {}))
+        if donate:
+            mark([*given, *leaves(state)])
+        return unflatten(spec, [x.detach() for x in work]), kept
+
+    return optimizer_of(init, ready, check)
+
+
+def _check_class(cls: Any) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"from_torch got {cls!r}; expected a class that derives from torch.optim.Optimizer, "
+            "and its settings: from_torch(torch.optim.RMSprop, lr=...)."
+        )
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{cls.__name__} cannot be turned into a pure function of the gradient: its step takes "
+            "a closure and evaluates the loss again, as often as its line search asks for."
+        )
+
+
+@contextmanager
+def _plainly() -> Generator[None]:
+    """Outside inference mode, and what a class makes on no device in particular is on the CPU."""
+    here = torch.get_default_device().type == "cpu"
+    with outside_inference_mode(), nullcontext() if here else torch.device("cpu"):
+        yield
+
+
+def _refuse_transforms(cls: type, tensors: list[Tensor]) -> None:
+    if transform_active() or any_tangent(tensors):
+        raise RuntimeError(
+            f"from_torch({cls.__name__}) cannot run under a torch.func transform, torch.compile or "
+            "forward AD: the class changes parameters in place and reads numbers on the host. sgd, "
+            "adam and adamw can."
+        )
+
+
+def _likeness(leaves: list[Tensor]) -> Any:
+    return tuple((x.shape, x.dtype, x.device) for x in leaves)
+
+
+def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
+    cause = (
+        f"{cls.__name__} keeps something else than after its first step, which a state of fixed "
+        "structure cannot hold."
+    )
+    specs = flatten(before)[1], flatten(after)[1]
+    check_same_structure(*specs, "the state before", "the state after", cause)
+
+
+# Python numbers as tensors, and back ------------------------------------------------------
+
+Path = tuple[Any, ...]
+DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def _encoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
+    """A state in tensors alone; what was a number or None is written down in ``kinds``."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _encoded(x, (*path, key), kinds) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_encoded(x, (*path, i), kinds) for i, x in enumerate(value))
+    if value is None:
+        kinds[path] = None
+        return ()
+    if isinstance(value, (bool, int, float)):
+        kind = next(kind for kind in DTYPES if isinstance(value, kind))  # NumPy's are floats too
+        kinds[path] = kind
+        return torch.full((), value, dtype=DTYPES[kind], device="cpu")
+    raise TypeError(
+        f"the optimizer keeps {value!r} under {path!r}; a state can hold tensors and numbers, in "
+        "dicts, lists and tuples."
+    )
+
+
+def _decoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
+    if path in kinds and isinstance(value, Tensor):
+        return value.item()
+    if path in kinds:
+        return None
+    if isinstance(value, dict):
+        return {key: _decoded(x, (*path, key), kinds) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_decoded(x, (*path, i), kinds) for i, x in enumerate(value))
+    return value
+
+
+def _numbers(optimizer: torch.optim.Optimizer, lr: Any) -> dict[str, Any]:
+    """Its settings that are numbers; a learning rate that is not one is the caller's."""
+    group = optimizer.param_groups[0]
+    ours = {"params"} if isinstance(lr, float | int | None) else {"params", "lr"}
+    return {
+        name: value
+        for name, value in group.items()
+        if name not in ours
+        and all(type(x) in (int, float) or isinstance(x, Tensor) for x in _each(value))
+    }
+
+
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple) else [value]

@@ -1,0 +1,164 @@
+"""Batch norm of rows that come in microbatches, with the moments of all of them.
+
+    sum(x - c), sum((x - c)**2)           of each microbatch, about a c near its mean
+    x = (x - mean) / sqrt(var + eps)      with the moments of the whole batch
+
+Sums of x**2 would lose a third of the variance in float32 where the mean is a thousand times the
+standard deviation; about a point near the mean nothing cancels.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._base.torch_internals import transform_active
+from .._base.trees import accumulation_dtype
+
+
+class Share(NamedTuple):
+    """What one microbatch, or several, know of each channel."""
+
+    about: Tensor  # from where distances are measured, a constant
+    sums: Tensor  # of the distances
+    squares: Tensor  # of their squares
+
+
+class Moments(NamedTuple):
+    """The moments of every channel over a batch, in float64."""
+
+    elements: int  # of a channel
+    mean: Tensor
+    var: Tensor  # the biased one
+
+    def running(self, mean: Tensor, var: Tensor, momentum: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Running statistics after this batch, which have no history, whoever differentiates."""
+        unbiased = self.var * (self.elements / (self.elements - 1))
+        pairs = (mean, self.mean), (var, unbiased)
+        new = [torch.lerp(x.double(), y.detach(), momentum).to(x.dtype) for x, y in pairs]
+        return new[0], new[1]
+
+
+class Scaling(NamedTuple):
+    """What normalises rows: constants, and beside them what has their derivatives.
+
+    torch's kernel takes mean and variance for constants. So it is given them as constants, and an
+    affine map, the identity in value, that is differentiated in their place. The layer's own affine
+    map comes after that.
+    """
+
+    mean: Tensor
+    var: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+def share_of(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
+    """Of one microbatch of so many dims, in its dtype: all dims but 1 are summed over."""
+    if dtype != (wide := accumulation_dtype(dtype)):
+        x = x.to(wide)
+    # Wherever distances are measured from, the moments are the same, and so are all derivatives.
+    # (torch.var_mean takes ten times as long on a CPU.)
+    about, inner = x.detach()[0], [*range(2, dims)]
+    about = about.mean([dim - 1 for dim in inner], keepdim=True) if inner else about.clone()
+    away = x - about
+    return Share(about, away.sum([0, *inner]), away.square().sum([0, *inner]))
+
+
+def merge(shares: Share, elements: Sequence[int]) -> Share:
+    """One share out of several that are stacked along dim 0, in float64."""
+    about, sums, squares = (x.double().flatten(1) for x in shares)
+    each = torch.tensor(elements, dtype=torch.float64, device=about.device).unsqueeze(1)
+    apart = about - about[0]
+    squares = squares + 2 * apart * sums + each * apart**2
+    return Share(about[0], (sums + each * apart).sum(0), squares.sum(0))
+
+
+def moments_of(shares: Share, elements: Sequence[int]) -> Moments:
+    """The moments of a batch, from stacked shares; ``elements`` are those of a channel in each."""
+    (about, sums, squares), count = merge(shares, elements), sum(elements)
+    away = sums / count
+    return Moments(count, about + away, squares / count - away**2)
+
+
+def scaling_of(
+    moments: Moments,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Scaling:
+    """What normalises rows of a dtype."""
+    mean, var = moments.mean.detach(), moments.var.detach()
+    inverse = torch.rsqrt(moments.var + eps)
+    scale, shift = torch.sqrt(var + eps) * inverse, (mean - moments.mean) * inverse
+    if weight is not None:
+        scale, shift = scale * weight, shift * weight
+    if bias is not None:
+        shift = shift + bias
+    wide = accumulation_dtype(dtype)
+    return Scaling(*(x.to(wide) for x in (mean, var, scale, shift)))
+
+
+def normalise(
+    x: Tensor, scaling: Scaling, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Rows of a microbatch, with the moments of the batch, and with an affine map that it makes."""
+    mean, var, scale, shift = scaling
+    if weight is not None:
+        scale, shift = scale * weight, shift * weight
+    if bias is not None:
+        shift = shift + bias
+    if not weight is bias is None:
+        scale, shift = scale.to(mean), shift.to(mean)
+    if x.dtype == mean.dtype or not transform_active():
+        return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
+    wide = x.to(mean.dtype)  # torch.func has it of one dtype only
+    return F.batch_norm(wide, mean, var, scale, shift, training=False, eps=eps).to(x.dtype)
+
+
+# Where it is called --------------------------------------------------------------------------
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def couples(layer: nn.Module) -> bool:
+    """Whether a module is a BatchNorm that looks at the batch."""
+    if not isinstance(layer, BATCH_NORMS):
+        return False
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of F.batch_norm by name."""
+    call = signature(F.batch_norm).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a batch norm looks at what it is given."""
+    if func is F.batch_norm:
+        return batch_norm_call(args, kwargs)["training"] is not False
+    names = "input weight bias running_mean running_var training"
+    call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
+    return func is not torch.batch_norm or call.get("training") is not False
+
+
+class WithoutBatchNorm(TorchFunctionMode):
+    """Raises where a batch norm, by its function, looks at what it is given."""
+
+    def __init__(self, error: Callable[[Any], BaseException]) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
+            raise self.error(func)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,310 @@
+"""A module as a pure function of its parameters and buffers.
+
+    out, new_buffers = apply(params, buffers, *args, **kwargs)
+
+It is ``torch.func.functional_call`` with what that leaves to its caller: buffers are cloned, so
+that nothing is written to what was given; what the module wrote is returned; what is frozen stays
+frozen; threads do not meet (see shell.py); a name that belongs to no tensor of the module, or to
+one of another shape, is an error and not ignored.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .._base.torch_internals import (
+    BUFFERS,
+    mapped_levels,
+    tensor_hooks,
+    transform_active,
+    unnoticed,
+)
+from .._core.microbatch import Keep
+from .microbatched_module import WholeBatch
+from .places import Places, full_name, own_tensor, places_of
+from .shell import call
+
+
+class Functional(NamedTuple):
+    """A module as ``functional`` sees it.
+
+    ``params``, ``frozen`` and ``buffers`` are detached views of the module's tensors: a step that
+    writes to one writes to the other. ``step.init`` copies them.
+
+    Attributes:
+        apply: ``apply(params, buffers, *args, **kwargs)`` calls the module with these in place of
+            its own, and returns what it returned and its new buffers.
+        params: The parameters that require a gradient, by name; tied ones once, under their first
+            name.
+        buffers: The module's buffers by name, those that are not persistent included.
+        frozen: The other parameters, which ``apply`` puts in by itself.
+    """
+
+    apply: Callable[..., tuple[Any, Any]]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    frozen: dict[str, Tensor]
+
+
+def functional(
+    module: nn.Module, *, microbatch_size: int | Sequence[int] | None = None, keep: Keep = "device"
+) -> Functional:
+    """Make a pure function of a module; the module's own tensors and modes are never changed.
+
+    The rule::
+
+        out, new_buffers = apply(params, buffers, *args, **kwargs)
+        # out is module(*args, **kwargs) with ``params`` and ``buffers`` in place of its own
+
+    Modes (``train()`` or ``eval()``) and plain attributes are those that the module has when
+    ``apply`` is called, and an attribute that its ``forward`` assigns is assigned; parameters,
+    names, shapes and ties are those that it has now. ``buffers`` are all of them, or ``()`` where
+    the module has none. ``params`` may be some of the parameters: for the others the module's own
+    values are used.
+
+    What does not require a gradient is frozen: it is not in ``params``, so that no optimizer moves
+    it or decays it. ``apply`` puts it in, in the dtype in which the parameters came, if that is
+    not their own. It takes other values for them among ``params`` all the same; under a ``vmap``
+    that maps the parameters it wants them there, since members may be frozen apart.
+
+    ``apply`` is safe in threads. It works under torch.func's transforms and in torch.compile. Under
+    ``vmap`` a BatchNorm in training mode needs buffers that are mapped too.
+
+    With a ``microbatch_size`` it takes a whole batch in the memory of one microbatch, and returns
+    what it would have returned without: exact through BatchNorm, with the running statistics of the
+    full batch. All tensors that the module is called with are rows along dim 0, and so are all that
+    it returns; a loss is plain code after it, and what is around that takes its batch whole. For
+    every BatchNorm in training mode the network is cut in two: all microbatches go up to it, what
+    it is given is kept, its moments are merged, and all go on. torch.fx traces the module for that,
+    so what it does must not depend on the numbers in the batch; and everything but BatchNorm has to
+    treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
+
+    Args:
+        module: Any module but DistributedDataParallel, DataParallel or FSDP.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each. None calls the module with all that it is given.
+        keep: Where what is kept between microbatches, and for the backward pass, lies: on the
+            ``"device"``, or on the ``"host"``, as for ``microbatch``.
+
+    Returns:
+        ``apply``, and the module's ``params``, ``buffers`` and ``frozen``.
+
+    Example:
+        >>> fn = functional(torch.nn.BatchNorm1d(2, affine=False))
+        >>> x = torch.tensor([[0.0, 10.0], [2.0, 30.0]])
+        >>> out, new_buffers = fn.apply(fn.params, fn.buffers, x)
+        >>> new_buffers["running_mean"], fn.buffers["running_mean"]
+        (tensor([0.1000, 2.0000]), tensor([0., 0.]))
+        >>> cut = functional(torch.nn.BatchNorm1d(2, affine=False), microbatch_size=1)
+        >>> torch.allclose(cut.apply(cut.params, cut.buffers, x)[0], out)
+        True
+
+    References:
+        `torch.func.functional_call
+        <https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html>`_
+    """
+    _refuse(module)
+    places = places_of(module)
+    for name in places.slots:
+        if is_lazy(own_tensor(places, name)):
+            raise ValueError(
+                f"{name} has no shape yet; call the lazy module once, on one batch, before "
+                "functional(module)."
+            )
+    params: dict[str, Tensor] = {}
+    frozen: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for name, ((_, table, _), *_) in places.slots.items():
+        tensor = own_tensor(places, name)
+        kind = buffers if table == BUFFERS else params if tensor.requires_grad else frozen
+        kind[name] = tensor.detach()
+    names = Names(
+        params={name: x.shape for name, x in (params | frozen).items()},
+        buffers={name: x.shape for name, x in buffers.items()},
+        tied=_ties(places),
+        dtypes={name: x.dtype for name, x in params.items()},
+        own=[own_tensor(places, name) for name in params | frozen],
+        required=[name in params for name in params | frozen],
+    )
+    for name in params:
+        if any(tensor_hooks(own_tensor(places, name))):
+            raise ValueError(
+                f"{name} has a hook on its gradient, which would never be called: gradients are "
+                "those of the tensors that apply is given. Remove it, and change the gradient by a "
+                "gradient map: chain(it, optimizer), where it has init(params) and "
+                "update(grads, state) -> (grads, state)."
+            )
+    whole = None if microbatch_size is None else WholeBatch(places, microbatch_size, keep)
+    return Functional(partial(_apply, places, names, frozen, whole), params, buffers, frozen)
+
+
+class Names(NamedTuple):
+    """What ``apply`` may be given, and what the module's parameters have to remain."""
+
+    params: dict[str, torch.Size]  # the frozen ones among them
+    buffers: dict[str, torch.Size]
+    tied: dict[str, str]  # for every other name of a tensor the one that it goes by
+    dtypes: dict[str, torch.dtype]  # of the parameters that are not frozen
+    own: list[Tensor]  # the module's parameters …
+    required: list[bool]  # … and whether each of them required a gradient
+
+
+def _apply(
+    places: Places,
+    names: Names,
+    frozen: dict[str, Tensor],
+    whole: WholeBatch | None,
+    params: Any,
+    buffers: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """What the module returns with these in place of its own, and its new buffers."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    # Who watches what is computed has no use for what is looked at here, nor another tensor in
+    # place of the module's own.
+    with nullcontext() if compiling else unnoticed():
+        _check(params, names.params, names.tied, "params", "parameter")
+        _check(buffers, names.buffers, names.tied, "buffers", "buffer")
+        if not compiling:
+            _check_gradients(names)
+    if len(buffers) < len(names.buffers):
+        missing = next(name for name in names.buffers if name not in buffers)
+        raise ValueError(
+            f"buffers[{missing!r}] is missing; all {len(names.buffers)} buffers of the module "
+            "were expected, since it would write to its own in place of a missing one. They "
+            "are functional(module).buffers, or the new_buffers of an earlier call."
+        )
+    tensors = dict(params)
+    if frozen:
+        tensors |= _frozen(names, frozen, tensors)
+    if whole is None or compiling:
+        tensors |= {name: buffer.clone() for name, buffer in dict(buffers).items()}
+        out, held = call(places, tensors, args, kwargs)
+    else:
+        out, held = whole(tensors | dict(buffers), [*buffers], args, kwargs)
+    return out, {name: held[name] for name in buffers} if buffers else buffers
+
+
+def _frozen(
+    names: Names, frozen: dict[str, Tensor], params: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The frozen parameters that are not given, in the dtype in which the others came."""
+    rest = {name: x for name, x in frozen.items() if name not in params}
+    if rest and transform_active() and any(map(mapped_levels, params.values())):
+        raise ValueError(
+            f"the parameters are mapped by a vmap, and params[{next(iter(rest))!r}] is frozen and "
+            "not among them: members of an ensemble may differ in it. Say what it is: the same for "
+            "all, apply({**fn.frozen, **params}, ...), or of each its own, stacked and mapped as "
+            "params are: stack([fn.frozen for fn in members])."
+        )
+    return cast_along(rest, params, names.dtypes)
+
+
+def cast_along(
+    frozen: dict[str, Tensor], params: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """What is frozen, cast as the parameters were: to the one dtype that they came in.
+
+    ``dtypes`` are those that the parameters have in the module.
+    """
+    floats = {k: x.dtype for k, x in params.items() if x.is_floating_point() and k in dtypes}
+    came = {*floats.values()}
+    if len(came) != 1 or all(dtypes[k] in came for k in floats):
+        return frozen
+    (dtype,) = came
+    return {k: x.to(dtype) if x.is_floating_point() else x for k, x in frozen.items()}
+
+
+def _check_gradients(names: Names) -> None:
+    """Check that nothing is trained or frozen that was not when ``functional`` was called."""
+    if [x.requires_grad for x in names.own] != names.required:
+        for name, x, required in zip(names.params, names.own, names.required, strict=True):
+            if x.requires_grad is not required:
+                was, now = ("trained", "frozen") if required else ("frozen", "trained")
+                raise RuntimeError(
+                    f"{name} was {was} when functional(module) was called, and is {now} now "
+                    f"(requires_grad={not required}): expected the same. Call functional(module) "
+                    "again, after the last requires_grad_()."
+                )
+
+
+def _ties(places: Places) -> dict[str, str]:
+    """For every other place of a tensor the name that it goes by."""
+    return {
+        full_name(places.paths[i], key): name
+        for name, (_, *others) in places.slots.items()
+        for i, _, key in others
+    }
+
+
+def _check(
+    given: Any, shapes: dict[str, torch.Size], tied: dict[str, str], root: str, kind: str
+) -> None:
+    """Check names and shapes, at the price of a dict look-up each."""
+    if isinstance(given, tuple) and not given:
+        return
+    if not isinstance(given, dict):
+        raise TypeError(
+            f"{root} is a {type(given).__name__}; expected a dict of tensors by name, as "
+            f"functional(module).{root} is."
+        )
+    for name, tensor in given.items():
+        shape = shapes.get(name)
+        if shape is None:
+            raise ValueError(f"{root}[{name!r}] {_stranger(name, shapes, tied, kind)}")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{root}[{name!r}] is a {type(tensor).__name__}; expected a tensor.")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{root}[{name!r}] has shape {tuple(tensor.shape)}; the module has {tuple(shape)} "
+                "there. The state of another model, or of several that are stacked? Those go "
+                "through torch.func.vmap."
+            )
+
+
+def _stranger(name: str, shapes: dict[str, torch.Size], tied: dict[str, str], kind: str) -> str:
+    if name in tied:
+        return f"is tied to {tied[name]!r} in the module; give that one alone."
+    wrong = f"is no {kind} of the module"
+    for own in shapes:
+        if name.endswith("." + own):
+            prefix = name.removesuffix(own)
+            return (
+                f"{wrong}, which has {own!r}. Is the prefix {prefix!r} left from a wrapper "
+                "(DistributedDataParallel, torch.compile)? Take it off."
+            )
+    has = f"; the first of its {len(shapes)} is {next(iter(shapes))!r}" if shapes else ""
+    return f"{wrong}{has}. The state of another model?"
+
+
+def _refuse(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"functional() got a {type(module).__name__}; expected a torch.nn.Module.")
+    # Who has an FSDP module has imported it; to import it here would cost everybody else.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    names = ("FSDPModule", "FullyShardedDataParallel")
+    sharded = tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
+    for name, part in module.named_modules():
+        path = f"module.{name}" if name else "module"
+        if isinstance(part, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise TypeError(
+                f"{path} is a {type(part).__name__}; pass {path}.module, which it wraps: "
+                "functional_call on it gives unsynchronised gradients. To add them up over the "
+                "ranks, make_step(..., group=torch.distributed.group.WORLD), or "
+                "distributed.all_reduce of an accumulator's state."
+            )
+        if isinstance(part, sharded):
+            raise TypeError(
+                f"{path} is sharded by FSDP ({type(part).__name__}): functional_call ignores the "
+                "parameters passed to it. Pass the module without fully_shard, and shard its "
+                "parameters instead: {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in "
+                "functional(module).params.items()}, with a batch sharded over the same mesh."
+            )

@@ -1,0 +1,294 @@
+"""Random numbers as a function: of a key and a position, and of nothing else.
+
+A key is a plain int64 tensor of shape (2,), two 32-bit words; a tensor of shape (..., 2) is that
+many keys. The number at position i of a draw is word ``i % 2`` of block ``i // 2`` of
+Threefry-2x32 with 20 rounds, and one of 53 bits is all of block ``i``. No generator is advanced:
+the bits are the same on every device, compiled or not, under vmap over the keys or in a loop, and
+a longer draw begins with the shorter one. So a key is for one draw; make more keys for more.
+
+A block is made from a key and a counter of 64 bits, whose two highest say what for: to fold a
+number in (00), to split the key (01) or to draw (10). One key can therefore do all three.
+
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_int
+from .._base.python_numbers import shown
+from .._base.torch_internals import transform_active
+
+
+ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+FOLD, SPLIT, DRAW = 0, 1 << 62, -(1 << 63)  # the two highest bits of a counter
+BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+WORD = 2**32 - 1
+PIECE = 2**16  # blocks that a thread makes at a time: its cache holds the arrays they need
+MOST_DRAWN = 2**57  # numbers of one key
+
+
+def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
+    """Make a key from a seed.
+
+    The rule: the key is the seed, modulo 2**64, in two words of 32 bits, the high one first.
+
+    Args:
+        seed: An int of 64 bits, signed or not: -1 and 2**64 - 1 are the same seed.
+        device: Where the key lies, and with it all that is drawn from it.
+
+    Returns:
+        An int64 tensor of shape (2,).
+
+    Example:
+        >>> key(2**32 + 7)
+        tensor([1, 7])
+
+    References:
+        `jax.random <https://docs.jax.dev/en/latest/jax.random.html>`_, whose keys these are like.
+    """
+    seed = check_int(seed, "seed", "an int from -2**63 to 2**64 - 1", -(2**63), 2**64 - 1)
+    words = (seed >> 32) % 2**32, seed % 2**32
+    # Filled where it lies: for a copy the host would wait.
+    return torch.stack([torch.full((), w, dtype=torch.int64, device=device) for w in words])
+
+
+def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
+    """Make a new key from a key and a number: a step's, a layer's, a row's.
+
+    The rule: block ``n`` of Threefry-2x32 under the key, of the counters that are for folding.
+
+    Args:
+        key: A key, or keys of shape (..., 2).
+        n: An int in [0, 2**62), or a tensor of integers, taken modulo 2**62 and broadcast against
+            the leading dims of ``key``: a key for each.
+
+    Returns:
+        A key, or keys of shape (..., 2).
+
+    Example:
+        >>> rows = fold_in(key(0), torch.arange(3))
+        >>> torch.equal(rows[2], fold_in(key(0), 2))
+        True
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
+    """
+    _check_key(key)
+    if not isinstance(n, Tensor):
+        n = check_int(n, "n", "an int from 0 to 2**62 - 1, or a tensor of such", 0, 2**62 - 1)
+        n = torch.full((), n, dtype=torch.int64, device=key.device)
+    elif n.is_floating_point() or n.is_complex() or n.dtype == torch.bool:
+        raise TypeError(f"n is a tensor of {n.dtype}; expected integers.")
+    return _threefry(key, (n.long() & (2**62 - 1)) + FOLD).long() & WORD
+
+
+def split_key(key: Tensor, n: int = 2) -> Tensor:
+    """Make ``n`` new keys from a key.
+
+    The rule: blocks 0 to ``n - 1`` of Threefry-2x32 under the key, of the counters for splitting.
+
+    Args:
+        key: A key, or keys of shape (..., 2), which give keys of shape (..., n, 2).
+        n: How many; the first ones do not depend on it.
+
+    Returns:
+        Keys of shape (..., n, 2).
+
+    Example:
+        >>> for_weights, for_masks = split_key(key(0))
+        >>> normal(for_weights, (2,)), uniform(for_masks)
+        (tensor([-0.7631,  0.0017]), tensor(0.2748))
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
+    """
+    _check_key(key)
+    n = check_int(n, "n", "an int from 1 to 2**62 - 1", 1, 2**62 - 1)
+    counters = torch.arange(n, device=key.device) + SPLIT
+    return _threefry(key.unsqueeze(-2), counters).long() & WORD
+
+
+def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw from the uniform distribution over [0, 1).
+
+    The rule: ``k * 2**-bits`` for that many random bits k: 53 in float64, 24 in float32, 11 in
+    float16 and 8 in bfloat16. The numbers are exact, equally likely, and never 1.
+
+    Args:
+        key: A key, or keys of shape (..., 2) that each draw their own numbers.
+        shape: What one key draws; the result has shape (..., *shape).
+        dtype: float64, float32, float16 or bfloat16.
+
+    Returns:
+        A tensor of shape (..., *shape).
+
+    Example:
+        >>> uniform(key(0), (3,))
+        tensor([0.0249, 0.7834, 0.5808])
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
+    """
+    bits = _bits(dtype)
+
+    def number(words: Tensor) -> Tensor:
+        k = _53_bits(words) if bits == 53 else (words >> (32 - bits)) & (2**bits - 1)
+        return k.to(dtype).mul_(2.0**-bits)
+
+    return _draw(key, shape, dtype, number, 1 if bits == 53 else 2)
+
+
+def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw from the normal distribution of mean 0 and variance 1.
+
+    The rule, in float64 for 53 random bits k, and rounded to ``dtype``::
+
+        sqrt(2) * erfinv(2 * u - 1)        u = (k + 0.5) * 2**-53, so never infinite
+
+    Devices and compilers differ in the last places of erfinv: so does float64, and a narrower dtype
+    where they decide a rounding.
+
+    Args:
+        key: A key, or keys of shape (..., 2) that each draw their own numbers.
+        shape: What one key draws; the result has shape (..., *shape).
+        dtype: float64, float32, float16 or bfloat16.
+
+    Returns:
+        A tensor of shape (..., *shape).
+
+    Example:
+        >>> normal(key(0), (3,))
+        tensor([-1.9614,  0.2039,  1.3661])
+
+    References:
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
+    """
+    _bits(dtype)
+
+    def number(words: Tensor) -> Tensor:
+        odd = _53_bits(words).mul_(2).sub_(2**53 - 1)  # float64 holds it, and not k + 0.5
+        return odd.double().mul_(2.0**-53).erfinv_().mul_(math.sqrt(2)).to(dtype)
+
+    return _draw(key, shape, dtype, number, 1)
+
+
+def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
+    """Zero each element with probability ``p``, and divide the others by ``1 - p``.
+
+    The rule, with 32 random bits for each element as a number u in [0, 1)::
+
+        where(u >= p, x / (1 - p), 0)  # selected: a dropped inf or NaN is zero
+
+    Args:
+        x: A floating-point or complex tensor, in which the result is differentiable.
+        p: A Python number in [0, 1]. At 0 the result is ``x`` itself.
+        key: One key for all of ``x``, or keys of shape (..., 2) for its leading dims, (...): a
+            row's mask then depends on the row's key alone, however the batch is cut.
+
+    Returns:
+        A tensor like ``x``.
+
+    Example:
+        >>> rows, x = fold_in(key(0), torch.arange(4)), torch.ones(4, 3)
+        >>> torch.equal(dropout(x, 0.5, rows)[2:], dropout(x[2:], 0.5, rows[2:]))
+        True
+
+    References:
+        Srivastava et al., `Dropout <https://jmlr.org/papers/v15/srivastava14a.html>`_, 2014;
+        `torch.nn.Dropout <https://docs.pytorch.org/docs/stable/generated/torch.nn.Dropout.html>`_
+    """
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"x is a {type(x).__name__}; expected a tensor.")
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"p is {p!r}; expected a Python number in [0, 1].")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"x is a tensor of {x.dtype}; expected floating-point or complex numbers.")
+    _check_key(key)
+    lead = key.shape[:-1]
+    if lead != x.shape[: len(lead)] or key.device != x.device:
+        raise ValueError(
+            f"key has shape {tuple(key.shape)} on {key.device} where x has {tuple(x.shape)} on "
+            f"{x.device}; expected, on the device of x, one key for all of x, or one key per row: "
+            "shape (rows, 2), as from fold_in(key, torch.arange(rows))."
+        )
+    if p == 0:
+        return x
+    last = math.ceil(p * 2**32) - 2**31 - 1  # of the dropped words, as signed ones
+    shape = x.shape[len(lead) :]
+    keep = _draw(key, shape, torch.bool, lambda words: (words ^ -(2**31)) > last, 2)
+    return torch.where(keep, x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+
+
+def _threefry(key: Tensor, counters: Tensor) -> Tensor:
+    """The blocks at int64 counters: int32 words of shape (..., 2).
+
+    int32 wraps by itself, and is three times as fast as int64 under a mask.
+    """
+    k0, k1 = key.int().unbind(-1)
+    schedule = k0, k1, k0 ^ k1 ^ 0x1BD11BDA
+    x0, x1 = (counters >> 32).int() + k0, counters.int() + k1
+    for group in range(5):
+        for r in ROTATIONS[group % 2]:
+            x0 += x1
+            high = (x1 >> (32 - r)).bitwise_and_(2**r - 1)  # the shift repeats the sign
+            x1 = high.add_(x1, alpha=2**r).bitwise_xor_(x0)
+        x0 += schedule[(group + 1) % 3]
+        x1 += schedule[(group + 2) % 3] + (group + 1)
+    return torch.stack((x0, x1), -1)
+
+
+def _draw(
+    key: Tensor, shape: Sequence[int], dtype: torch.dtype, number: Callable[..., Tensor], each: int
+) -> Tensor:
+    """What ``number`` makes of the words of blocks, (..., 2) -> (..., each), for each key.
+
+    A CPU does so in pieces that fit its cache: 16 million numbers take a third of the time.
+    """
+    _check_key(key)
+    if not isinstance(shape, Sequence) or any(n < 0 for n in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"shape is {shape!r}; expected a tuple of ints, none of them negative.")
+    count, whole, device = math.prod(shape), (*key.shape[:-1], *shape), key.device
+    if count > MOST_DRAWN:
+        raise ValueError(
+            f"shape has {shown(count)} numbers; expected at most 2**57, more than any memory holds."
+        )
+    blocks = -(-count // each)
+    if device.type != "cpu" or transform_active():
+        counters = torch.arange(blocks, device=device) + DRAW
+        numbers = number(_threefry(key.unsqueeze(-2), counters))
+        return numbers.flatten(-2)[..., :count].reshape(whole)
+    keys, step = key.reshape(-1, 1, 2), PIECE * torch.get_num_threads()
+    numbers = torch.empty(len(keys), blocks, each, dtype=dtype, device=device)
+    for start in range(0, blocks, step):
+        counters = torch.arange(start, min(start + step, blocks), device=device) + DRAW
+        rows = max(1, step // blocks)
+        pieces = numbers[:, start : start + step].split(rows)
+        for some, piece in zip(keys.split(rows), pieces, strict=True):
+            piece.copy_(number(_threefry(some, counters)))
+    return numbers.flatten(1)[:, :count].reshape(whole)
+
+
+def _53_bits(words: Tensor) -> Tensor:
+    a, b = words.split(1, -1)
+    return ((a.long() << 21) | ((b >> 11) & (2**21 - 1))).bitwise_and_(2**53 - 1)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    if dtype not in BITS:
+        raise TypeError(f"dtype is {dtype}; expected one of {', '.join(map(str, BITS))}.")
+    return BITS[dtype]
+
+
+def _check_key(key: Any) -> None:
+    came = f"{key.dtype} of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+    if not isinstance(key, Tensor) or key.dtype != torch.int64 or key.shape[-1:] != (2,):
+        raise TypeError(f"key is {came}; expected int64 of shape (..., 2): pureaccum.key(seed).")

@@ -1,0 +1,378 @@
+"""A module's call for a whole batch in the memory of one microbatch, exact through BatchNorm.
+
+    for each level of the network:                        # see levels.py
+        rows, shares = the level, of all microbatches     # a microbatched function
+        moments of each BatchNorm = merged shares         # plain code
+    out = rows of the last level
+
+All derivatives are those of the composition. A module that couples no rows is one such function,
+and nobody looks into it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from .._base.generators import generators, restore
+from .._base.torch_internals import BUFFERS, is_compiled_module, unnoticed, version
+from .._base.trees import Tree, flatten, map, paths, unflatten
+from .._core.batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
+from .._core.microbatch import Keep, microbatch
+from .batch_norm import (
+    Moments,
+    Scaling,
+    Share,
+    WithoutBatchNorm,
+    couples,
+    moments_of,
+    scaling_of,
+    share_of,
+)
+from .levels import CutGraph, Level, Norm, cut
+from .places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
+from .shell import call as call_shell
+from .trace import hook_tables, trace, written_to
+
+
+Tensors = dict[str, Tensor]
+InParts = Callable[..., Callable[..., Any]]  # microbatch, with its size
+
+
+class WholeBatch:
+    """Calls a module with a whole batch, microbatch by microbatch."""
+
+    def __init__(self, places: Places, size: Any, keep: Keep) -> None:
+        self.places, self.size, self.keep = places, check_sizes(size), keep
+        self.in_parts: InParts = partial(microbatch, microbatch_size=self.size, keep=keep)
+        self.plain = self.in_parts(self.call)
+        self.watched = self.in_parts(self.call_watched)
+        # The attributes of all modules as they were, and how to call it with these and some
+        # arguments: cut, or, with None, plainly.
+        self.plans: tuple[Picture, dict[Any, _Network | None]] = Picture([], [], []), {}
+        for path, part in zip(places.paths, places.modules, strict=True):
+            if isinstance(part, LazyModuleMixin):
+                raise ValueError(
+                    f"module.{path} is a {type(part).__name__}, which does not know its shape yet; "
+                    "call the module once, on one batch, before functional(module)."
+                )
+            if is_compiled_module(part) and "BatchNorm" in getattr(part, "original_name", ""):
+                raise ValueError(
+                    f"module.{path} is scripted, so that there is no cut at this BatchNorm; "
+                    "expected the module that was scripted."
+                )
+
+    def __call__(
+        self, tensors: Tensors, buffers: Sequence[str], args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        """What the module returns for a batch, and its new buffers."""
+        batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
+        sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
+        new = {name: tensors[name].clone() for name in buffers}
+        out = self.out_of(tensors, new, (args, kwargs), sizes)
+        if self.keep == "host":  # what lies there is what is kept, and not what is returned
+            devices = (x.device for x in tensors.values() if x.device.type != "cpu")
+            if (device := next(devices, None)) is not None:
+                out = map(lambda x: x.to(device, non_blocking=True), out)
+        return out, new
+
+    def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
+        """What the module returns; the running statistics among ``new`` have seen the batch."""
+        leaves, spec = flatten(arguments)
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        plans = self.plans_now()
+        key = spec, *(None if isinstance(x, Tensor) else (type(x), x) for x in leaves)
+        if key not in plans and not any(couples(part) for part in self.places.modules):
+            before = generators({x.device for x in given})
+            try:
+                out = self.watched(tensors, arguments)
+                plans[key] = None
+                return out
+            except CoupledError:
+                restore(before)
+        if key not in plans:
+            plans[key] = _network(self.places, leaves, spec, self.in_parts)
+        if (network := plans[key]) is None:
+            return self.plain(tensors, arguments)
+        if is_cut():
+            raise RuntimeError(_CUT.format(network.norms[0].place))
+        own = {name: own_tensor(self.places, name) for name in self.places.slots}
+        out, moments = network(own | tensors, given, sizes)
+        network.update(new, moments)
+        return out
+
+    def plans_now(self) -> "dict[Any, _Network | None]":
+        """Those for the modes and attributes that the module has now."""
+        if changed(self.places.kept):
+            raise RuntimeError(what_changed(self.places))
+        look, plans = self.plans
+        hooks = (table for it in plans.values() if it is not None for table in it.hooks)
+        if not look.dicts or changed(look) or any(hooks):
+            self.plans = picture([vars(part) for part in self.places.modules]), {}
+        return self.plans[1]
+
+    def call(self, tensors: Tensors, arguments: Any) -> Tree:
+        args, kwargs = arguments
+        return _checked(_called(self.places, tensors, args, kwargs), _rows(arguments))
+
+    def call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
+        with WithoutBatchNorm(lambda _: CoupledError()):
+            return self.call(tensors, arguments)
+
+
+_CUT = (
+    "{} couples all rows of a batch, and this call is given some of them: a cut around a cut. "
+    "Expected one: functional(module, microbatch_size=...) cuts by itself, so the function around "
+    "it takes its batch whole (microbatch_size=None)."
+)
+
+
+class CoupledError(BaseException):
+    """A batch norm looks at what it is given. Only ``WholeBatch`` may catch it."""
+
+
+def _called(
+    places: Places, tensors: Tensors, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What a module returns, which writes to none of its buffers."""
+    given = dict(tensors)
+    for name in tensors:
+        if places.slots[name][0][1] == BUFFERS:
+            given[name] = tensors[name].clone()
+    before = {name: version(given[name]) for name in given if given[name] is not tensors[name]}
+    out, held = call_shell(places, given, tuple(args), kwargs)
+    for name, then in before.items():
+        if held[name] is not given[name] or version(given[name]) != then:
+            raise RuntimeError(written_to(f"buffers[{name!r}]"))
+    return out
+
+
+def _rows(tree: Tree) -> int:
+    return next(x.shape[0] for x in flatten(tree)[0] if isinstance(x, Tensor))
+
+
+def _checked(out: Tree, rows: int) -> Tree:
+    """What the module returned, if it is rows."""
+    leaves, spec = flatten(out)
+    for i, x in enumerate(leaves):
+        if not _has_rows(x, rows):
+            raise ValueError(_no_rows(paths(spec, "out")[i], x, rows))
+    return out
+
+
+def _has_rows(x: Any, rows: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
+
+
+def _no_rows(name: str, x: Any, rows: int | str) -> str:
+    came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {x!r}"
+    return (
+        f"{name}, which the module returned for {rows} rows, {came}; expected tensors with one row "
+        "per sample along dim 0. What is of all rows (a loss, a mean, a count) is computed from "
+        "these, by plain code after apply."
+    )
+
+
+# A module that is cut ----------------------------------------------------------------------
+
+
+def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) -> "_Network | None":
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def arguments(given: Any) -> tuple[Any, Mapping[str, Any]]:
+        its = list(leaves)
+        for n, i in enumerate(at):
+            its[i] = given[n]
+        return unflatten(spec, its)
+
+    traced = trace(places.modules[0], arguments)
+    graph = cut(traced.root, traced.graph)
+    if not graph.norms:
+        return None
+    names = {id(own_tensor(places, name)): name for name in places.slots}
+    apart = [traced.root.get_submodule(path) for path in traced.taken_apart]
+    hooks = [table for part in apart for table in hook_tables(part).values()]
+    return _Network(graph, names, hooks, in_parts)
+
+
+class _Network:
+    """The levels of a module, one after the other."""
+
+    def __init__(
+        self,
+        graph: CutGraph,
+        names: Mapping[int, str],
+        hooks: list[dict[int, Any]],
+        in_parts: InParts,
+    ) -> None:
+        self.graph, self.norms, self.hooks = graph, graph.norms, hooks
+        names_of, spec = flatten(graph.made(*graph.outputs))
+        where = {x: f"{x!r} in {at}" for x, at in graph.places.items()}
+        for x, path in zip(names_of, paths(spec, "out"), strict=True):
+            if x not in where:
+                raise ValueError(_no_rows(path, x, "any number of"))
+            where[x] = path
+        wanted = [level for level in graph.levels if level.gives or level.pools]
+        self.parts = [_Part(level, names, where, in_parts) for level in wanted]
+        self.last_read = {name: part for part in self.parts for name in part.level.takes}
+        self.buffers = {norm.name: _buffers_of(norm, names) for norm in self.norms}
+        self.affine = {
+            norm.name: [names.get(id(x)) for x in norm.affine or (None, None)]
+            for norm in self.norms
+        }
+
+    def __call__(
+        self, tensors: Tensors, given: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[Any, dict[str, Moments]]:
+        """What the module returns, and the moments of what each BatchNorm was given."""
+        if not sizes:
+            raise ValueError(f"{self.norms[0].place} was given a batch without rows.")
+        values = {name: [given[i]] for name, i in self.graph.inputs.items()}
+        plain, moments, scaling = _Plain(), dict[str, Moments](), dict[str, Scaling]()
+        kept = {*self.graph.outputs}
+        for part in self.parts:
+            after, shares = part.run(plain, tensors, scaling, values)
+            for name in part.level.takes:
+                if self.last_read[name] is part and name not in kept:
+                    del values[name]
+            values |= after
+            for norm, share in zip(part.level.pools, shares, strict=True):
+                shape, dtype = plain.looks[norm.name]
+                each = math.prod(shape[2:])
+                if each * sum(sizes) == 1:
+                    raise ValueError(
+                        f"{norm.place}: expected more than one value per channel when training, "
+                        f"got input of shape {tuple(shape)} in a batch of one row."
+                    )
+                moments[norm.name] = moments_of(share, [each * size for size in sizes])
+                weight, bias = (tensors[it] if it else None for it in self.affine[norm.name])
+                scaling[norm.name] = scaling_of(moments[norm.name], weight, bias, norm.eps, dtype)
+        outs = [plain.filled(name, values[name], sizes[0]) for name in self.graph.outputs]
+        return _checked(self.graph.made(*outs), sum(sizes)), moments
+
+    def update(self, buffers: Tensors, moments: Mapping[str, Moments]) -> None:
+        """Let running statistics have seen this batch."""
+        for norm in self.norms:  # in the order of the calls, of which one layer may have several
+            if (names := self.buffers[norm.name]) is None:
+                continue
+            mean, var, count = names
+            momentum: float | Tensor = norm.momentum
+            if count is not None:
+                buffers[count] = buffers[count] + 1
+                if norm.layer.momentum is None:  # the mean over all batches so far
+                    momentum = 1.0 / buffers[count].double()
+            pair = buffers[mean], buffers[var]
+            buffers[mean], buffers[var] = moments[norm.name].running(*pair, momentum)
+
+
+def _buffers_of(norm: Norm, names: Mapping[int, str]) -> tuple[str, str, str | None] | None:
+    """What the running statistics are called, and the count of batches."""
+    if norm.statistics is None:
+        return None
+    mean, var = (names[id(x)] for x in norm.statistics)
+    count = getattr(norm.layer, "num_batches_tracked", None)
+    return mean, var, None if count is None else names[id(count)]
+
+
+class _Part:
+    """A level, run for all microbatches."""
+
+    def __init__(
+        self, level: Level, names: Mapping[int, str], where: Mapping[str, str], in_parts: InParts
+    ) -> None:
+        self.level, self.where, self.places = level, where, places_of(level.module)
+        own = {slot: id(own_tensor(self.places, slot)) for slot in self.places.slots}
+        self.names = {slot: names[it] for slot, it in own.items() if it in names}
+        self.microbatched = in_parts(self.call, batch_argnums=3, reduce=("concat", "stack"))
+
+    def run(
+        self,
+        plain: "_Plain",
+        tensors: Tensors,
+        scaling: Mapping[str, Scaling],
+        values: Mapping[str, list[Tensor]],
+    ) -> Any:
+        """What it gives to later levels, or the output; the shares of its BatchNorms."""
+        its = {slot: tensors[name] for slot, name in self.names.items()}
+        known = [scaling[norm.name] for norm in self.level.scaled]
+        return self.microbatched(plain, its, known, {k: values[k] for k in self.level.takes})
+
+    def call(
+        self,
+        plain: "_Plain",
+        tensors: Tensors,
+        scaling: Sequence[Scaling],
+        rows: Mapping[str, list[Tensor]],
+    ) -> tuple[Any, list[Share]]:
+        count = _rows(rows)
+        taken = [plain.filled(name, rows[name], count) for name in self.level.takes]
+        out = _called(self.places, tensors, (*taken, *scaling), {})
+        gives, pools = self.level.gives, self.level.pools
+        given, pooled = out[: len(gives)], out[len(gives) :]
+        after = {k: plain.parted(k, x, count) for k, x in zip(gives, given, strict=True)}
+        with unnoticed():  # some of what would be asked of the modes around, once a microbatch
+            for name, parts in after.items():
+                for x in parts:
+                    if not _has_rows(x, count):
+                        raise ValueError(self.no_rows(name, x, count))
+            looks = [(x.shape, x.dtype) for x in pooled]
+        shares: list[Share] = []
+        for norm, x, (shape, dtype) in zip(pools, pooled, looks, strict=True):
+            _check_input(norm, shape)
+            plain.looks[norm.name] = shape, dtype
+            shares.append(share_of(x, len(shape), dtype))
+        return after, shares
+
+    def no_rows(self, name: str, x: Tensor, rows: int) -> str:
+        if (where := self.where[name]).startswith("out"):
+            return _no_rows(where, x, rows)
+        return (
+            f"{where} has shape {tuple(x.shape)} for {rows} rows; what lies between two BatchNorm "
+            "layers has one row per sample along dim 0."
+        )
+
+
+class _Plain:
+    """What is no tensor (a size, say) in the values between levels, for a number of rows."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[str, int], tuple[list[Any], Any]] = {}
+        self.looks: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of what is normalised
+
+    def parted(self, name: str, value: Any, rows: int) -> list[Tensor]:
+        """The tensors in a value."""
+        if isinstance(value, Tensor):
+            return [value]
+        leaves, spec = flatten(value)
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.of[name, rows] = plain, spec
+        return [x for x in leaves if isinstance(x, Tensor)]
+
+    def filled(self, name: str, tensors: list[Tensor], rows: int) -> Any:
+        """The value again."""
+        if (name, rows) not in self.of:
+            return tensors[0]
+        (plain, spec), its = self.of[name, rows], iter(tensors)
+        return unflatten(spec, [next(its) if x is None else x for x in plain])
+
+
+_DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+
+
+def _check_input(norm: Norm, shape: torch.Size) -> None:
+    """Check that a BatchNorm takes what it is given."""
+    layer: Any = norm.layer
+    dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
+    if len(shape) < 2 or (dims and len(shape) not in dims):
+        expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
+        raise ValueError(f"{norm.place}: expected {expected} input (got {len(shape)}D input)")
+    channels = getattr(layer, "num_features", shape[1])
+    if channels != shape[1] and (layer.affine or layer.running_mean is not None):
+        raise ValueError(
+            f"{norm.place} normalises {channels} channels, but its input has shape "
+            f"{tuple(shape)}; channels are dim 1."
+        )

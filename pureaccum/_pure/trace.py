@@ -1,0 +1,361 @@
+"""A module's forward as a graph of torch.fx, in which each BatchNorm is a call of F.batch_norm.
+
+torch.fx calls ``forward`` once, with a stand-in for the input, and writes down what it does. What
+it would lose without a word is refused here: modes that forward enters, attributes that it
+assigns, numbers that it draws, hooks on a module that is taken apart. It is a copy of the module
+that is called, and in a thread of its own, where no mode and no transform of the caller's is.
+"""
+
+import linecache
+import operator
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from functools import partial, wraps
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from .._base.torch_internals import BUFFERS, module_vars, seeing, version
+from .._base.trees import leaves as leaves_of
+from .batch_norm import BATCH_NORMS, WithoutBatchNorm, couples, in_training
+
+
+Arguments = Callable[[Any], tuple[Any, Mapping[str, Any]]]  # of a module, from a list of tensors
+
+
+class _Root(nn.Module):
+    """A copy of the module, called with its tensors as one list."""
+
+    def __init__(self, module: nn.Module, arguments: Arguments) -> None:
+        super().__init__()
+        shared: list[Any] = [*module.parameters(), *module.buffers()]
+        for part in module.modules():
+            shared += [x for x in module_vars(part).values() if isinstance(x, Tensor)]
+            shared += [hook for _, hooks in _hooks(part) for hook in hooks]
+        self.module, self.arguments = deepcopy(module, {id(x): x for x in shared}), arguments
+        for part in self.module.modules():
+            if couples(part):  # of the batches it is counted how many, and of the stand-in nothing
+                vars(part)[BUFFERS]["num_batches_tracked"] = None
+                vars(part)["_check_input_dim"] = _nothing
+
+    def forward(self, given: Any) -> Any:
+        args, kwargs = self.arguments(given)
+        return self.module(*args, **kwargs)
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+def _batch_norm(layer: Any, input: Any) -> Any:
+    """What ``forward`` of torch's BatchNorm layers calls, SyncBatchNorm among them."""
+    tracked = not layer.training or layer.track_running_stats
+    statistics = (layer.running_mean, layer.running_var) if tracked else (None, None)
+    affine = layer.weight, layer.bias
+    return F.batch_norm(input, *statistics, *affine, True, layer.momentum or 0.0, layer.eps)
+
+
+_ITS_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
+
+
+class _Proxy(fx.Proxy):
+    """Records ``x[i] = y`` and ``x += y``, which torch.fx refuses and takes for ``x + y``."""
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, at, value), {})
+
+
+def _record(write: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", write, (self, other), {})
+
+    return recorded
+
+
+_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
+AUGMENTED = {getattr(operator, name): f"__{name}__" for name in _AUGMENTED.split()}
+for _write, _name in AUGMENTED.items():
+    setattr(_Proxy, _name, _record(_write))
+
+
+class _Tracer(fx.Tracer):
+    """torch's own; it looks into BatchNorm layers, and refuses what would be lost."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes, self.thread = _modes(), threading.get_ident()
+        self.taken_apart: list[str] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, BATCH_NORMS):
+            return not couples(m)
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if threading.get_ident() != self.thread:  # torch.fx puts itself into all modules
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        path = self.path_of_module(m)
+        if not self.is_leaf_module(m, path):
+            self.taken_apart.append(path)
+            if hooks := _hooks(m):
+                raise _Lost(
+                    f"{path} ({type(m).__name__}) has {hooks[0][0]}, which would not run: the "
+                    "module is taken apart. Remove them."
+                )
+        if not couples(m):
+            return super().call_module(m, forward, args, kwargs)
+        if type(m).forward in _ITS_FORWARDS:
+            return super().call_module(m, partial(_batch_norm, m), args, kwargs)
+        before = {n for n in self.graph.nodes if n.target is F.batch_norm}
+        out = super().call_module(m, forward, args, kwargs)
+        if not any(n.target is F.batch_norm and n not in before for n in self.graph.nodes):
+            raise _Lost(
+                f"{path} ({type(m).__name__}) has a forward of its own which does not call "
+                "F.batch_norm, so that there is no cut at it. Call that, or super().forward."
+            )
+        return out
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self.modes:
+            raise TypeError("it computes under no_grad or autocast, which is not recorded")
+        return super().create_node(*args, **kwargs)
+
+
+def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Where a module keeps the hooks that run when it is called."""
+    tables = module_vars(module).items()
+    return {k: v for k, v in tables if k.endswith(("ward_hooks", "ward_pre_hooks"))}
+
+
+def _hooks(module: nn.Module) -> list[tuple[str, list[Any]]]:
+    tables = hook_tables(module).items()
+    return [(k.strip("_").replace("_", " "), [*v.values()]) for k, v in tables if v]
+
+
+class _Lost(ValueError):
+    """Its message says all."""
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
+
+
+class Trace(NamedTuple):
+    """What the forward of a module does.
+
+    Args:
+        root: For the names in the graph. The module is called ``module``, and beside it are the
+            tensors that its forward makes of numbers.
+        graph: Of one argument, the list of tensors.
+        taken_apart: The names of the modules whose forward was looked into.
+    """
+
+    root: nn.Module
+    graph: fx.Graph
+    taken_apart: list[str]
+
+
+def trace(module: nn.Module, arguments: Arguments) -> Trace:
+    """Trace a module that is called with some arguments."""
+    # torch.fx puts itself into all modules for that time: one after the other
+    with _ONE, ThreadPoolExecutor(1) as thread:
+        found = thread.submit(_with_its_numbers, module, arguments).result()
+    if found is None:
+        raise ValueError(
+            f"forward of module ({type(module).__name__}) draws random numbers that do not depend "
+            "on its input, and so would draw them once for ever: draw them like the input, "
+            "torch.rand_like(x), or in a function under torch.fx.wrap."
+        )
+    root = nn.Module()
+    for name, x in module_vars(found.root).items():
+        if isinstance(x, Tensor):
+            setattr(root, name, x)
+    root.module = module
+    return found._replace(root=root)
+
+
+_ONE = threading.Lock()
+
+
+def _with_its_numbers(module: nn.Module, arguments: Arguments) -> Trace | None:
+    """The trace; None where forward draws random numbers, of torch or Python, for itself."""
+    python = random.getstate()
+    try:
+        with seeing(before=_refuse_torch_s):
+            found = _traced(module, arguments)
+            if python != random.getstate():  # another thread may have drawn, so look
+                sys.setprofile(_refuse_python_s)
+                try:
+                    found = _traced(module, arguments)
+                finally:
+                    sys.setprofile(None)
+        return found
+    except _DrawnError as drawn:
+        if drawn.args:
+            random.setstate(python)
+        return None
+
+
+class _DrawnError(BaseException):
+    """Only ``trace`` may catch it."""
+
+
+def _refuse_torch_s(operation: Any, *_: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        raise _DrawnError
+
+
+def _refuse_python_s(_: Any, event: str, called: Any) -> None:
+    if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
+        raise _DrawnError("random")
+
+
+def _traced(module: nn.Module, arguments: Arguments) -> Trace:
+    try:
+        root, tracer = _Root(module, arguments), _Tracer()
+    except Exception as error:
+        raise ValueError(
+            f"module ({type(module).__name__}) cannot be cut at its BatchNorm layers, because it "
+            f"cannot be copied for torch.fx: {error}. Keep outside of it what has no copy."
+        ) from error
+    before = {part: _attributes(part) for part in root.module.modules()}
+    try:
+        graph = tracer.trace(root)
+        _check_nodes(graph.nodes, root)
+        for path, part in root.module.named_modules(prefix="module"):
+            for name, held in _attributes(part).items():
+                if held != before[part].get(name):
+                    raise _Lost(
+                        f"{path} ({type(part).__name__}) assigns its attribute {name!r} in "
+                        "forward, but only what forward returns can be handed on. Return it."
+                    )
+    except _Lost as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:
+        raise ValueError(_untraceable(root, error)) from error
+    return Trace(root, graph, tracer.taken_apart)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What stands in a module, by identity."""
+
+    def seen(x: Any) -> Any:
+        inside = x.values() if isinstance(x, dict) else x if isinstance(x, (list, set)) else [x]
+        return type(x), [*map(id, inside)]
+
+    return {name: seen(x) for name, x in module_vars(module).items()}
+
+
+def _untraceable(root: nn.Module, error: Exception) -> str:
+    names = {part: path for path, part in root.named_modules()}
+    where, line = "module", ""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        frame, file = trace.tb_frame, trace.tb_frame.f_code.co_filename
+        its = frame.f_locals.get("self")
+        if isinstance(its, nn.Module) and names.get(its):
+            where = f"{names[its]} ({type(its).__name__})"
+        if not file.startswith((str(Path(torch.__file__).parent), __file__)):
+            code = linecache.getline(file, trace.tb_lineno).strip()
+            line = f", at {Path(file).name} line {trace.tb_lineno}: `{code}`"
+        trace = trace.tb_next
+    return (
+        f"{where} cannot be cut at its BatchNorm layers, because torch.fx cannot trace it: "
+        f"{error}{line}. What a module computes, and in which order, must not depend on the "
+        "numbers or shapes that it is given. Put the branch into a function under torch.fx.wrap, "
+        "which is not looked into; or leave microbatch_size out, and the batch is taken whole."
+    )
+
+
+def name_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def place(node: fx.Node) -> str:
+    """The module in whose forward a node stands."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path, cls = stack[-1] if stack else ("module", None)
+    return f"{path} ({cls.__name__})" if isinstance(cls, type) else str(path)
+
+
+# What would go wrong without a word ---------------------------------------------------------
+
+
+def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
+    for node in nodes:
+        if node.op == "call_module":
+            layer, path = root.get_submodule(str(node.target)), str(node.target)
+            for name, inner in layer.named_modules(prefix=path):
+                if couples(inner):
+                    raise _Lost(
+                        f"{name} ({type(inner).__name__}) lies inside {path} "
+                        f"({type(layer).__name__}), which torch.fx does not look into, so that "
+                        "there is no cut at it. Call it in a forward of your own."
+                    )
+                tracks = isinstance(inner, _INSTANCE_NORMS) and inner.track_running_stats
+                if tracks and inner.training:
+                    raise _Lost(written_to(name))
+        elif (
+            "batch_norm" in name_of(node)
+            and node.target is not F.batch_norm
+            and in_training(node.target, node.args, node.kwargs)
+        ):
+            raise _Lost(_no_cut(place(node), node.target))
+
+
+def written_to(name: str) -> str:
+    """A buffer, or a module with buffers, that forward changes."""
+    return (
+        f"{name} is written to in forward, which is run for every microbatch and again for its "
+        "derivatives, and would write each time. Only BatchNorm's running statistics are updated: "
+        "expected a module that changes no other buffer (eval() for it, track_running_stats=False)."
+    )
+
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def watched(func: Any) -> Any:
+    """A function, watched if torch.fx did not look into it."""
+    if not isinstance(func, FunctionType) or func.__module__.startswith(("torch", "operator")):
+        return func
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        before, who = [version(x) for x in given], "a function under torch.fx.wrap"
+        with WithoutBatchNorm(lambda norm: RuntimeError(_no_cut(who, norm))):
+            out = func(*args, **kwargs)
+        if [version(x) for x in given] != before:
+            raise RuntimeError(
+                f"{func.__name__}, which torch.fx does not look into, writes in place to what it "
+                "is given, and would do it twice; expected one that gives a new tensor."
+            )
+        return out
+
+    return call
+
+
+def _no_cut(who: str, func: Any) -> str:
+    return (
+        f"{who} calls {func.__name__} with training=True, where there is no cut; expected "
+        "nn.BatchNorm1d, 2d or 3d, or F.batch_norm, in a forward that torch.fx looks into."
+    )

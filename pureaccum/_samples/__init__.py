@@ -1,0 +1,1 @@
+"""The gradients of single samples, reduced while they stream."""

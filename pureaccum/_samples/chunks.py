@@ -1,0 +1,236 @@
+"""The gradient of each sample by itself, a chunk of samples at a time.
+
+    for chunk in microbatches(batch, chunk_size):
+        yield vmap(gradient of one sample)(chunk)
+
+What a sample adds to the sum of its batch is the gradient of its loss; of ``Weighted``, that of its
+total. All that comes out has the samples along dim 0.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base.checks import (
+    check_choice,
+    check_disjoint,
+    positions,
+    read_params,
+    read_tensors,
+    refuse_autocast_cache,
+)
+from .._base.dtensors import refuse_sharded
+from .._base.refused import explained
+from .._base.torch_internals import forward_ad_active, transform_active
+from .._base.trees import Tree, flatten, global_norm, map, unflatten
+from .._core.batches import Batch, check_size, cut, cutting, read_batch, rows_to_cut
+from .._core.engines import PASSES, Wrt, prepare
+from .._core.loss import counts, join_aux
+from .._core.writes import Given, guarding, known_of
+from .._optim.combinators import GradientMap
+
+
+Randomness = Literal["error", "different", "same"]
+SampleEngine = Literal["vmap", "autograd"]
+Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] | None
+Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
+
+
+class Sampling(NamedTuple):
+    """How the gradients of samples are taken: what stays the same for all of them."""
+
+    has_aux: bool
+    chunk_size: int | None
+    transform: Transform
+    metrics: Metrics
+    keep_batch_dim: bool
+    randomness: Randomness
+    engine: SampleEngine
+    carries_graph: bool = False  # as torch.func's own results do
+
+
+class Chunk(NamedTuple):
+    """What some samples came to."""
+
+    grads: list[Tensor]  # as transformed, but still to be multiplied by
+    factor: Tensor | tuple[()]  # one number a sample
+    spec: optree.PyTreeSpec  # of one sample's gradient
+    value: Tensor  # losses, or the totals of ``Weighted``
+    weight: Tensor | tuple[()]  # of ``Weighted``
+    aux: Tree
+    metrics: Tree
+
+
+Call = Callable[[list[Tensor], Tree], Any]  # a loss, of leaves and a sample
+
+
+def check_sampling(func: Any, how: Sampling) -> Sampling:
+    """The same, or an error that says what is wrong with it."""
+    if how.chunk_size is not None:
+        how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
+    check_choice(how.randomness, ("error", "different", "same"), "randomness")
+    check_choice(how.engine, ("vmap", "autograd"), "engine")
+    transform: Any = how.transform
+    if isinstance(transform, str):
+        check_choice(transform, ("normalize", "sign"), "transform")
+    elif transform is not None and not callable(getattr(transform, "factor", transform)):
+        raise TypeError(
+            f"transform is {transform!r}; expected a function of one sample's gradient, "
+            "clip_by_global_norm(...), 'normalize' or 'sign'."
+        )
+    if not (how.metrics is None or how.metrics == "norm" or callable(how.metrics)):
+        raise TypeError(
+            f"metrics is {how.metrics!r}; expected a function of one sample's gradient and value, "
+            "or 'norm'."
+        )
+    return how
+
+
+NO_SAMPLES = "torch.func.vmap has no rule for them: there are no single samples of them."
+
+
+def sampled(
+    func: Callable[..., Any],
+    params: Tree,
+    args: tuple[Any, ...],
+    at: tuple[int, ...],
+    batches: tuple[int, ...],
+    how: Sampling,
+) -> tuple[Iterator[Chunk], list[Tree]]:
+    """The chunks of a call, and what will lie beside their gradients as they come."""
+    leaves, spec = read_params(params)
+    refuse_sharded(leaves, "params", NO_SAMPLES)
+    cut_at = positions(batches, len(args), "batch_argnums")
+    check_disjoint(at, cut_at)
+    batch = read_batch({i: args[i] for i in cut_at}, "args")
+    if rows_to_cut(batch, "args") == 0 and (how.has_aux or callable(how.metrics)):
+        raise ValueError(
+            "the batch has no rows, so the loss is never called and there are no aux or metrics to "
+            "return; they need one row at least."
+        )
+    if how.chunk_size is not None:
+        refuse_autocast_cache(leaves)
+    beside: list[Tree] = []
+    if batch.rows == 0 and how.metrics == "norm":
+        beside.append(((), global_norm(leaves).new_zeros(0)))
+
+    def call(leaves: list[Tensor], sample: Tree) -> Any:
+        return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
+
+    def noted(call: Call) -> Iterator[Chunk]:
+        for chunk in _chunks(call, leaves, spec, batch, how):
+            beside.append((chunk.aux, chunk.metrics))
+            yield chunk
+
+    def watched() -> Iterator[Chunk]:
+        given = Given("params", leaves, spec), Given("args", *batch[:2])
+        with guarding(known_of(func), *given) as guarded:
+            yield from noted(guarded(call))
+
+    return noted(call) if torch.compiler.is_dynamo_compiling() else watched(), beside
+
+
+def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
+    """A result, and aux and metrics where there are any."""
+    if not how.has_aux and how.metrics is None:
+        return result
+    aux, metrics = map(lambda *parts: torch.cat(parts), *beside)
+    return result, aux if how.metrics is None else (aux, metrics) if how.has_aux else metrics
+
+
+def _chunks(
+    call: Call, leaves: list[Tensor], spec: optree.PyTreeSpec, batch: Batch, how: Sampling
+) -> Iterator[Chunk]:
+    """The samples of a batch, a chunk at a time."""
+    if how.engine == "autograd":
+        wrt = prepare(leaves, "autograd", set())
+    elif how.carries_graph or transform_active() or forward_ad_active():
+        wrt = Wrt(leaves, [], None, set(), frozenset())
+    else:
+        wrt = prepare(leaves, "func", set())
+    size = how.chunk_size or max(batch.rows or 0, 1)
+    for part in cut(batch, size):
+        with nullcontext() if wrt.records is None else torch.no_grad():
+            chunk = _chunk(call, wrt, spec, part, how)
+        yield chunk
+
+
+def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:
+    given, part_spec = flatten(part)
+    forward = PASSES["autograd" if how.engine == "autograd" else "func"]
+    specs: dict[str, optree.PyTreeSpec] = {}
+
+    def one(*tensors: Tensor) -> Any:
+        rows = iter([x.unsqueeze(0) for x in tensors] if how.keep_batch_dim else tensors)
+        sample = unflatten(part_spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
+        seen, shape, pull, _ = forward(lambda leaves: call(leaves, sample), wrt, {}, how.has_aux)
+        pulled = pull(torch.ones_like(seen.total))
+        pairs = zip(wrt.leaves, pulled, strict=True)
+        grads = unflatten(spec, [_dense(x, g) for x, g in pairs])
+        scaling = _scaling(how.transform)
+        norm = None if scaling is None and how.metrics != "norm" else global_norm(grads)
+        metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
+        noted, specs["metrics"] = read_tensors(metrics, "metrics", OF_EACH)
+        if callable(how.transform):
+            grads = how.transform(grads)
+        elif how.transform == "sign":
+            grads = map(torch.sgn, grads)
+        kept, specs["grads"] = read_tensors(grads, TRANSFORMED, OF_EACH)
+        factor = () if scaling is None or norm is None else scaling(norm)
+        aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
+        return kept, factor, seen.total, seen.weight, aux, noted
+
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    with cutting(True):  # a sample is no batch
+        kept, factor, value, weight, aux, metrics = _each(one, tensors, how)
+    if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where a gradient is
+        factor = torch.where(counts(value, weight), factor, 0.0)
+    return Chunk(
+        kept,
+        factor,
+        specs["grads"],
+        value,
+        weight,
+        unflatten(specs["aux"], aux),
+        unflatten(specs["metrics"], metrics),
+    )
+
+
+def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
+    if how.engine == "autograd":
+        outs = [one(*row) for row in zip(*tensors, strict=True)]
+        return map(lambda *xs: torch.stack(xs), *outs)
+    try:
+        return torch.func.vmap(one, randomness=how.randomness)(*tensors)
+    except (RuntimeError, ValueError) as error:
+        if (why := explained(error)) is None:
+            raise
+        raise RuntimeError(why) from error
+
+
+def _dense(leaf: Tensor, grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(leaf)
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample."
+
+
+def transformed_like(transform: Callable[[Tree], Tree], params: Tree) -> Tree:
+    """A tree like what a transform makes of one gradient."""
+    like = transform(map(torch.zeros_like, params))
+    if not read_tensors(like, TRANSFORMED, OF_EACH)[0]:
+        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
+    return like
+
+
+def _scaling(transform: Transform) -> Callable[[Tensor], Tensor] | None:
+    """What a gradient is multiplied by, given its norm, where that is all that becomes of it."""
+    if transform == "normalize":
+        return lambda norm: torch.where(norm > 0, 1 / norm, 0.0)
+    return transform.factor if isinstance(transform, GradientMap) else None

@@ -1,0 +1,121 @@
+"""The inner part of DP-SGD: no sample adds more than a given norm, and noise is added to the sum.
+
+Neither accounts for privacy. What a run has spent follows from the sampling rate, ``std /
+max_norm`` and the number of steps: ``opacus.accountants`` works it out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_at_least, read_params
+from .._base.python_numbers import as_float
+from .._base.trees import Tree, accumulation_dtype, as_scalar_of, unflatten
+from .._optim.combinators import clip_by_global_norm
+from .._pure.keys import fold_in, normal
+from .chunks import Randomness, SampleEngine
+from .per_sample import per_sample_grad
+
+
+def clipped_sum(  # noqa: D417
+    func: Callable[..., Any],
+    max_norm: float,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    chunk_size: int | None = None,
+    keep_batch_dim: bool = False,
+    randomness: Randomness = "error",
+    engine: SampleEngine = "vmap",
+    dtype: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """Sum the gradients of samples, each scaled down to a norm of at most ``max_norm``.
+
+    The rule, with norms over all leaves as one vector::
+
+        Σ over samples of gradient * min(1, max_norm / (|gradient| + 1e-6))
+
+    A batch without rows, which Poisson sampling draws now and then, has sums of zero. Privacy
+    accounting is not done here: see ``opacus.accountants``.
+
+    Args:
+        func, argnums, has_aux, batch_argnums, chunk_size, keep_batch_dim, randomness, engine,
+            dtype: As for ``per_sample_grad``; ``func`` is the loss of one sample.
+        max_norm: The largest norm that a sample adds, above zero.
+
+    Returns:
+        A function of ``func``'s arguments giving ``(sums, norms)``, or ``(sums, (aux, norms))``:
+        float32 at least, and the norm of each sample's gradient before it was clipped.
+
+    Example:
+        >>> summed = clipped_sum(lambda w, x: w * x, 2.0, chunk_size=2)
+        >>> summed(torch.tensor(0.0), torch.tensor([1.0, 3.0, 4.0]))
+        (tensor(5.0000), tensor([1., 3., 4.]))
+
+    References:
+        Abadi et al., `Deep learning with differential privacy <https://arxiv.org/abs/1607.00133>`_,
+        2016; `Opacus <https://github.com/pytorch/opacus>`_, whose formula it is.
+    """
+    return per_sample_grad(
+        func,
+        argnums,
+        has_aux,
+        batch_argnums=batch_argnums,
+        chunk_size=chunk_size,
+        transform=clip_by_global_norm(max_norm),
+        reduce="sum",
+        metrics="norm",
+        keep_batch_dim=keep_batch_dim,
+        randomness=randomness,
+        engine=engine,
+        dtype=dtype,
+    )
+
+
+def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
+    """Add normal noise, independent for every number of a tree.
+
+    The rule, with the number ``i`` of a leaf and draws in float32 at least::
+
+        leaf + std * normal(fold_in(key, i), leaf.shape)
+
+    It serves research: a generator that withstands an attacker, and floating-point attacks on
+    noise, are other matters.
+
+    Args:
+        tree: Sums, such as those of ``clipped_sum``; a complex number gets noise in both parts.
+        std: The standard deviation: for DP-SGD the noise multiplier times ``max_norm``.
+        key: A key for this draw alone: ``fold_in(key, step)``.
+
+    Returns:
+        A tree like ``tree``.
+
+    Example:
+        >>> from pureaccum import key
+        >>> add_noise({"w": torch.zeros(3)}, 2.0, key(0))
+        {'w': tensor([-1.1624,  1.0674,  4.3052])}
+
+    References:
+        Abadi et al., `Deep learning with differential privacy <https://arxiv.org/abs/1607.00133>`_,
+        2016.
+    """
+    if not isinstance(std, Tensor):
+        check_at_least(0.0, std=as_float(std))
+    else:  # what is below zero cannot be seen without waiting for the device
+        std = torch.where(std >= 0, std, torch.nan)
+    if not isinstance(key, Tensor) or key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"key is {key!r}; expected one key of shape (2,): pureaccum.key(seed).")
+    leaves, spec = read_params(tree, "tree")
+
+    def noisy(i: int, x: Tensor) -> Tensor:
+        parts = torch.view_as_real(x) if x.is_complex() else x
+        wide = accumulation_dtype(parts.dtype)
+        noise = normal(fold_in(key.to(x.device), i), tuple(parts.shape), wide)
+        by = as_scalar_of(noise, std) if isinstance(std, Tensor) else as_float(std)
+        parts = (parts.to(wide) + noise * by).to(parts.dtype)
+        return torch.view_as_complex(parts) if x.is_complex() else parts
+
+    return unflatten(spec, [noisy(i, x) for i, x in enumerate(leaves)])

@@ -1,0 +1,299 @@
+"""How much gradients scatter, from the norms that a pass sees anyway.
+
+Let s be what a microbatch adds to the sum S, w its weight, W the sum of the K weights; G the true
+gradient and tr(Σ) the variance of the gradient of one sample. Then, whatever the weights,
+
+    E sum |s|²/w = W |G|² + K tr(Σ)         E |S|²/W = W |G|² + tr(Σ)
+
+so that ``noise`` and ``signal`` of ``noise_scale`` are unbiased estimates of tr(Σ) and of |G|².
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_state, read_params
+from .._base.python_numbers import as_float
+from .._base.states import loadable
+from .._base.trees import Tree, flatten, norm, paths
+from .._base.trees import leaves as leaves_of
+from .._core.accumulator import AccumState
+from .reducers import Moments
+
+
+@loadable
+class NoiseScale(NamedTuple):
+    """How much gradients scatter; 0-d float64 tensors.
+
+    Attributes:
+        scale: ``noise / signal``, the simple noise scale, an estimate of the critical batch size,
+            in samples or in what ``Weighted`` counts; inf where no signal is seen.
+        signal: The squared norm of the true gradient, without the noise in it; may be negative.
+        noise: The variance of the gradient of one sample: the trace of its covariance.
+        snr: What the gradient of a batch of this size has, ``signal / (noise / weight)``.
+        cosine: Between the gradients of two microbatches: mean inner product by mean square.
+        low: With ``high``, a 95 % confidence interval of ``scale``; 0 and inf for one batch.
+        high: See there.
+
+    Example:
+        >>> from pureaccum import per_sample_grad
+        >>> x = torch.tensor([1.0, 3.0, 2.0, 2.0])
+        >>> noise_scale(per_sample_grad(lambda w, x: w * x, reduce="moments")(x[0], x)).signal
+        tensor(3.8333, dtype=torch.float64)
+
+    References:
+        ``noise_scale``, which makes it of one batch, and ``running_noise_scale``, of many.
+    """
+
+    scale: Tensor
+    signal: Tensor
+    noise: Tensor
+    snr: Tensor
+    cosine: Tensor
+    low: Tensor
+    high: Tensor
+
+
+@loadable
+class BatchNoise(NamedTuple):
+    """What one batch says; a vector has all leaves together first, then each leaf."""
+
+    signal: Tensor
+    noise: Tensor
+    weight: Tensor
+    pieces: Tensor
+
+
+@loadable
+class NoiseAverages(NamedTuple):
+    """Moving averages of ``signal`` and ``noise``, their products and squares, not yet corrected.
+
+    ``share`` is what an average of ones would be, by which all are divided; ``squares`` is the sum
+    of the squared shares of single batches, which tells of how many batches an average is.
+    """
+
+    signal: Tensor
+    noise: Tensor
+    signal_signal: Tensor
+    signal_noise: Tensor
+    noise_noise: Tensor
+    weight: Tensor
+    pieces: Tensor
+    share: Tensor
+    squares: Tensor
+
+
+class RunningNoiseScale(NamedTuple):
+    """The three functions that ``running_noise_scale`` makes.
+
+    Attributes:
+        init: ``init(params)`` gives averages of nothing.
+        update: ``update(averages, seen)`` gives those with a batch more, of which ``seen`` is what
+            ``noise_scale`` takes.
+        read: ``read(averages, like=None)`` gives what ``noise_scale`` gives, with an interval.
+    """
+
+    init: Callable[[Tree], NoiseAverages]
+    update: Callable[[NoiseAverages, Any], NoiseAverages]
+    read: Callable[..., Any]
+
+
+def noise_scale(seen: Any, like: Tree = None) -> Any:
+    """The gradient noise scale of one batch.
+
+    The rule, for K microbatches that add s of weight w to the sums S and W::
+
+        noise  = (Σ |s|²/w - |S|²/W) / (K - 1)    # the variance of one sample's gradient
+        signal = (|S|²/W - noise) / W             # the squared norm of the true gradient
+        scale  = noise / signal
+
+    ``noise`` and ``signal`` are unbiased. Batches larger than ``scale`` gain little.
+
+    Args:
+        seen: An ``AccumState`` of an accumulator with ``squares=True`` (of microbatches, or of
+            samples), the ``Moments`` of samples, or the ``noise`` of a ``StepInfo``.
+        like: Params: then each leaf has a noise scale of its own, by the leaf's path.
+
+    Returns:
+        A ``NoiseScale``, or a dict of them. One microbatch alone says nothing: NaN.
+
+    Example:
+        >>> from pureaccum import accumulator
+        >>> acc = accumulator(lambda w, x: (w * x).mean(), squares=True)
+        >>> w, state = torch.tensor(1.0), acc.init(torch.tensor(1.0))
+        >>> for part in torch.tensor([1.0, 3.0, 2.0, 2.0]).split(1):
+        ...     state = acc.update(state, w, part)
+        >>> noise_scale(state).noise, noise_scale(state, like=w)["params"].scale
+        (tensor(0.6667, dtype=torch.float64), tensor(0.1739, dtype=torch.float64))
+
+    References:
+        McCandlish, Kaplan, Amodei and OpenAI Dota Team, `An empirical model of large-batch training
+        <https://arxiv.org/abs/1812.06162>`_, 2018.
+    """
+    batch = read_noise(seen)
+    nowhere = torch.zeros_like(batch.signal)
+    return _each(batch, (nowhere, nowhere + torch.inf), like)
+
+
+def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
+    """The gradient noise scale over many batches, with a confidence interval.
+
+    The rule, corrected for having begun at zero::
+
+        average = decay * average + (1 - decay) * of this batch    # of signal and of noise, apart
+        scale   = average of noise / average of signal             # no mean of ratios
+
+    The interval is Fieller's, from how much the batches differ; it is for some ten batches and
+    more, while the gradient changes little. A batch that is not finite, or a single microbatch, is
+    left out.
+
+    Args:
+        decay: What an average keeps of itself with every batch, in [0, 1).
+
+    Returns:
+        ``init(params)``, ``update(averages, seen)``, with what ``noise_scale`` takes, and
+        ``read(averages, like=None)``, which gives what ``noise_scale`` gives.
+
+    Example:
+        >>> from pureaccum import per_sample_grad
+        >>> moments = per_sample_grad(lambda w, x: (w - x) ** 2 / 2, reduce="moments")
+        >>> running, w = running_noise_scale(), torch.tensor(1.0)
+        >>> averages = running.init(w)
+        >>> for seed in range(100):
+        ...     x = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        ...     averages = running.update(averages, moments(w, x))
+        >>> read = running.read(averages)
+        >>> read.low < 1 < read.high
+        tensor(True)
+
+    References:
+        McCandlish, Kaplan, Amodei and OpenAI Dota Team, `An empirical model of large-batch training
+        <https://arxiv.org/abs/1812.06162>`_, 2018.
+    """
+    decay = as_float(decay)
+    if not isinstance(decay, (int, float)) or not 0 <= decay < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"decay is {decay!r}; expected a number from 0, and below 1.")
+
+    def init(params: Tree) -> NoiseAverages:
+        """Averages of nothing."""
+        leaves, _ = read_params(params)
+        each = torch.zeros(5, len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
+        return _averages([*map(torch.clone, each), *map(torch.clone, each[:4, 0])])
+
+    def update(averages: NoiseAverages, seen: Any) -> NoiseAverages:
+        """The averages with one batch more, if that says anything."""
+        check_state(averages, NoiseAverages, "running_noise_scale", "averages")
+        batch = read_noise(seen)
+        signal, noise = batch.signal, batch.noise
+        if signal.shape != averages.signal.shape:
+            raise ValueError(
+                f"the batch has {len(signal) - 1} leaves, the averages {len(averages.signal) - 1}; "
+                "averages belong to the params that they were made from by init."
+            )
+        new = (signal, noise, signal * signal, signal * noise, noise * noise, *batch[2:])
+        ok = torch.isfinite(torch.cat([signal, noise])).all()
+        values = [decay * old + (1 - decay) * x for old, x in zip(averages, new, strict=False)]
+        share = decay * averages.share + (1 - decay)
+        squares = decay**2 * averages.squares + (1 - decay) ** 2
+        later = zip([*values, share, squares], averages, strict=True)
+        return _averages([torch.where(ok, x, old) for x, old in later])
+
+    def read(averages: NoiseAverages, like: Tree = None) -> Any:
+        """What the averages say, with a confidence interval."""
+        check_state(averages, NoiseAverages, "running_noise_scale", "averages")
+        mean = _averages([*(x / averages.share for x in averages[:7]), *averages[7:]])
+        batch = BatchNoise(mean.signal, mean.noise, mean.weight, mean.pieces)
+        return _each(batch, _interval(mean), like)
+
+    return RunningNoiseScale(init, update, read)
+
+
+# Pieces --------------------------------------------------------------------------------
+
+
+def _averages(fields: list[Tensor]) -> NoiseAverages:
+    return NoiseAverages(*fields)  # pyright: ignore[reportCallIssue]
+
+
+def read_noise(seen: Any) -> BatchNoise:
+    """What one batch says, however it was seen."""
+    counted = {BatchNoise: "pieces", Moments: "samples", AccumState: "total"}.get(type(seen))
+    if counted is not None and getattr(seen, counted).dim() != 0:
+        raise ValueError(
+            f"the {type(seen).__name__} is stacked: each member has a noise scale of its own; "
+            "torch.func.vmap(noise_scale)(...) gives them all."
+        )
+    if isinstance(seen, BatchNoise):
+        return seen
+    if isinstance(seen, Moments):
+        seconds = torch.stack([x.double().sum() for x in leaves_of(seen.second)]) * seen.weight
+        sums = [norm(x) for x in leaves_of(seen.mean)]
+        return noise_of(sums, seconds, seen.weight, seen.samples)
+    if not isinstance(seen, AccumState):
+        raise TypeError(
+            f"the noise scale was asked of a {type(seen).__name__}; expected the AccumState of an "
+            "accumulator with squares=True, Moments, or the noise of a StepInfo (with noise=True)."
+        )
+    sums = leaves_of(seen.grads)
+    if not isinstance(seen.squares, Tensor) or len(seen.squares) != len(sums) + 1:
+        raise ValueError(
+            "the state has not summed the squared norms of gradients: make the accumulator with "
+            "squares=True (and reduce='sum' or 'mean'; of 'moments', pass what finalize gives)."
+        )
+    means = [norm(x).double() / seen.weight for x in sums]
+    return noise_of(means, seen.squares[:-1], seen.weight, seen.squares[-1])
+
+
+def noise_of(means: list[Tensor], squares: Tensor, weight: Tensor, pieces: Tensor) -> BatchNoise:
+    """From the norm of each leaf's mean gradient, and its sum of |s|² / w."""
+    between = torch.stack([x.to(squares.device).double() for x in means]) ** 2 * weight
+    noise = torch.where(pieces > 1, (squares - between) / (pieces - 1), torch.nan)
+    signal = (between - noise) / weight
+    signal, noise = (torch.cat([x.sum().unsqueeze(0), x]) for x in (signal, noise))
+    return BatchNoise(signal, noise, weight.double().clone(), pieces.double().clone())
+
+
+def _each(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: Tree) -> Any:
+    signal, noise, weight, pieces = batch
+    scale = torch.where(signal > 0, noise / signal, torch.where(signal <= 0, torch.inf, torch.nan))
+    snr, cosine = signal * weight / noise, signal / (signal + noise * pieces / weight)
+    fields = torch.stack([scale, signal, noise, snr, cosine, *interval])
+    if like is None:
+        return NoiseScale(*fields[:, 0])
+    names = paths(flatten(like)[1], "params")
+    if len(names) != len(signal) - 1:
+        raise ValueError(
+            f"like has {len(names)} leaves; expected params, of which {len(signal) - 1} were seen."
+        )
+    return {name: NoiseScale(*fields[:, i + 1]) for i, name in enumerate(names)}
+
+
+def _interval(mean: NoiseAverages) -> tuple[Tensor, Tensor]:
+    """Fieller: all r for which ``noise - r * signal`` is zero, within what batches differ by."""
+    a, b = mean.noise, mean.signal
+    # one less than how many batches of equal share would be as good; rounding leaves 1e-16 of one
+    freedom = mean.share**2 / mean.squares - 1
+    told = freedom > 1e-9
+    spread = torch.where(told, _student(freedom) ** 2 / freedom, 0.0)
+    aa, ab, bb = (
+        (second - one * other) * spread
+        for second, one, other in (
+            (mean.noise_noise, a, a),
+            (mean.signal_noise, a, b),
+            (mean.signal_signal, b, b),
+        )
+    )
+    p, q, r = b * b - bb, a * b - ab, a * a - aa
+    root = (q * q - p * r).clamp(min=0).sqrt()
+    low = torch.where(told & (q > 0) & (r > 0), r / (q + root), 0.0)
+    high = torch.where(told & (q > 0) & (p > 0), (q + root) / p, torch.inf)
+    return low, high
+
+
+def _student(freedom: Tensor) -> Tensor:
+    """Where 95 % of Student's distribution lie: the first terms of its expansion."""
+    z = 1.959964
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / freedom + second / freedom**2

@@ -1,0 +1,298 @@
+"""Gradients of single samples, reduced as they come.
+
+    for chunk in chunks of the batch:
+        state += reduce(transform(vmap(gradient)(chunk)))
+
+``vmap`` with a ``chunk_size`` concatenates, and so holds (batch, parameters) numbers however small
+the chunk. Here one chunk is held, and the state, which is the accumulator's monoid: each sample is
+a microbatch of its own.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.checks import (
+    check_argnums,
+    check_disjoint,
+    check_dtype,
+    outside_inference_mode,
+    positions,
+    read_params,
+)
+from .._base.donation import Spoiled, hand_over, mark
+from .._base.dtensors import refuse_sharded
+from .._base.torch_internals import transform_active
+from .._base.trees import Tree, add, flatten, map, unflatten
+from .._base.trees import leaves as leaves_of
+from .._core.accumulator import AccumState, Accumulator, check_squares, empty, read_state
+from .._core.loss import counts, divisor, mean_value
+from .chunks import (
+    NO_SAMPLES,
+    Chunk,
+    Metrics,
+    Randomness,
+    SampleEngine,
+    Sampling,
+    Transform,
+    check_sampling,
+    sampled,
+    transformed_like,
+    with_beside,
+)
+from .reducers import OfChunks, read_reduce, squares_of, terms, weights
+
+
+def per_sample_grad(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    chunk_size: int | None = None,
+    transform: Transform = None,
+    reduce: Any = "concat",
+    metrics: Metrics = None,
+    keep_batch_dim: bool = False,
+    randomness: Randomness = "error",
+    engine: SampleEngine = "vmap",
+    dtype: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """``torch.func.vmap(torch.func.grad(func))``, its chunks reduced as they come.
+
+    The rule::
+
+        for chunk in chunks of the batch:
+            state += reduce(transform(vmap(gradient)(chunk)))
+
+    As it stands it is ``vmap(grad)``, with ``in_dims`` 0 for the batches and None for the rest.
+    With ``reduce``, no more than ``chunk_size`` gradients exist at a time. With a ``chunk_size``,
+    results carry no outer graph: differentiate through it with torch.func's transforms. A sample's
+    gradient is what it adds to the sum over its batch: that of its loss, or of the total of
+    ``Weighted``. So a mean is the gradient of the full batch.
+
+    Args:
+        func: The loss of one sample, which is given the batch's tensors without their dim 0. With
+            ``has_aux``, that and a tree of tensors.
+        argnums: Which positional arguments to differentiate with respect to.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0.
+        chunk_size: How many samples go through at a time; None takes all of them.
+        transform: What becomes of each gradient before it is reduced: ``"normalize"``, ``"sign"``,
+            ``clip_by_global_norm(...)``, or a function of one gradient to any tree of tensors,
+            such as a projection.
+        reduce: ``"concat"`` keeps all; ``"sum"``; ``"mean"``, by weight where that is
+            ``Weighted``; ``"moments"``: see ``Moments``; or a ``Reducer`` of gradients.
+        metrics: ``metrics(grad, value)`` of each sample, before the transform, gives a tree of
+            tensors; ``"norm"`` is the norm of its gradient.
+        keep_batch_dim: Hand each sample to ``func`` as a batch of one row, so that the loss of a
+            batch can be used as it is.
+        randomness: As of ``torch.func.vmap``.
+        engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one and
+            runs what vmap or torch.func refuses.
+        dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
+
+    Returns:
+        A function of ``func``'s arguments giving the gradients, reduced; sums stay in float32 at
+        least. With aux or metrics it gives a pair, ``(grads, aux)`` or ``(grads, metrics)``, with
+        both ``(grads, (aux, metrics))``: these have one row per sample, whatever ``reduce`` is.
+
+    Example:
+        >>> loss, value = lambda w, x: (w * x) ** 2, lambda grad, value: value
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+        >>> per_sample_grad(loss)(w, x)
+        tensor([ 2.,  8., 18.])
+        >>> per_sample_grad(loss, chunk_size=2, reduce="sum", metrics=value)(w, x)
+        (tensor(28.), tensor([1., 4., 9.]))
+
+    References:
+        `Per-sample gradients
+        <https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html>`_ by torch.func
+    """
+    how = check_sampling(
+        func,
+        Sampling(has_aux, chunk_size, transform, metrics, keep_batch_dim, randomness, engine),
+    )
+    how = how._replace(carries_graph=chunk_size is None)
+    reducer = None if reduce == "concat" else read_reduce(reduce)
+    at_least = check_dtype(dtype)
+    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
+    check_disjoint(wrt, batches)
+    alone = not isinstance(argnums, tuple)
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        at = positions(wrt, len(args), "argnums")
+        params = args[at[0]] if alone else tuple(args[i] for i in at)
+
+        def call(params: Tree, *rest: Any) -> Any:
+            given = dict(zip(at, (params,) if alone else params, strict=True))
+            return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+
+        seen, beside = sampled(call, params, args, at, batches, how)
+        with outside_inference_mode():
+            if reducer is None:
+                return with_beside(_joined(seen, params, how), beside, how)
+            state = _nothing(reducer, params, how, at_least)
+            for chunk in seen:
+                state = _added(state, reducer, chunk)
+            return with_beside(reducer.finalize(state.grads, state.weight), beside, how)
+
+    return wrapped
+
+
+def per_sample_accumulator(  # noqa: D417
+    func: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    chunk_size: int | None = None,
+    transform: Transform = None,
+    reduce: Any = "mean",
+    metrics: Metrics = None,
+    keep_batch_dim: bool = False,
+    randomness: Randomness = "error",
+    engine: SampleEngine = "vmap",
+    dtype: torch.dtype | None = None,
+    squares: bool = False,
+) -> Accumulator:
+    """The same for a stream of batches: an ``accumulator`` whose microbatches are single samples.
+
+    The rule: its state is an ``AccumState`` that counts each sample as a microbatch, and whose
+    ``grads`` is what ``reduce`` keeps. So states merge over chunks, microbatches and ranks.
+
+    Args:
+        func, has_aux, batch_argnums, chunk_size, transform, metrics, keep_batch_dim, randomness,
+            engine, dtype: As for ``per_sample_grad``; the first argument of ``func`` is params.
+        reduce: As for ``per_sample_grad``; ``"concat"`` is no state.
+        squares: Also sum the squared norms of the samples' gradients, for ``noise_scale``.
+
+    Returns:
+        As ``accumulator``: ``init(params)``, ``update(state, params, *args, donate=False)``, which
+        gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` where there are
+        any, ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
+
+    Example:
+        >>> acc = per_sample_accumulator(lambda w, x: (w * x) ** 2, transform="sign", reduce="sum")
+        >>> w, state = torch.tensor(1.0), acc.init(torch.tensor(1.0))
+        >>> for part in (torch.tensor([1.0, 2.0]), torch.tensor([3.0])):
+        ...     state = acc.update(state, w, part)
+        >>> acc.finalize(state)
+        (tensor(3.), tensor(14., dtype=torch.float64))
+
+    References:
+        ``accumulator``, for microbatches; ``per_sample_grad``, for a batch at hand as a whole.
+    """
+    how = check_sampling(
+        func,
+        Sampling(has_aux, chunk_size, transform, metrics, keep_batch_dim, randomness, engine),
+    )
+    reducer = read_reduce(reduce)
+    at_least = check_dtype(dtype)
+    batches = check_argnums(batch_argnums, "batch_argnums")
+
+    def init(params: Tree) -> AccumState:
+        """The identity: a state of no samples."""
+        leaves, _ = read_params(params)
+        refuse_sharded(leaves, "params", NO_SAMPLES)
+        with outside_inference_mode():
+            return _nothing(reducer, params, how, at_least, squares)
+
+    def call(params: Tree, *args: Any) -> Any:
+        return func(params, *args[1:])
+
+    def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
+        """The state with the samples of one batch more, and what is beside it."""
+        check_squares(read_state(state), squares)
+        seen, beside = sampled(call, params, (params, *args), (0,), batches, how)
+        in_place = donate and not transform_active()
+        with outside_inference_mode():
+            new = state if in_place else map(_cloned, state)
+            try:
+                for chunk in seen:
+                    new = _added(new, reducer, chunk)
+            except BaseException:
+                if in_place and beside:
+                    mark(leaves_of(state.grads), Spoiled)
+                raise
+        if in_place:
+            new = _handed_over(state, new)
+        return with_beside(new, beside, how)
+
+    def merge(a: AccumState, b: AccumState) -> AccumState:
+        """One state of two, in any order and grouping."""
+        for state in (a, b):
+            check_squares(read_state(state), squares)
+        return AccumState(reducer.merge(a.grads, b.grads), *add(tuple(a[1:]), tuple(b[1:])))
+
+    def finalize(state: AccumState) -> tuple[Any, Tensor]:
+        """What ``reduce`` gives, and the value."""
+        value = mean_value(read_state(state).total, divisor(state.weight))
+        result = reducer.finalize(state.grads, state.weight)
+        return result, state.total.clone() if reduce == "sum" else value
+
+    return Accumulator(init, update, merge, finalize)
+
+
+# Pieces --------------------------------------------------------------------------------
+
+
+def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
+    """The gradients of all samples."""
+    parts: list[list[Tensor]] = []
+    spec = None
+    for chunk in seen:
+        parts.append(terms(chunk))
+        spec = chunk.spec
+    if spec is None:
+        return map(lambda x: x.new_zeros(0, *x.shape), _like(params, how))
+    columns = [list(column) for column in zip(*parts, strict=True)]
+    parts.clear()
+    return unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
+
+
+def _like(params: Tree, how: Sampling) -> Tree:
+    """A tree like one gradient, as transformed."""
+    return transformed_like(how.transform, params) if callable(how.transform) else params
+
+
+def _nothing(
+    reducer: OfChunks, params: Tree, how: Sampling, at_least: torch.dtype, squares: bool = False
+) -> AccumState:
+    """The state of no samples."""
+    like = _like(params, how)
+    device = leaves_of(params)[0].device
+    return empty(reducer.init(like, at_least), device, len(leaves_of(like)) if squares else None)
+
+
+def _added(state: AccumState, reducer: OfChunks, chunk: Chunk) -> AccumState:
+    """The state with some samples more; its sums are written to where nobody can see it."""
+    weight = weights(chunk)
+    value = torch.where(counts(chunk.value, weight), chunk.value, 0.0).double()
+    squares = state.squares
+    if isinstance(squares, Tensor):
+        squares = squares + squares_of(chunk)
+    return state._replace(
+        grads=reducer.add(state.grads, chunk),
+        total=state.total + value.sum(),
+        weight=state.weight + weight.sum(),
+        microbatches=state.microbatches + len(value),
+        nonfinite=state.nonfinite + ((value - value) != 0).sum(),
+        squares=squares,
+    )
+
+
+def _handed_over(state: AccumState, new: AccumState) -> AccumState:
+    """The same, and the old one is marked; a state of the user's own may also hold numbers."""
+    kept, spec = flatten(new)
+    tensors = [[x for x in each if isinstance(x, Tensor)] for each in (leaves_of(state), kept)]
+    renewed = iter(hand_over(*tensors))
+    return unflatten(spec, [next(renewed) if isinstance(x, Tensor) else x for x in kept])
+
+
+def _cloned(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x

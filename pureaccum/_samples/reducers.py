@@ -1,0 +1,267 @@
+"""What the gradients of samples are reduced to, a chunk at a time.
+
+    state = init(one gradient)
+    state = add(state, chunk)
+    state = merge(state, another)
+    result = finalize(state)
+
+Sums are float32 at least, and hold all that is kept of a chunk. A sample without weight adds
+exactly nothing, even where its gradient is NaN.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_fits
+from .._base.states import loadable
+from .._base.torch_internals import transform_active
+from .._base.trees import (
+    Tree,
+    accumulation_dtype,
+    add,
+    as_scalar_of,
+    flatten,
+    map,
+    unflatten,
+    zeros,
+)
+from .._base.trees import leaves as leaves_of
+from .._core.loss import counts, divisor
+from .._core.sums import divided
+from .._core.words import Reducer, is_reducer
+from .chunks import Chunk
+
+
+@loadable
+class Moments(NamedTuple):
+    """The first two moments of the samples' gradients.
+
+    The rule, for gradients g of weight w (1, or what ``Weighted`` says)::
+
+        mean, second = Σ w g / Σ w, Σ w |g|² / Σ w
+
+    Attributes:
+        mean: A tree like params: the gradient of the full batch, float32 at least.
+        second: The same of |gradient|², number by number; real.
+        weight: How many samples there were, or their summed weight where they say ``Weighted``.
+        samples: How many had any weight.
+
+    Example:
+        >>> from pureaccum import per_sample_grad
+        >>> moments = per_sample_grad(lambda w, x: w * x, reduce="moments")
+        >>> moments(torch.tensor(2.0), torch.tensor([1.0, 3.0])).variance()
+        tensor(2.)
+
+    References:
+        ``per_sample_grad(..., reduce="moments")``, which makes it; ``noise_scale``, which reads it.
+    """
+
+    mean: Tree
+    second: Tree
+    weight: Tensor
+    samples: Tensor
+
+    def variance(self) -> Tree:
+        """Of one sample's gradient, number by number: unbiased, and NaN where there was but one.
+
+        Returns:
+            A tree like ``second``.
+        """
+        if self.weight.dim() != 0:
+            raise ValueError(
+                "the Moments are stacked; torch.func.vmap(Moments.variance)(...) does."
+            )
+        each = torch.where(self.samples > 1, self.weight / (self.samples - 1), torch.nan)
+
+        def of(mean: Tensor, second: Tensor) -> Tensor:
+            return (second - _power(mean)) * as_scalar_of(second, each)
+
+        return map(of, self.mean, self.second)
+
+
+@loadable
+class MomentSums(NamedTuple):
+    """What ``Moments`` are made of, before any division."""
+
+    first: Tree
+    second: Tree
+    samples: Tensor
+
+
+class OfChunks(NamedTuple):
+    """A way to reduce chunks."""
+
+    init: Callable[[Tree, torch.dtype], Any]  # from what is like one gradient, and the least dtype
+    add: Callable[[Any, Chunk], Any]  # writes to the state, except under a transform
+    merge: Callable[[Any, Any], Any]
+    finalize: Callable[[Any, Tensor], Any]  # and the weight
+
+
+def read_reduce(reduce: Any) -> OfChunks:
+    """What a word means, or a user's reducer."""
+    if isinstance(reduce, str) and reduce in REDUCERS:
+        return REDUCERS[reduce]
+    if is_reducer(reduce):
+        return _of_user(reduce)
+    raise ValueError(
+        f"reduce is {reduce!r}; expected {', '.join(map(repr, REDUCERS))} or "
+        "Reducer(init, update, merge, finalize); per_sample_grad also knows 'concat'."
+    )
+
+
+def weights(chunk: Chunk) -> Tensor:
+    """What each sample weighs: 1, or what ``Weighted`` says."""
+    if isinstance(chunk.weight, Tensor):
+        return chunk.weight
+    return torch.ones_like(chunk.value, dtype=torch.float64)
+
+
+def terms(chunk: Chunk) -> list[Tensor]:
+    """What each sample adds to a sum, written out; the chunk is used up."""
+    factor = chunk.factor
+
+    def of(x: Tensor) -> Tensor:
+        return x if isinstance(factor, tuple) else x * as_scalar_of(x, _along(factor, x))
+
+    return [of(x) for x in _leaf_by_leaf(chunk)]
+
+
+def squares_of(chunk: Chunk) -> Tensor:
+    """|term|² / weight over samples, for each leaf; last, how many samples had weight."""
+    weight = weights(chunk)
+    factor = 1.0 if isinstance(chunk.factor, tuple) else chunk.factor.double()
+    sums: list[Tensor] = []
+    for x in chunk.grads:
+        rows, dtype = x.reshape(len(weight), -1), accumulation_dtype(x.dtype)
+        if not (x.is_floating_point() or x.is_complex()):
+            rows = rows.to(dtype)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(weight.device).double()
+        sums.append(torch.where(weight != 0, (norms * factor) ** 2 / weight, 0.0).sum())
+    return torch.stack([*sums, (weight != 0).double().sum()])
+
+
+# The reducers --------------------------------------------------------------------------
+
+
+def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
+    _check_kind(sums, moments=False)
+    _check_fits(sums, chunk)
+    factor = torch.ones_like(chunk.value) if isinstance(chunk.factor, tuple) else chunk.factor
+    columns = zip(leaves_of(sums), _leaf_by_leaf(chunk), strict=True)
+    return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])
+
+
+def _no_moments(like: Tree, dtype: torch.dtype) -> MomentSums:
+    first = zeros(like, dtype)
+    second = map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
+    none = torch.zeros((), dtype=torch.float64, device=leaves_of(like)[0].device)
+    return MomentSums(first, second, none)
+
+
+def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
+    _check_kind(state, moments=True)
+    first, second, samples = state
+    _check_fits(first, chunk)
+    weight = weights(chunk)
+    factor = torch.ones_like(weight) if isinstance(chunk.factor, tuple) else chunk.factor.double()
+    power = torch.where(weight != 0, factor * factor / weight, 0.0)
+    ones: list[Tensor] = []
+    twos: list[Tensor] = []
+    columns = zip(leaves_of(first), leaves_of(second), _leaf_by_leaf(chunk), strict=True)
+    for one, two, x in columns:
+        ones.append(_added(one, x, factor))
+        twos.append(_added(two, _power(x.to(one.dtype)), power))
+    count = samples + (weight != 0).sum()
+    return MomentSums(unflatten(chunk.spec, ones), unflatten(chunk.spec, twos), count)
+
+
+def _of_user(reducer: Reducer) -> OfChunks:
+    def add(state: Any, chunk: Chunk) -> Any:
+        return reducer.update(state, unflatten(chunk.spec, terms(chunk)), weights(chunk))
+
+    def finalize(state: Any, _: Tensor) -> Any:
+        return reducer.finalize(state)
+
+    return OfChunks(lambda like, _: reducer.init(like), add, reducer.merge, finalize)
+
+
+def _merged(a: Tree, b: Tree, moments: bool) -> Tree:
+    _check_kind(a, moments)
+    names = "the second state's grads", "the first state's grads"
+    check_fits(*flatten(b), *flatten(a), names, _FOREIGN)
+    return add(a, b)
+
+
+_merge_sums, _merge_moments = partial(_merged, moments=False), partial(_merged, moments=True)
+_FOREIGN = "A state belongs to the params, and to the transform, that init made it for."
+
+
+def _finish_sums(sums: Tree, _: Tensor) -> Tree:
+    _check_kind(sums, moments=False)
+    return map(torch.clone, sums)
+
+
+def _finish_mean(sums: Tree, weight: Tensor) -> Tree:
+    _check_kind(sums, moments=False)
+    leaves, spec = flatten(sums)
+    return unflatten(spec, divided(leaves, divisor(weight), own=False))
+
+
+def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
+    _check_kind(state, moments=True)
+    mean, second = _finish_mean((state.first, state.second), weight)
+    return Moments(mean, second, weight.clone(), state.samples.clone())
+
+
+REDUCERS = {
+    "sum": OfChunks(zeros, _add_to_sums, _merge_sums, _finish_sums),
+    "mean": OfChunks(zeros, _add_to_sums, _merge_sums, _finish_mean),
+    "moments": OfChunks(_no_moments, _add_to_moments, _merge_moments, _finish_moments),
+}
+
+
+# Pieces --------------------------------------------------------------------------------
+
+
+def _check_kind(state: Any, moments: bool) -> None:
+    if isinstance(state, MomentSums) != moments:
+        came, expected = ("'sum' or 'mean'", "'moments'")[:: 1 if moments else -1]
+        raise ValueError(
+            f"state.grads is a {type(state).__name__}: the state was made with reduce={came}, and "
+            f"this accumulator with {expected}; expected a state from its own init."
+        )
+
+
+def _check_fits(sums: Tree, chunk: Chunk) -> None:
+    names = "state.grads", "a sample's gradient"
+    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names, _FOREIGN)
+
+
+def _leaf_by_leaf(chunk: Chunk) -> Any:
+    """The gradients, zero of samples without weight; each is dropped before the next one."""
+    for i, x in enumerate(chunk.grads):
+        chunk.grads[i] = x.new_empty(0)
+        if isinstance(chunk.weight, Tensor):
+            keep = counts(chunk.value, chunk.weight).to(x.device)
+            x = torch.where(_along(keep, x), x, 0.0)
+        yield x
+
+
+def _added(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    """``total + (factor * x).sum(0)``, without another tensor as large as x."""
+    rows = x.reshape(len(x), -1).to(total.dtype)
+    term = torch.mv(rows.T, factor.to(total.device, total.dtype)).view(total.shape)
+    return total + term if transform_active() else total.add_(term)
+
+
+def _power(x: Tensor) -> Tensor:
+    return (x * x.conj()).real if x.is_complex() else x * x
+
+
+def _along(each: Tensor, x: Tensor) -> Tensor:
+    """One number a sample, beside a gradient of each."""
+    return each.view(-1, *[1] * (x.dim() - 1))

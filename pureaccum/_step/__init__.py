@@ -1,0 +1,1 @@
+"""A whole optimizer step as one pure function, eager and compiled."""

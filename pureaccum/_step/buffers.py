@@ -1,0 +1,207 @@
+"""How buffers go through the microbatches of one step.
+
+    "freeze"      they stay what they were
+    "sequential"  each microbatch is given what the one before it left
+    "pooled"      BatchNorm's running statistics are updated once, from the moments of all
+                  microbatches together; every other buffer goes sequentially
+
+"pooled" gives a BatchNorm the running statistics that the full batch would have given it, if no
+other BatchNorm lies above it in the network: what reaches it does not depend on the cut then.
+One below another sees what that one normalised with the statistics of a microbatch; only a module
+that takes the whole batch gives it the full batch's (``functional(module, microbatch_size=...)``).
+
+    carried = begin(policy, buffers)
+    for each microbatch:
+        with watching(policy) as seen:
+            ..., new_buffers = loss(..., buffers=carried.values)
+        collected = collect(policy, seen, new_buffers, carried.values)
+        carried = advance(policy, carried, collected, keep)
+    buffers = finish(carried)
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._base.checks import check_choice, check_fits, read_tensors
+from .._base.states import loadable
+from .._base.trees import Tree, flatten, paths, unflatten
+from .._pure.moments import Moments, Seen, joined, layers, merged, moments_of
+
+
+Threading = Literal["freeze", "sequential", "pooled"]
+
+
+@loadable
+class Carried(NamedTuple):
+    """What one microbatch hands to the next, all of it tensors.
+
+    Args:
+        values: The buffers that the next microbatch is given.
+        moments: For ``"pooled"``, what was seen for the pairs of running statistics among
+            them, if there are any; otherwise ``()``.
+    """
+
+    values: Tree
+    moments: Moments | tuple[()]
+
+
+def check_policy(policy: Threading | None) -> None:
+    """Check that a policy is one of the three, or None for no buffers."""
+    if policy is not None:
+        check_choice(policy, get_args(Threading), "buffers")
+
+
+def begin(policy: Threading, buffers: Tree) -> Carried:
+    """Before the first microbatch."""
+    leaves, spec = read_tensors(buffers, "buffers", _CAUSE)
+    found = layers(leaves, spec) if policy == "pooled" else []
+    return Carried(buffers, moments_of([None] * len(found), [leaves[at.mean] for at in found]))
+
+
+def collect(policy: Threading, seen: list[Seen], new_buffers: Tree, buffers: Tree) -> Carried:
+    """What one microbatch came to, from the ``buffers`` that its loss got and those it returned.
+
+    To be called at the transform level of the loss.
+    """
+    given, given_spec = flatten(buffers)
+    leaves, spec = read_tensors(new_buffers, "new_buffers", _CAUSE)
+    check_fits(leaves, spec, given, given_spec, ("new_buffers", "buffers"), _CAUSE)
+    for i, (leaf, other) in enumerate(zip(leaves, given, strict=True)):
+        if leaf.dtype != other.dtype:
+            raise ValueError(
+                f"{paths(spec, 'new_buffers')[i]} is {leaf.dtype}; buffers has {other.dtype} "
+                f"there. {_CAUSE}"
+            )
+    if policy == "freeze":
+        return Carried((), ())
+    # Clones: a checkpointed module writes to these again when the backward pass recomputes it.
+    values = [leaf.clone() for leaf in leaves]
+    if policy == "sequential":
+        return Carried(unflatten(spec, values), ())
+    calls: list[Seen | None] = []
+    for at in (found := layers(leaves, spec)):
+        here = [call for call in seen if call.running_mean is leaves[at.mean]]
+        if len(here) > 1:
+            raise ValueError(
+                f"{paths(spec, 'new_buffers')[at.mean]} was to be updated by {len(here)} calls of "
+                "batch norm in one microbatch, and one update from all of them is not defined. "
+                "Use buffers='sequential' for a layer that is called more than once."
+            )
+        calls.append(here[0] if here else None)
+        if here and at.tracked is not None:
+            values[at.tracked] = given[at.tracked]  # the one update is counted at the end
+    if strangers := len(seen) - len(calls) + calls.count(None):
+        raise ValueError(
+            f"batch norm was to update {strangers} running mean(s) that are not in new_buffers. "
+            "Call each module once in a microbatch, through functional(module).apply, and return "
+            "the new_buffers that it returned as they are, 'running_mean' beside 'running_var'."
+        )
+    return Carried(unflatten(spec, values), moments_of(calls, [leaves[at.mean] for at in found]))
+
+
+def advance(
+    policy: Threading, carried: Carried, collected: Carried, keep: Tensor | None = None
+) -> Carried:
+    """One microbatch more; where ``keep`` is false it leaves everything as it was.
+
+    Selected and never multiplied: the statistics of a microbatch that does not count may be NaN.
+    """
+    if policy == "freeze":
+        return carried
+    a, b, new = carried.moments, collected.moments, collected
+    if a and b:
+        new = new._replace(moments=merged(a, b))
+    if keep is None:
+        return new
+    (leaves, spec), (old, _) = flatten(new), flatten(carried)
+    chosen = [torch.where(keep.to(x.device), x, y) for x, y in zip(leaves, old, strict=True)]
+    return unflatten(spec, chosen)
+
+
+def finish(carried: Carried) -> Tree:
+    """The new buffers, after the last microbatch.
+
+    A layer that no microbatch called, or none that counts, keeps what it has.
+    """
+    moments = carried.moments
+    if not moments:
+        return carried.values
+    leaves, spec = flatten(carried.values)
+    found = layers(leaves, spec)
+    sizes = [leaves[at.mean].numel() for at in found]
+    called, var = moments.elements > 0, moments.squares / (moments.elements - 1)
+    for statistic, at in ((moments.mean, [x.mean for x in found]), (var, [x.var for x in found])):
+        old = joined([leaves[i] for i in at])
+        new = torch.where(called, torch.lerp(old, statistic, moments.momentum), old)
+        for i, part in zip(at, new.split(sizes), strict=True):
+            x = leaves[i]
+            leaves[i] = part.view_as(x).to(x.device, x.dtype, copy=True)  # memory of its own
+    for at, flags in zip(found, called.split(sizes), strict=True):
+        if at.tracked is not None:
+            leaves[at.tracked] = leaves[at.tracked] + flags.any().to(leaves[at.tracked].device)
+    return unflatten(spec, leaves)
+
+
+# Batch norm, watched --------------------------------------------------------------------
+
+
+@contextmanager
+def watching(policy: Threading) -> Generator[list[Seen]]:
+    """Keep the moments of every batch norm that is called inside, for ``"pooled"``.
+
+    Its running statistics are not updated then: each microbatch finds them as they were before
+    the first. Other kernels (SyncBatchNorm over several ranks, InstanceNorm) are not watched, and
+    their statistics go sequentially.
+    """
+    seen: list[Seen] = []
+    if policy != "pooled":
+        yield seen
+        return
+    with _Watch(seen):
+        yield seen
+
+
+_STATISTICS, _AFFINE = ("running_mean", "running_var"), ("weight", "bias")
+_KNOBS = ("training", "momentum", "eps")
+_SIGNATURES = {
+    F.batch_norm: ("input", *_STATISTICS, *_AFFINE, *_KNOBS),
+    torch.batch_norm: ("input", *_AFFINE, *_STATISTICS, *_KNOBS, "cudnn_enabled"),
+}
+
+
+class _Watch(TorchFunctionMode):
+    """Hands batch norm zeros to update, with momentum 1: they become the batch's own moments."""
+
+    def __init__(self, seen: list[Seen]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.batch_norm and func is not torch.batch_norm:
+            return func(*args, **(kwargs or {}))
+        call = dict(zip(_SIGNATURES[func], args, strict=False)) | (kwargs or {})
+        running_mean, x = call["running_mean"], call["input"]
+        if not call.get("training") or running_mean is None:
+            return func(**call)
+        mean, var = torch.zeros_like(running_mean), torch.zeros_like(call["running_var"])
+        out = func(**(call | {"running_mean": mean, "running_var": var, "momentum": 1.0}))
+        elements = x.numel() // max(x.shape[1], 1)
+        self.seen.append(Seen(running_mean, elements, mean, var, call.get("momentum", 0.1)))
+        return out
+
+
+# Checks ---------------------------------------------------------------------------------
+
+
+_CAUSE = (
+    "With buffers, aux is (new_buffers, aux), and new_buffers are like buffers: return what "
+    "functional(module).apply returned."
+)

@@ -1,0 +1,204 @@
+"""In which form the compiler gets a batch.
+
+It follows from sizes, and can be read off (``step.form(state, batch)``):
+
+    "unrolled"  one graph, in which each microbatch stands: for one of them, and, as the fastest and
+                leanest form, for a few of a model of few leaves
+    "scan"      one graph with one loop, which holds three gradient trees: where they are small
+    "loop"      a graph of one microbatch, which adds to the sums in place, and one that applies
+                them; streams of microbatches use the same two, and so do ranks, which add up their
+                sums between them
+
+A graph knows the shapes of a microbatch: others have graphs of their own. It leaves open how many
+microbatches there are, how many rows a shorter last one has, and which Python numbers come along:
+a handful of batch sizes is compiled a handful of times.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._base.torch_internals import let_vary
+from .._base.trees import Tree, accumulation_dtype, flatten, unflatten
+from .._base.trees import leaves as leaves_of
+from .._core.batches import Batch, cut
+from .call import caller
+from .numbers import Dtypes, dtypes_of_numbers, taken_out
+from .scan import one_of, tensors_of
+from .state import Plan, TrainState
+from .together import how_many
+
+
+TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three
+FEW, SHORT = 4, 64  # microbatches, and leaves times microbatches: longer graphs compile for minutes
+
+
+class Freedom(NamedTuple):
+    """What a graph leaves open."""
+
+    several: int  # how many microbatches go together
+    numbers: Dtypes  # the Python numbers of a batch that are tensors in it
+    sizes: bool = True  # of microbatches, of rows in the last one, and what torch has seen to vary
+
+
+class Recipe(NamedTuple):
+    """How batches of one shape go through the compiler."""
+
+    form: str
+    key: tuple[Any, ...]  # of the graph
+    arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
+    tiny: bool  # gradients
+    cpp: bool  # wrapped in C++: faster for a graph of few leaves
+    free: Freedom
+
+
+class Form(NamedTuple):
+    """A form, how many whole microbatches there are, and the rows that are left."""
+
+    name: str
+    whole: int
+    rest: int
+    tiny: bool  # gradients
+
+
+class Shapes(NamedTuple):
+    """What a step has been compiled for."""
+
+    first: dict[Any, tuple[int, ...]]  # the sizes that came first with them
+    graphs: dict[Any, int]  # numbers for graphs
+    told_apart: bool  # else shapes share graphs, as the user said by dynamic=True
+
+
+def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
+    """The form that follows from the sizes."""
+    leaves = leaves_of(state.params)
+    size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
+    tiny = size <= TINY
+    if plan.group is not None:  # what reaches other ranks cannot stand in a graph
+        count, rest = divmod(flat.rows or 0, plan.size or flat.rows or 1)
+        return Form("loop", count, rest, tiny)
+    if plan.size is None or flat.rows is None or flat.rows <= plan.size:
+        return Form("unrolled", 1, 0, tiny)
+    count, rest = divmod(flat.rows, plan.size)
+    parts = count + (rest > 0)
+    few = parts <= FEW and parts * len(leaves) <= SHORT
+    if count == 1 or (few and not tiny):
+        return Form("unrolled", count, rest, tiny)
+    return Form("scan" if size <= SMALL else "loop", count, rest, tiny)
+
+
+def recipe_for(
+    plan: Plan, state: TrainState, flat: Batch, shapes: Shapes, free: Freedom | None = None
+) -> Recipe:
+    """How batches like this one go through the compiler."""
+    name, count, rest, tiny = form_of(plan, state, flat)
+    size, device = plan.size or 1, state.samples.device
+    cpp = len(leaves_of(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
+    if free is None:
+        several = together(plan, state, flat) if name == "scan" else 1
+        free = Freedom(several, dtypes_of_numbers(plan, state, flat))
+    alone = count + (rest > 0) == 1
+    if name == "scan":
+        sizes = *grouped(count, free.several), rest
+    else:
+        sizes = (flat.rows or 0,) if alone else (rest,)
+    rows = [x.shape[1:] if is_tensor(x) else type(x) for x in flat.leaves]
+    told = name, free, flat.spec, *(rows if shapes.told_apart else ())
+    # A graph that knows its sizes is the faster for it: only the second takes any.
+    first = shapes.first.setdefault(told, sizes)
+    usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
+    vary = [free.sizes and n > 1 and n != m for n, m in zip(sizes, usual, strict=True)]
+    # None and one are other graphs to torch than any number of at least two.
+    each = [min(n, 2) for n in sizes] if free.sizes else sizes
+    parts = count if name == "unrolled" else 0
+    key = shapes.graphs.setdefault((*told, parts, *each), len(shapes.graphs))
+    flat = flat._replace(leaves=[])  # a recipe outlives the batch
+
+    def arrange(leaves: list[Any]) -> tuple[Any, ...]:
+        leaves, numbers = taken_out(leaves, free.numbers, device)
+        here = flat._replace(leaves=leaves)
+        if name == "scan":
+            stacked = stacks(here, size, free.several, sizes, vary)
+            tail = rows_of(here, count * size, vary[-1]) if rest else None
+            return *stacked, tail, free.several, numbers
+        if alone:
+            return (rows_of(here, 0, vary[0]),), numbers
+        pieces = list(cut(here, size))
+        if rest:
+            pieces[-1] = rows_of(here, count * size, vary[-1])
+        return tuple(pieces), numbers
+
+    return Recipe(name, (key,), arrange, tiny, cpp, free)
+
+
+def narrowed(recipe: Recipe) -> Freedom | None:
+    """What a graph leaves open where the compiler failed on the one of this recipe, if anything."""
+    free = recipe.free
+    if free.several > 1:
+        return free._replace(several=1)
+    if free.numbers:
+        return free._replace(numbers=())
+    return free._replace(sizes=False) if free.sizes else None
+
+
+def together(plan: Plan, state: TrainState, flat: Batch) -> int:
+    """How many microbatches go through at once."""
+    if plan.has_aux or plan.buffers or plan.rule.nonfinite != "propagate":
+        return 1
+    params, spec = flatten(state.params)
+    first, _ = stacks(flat, plan.size or 1, 1, (2, 0), (False, False))
+    one = one_of(caller(plan, state, spec), unflatten(flat.spec, flat.leaves))
+    return how_many(one, params, tensors_of(first), state.samples)
+
+
+def grouped(count: int, several: int) -> tuple[int, int]:
+    """How many groups of microbatches there are, and how many microbatches are left."""
+    groups, single = divmod(count, several)
+    return (0, count) if groups == 1 else (groups, single)  # one group is no loop
+
+
+def stacks(
+    flat: Batch, size: int, several: int, sizes: Sequence[int], vary: Sequence[bool]
+) -> tuple[Tree, Tree]:
+    """The whole microbatches stacked, in groups if several go together, and those that are left."""
+    groups, single, *_ = sizes
+    end = groups * several * size
+
+    def of(at: slice, any_number: bool, *shape: int) -> Tree:
+        leaves = [x[at].view(*shape, *x.shape[1:]) if is_tensor(x) else x for x in flat.leaves]
+        return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
+
+    shape = (groups,) if several == 1 else (groups, several)
+    return (
+        of(slice(end), vary[0], *shape, size) if groups else None,
+        of(slice(end, end + single * size), vary[1], single, size) if single else None,
+    )
+
+
+def rows_of(flat: Batch, start: int, any_number: bool) -> Tree:
+    """The rows from ``start`` on, of which there may be any number."""
+    leaves = [x[start:] if is_tensor(x) and (start or any_number) else x for x in flat.leaves]
+    return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
+
+
+def open_to(x: Any, any_number: bool) -> Any:
+    """A leaf, and a graph that is made for it will take any number of rows."""
+    return let_vary(x) if any_number and is_tensor(x) else x
+
+
+def cuda_toolkit() -> str | None:
+    """The folder of the toolkit that CUDA's compiler comes with, which does not come with torch."""
+    from torch.utils import cpp_extension  # takes a third of a second
+
+    return cpp_extension.CUDA_HOME
+
+
+def has_cpp_wrapper(device: str, toolkit: Callable[[], str | None] = cuda_toolkit) -> bool:
+    """Whether inductor can build its C++ wrapper for a type of device."""
+    return device == "cpu" or (device == "cuda" and toolkit() is not None)
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether a leaf of a batch is cut."""
+    return isinstance(x, Tensor)

@@ -1,0 +1,297 @@
+"""Loss scaling for fp16, as a pure state beside the parameters.
+
+Scales that are powers of two change no bit of what they scale and unscale.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_int
+from .._base.python_numbers import as_float
+from .._base.states import loadable
+from .._base.trees import Tree, accumulation_dtype, as_scalar_of, map
+
+
+@loadable
+class LossScaleState(NamedTuple):
+    """The scale and what decides its next change; all of it 0-d tensors.
+
+    Attributes:
+        scale: What the loss is multiplied by, float32.
+        growth_tracker: Finite updates since the scale last changed or overflowed, int32.
+        hysteresis_tracker: How many updates that are not finite the scale still forgives, int32:
+            at zero, and with the one that gets it there, it backs off.
+
+    Example:
+        >>> loss_scale = dynamic_loss_scale(init_scale=8.0)
+        >>> state = loss_scale.update(loss_scale.init(), torch.tensor(True))
+        >>> state.scale, state.growth_tracker
+        (tensor(8.), tensor(1, dtype=torch.int32))
+
+    References:
+        ``dynamic_loss_scale`` and ``static_loss_scale``, which make it; ``TrainState.loss_scale``.
+    """
+
+    scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_tracker: Tensor
+
+
+class LossScale(NamedTuple):
+    """The four functions of a loss scale.
+
+    Attributes:
+        init: ``init(device=None)`` gives the first state.
+        scale: ``scale(state, x)`` gives x times the scale; an x in fp16 or bf16 comes back in
+            float32, since 65536 is inf in fp16.
+        unscale: ``unscale(state, tree)`` gives a new tree, every leaf divided by the scale, in
+            float32 at least: ask ``all_finite`` of this tree, and not of the scaled one.
+        update: ``update(state, finite)`` gives the next state; finite is a 0-d bool tensor. It
+            never waits for the device.
+
+    Example:
+        >>> loss_scale = static_loss_scale(1024.0)
+        >>> state = loss_scale.init()
+        >>> loss_scale.scale(state, torch.tensor(0.5))
+        tensor(512.)
+        >>> loss_scale.unscale(state, {"w": torch.tensor([512.0], dtype=torch.float16)})
+        {'w': tensor([0.5000])}
+    """
+
+    init: Callable[..., LossScaleState]
+    scale: Callable[[LossScaleState, Tensor], Tensor]
+    unscale: Callable[[LossScaleState, Tree], Tree]
+    update: Callable[[LossScaleState, Tensor], LossScaleState]
+
+
+def dynamic_loss_scale(
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    *,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**127,
+    hysteresis: int = 1,
+) -> LossScale:
+    """A scale that backs off at an overflow and grows after a row of finite updates.
+
+    The rule, then held between ``min_scale`` and ``max_scale``::
+
+        not finite (the hysteresis-th and on)   scale *= backoff_factor
+        growth_interval finite updates in a row scale *= growth_factor
+
+    The transitions are those of ``torch.amp.GradScaler``, which has no floor: after 144 overflows
+    in a row from ``2**16`` the reciprocal of its scale is inf, and the next good gradient is
+    applied as inf instead of being skipped. ``hysteresis`` is Megatron's. With a scale and factors
+    that are powers of two, as by default, scaling and unscaling are exact.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: The scale grows by it, above 1; not where that would be inf.
+        backoff_factor: The scale shrinks by it, below 1.
+        growth_interval: How many finite updates in a row make the scale grow.
+        min_scale: The scale is never below; 1 is the gradient as it is.
+        max_scale: The scale is never above.
+        hysteresis: The scale backs off at this many updates that are not finite, and at every
+            further one. The count starts anew only when the scale grows, or would but for its
+            ceiling; GradScaler's is 1.
+
+    Returns:
+        ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
+        ``update(state, finite)``.
+
+    Example:
+        >>> loss_scale = dynamic_loss_scale()
+        >>> state = loss_scale.init()
+        >>> grad = loss_scale.unscale(state, torch.tensor([float("inf"), 2.0**16]))
+        >>> grad
+        tensor([inf, 1.])
+        >>> loss_scale.update(state, torch.isfinite(grad).all()).scale
+        tensor(32768.)
+
+    References:
+        Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018;
+        `torch.amp.GradScaler <https://docs.pytorch.org/docs/stable/amp.html>`_
+    """
+    init_scale, min_scale, max_scale = (as_float(x) for x in (init_scale, min_scale, max_scale))
+    growth_factor, backoff_factor = as_float(growth_factor), as_float(backoff_factor)
+    for name, scale in (
+        ("init_scale", init_scale),
+        ("min_scale", min_scale),
+        ("max_scale", max_scale),
+    ):
+        _check_scale(name, scale)
+    _check_between("growth_factor", growth_factor, 1.0, math.inf, "the scale grows by it")
+    _check_between("backoff_factor", backoff_factor, 0.0, 1.0, "the scale shrinks by it")
+    why = "finite updates are counted up to it"
+    growth_interval = _check_count("growth_interval", growth_interval, why)
+    hysteresis = _check_count("hysteresis", hysteresis, "1 backs off at every overflow")
+    if min_scale > max_scale:
+        raise ValueError(
+            f"min_scale is {min_scale!r}, above max_scale={max_scale!r}; expected it below, or no "
+            "scale lies between the two."
+        )
+    if not min_scale <= init_scale <= max_scale:
+        below = init_scale < min_scale
+        raise ValueError(
+            f"init_scale is {init_scale!r}; expected it between min_scale={min_scale!r} and "
+            f"max_scale={max_scale!r}, where every update holds the scale. To start there, pass "
+            f"{'min_scale' if below else 'max_scale'}={init_scale!r} or "
+            f"{'less' if below else 'more'}."
+        )
+
+    def init(device: torch.device | str | None = None) -> LossScaleState:
+        """The first state, complete."""
+        return _state(init_scale, hysteresis, device)
+
+    def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
+        """The next state, by whether every gradient was finite."""
+        scale, tracker, budget = read_state(state)
+        _check_flag(finite)
+        due = finite & (tracker + 1 >= growth_interval)
+        left = torch.where(finite, budget, (budget - 1).clamp(min=0))
+        wide = scale.double()  # GradScaler too multiplies in float64 and rounds once
+        grown, less = (wide * growth_factor).float(), (wide * backoff_factor).float()
+        grows, shrinks = due & torch.isfinite(grown), ~finite & (left == 0)
+        new = torch.where(grows, grown, torch.where(shrinks, less, scale))
+        return LossScaleState(
+            new.clamp(min_scale, max_scale),
+            torch.where(finite & ~due, tracker + 1, 0),
+            torch.where(due, hysteresis, left),
+        )
+
+    return LossScale(init, _scaled, _unscaled, update)
+
+
+def static_loss_scale(scale: float) -> LossScale:
+    """A scale that never changes; a step with an overflow is still a step not applied.
+
+    The rule: ``update(state, finite)`` is ``state``.
+
+    Args:
+        scale: What the loss is multiplied by; a power of two is exact. One far below 1 takes small
+            gradients to zero, which no step can tell from those that are: float32 holds nothing
+            below ``2**-149``, so with a scale of ``2**-149`` only gradients of 1 and more are left.
+
+    Returns:
+        ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
+        ``update(state, finite)``, whose states all hold the same numbers.
+
+    Example:
+        >>> loss_scale = static_loss_scale(1024.0)
+        >>> loss_scale.update(loss_scale.init(), torch.tensor(False)).scale
+        tensor(1024.)
+
+    References:
+        Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018.
+    """
+    scale = as_float(scale)
+    _check_scale("scale", scale)
+
+    def init(device: torch.device | str | None = None) -> LossScaleState:
+        """The first state, complete."""
+        return _state(scale, 0, device)
+
+    def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
+        """The same state, in memory of its own."""
+        _check_flag(finite)
+        # no two states may share a tensor: donating the one would take it from the other
+        return LossScaleState(*(x.clone() for x in read_state(state)))
+
+    return LossScale(init, _scaled, _unscaled, update)
+
+
+def read_state(state: Any) -> LossScaleState:
+    """The state itself, or an error that says what a state is."""
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            f"the state is a {type(state).__name__}; expected the LossScaleState that init or "
+            "update of the loss scale returned."
+        )
+    return state
+
+
+# What both kinds share ------------------------------------------------------------------
+
+
+def _state(scale: float, hysteresis: int, device: torch.device | str | None) -> LossScaleState:
+    """Filled where it lives: nothing is copied from the host."""
+    return LossScaleState(
+        torch.full((), scale, dtype=torch.float32, device=device),
+        torch.full((), 0, dtype=torch.int32, device=device),
+        torch.full((), hysteresis, dtype=torch.int32, device=device),
+    )
+
+
+def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
+    """``x * scale``, in float32 at least."""
+    factor = read_state(state).scale
+    _check_tensor("x", x, "a tensor, the loss or the cotangent")
+    wide = x.to(accumulation_dtype(x.dtype))
+    return wide * as_scalar_of(wide, factor)
+
+
+def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
+    """``tree / scale``, in float32 at least."""
+    scale = read_state(state).scale
+
+    def unscale(x: Tensor) -> Tensor:
+        _check_tensor("a leaf of the tree", x, "a tensor, a gradient")
+        wide = x.to(accumulation_dtype(x.dtype))
+        # not times the reciprocal, which is inf for a small scale: CUDA takes it where the divisor
+        # is a Python number or lies on the host, and as_scalar_of brings it to the device
+        by = as_scalar_of(wide, scale)
+        if wide.is_complex() and not wide.is_sparse:  # a complex divisor is not exact
+            return torch.complex(wide.real / by, wide.imag / by)
+        return wide / by
+
+    return map(unscale, tree)
+
+
+# Arguments ------------------------------------------------------------------------------
+
+
+SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # the positive numbers of float32
+MOST = torch.iinfo(torch.int32).max
+
+
+def _check_number(name: str, value: Any, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
+
+
+def _check_scale(name: str, value: Any) -> None:
+    expected = "a positive number that float32 holds (2**-149 to 3.4e38), the dtype of the scale"
+    _check_number(name, value, expected)
+    if not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def _check_between(name: str, value: Any, low: float, high: float, why: str) -> None:
+    expected = f"a finite number between {low} and {high}, both excluded: {why}"
+    _check_number(name, value, expected)
+    if not low < value < high:
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def _check_count(name: str, value: Any, why: str) -> int:
+    return check_int(value, name, f"an int from 1 to 2**31 - 1: {why}", 1, MOST)
+
+
+def _check_tensor(name: str, value: Any, expected: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}.")
+
+
+def _check_flag(finite: Any) -> None:
+    expected = "a 0-d bool tensor, as all_finite returns it"
+    _check_tensor("finite", finite, expected)
+    if finite.dtype != torch.bool or finite.ndim:
+        raise TypeError(
+            f"finite has dtype {finite.dtype} and shape {tuple(finite.shape)}; expected {expected}."
+        )

@@ -1,0 +1,287 @@
+"""A whole optimizer step as one pure function: ``state, info = step(state, batch)``.
+
+    gradients of the scaled loss, microbatch by microbatch, summed
+    / weight, / scale; all finite, and any weight at all? then the step is applied:
+    gradient maps (clipping), optimizer, buffers; at last the loss scale
+
+The same step takes its microbatches from a stream: ``begin``, ``update``, ``apply``. Nothing waits
+for the device.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.checks import outside_inference_mode, read_params
+from .._base.torch_internals import transform_active, without_history
+from .._base.trees import Tree, map
+from .._core.auto_size import by_memory, check_auto, is_auto
+from .._core.batches import check_size
+from .._core.engines import Engine
+from .._core.loss import Reduction
+from .._core.microbatch_gradient import Nonfinite, Rule, check_rule
+from .._core.words import check_reduce
+from .._core.writes import known_of
+from .._optim.combinators import as_optimizer
+from .._pure.keys import key
+from ..distributed.collectives import check_group
+from .buffers import Threading, check_policy
+from .buffers import begin as begin_buffers
+from .compiled import check_compilable, compiled
+from .loss_scale import LossScale
+from .precision import Policy, check_precision, under
+from .ranks import agreement_of, check_same
+from .run import apply, begin_window, merge, rows_of_this_rank, update, whole, whole_of_ranks
+from .state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
+
+
+class Functions(NamedTuple):
+    """What a step is made of: see ``Step``."""
+
+    init: Callable[..., TrainState]
+    begin: Callable[[TrainState], StepWindow]
+    update: Callable[..., Any]
+    apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
+    whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
+    merge: Callable[[StepWindow, StepWindow], StepWindow]
+    form: Callable[[TrainState, Tree], str] = lambda state, batch: "eager"
+
+
+class Step(Functions):
+    """A step: called with ``(state, batch)`` it gives ``(state, info)``.
+
+    Attributes:
+        init: ``init(params, buffers=None, seed=0)`` gives the first state, of copies.
+        begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
+        update: ``update(state, window, microbatch, offset=None)`` gives the window with one
+            microbatch more, or ``(window, aux)``. With keys, ``offset`` says how many rows of the
+            step come before it, where ranks share them out, or they come in another order.
+        apply: ``apply(state, window)`` gives ``(state, info)``.
+        whole: ``whole(state, batch)`` is the step itself.
+        merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those
+            that ranks had saved: sums, counts and rows are added; pooled moments are merged in that
+            order, and any other buffer is that of ``a``. Not for buffers that go sequentially.
+        form: ``form(state, batch)`` gives ``"eager"``, or how ``compile`` goes through that batch:
+            ``"scan"``, ``"unrolled"`` or ``"loop"``.
+    """
+
+    __slots__ = ()
+    # vmap asks for a name, and else for repr, of all that the loss is bound to; dynamo has none.
+    __name__ = "step"
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+        """One step over a whole batch.
+
+        Args:
+            state: What ``init`` or the step before gave.
+            batch: A pytree whose tensors have one row per sample along dim 0.
+
+        Returns:
+            ``(state, info)``: the next ``TrainState``, and a ``StepInfo``.
+        """
+        return self.whole(state, batch)
+
+
+def make_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    has_aux: bool = False,
+    microbatch_size: int | Literal["auto"] | None = None,
+    memory_budget: int | None = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+    loss_scale: LossScale | None = None,
+    policy: Policy | None = None,
+    nonfinite: Nonfinite = "propagate",
+    buffers: Threading | None = None,
+    keys: bool = False,
+    engine: Engine = "func",
+    noise: bool = False,
+    group: Any = None,
+    donate: bool = False,
+    compile: bool | Mapping[str, Any] = False,
+) -> Step:
+    """Make a training step out of a loss and an optimizer.
+
+    The rule::
+
+        sums, total, weight = those of an accumulator, the gradients those of scale * loss
+        grads, loss = sums / weight / scale, total / weight
+        applied = grads, loss and learning rate are finite, and anything had a weight
+        params, opt_state = optimizer.apply(grads, opt_state, params)    # and buffers: if applied
+        loss_scale = update(loss_scale, that and every microbatch was finite)
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)`` gives a scalar or ``Weighted``; with ``has_aux``,
+            that and anything else. With ``buffers`` it also takes ``buffers=`` and returns
+            ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``. With ``keys`` it also takes
+            ``keys=``, one key a row.
+        optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
+            anything with ``init(params)`` and ``apply(grads, state, params)``.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        microbatch_size: Rows per microbatch; None takes a batch whole. ``"auto"`` takes as many as
+            memory allows: the whole batch, and after an out-of-memory error half of that, and so
+            on; the next batches begin there. The result is that of the size which went well. A
+            loss is then called again, with the same random numbers. At size 1 the error comes out.
+        memory_budget: For ``"auto"``: bytes that a step may hold beyond its arguments, such as
+            gradients, activations and the next state. A CPU needs it, since Linux promises more
+            memory than there is. Sizes that are not yet known to fit are tried under a count of
+            what is alive, which takes longer; later steps are not counted.
+        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        aux_reduction: What becomes of aux: see ``grad_and_value``.
+        loss_scale: ``dynamic_loss_scale`` or ``static_loss_scale``; None scales nothing.
+        policy: Mixed precision.
+        nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``. Whatever
+            it is, a step whose gradient is not finite is not applied.
+        buffers: How buffers go through the microbatches: ``"freeze"``, ``"sequential"`` or
+            ``"pooled"``, which updates BatchNorm's running statistics once, from the moments of
+            all microbatches: the full batch's, for a BatchNorm with no other above it (for all of
+            them with ``functional(module, microbatch_size=...)`` and no size here).
+        keys: Hand each row of a batch a key of its own, made of the run's seed, the number of the
+            step and the number of the row: masks do not depend on how a batch is cut.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+        noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
+            ``noise_scale`` and ``running_noise_scale``.
+        group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
+            is initialised. Every rank calls the step with its own rows, as many as it has, perhaps
+            none; sums are added up over the ranks once a step, and all ranks come to the same
+            state. Counts are those of all ranks; ``aux`` is this rank's own. Ranks whose states or
+            settings differ all get a ``ValueError`` that names what differs. A CPU compares
+            settings, counts, scales and rates at every step, and all that a state holds at steps 1,
+            2, 4, 8, …. An accelerator is waited for at those alone, and all is read at the first;
+            at the others a step whose ranks differ is not applied on any of them.
+        donate: Each call gives up the state that it is given, and its memory is used again.
+        compile: The step compiles itself, when it is first called with a batch of new sizes: the
+            microbatches are a loop inside one graph, or where gradients are large a graph that
+            runs once for each. ``step.form(state, batch)`` says which. True, or the arguments of
+            ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
+
+    Returns:
+        The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch)``, and the same for
+        a stream of microbatches: ``begin(state)``, ``update(state, window, microbatch)``, which
+        with ``has_aux`` returns ``(window, aux)``, ``apply(state, window)``, and ``merge(a, b)`` of
+        two windows; see ``Step``.
+
+    Example:
+        >>> from pureaccum import sgd
+        >>> step = make_step(lambda w, x: ((w * x) ** 2).mean(), sgd(0.1), microbatch_size=2)
+        >>> state = step.init(torch.tensor(1.0))
+        >>> state, info = step(state, torch.tensor([1.0, 2.0, 3.0]))
+        >>> state.params, info.applied
+        (tensor(0.0667), tensor(True))
+        >>> step.form(state, torch.tensor([1.0, 2.0, 3.0]))  # with compile: scan, unrolled or loop
+        'eager'
+
+    References:
+        ``grad_and_value``, ``chain``, ``dynamic_loss_scale``, ``functional`` and ``fold_in``, of
+        which it is made; `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
+    """
+    rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine, noise))
+    check_reduce(aux_reduction, "aux_reduction")
+    check_policy(buffers)
+    given = {"donate": donate, "compile": compile, "noise": noise}
+    check_auto(microbatch_size, memory_budget, given)
+    found = microbatch_size is None or is_auto(microbatch_size)
+    size = None if found else check_size(microbatch_size)
+    if compile is not False:
+        check_compilable(rule, compile)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of (params, batch).")
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"loss_scale is {loss_scale!r}; expected dynamic_loss_scale(), static_loss_scale(...) "
+            "or None."
+        )
+    if policy is not None:
+        check_precision(policy)
+    if group is not None:
+        _check_shared(group, buffers)
+    plan = Plan(
+        under(policy, loss_fn),
+        as_optimizer(optimizer),
+        has_aux,
+        size,
+        rule,
+        aux_reduction,
+        loss_scale,
+        policy,
+        buffers,
+        keys,
+        donate,
+        set(),
+        known_of(loss_fn),
+        group,
+    )
+    if group is not None:
+        plan = plan._replace(agreed=agreement_of(plan, compile))
+    shared: dict[str, Any] = {
+        "init": partial(_init, plan),
+        "begin": partial(begin_window, plan),
+        "merge": partial(merge, plan),
+    }
+    if compile is not False:
+        return Step(**shared, **compiled(plan, {} if compile is True else compile)._asdict())
+    over_batch = partial(whole, plan)
+    if is_auto(microbatch_size):
+        look = partial(_looked_at, plan)
+        if group is None:
+            over_batch = by_memory(partial(_in_size, plan), look, memory_budget)
+        else:
+            summed = by_memory(partial(rows_of_this_rank, plan), look, memory_budget)
+            over_batch = partial(whole_of_ranks, plan, summed)
+    streaming: dict[str, Any] = {"update": partial(update, plan), "apply": partial(apply, plan)}
+    return Step(**shared, **streaming, whole=over_batch)
+
+
+def _check_shared(group: Any, buffers: Threading | None) -> None:
+    check_group(group)
+    if buffers == "sequential":
+        raise ValueError(
+            "buffers='sequential' came with group, but ranks work at the same time: expected "
+            "'pooled', one update from the rows of all ranks, or 'freeze'."
+        )
+
+
+def _in_size(plan: Plan, size: int, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+    return whole(plan._replace(size=size), state, batch)
+
+
+def _looked_at(plan: Plan, state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
+    check_train_state(plan, state)
+    return batch, state.params
+
+
+def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
+    """The first state; it shares no memory with what it is made of."""
+    leaves, _ = read_params(params)
+    check_buffers(plan, buffers)
+    if plan.buffers:
+        begin_buffers(plan.buffers, buffers)  # names what is no tensor
+    device = leaves[0].device
+    if plan.agreed is not None:
+        check_group(plan.group)
+        given = params, () if buffers is None else buffers, key(seed, device)
+        check_same(plan.agreed, *given, plan.group)
+    with outside_inference_mode():  # what is made there takes no gradient, ever
+        if plan.policy is not None:
+            params = plan.policy.cast_to_param(params)
+        params = map(_own, params)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return TrainState(
+            params=params,
+            buffers=() if buffers is None else map(_own, buffers),
+            opt_state=plan.optimizer.init(params),
+            loss_scale=() if plan.loss_scale is None else plan.loss_scale.init(device),
+            key=key(seed, device),
+            attempts=zero,
+            applied=zero.clone(),
+            samples=zero.clone(),
+        )
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone() if transform_active() else without_history(x).clone()

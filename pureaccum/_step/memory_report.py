@@ -1,0 +1,199 @@
+"""What a training step holds in memory, before it is run and when it is.
+
+    predicted: the step is run on tensors that have shapes and no numbers
+    measured:  the step is run
+
+Both count the storages that are alive at every operation.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.checks import check_state, read_params
+from .._base.generators import generators, restore
+from .._base.live import counting
+from .._base.torch_internals import imagining
+from .._base.trees import Tree, accumulation_dtype, leaves, map
+from .state import TrainState
+
+
+class Memory(NamedTuple):
+    """Bytes of a step, on the device of the parameters.
+
+    The rule: ``beyond_arguments``, what the step itself holds at its peak, is the sum of
+    ``gradients``, ``activations`` and ``workspace``.
+
+    Attributes:
+        parameters: As they come.
+        buffers: As they come.
+        optimizer: What the optimizer keeps, as it comes.
+        gradients: The sums over the microbatches.
+        activations: What the forward pass of one microbatch leaves to its backward pass; of a
+            microbatched function, its inputs and outputs.
+        workspace: Everything else at the peak: temporaries, gradients that are not yet added, and
+            where the peak is in the update, the next state.
+
+    Example:
+        >>> Memory(1000, 0, 2000, 1000, 300, 60).beyond_arguments
+        1360
+
+    References:
+        ``memory_report``, which makes it; ``make_step``, whose ``memory_budget`` is about it.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    gradients: int
+    activations: int
+    workspace: int
+
+    @property
+    def beyond_arguments(self) -> int:
+        """What the step itself holds at its peak: what a ``memory_budget`` is about."""
+        return self.gradients + self.activations + self.workspace
+
+
+class MemoryReport(NamedTuple):
+    """What ``memory_report`` returns; printed, it is a table.
+
+    Attributes:
+        predicted: Of a step of which nothing is computed.
+        measured: Of a step that is run; ``()`` where the tensors have no numbers.
+
+    Example:
+        >>> print(MemoryReport(Memory(1000, 0, 2000, 1000, 300, 60), ()))
+        bytes                      predicted
+        parameters                     1,000
+        buffers                            0
+        optimizer                      2,000
+        gradients                      1,000
+        activations                      300
+        workspace                         60
+        together                       4,360
+        beyond the arguments           1,360
+
+    References:
+        ``memory_report``, which makes it, of two ``Memory``.
+    """
+
+    predicted: Memory
+    measured: Memory | tuple[()]
+
+    def __str__(self) -> str:
+        columns = [it for it in self if isinstance(it, Memory)]
+        names = (*Memory._fields, "together", "beyond the arguments")
+        rows = [[*it, sum(it), it.beyond_arguments] for it in columns]
+        lines = ["bytes".ljust(20) + "".join(f"{it:>16}" for it in self._fields[: len(columns)])]
+        for name, *numbers in zip(names, *rows, strict=True):
+            lines.append(name.ljust(20) + "".join(f"{number:>16,}" for number in numbers))
+        return "\n".join(lines)
+
+
+def memory_report(
+    step: Callable[[TrainState, Tree], Any], state: TrainState, batch: Tree
+) -> MemoryReport:
+    """What a step holds in memory at its peak, predicted and measured.
+
+    The rule::
+
+        predicted: the step is run on tensors that have shapes and no numbers
+        measured:  the step is run once, on copies if it donates, and what it returns is dropped
+
+    The prediction computes nothing and allocates nothing: a model need not fit. Give it a state
+    and a batch on the ``meta`` device, and only that is done. Code that reads a number of a tensor
+    is told 1 then, or True; operations whose shapes depend on numbers (``nonzero``) cannot be
+    predicted. On a CPU the measurement is of the tensors that are alive, and leaves out what a
+    kernel allocates for itself; on CUDA it is ``torch.cuda.max_memory_allocated``, whose record is
+    reset.
+
+    Of a stream, report the step over a list of its microbatches joined together, with their size.
+
+    Args:
+        step: What ``make_step`` made, without ``compile``.
+        state: A state of it.
+        batch: A batch.
+
+    Returns:
+        The report.
+
+    Example:
+        >>> from pureaccum import adamw, make_step
+        >>> step = make_step(lambda w, x: ((x @ w) ** 2).mean(), adamw(), microbatch_size=32)
+        >>> report = memory_report(step, step.init(torch.ones(64, 32)), torch.ones(128, 64))
+        >>> report.measured.parameters, report.measured.gradients, report.measured.activations
+        (8192, 8192, 4124)
+        >>> round(report.predicted.beyond_arguments / report.measured.beyond_arguments, 3)
+        1.0
+
+    References:
+        `The meta device <https://docs.pytorch.org/docs/stable/meta.html>`_;
+        `Understanding CUDA memory usage
+        <https://docs.pytorch.org/docs/stable/torch_cuda_memory.html>`_
+    """
+    if not callable(step):
+        raise TypeError(f"step is a {type(step).__name__}; expected what make_step returned.")
+    check_state(state, TrainState, "make_step")
+    params, _ = read_params(state.params, "state.params")
+    if getattr(step, "form", _eager)(state, batch) != "eager":
+        raise ValueError(
+            "memory_report came with a step that compiles itself; graphs plan their own memory. "
+            "Report the same step without compile."
+        )
+    sums = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in params)
+    tensors = [x for x in leaves((state, batch)) if isinstance(x, Tensor)]
+    before = generators({x.device for x in tensors if not x.is_meta})
+    try:
+        with imagining() as (imagined, taken_for):
+            given = map(lambda x: imagined(x) if isinstance(x, Tensor) else x, (state, batch))
+            predicted = _memory(state, sums, *_run(step, *given, taken_for=taken_for))
+        if any(x.untyped_storage().device.type == "meta" for x in tensors):
+            return MemoryReport(predicted, ())
+        return MemoryReport(
+            predicted, _memory(state, sums, *_run(step, map(torch.clone, state), batch))
+        )
+    finally:
+        restore(before)
+
+
+def _run(
+    step: Callable[..., Any],
+    state: TrainState,
+    batch: Tree,
+    taken_for: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[int, int]:
+    """Bytes alive as a backward pass began, and at the peak."""
+    device = state.samples.device
+    on_cuda = device.type == "cuda" and type(state.samples) is Tensor
+    with counting(device=device, taken_for=taken_for) as live:
+        if not on_cuda:
+            step(state, batch)
+            return live.before_backward, live.peak
+        torch.cuda.reset_peak_memory_stats(device)
+        start = torch.cuda.memory_allocated(device)
+        step(state, batch)
+        return live.before_backward, torch.cuda.max_memory_allocated(device) - start
+
+
+def _memory(state: TrainState, sums: int, before_backward: int, peak: int) -> Memory:
+    activations = max(before_backward - sums, 0)
+    workspace = max(peak - sums - activations, 0)
+    return Memory(
+        _bytes(state.params),
+        _bytes(state.buffers),
+        _bytes(state.opt_state),
+        sums,
+        activations,
+        workspace,
+    )
+
+
+def _bytes(tree: Tree) -> int:
+    return sum(x.nbytes for x in leaves(tree) if isinstance(x, Tensor))
+
+
+def _eager(state: TrainState, batch: Tree) -> str:
+    return "eager"

@@ -1,0 +1,128 @@
+"""Which dtype parameters are kept in, computed in, and what a loss gives back.
+
+    master parameters --cast--> compute dtype --loss--> output dtype
+
+The cast stands inside the microbatch, so the gradient comes back through it in the master's
+dtype. Autocast is opened inside the microbatch for the same reason it must not be around it: its
+cache would keep one low-precision copy of the weights for every microbatch.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.casts import cast
+from .._base.trees import Tree, leaves, map
+
+
+class Policy(NamedTuple):
+    """Mixed precision: float32 masters with float16 or bfloat16 inside, or autocast.
+
+    The rule::
+
+        master parameters --cast--> compute dtype --loss--> output dtype
+
+    Only floating-point tensors are cast; integers, masks, complex tensors and what is no tensor
+    stay as they are.
+
+    Attributes:
+        param: What ``step.init`` makes of the parameters; None leaves them.
+        compute: What the loss gets, parameters and batch; None leaves them. Buffers, such as
+            running statistics, are not cast.
+        output: What becomes of aux; None leaves it. The loss itself is always widened to float32.
+        autocast: In place of ``compute``: the dtype of an autocast region around the loss.
+
+    Example:
+        >>> policy = Policy(compute=torch.bfloat16)
+        >>> policy.cast_to_compute({"w": torch.ones(2), "steps": torch.tensor(3)})
+        {'w': tensor([1., 1.], dtype=torch.bfloat16), 'steps': tensor(3)}
+
+    References:
+        `jmp.Policy <https://github.com/google-deepmind/jmp>`_;
+        `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_
+    """
+
+    param: torch.dtype | None = torch.float32
+    compute: torch.dtype | None = None
+    output: torch.dtype | None = torch.float32
+    autocast: torch.dtype | None = None
+
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """The floating-point tensors of a tree in the dtype of master parameters.
+
+        Args:
+            tree: Parameters.
+
+        Returns:
+            A tree like ``tree``.
+        """
+        return _cast(tree, self.param)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """The floating-point tensors of a tree in the dtype of computation.
+
+        Args:
+            tree: Parameters or a batch.
+
+        Returns:
+            A tree like ``tree``.
+        """
+        return _cast(tree, self.compute)
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """The floating-point tensors of a tree in the dtype of results.
+
+        Args:
+            tree: Aux.
+
+        Returns:
+            A tree like ``tree``.
+        """
+        return _cast(tree, self.output)
+
+
+def check_precision(policy: Any) -> None:
+    """Check what stands in a policy."""
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy is {policy!r}; expected pureaccum.Policy(compute=...) or None.")
+    for name, dtype in policy._asdict().items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"Policy({name}={dtype!r}): expected a floating-point dtype or None.")
+    if policy.compute is not None and policy.autocast is not None:
+        raise ValueError(
+            f"Policy(compute={policy.compute}, autocast={policy.autocast}): expected one of the "
+            "two. compute casts everything; autocast lets torch choose, operation by operation."
+        )
+
+
+def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same loss, computed as a policy says."""
+    if policy is None:
+        return loss_fn
+
+    @wraps(loss_fn)
+    def loss(params: Tree, batch: Tree, **named: Any) -> Any:
+        given = policy.cast_to_compute(params), policy.cast_to_compute(batch)
+        with _region(policy, params):
+            return loss_fn(*given, **named)
+
+    return loss
+
+
+def _region(policy: Policy, params: Tree) -> AbstractContextManager[Any]:
+    if policy.autocast is None:
+        return nullcontext()
+    device = leaves(params)[0].device.type
+    return torch.autocast(device, dtype=policy.autocast)
+
+
+def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
+    if dtype is None:
+        return tree
+    return map(
+        lambda x: cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
+    )

@@ -1,0 +1,150 @@
+"""A step over several ranks: each accumulates its own rows, and one reduction makes it whole.
+
+    rows of the ranks before this one, where rows have keys
+    ... the window, as in one process ...
+    sums, totals, weights, counts, rows, buffers over all ranks
+
+All that follows (division, clipping, what is applied and what the loss scale learns) is computed
+from the same bits on every rank, and so every rank comes to the same state.
+"""
+
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._base.agreement import Agreement, Claim, agreement, between_ranks, claim
+from .._base.checks import read_params
+from .._base.dtensors import refuse_sharded
+from .._base.settings import settings_of
+from .._base.trees import Tree, flatten, unflatten
+from .._core.accumulator import AccumState
+from .._pure.moments import Moments, layers, merged
+from ..distributed.collectives import begin_sum, gathered, meet
+from .buffers import Carried
+from .state import Plan, StepWindow, TrainState
+
+
+def agreement_of(plan: Plan, compile: Any) -> Agreement:
+    """What a step was made with, of all that decides what it makes of sums.
+
+    How a rank comes to its sums is its own: its loss, its microbatches, its engine, its memory.
+    """
+    rule = plan.rule
+    made_with = {
+        "optimizer": plan.optimizer,
+        "reduction": rule.reduction,
+        "nonfinite": rule.nonfinite,
+        "noise": rule.squares,
+        "loss_scale": plan.loss_scale,
+        "policy": plan.policy,
+        "buffers": plan.buffers,
+        "keys": plan.keys,
+        "compile": compile,
+    }
+    settings: dict[str, str] = {}
+    for name, thing in made_with.items():
+        settings |= settings_of(thing, name)
+    return agreement(settings)
+
+
+def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
+    """How many rows the ranks before this one have in the batch."""
+    assert plan.agreed is not None
+    claimed = claim(
+        plan.agreed,
+        "step(state, batch), where rows get keys",
+        {},
+        {"state": state},
+        state.samples.device,
+        _CAUSE,
+        whole=False,
+    )
+    of_all = meet(claimed, plan.group, rows)
+    return of_all[: dist.get_rank(plan.group)].sum().to(torch.int64)
+
+
+def of_all_ranks(
+    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
+) -> tuple[AccumState, tuple[Any, Tensor]]:
+    """What was accumulated on all ranks, from what was on this one.
+
+    Args:
+        plan: What the step is made of.
+        state: The state before, the same on all ranks.
+        window: Of this rank; its gradients are a list, and are written to.
+        unit: What the gradients of this rank are still to be multiplied by: ranks may differ.
+
+    Returns:
+        The sums, and what is carried after the last row.
+    """
+    for grad in window.accum.grads:
+        if isinstance(unit, Tensor) or unit != 1:
+            grad.mul_(unit)
+    wait = begin_sum(window.accum, plan.group, _claimed(plan, state, window.accum), window.rows)
+    accum, of_all = wait()
+    buffers = window.buffers
+    if plan.buffers not in (None, "freeze"):
+        buffers = _pooled(buffers, plan.group)
+    return accum, (buffers, state.samples + of_all.sum().to(torch.int64))
+
+
+def window_of_all_ranks(
+    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
+) -> StepWindow:
+    """The same as a window, from one whose sums are written to."""
+    sums, spec = flatten(window.accum.grads)
+    own = window._replace(accum=window.accum._replace(grads=sums))
+    accum, (buffers, samples) = of_all_ranks(plan, state, own, unit)
+    accum = accum._replace(grads=unflatten(spec, sums))
+    return StepWindow(accum, buffers, samples - state.samples)
+
+
+def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, group: Any) -> None:
+    """Check that all ranks begin with the same; an error comes on all of them."""
+    leaves, _ = read_params(params)
+    refuse_sharded(
+        leaves,
+        "params",
+        "group adds up what every rank holds whole. Leave group out: a batch that is sharded over "
+        "the mesh (distribute_tensor) is added up over its ranks.",
+    )
+    begun = {"params": params, "buffers": buffers, "key": key}
+    cause = (
+        "Every rank makes the same steps from the same beginning, by the same settings. Seed all "
+        "ranks alike before the model is made (torch.manual_seed), or send the parameters of one "
+        "rank to the others (torch.distributed.broadcast)."
+    )
+    device = leaves[0].device
+    meet(claim(agreed, "step.init(...)", {}, begun, device, cause, whole=True), group)
+
+
+_CAUSE = (
+    "All ranks make the same steps from the same state, and this one was not made. Did one load a "
+    "checkpoint of another step, was it given other settings, or does it call its steps in another "
+    "order?"
+)
+
+
+def _claimed(plan: Plan, state: TrainState, accum: AccumState) -> Claim:
+    assert plan.agreed is not None
+    sums, values = {"window.accum": accum}, {"state": state}
+    return claim(plan.agreed, "the end of a step", sums, values, state.samples.device, _CAUSE)
+
+
+def _pooled(carried: Carried, group: Any) -> Carried:
+    """Moments merged, in the order of the ranks; every other buffer as rank 0 has it."""
+    leaves, spec = flatten(carried.values)
+    pooled = {i for at in layers(leaves, spec) for i in at if i is not None}
+    for i, leaf in enumerate(leaves):
+        if i not in pooled:
+            leaves[i] = leaf.clone(memory_format=torch.contiguous_format)
+            with between_ranks():
+                dist.broadcast(leaves[i], group=group, group_src=0)
+    moments = carried.moments
+    if moments:
+        of_all = gathered(torch.stack(moments), group)
+        moments = reduce(merged, (Moments(*each) for each in of_all))
+    return Carried(unflatten(spec, leaves), moments)

@@ -1,0 +1,289 @@
+"""What a step does: over a batch at hand, and over a stream of microbatches.
+
+Each function is given the plan of the step first. All are pure; with a plan that donates they use
+the memory of the state that they are given.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base.checks import (
+    check_int,
+    check_state,
+    outside_inference_mode,
+    read_params,
+    refuse_autocast_cache,
+)
+from .._base.donation import Spoiled, hand_over, mark
+from .._base.generators import put_back
+from .._base.python_numbers import MOST
+from .._base.torch_internals import transform_active
+from .._base.trees import Tree, apart, check_same_structure, flatten, map, unflatten, zeros
+from .._base.trees import leaves as leaves_of
+from .._core.accumulator import check_belongs, empty, updated
+from .._core.accumulator import merged as merge_states
+from .._core.batches import Batch, cut, need_rows, read_batch
+from .._core.weights import Microbatch
+from .._core.whole_batch import Cut, Folded, Pieces, Window, fold, read_cut
+from .._core.writes import Given, guarding
+from .._pure.moments import merged
+from ..distributed.collectives import check_group
+from .buffers import begin
+from .call import caller, onwards
+from .finish import finished
+from .ranks import before_this_rank, of_all_ranks
+from .scan import Stacked, fold_scanned
+from .state import Plan, StepInfo, StepWindow, TrainState, check_train_state
+
+
+def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+    """One step over a whole batch."""
+    check_state(state, TrainState, "this step")
+    if plan.group is not None:
+        return whole_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
+    return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
+
+
+def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[TrainState, StepInfo]:
+    """One step over a batch that is cut."""
+    window = _window(plan, state, cut)
+    with outside_inference_mode():
+        if isinstance(cut, Stacked):
+            folded, weighs_one = fold_scanned(window, cut), False
+        else:
+            folded, weighs_one = fold(window), cut.untouched
+        # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
+        rows = window.batch.rows or 1 if weighs_one and not folded.weighted else 1
+        accum, unit, carried, aux, _, _ = folded
+        return finished(plan, state, accum, carried, aux, unit=unit, rows=float(rows), own=True)
+
+
+def whole_of_ranks(
+    plan: Plan, summed: Callable[..., Folded], state: TrainState, batch: Tree
+) -> tuple[TrainState, StepInfo]:
+    """One step over a batch of which each rank has some rows; ``summed`` are those of this rank.
+
+    That may be tried more than once: no other rank is spoken to meanwhile.
+    """
+    rows = need_rows(read_batch(batch, "batch"), "batch")
+    _read(plan, state)
+    with outside_inference_mode():
+        first = state.samples
+        if plan.keys:
+            first = first + before_this_rank(plan, state, rows)
+        accum, unit, (buffers, last), aux, _, _ = summed(state, batch, first)
+        window = StepWindow(accum, buffers, last - first)
+        accum, carried = of_all_ranks(plan, state, window, unit)
+        return finished(plan, state, accum, carried, aux, own=True)
+
+
+def rows_of_this_rank(
+    plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
+) -> Folded:
+    """The rows of one rank, summed; ``first`` is the number of the first in the run."""
+    cut = read_cut(batch, size, False, "batch")._replace(alone=False)
+    if not cut.rows:  # nothing to call the loss with
+        cut = cut._replace(size=1)
+    with outside_inference_mode():
+        return fold(_window(plan, state, cut, first))
+
+
+def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None) -> Window:
+    leaves, spec = _read(plan, state)
+    first = state.samples if first is None else first
+    return Window(
+        call=caller(plan, state, spec),
+        leaves=leaves,
+        spec=spec,
+        batch=cut,
+        rule=plan.rule,
+        at_least=torch.float32,
+        aux_reduction=plan.aux_reduction,
+        known=plan.known,
+        roots=("state.params", "batch"),
+        scale=_scale(plan, state),
+        carried=(begin(plan.buffers, state.buffers) if plan.buffers else (), first),
+        advance=partial(onwards, plan),
+    )
+
+
+def begin_window(plan: Plan, state: TrainState) -> StepWindow:
+    """An empty window, with buffers to go through it."""
+    leaves, _ = _read(plan, state)
+    with outside_inference_mode():
+        buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()
+        count = len(leaves) if plan.rule.squares else None
+        sums = empty(zeros(state.params), leaves[0].device, count)
+        return StepWindow(sums, map(torch.clone, buffers), torch.zeros_like(state.samples))
+
+
+def update(
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    microbatch: Tree,
+    offset: int | None = None,
+) -> Any:
+    """The window with one microbatch more, or ``(window, aux)``."""
+    window, entry = updated_window(plan, state, window, microbatch, offset=offset)
+    return (window, entry.aux) if plan.has_aux else window
+
+
+def updated_window(
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    microbatch: Tree,
+    unit: float | None = None,
+    offset: int | None = None,
+) -> tuple[StepWindow, Microbatch]:
+    """The window with one microbatch more, and what that came to."""
+    leaves, spec = check_window(plan, state, window)
+    carried = window.buffers, window.rows
+    read = read_batch(microbatch, "microbatch")
+    rows = read.rows
+    call = caller(plan, state, spec)
+    at = first_row(plan, state, window, offset)
+
+    def loss(leaves: list[Tensor]) -> Any:
+        return call(leaves, microbatch, (carried[0], state.samples + at))
+
+    accum, entry = updated(
+        window.accum,
+        loss,
+        leaves,
+        spec,
+        rows,
+        plan.rule,
+        plan.recomputes,
+        (plan.known, Given("state.params", leaves, spec), Given("microbatch", *read[:2])),
+        donate=plan.donate,
+        scale=_scale(plan, state),
+        unit=unit,
+    )
+    after, entry = onwards(plan, carried, entry, rows or 0)
+    if plan.donate and not transform_active():
+        given_up = state.params, state.buffers, carried[0]
+        entry = entry._replace(aux=apart(entry.aux, given_up))
+        new, carried_spec = flatten(after)
+        after = unflatten(carried_spec, hand_over(leaves_of(carried), new))
+    else:  # no two states may share a tensor
+        after = map(torch.clone, after)
+    return StepWindow(accum, *after), entry
+
+
+def apply(
+    plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
+) -> tuple[TrainState, StepInfo]:
+    """The next state, and what happened.
+
+    The sums of the window are still to be multiplied by ``unit``.
+    """
+    check_window(plan, state, window)
+    carried = window.buffers, state.samples + window.rows
+    own, shared = plan.donate and not transform_active(), plan.group is not None
+    sums = flatten(window.accum.grads)[0]
+    work = [x.detach() for x in sums] if own else [x.clone() for x in sums] if shared else sums
+    accum = window.accum._replace(grads=work)
+    try:
+        with outside_inference_mode():
+            if shared:
+                own_window = window._replace(accum=accum)
+                accum, carried = of_all_ranks(plan, state, own_window, unit)
+                unit = 1.0
+            given = plan, state, accum, carried, aux
+            result = finished(*given, unit=unit, own=own or shared)
+    except BaseException:
+        if own:
+            mark(sums, Spoiled)
+        raise
+    if own:
+        mark(leaves_of(window))
+    return result
+
+
+def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | None = None) -> None:
+    """Call the loss once for each kind of batch to see what it writes to: in a graph nobody can."""
+    leaves, spec = _read(plan, state)
+    given = Given("state.params", leaves, spec), Given(root, *batch[:2])
+    call = caller(plan, state, spec)
+
+    def loss(leaves: list[Tensor]) -> Any:
+        part = next(cut(batch, size or batch.rows or 1))
+        carried = begin(plan.buffers, state.buffers) if plan.buffers else ()
+        return call(leaves, part, (carried, state.samples))
+
+    with guarding(plan.known, *given) as guarded:
+        if (watched := guarded(loss)) is not loss:
+            with put_back(state.samples.device), outside_inference_mode(), torch.enable_grad():
+                watched([x.detach().requires_grad_() for x in leaves])
+
+
+def merge(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
+    """One window of two, of which the first came first."""
+    names = "the first window", "the second window"
+    for window, what in zip((a, b), names, strict=True):
+        check_state(window, StepWindow, "this step", what)
+    if plan.buffers == "sequential":
+        raise ValueError(
+            "this step was made with buffers='sequential', which go from one microbatch to the "
+            "next: two windows that began with the same buffers have none together. Expected "
+            "'pooled' or 'freeze'."
+        )
+    cause = "Windows that are merged come from the same step and state."
+    check_same_structure(flatten(a)[1], flatten(b)[1], *names, cause)
+    of_grads = f"{names[0]}.accum.grads", f"{names[1]}.accum.grads"
+    accum = merge_states(a.accum, b.accum, plan.rule.squares, of_grads)
+    buffers = map(torch.clone, a.buffers)
+    if buffers and buffers.moments:
+        buffers = buffers._replace(moments=merged(a.buffers.moments, b.buffers.moments))
+    return StepWindow(accum, buffers, a.rows + b.rows)
+
+
+def check_window(
+    plan: Plan, state: TrainState, window: StepWindow
+) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Check that a state and a window are of this plan, and give the parameters."""
+    leaves, spec = _read(plan, state)
+    check_state(window, StepWindow, "this step", "the window")
+    check_belongs(window.accum, leaves, spec, plan.rule.squares)
+    expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
+    specs = flatten(expected)[1], flatten(window.buffers)[1]
+    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
+    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
+    return leaves, spec
+
+
+def first_row(plan: Plan, state: TrainState, window: StepWindow, offset: int | None) -> Tensor:
+    """How many rows of the step come before a microbatch's."""
+    if offset is not None:
+        expected = "the rows of this step that come before this microbatch's, an int of at least 0"
+        return torch.full_like(window.rows, check_int(offset, "offset", expected, 0, MOST // 2))
+    if plan.keys and plan.group is not None:
+        raise ValueError(
+            "a step with keys over several ranks cannot know which rows of the batch a microbatch "
+            "holds, and rows of two ranks would get the same keys. Say how many rows come before "
+            "it, on all ranks: step.update(state, window, microbatch, offset=...)."
+        )
+    return window.rows
+
+
+# Pieces --------------------------------------------------------------------------------
+
+
+def _read(plan: Plan, state: TrainState) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    if plan.group is not None:
+        check_group(plan.group)
+    check_train_state(plan, state)
+    leaves, spec = read_params(state.params, "state.params")
+    refuse_autocast_cache(leaves)
+    return leaves, spec
+
+
+def _scale(plan: Plan, state: TrainState) -> Tensor | None:
+    return None if plan.loss_scale is None else state.loss_scale.scale

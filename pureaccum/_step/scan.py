@@ -1,0 +1,183 @@
+"""All microbatches in one loop of the compiler, whose graph is as large for two as for a thousand.
+
+    carry = zeros, what is carried, nothing counted
+    carry, aux = scan(one microbatch more, carry, the microbatches, stacked)
+    carry, aux = one microbatch more, for a shorter last one
+
+It is for compiled code at top level: a scan under vmap does not compile.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base.torch_internals import scan
+from .._base.trees import Tree, flatten, unflatten, zeros
+from .._core.accumulator import AccumState, counted
+from .._core.auxiliary import AuxState, Stack, finish_aux, fold_aux, fold_stack, share_of
+from .._core.batches import read_batch
+from .._core.engines import Wrt, prepare
+from .._core.microbatch_gradient import Rule, add_microbatch
+from .._core.weights import Microbatch, power_of_two, settle
+from .._core.whole_batch import Call, Folded, Window
+from .together import One, add_together
+
+
+class Stacked(NamedTuple):
+    """A batch in microbatches of ``size`` rows; what there is not of it is None.
+
+    Where ``together`` is more than one, as many microbatches go through at once.
+    """
+
+    microbatches: Tree  # stacked along a new dim 0; where some go together, along two
+    rest: Tree  # those that are too few to go together, stacked
+    tail: Tree  # a shorter last one
+    size: int
+    together: int
+
+
+def fold_scanned(window: Window, batch: Stacked) -> Folded:
+    """All microbatches, summed and not yet divided."""
+    leaves, rule, size = window.leaves, window.rule, batch.size
+    unit = power_of_two(size) if rule.reduction == "mean" else 1.0
+    wrt = prepare(leaves, rule.engine, set())._replace(unit=unit, scale=window.scale)
+    amounts = [torch.zeros((), dtype=t, device=leaves[0].device) for t in _AMOUNTS]
+    given, carried_spec = flatten(window.carried)
+    # Clones, here and below: a scan may return nothing that it was given.
+    carry = zeros(leaves, window.at_least), [x.clone() for x in given], amounts
+    aux: AuxState | None = None
+    weighted = False
+    if batch.together > 1:
+        carry, count = _by_several(window, wrt, batch, carry)
+    else:
+        body, like = _body(window, wrt, batch, carried_spec)
+        xs = tensors_of(batch.microbatches)
+        entry, count = like(carry, xs), len(xs[0])
+        weighted = entry.weighted
+        carry, outputs = scan(body, carry, xs)
+        if rule.has_aux:
+            aux = fold_stack(None, _stacked(entry, outputs, rule), size, window.aux_reduction)
+    sums, given, (total, weight, nonfinite) = carry
+    skipped = nonfinite.clone() if rule.nonfinite == "skip" else torch.zeros_like(nonfinite)
+    seen = torch.full((), count, dtype=torch.int64, device=leaves[0].device)
+    state = AccumState(
+        grads=sums,
+        total=total,
+        weight=weight,
+        microbatches=seen,
+        skipped=skipped,
+        nonfinite=nonfinite,
+        weighted=torch.full_like(seen, count * weighted),
+    )
+    carried = unflatten(carried_spec, given)
+    if batch.tail is not None:
+        rows = read_batch(batch.tail).rows or 0
+        sums, carried, entry = _more(window, wrt, sums, carried, batch.tail, rows)
+        if aux is not None:
+            aux = fold_aux(aux, entry, rows, window.aux_reduction, rule.nonfinite == "skip")
+        state = counted(state._replace(grads=sums), [entry], rule)
+    aux_tree = None if aux is None else finish_aux(aux)
+    return Folded(state, unit, carried, aux_tree, torch.float32, weighted)
+
+
+def tensors_of(tree: Tree) -> list[Tensor]:
+    """What of a batch is cut."""
+    return [x for x in flatten(tree)[0] if isinstance(x, Tensor)]
+
+
+def one_of(call: Call, like: Tree) -> One:
+    """The loss as a function of leaves, the tensors of a microbatch, and the samples before it."""
+    columns, spec = flatten(like)
+
+    def one(leaves: Sequence[Tensor], tensors: list[Tensor], samples: Tensor) -> Any:
+        return call(list(leaves), _filled(columns, spec, tensors), ((), samples))
+
+    return one
+
+
+def _filled(columns: list[Any], spec: optree.PyTreeSpec, tensors: list[Tensor]) -> Tree:
+    """A tree with other tensors."""
+    rest = iter(tensors)
+    return unflatten(spec, [next(rest) if isinstance(x, Tensor) else x for x in columns])
+
+
+def _more(
+    window: Window, wrt: Wrt, sums: list[Tensor], carried: Any, part: Tree, rows: int
+) -> tuple[list[Tensor], Any, Microbatch]:
+    """One microbatch more."""
+
+    def loss(leaves: list[Tensor]) -> Any:
+        return window.call(leaves, part, carried)
+
+    sums, entry = add_microbatch(loss, wrt, sums, rows, window.rule)
+    if window.advance is not None:
+        carried, entry = window.advance(carried, entry, rows)
+    return sums, carried, entry
+
+
+def _body(
+    window: Window, wrt: Wrt, batch: Stacked, carried_spec: optree.PyTreeSpec
+) -> tuple[Callable[..., Any], Callable[..., Microbatch]]:
+    """One microbatch more, for a scan; and what such a one comes to."""
+    columns, spec = flatten(batch.microbatches)
+
+    def step(carry: Any, tensors: list[Tensor]) -> tuple[list[Tensor], Any, Microbatch]:
+        part = _filled(columns, spec, tensors)
+        return _more(window, wrt, carry[0], unflatten(carried_spec, carry[1]), part, batch.size)
+
+    def body(carry: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        sums, after, entry = step(carry, tensors)
+        amounts = [x + y for x, y in zip(carry[2], settle([entry]), strict=True)]
+        kept = [x.clone() for x in flatten(after)[0]]
+        return (sums, kept, amounts), _outputs(entry, window.rule) if window.rule.has_aux else []
+
+    def like(carry: Any, xs: list[Tensor]) -> Microbatch:
+        # Traced to see what a loss returns, and nothing of it is computed.
+        return step(carry, [x[0] for x in xs])[2]
+
+    return body, like
+
+
+def _by_several(window: Window, wrt: Wrt, batch: Stacked, carry: Any) -> tuple[Any, int]:
+    """Several microbatches at a time, and those that are left; and how many they were."""
+
+    def body(carry: Any, xs: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        sums, (samples,), amounts = carry
+        sums, tally = add_together(one, wrt, sums, xs, samples, window.rule)
+        amounts = [x + y for x, y in zip(amounts, tally, strict=True)]
+        return (sums, [samples + len(xs[0]) * batch.size], amounts), []
+
+    count = 0
+    one = one_of(window.call, batch.rest if batch.microbatches is None else batch.microbatches)
+    if batch.microbatches is not None:
+        xs = tensors_of(batch.microbatches)
+        count += xs[0].shape[0] * xs[0].shape[1]
+        carry, _ = scan(body, carry, xs)
+    if batch.rest is not None:
+        xs = tensors_of(batch.rest)
+        count += xs[0].shape[0]
+        carry, _ = body(carry, xs)
+    return carry, count
+
+
+_AMOUNTS = (torch.float64, torch.float64, torch.int64)  # total, weight, nonfinite
+
+
+def _outputs(entry: Microbatch, rule: Rule) -> list[Tensor]:
+    """What is kept of each microbatch: its share, whether it is finite, and its aux."""
+    tensors = [x for x in flatten(entry.aux)[0] if isinstance(x, Tensor)]
+    flags = [entry.finite] if rule.nonfinite == "skip" and entry.finite is not None else []
+    return [x.clone() for x in (share_of(entry), *flags, *tensors)]
+
+
+def _stacked(like: Microbatch, outputs: list[Tensor], rule: Rule) -> Stack:
+    leaves, spec = flatten(like.aux)
+    share, rest = outputs[0], list(outputs[1:])
+    finite = rest.pop(0) if rule.nonfinite == "skip" and like.finite is not None else None
+    tensors = iter(rest)
+    return Stack(
+        spec, [next(tensors) if isinstance(x, Tensor) else x for x in leaves], share, finite
+    )

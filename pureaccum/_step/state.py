@@ -1,0 +1,162 @@
+"""What a training step takes and gives, and what it is made of."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._base.agreement import Agreement
+from .._base.checks import check_state
+from .._base.states import loadable
+from .._base.trees import Tree
+from .._core.accumulator import AccumState
+from .._core.microbatch_gradient import Rule
+from .._core.writes import Known
+from .._optim.update import Optimizer
+from .buffers import Threading
+from .loss_scale import LossScale, LossScaleState
+from .precision import Policy
+
+
+@loadable
+class TrainState(NamedTuple):
+    """All that a run is, as tensors: save it, stack it, look at it.
+
+    Attributes:
+        params: The parameters.
+        buffers: Running statistics and the like; ``()`` where none are configured.
+        opt_state: What the optimizer keeps.
+        loss_scale: A ``LossScaleState``; ``()`` without one.
+        key: What all keyed randomness of the run comes from.
+        attempts: How many steps there were, applied or not.
+        applied: How many were applied.
+        samples: How many rows there were.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import make_step, sgd
+        >>> step = make_step(lambda w, x: (w * x).mean(), sgd(0.5))
+        >>> state, info = step(step.init(torch.tensor(1.0)), torch.tensor([1.0, 3.0]))
+        >>> state.params, state.applied, state.samples
+        (tensor(0.), tensor(1), tensor(2))
+
+    References:
+        ``make_step``, whose ``init`` makes it; ``save``, ``load``, ``stack`` and ``unstack``.
+    """
+
+    params: Tree
+    buffers: Tree
+    opt_state: Any
+    loss_scale: Any
+    key: Tensor
+    attempts: Tensor
+    applied: Tensor
+    samples: Tensor
+
+
+@loadable
+class StepInfo(NamedTuple):
+    """What happened in a step; 0-d tensors, which nothing has waited for.
+
+    Attributes:
+        loss: The loss over the whole batch, float64.
+        grad_norm: Of the gradient as the full batch has it: unscaled, before clipping.
+        weight: What the loss was divided by: rows, or what ``Weighted`` says; 0 for sums.
+        microbatches: How many there were.
+        skipped: How many of them ``nonfinite="skip"`` left out.
+        applied: Whether the step was: its gradients and learning rates were finite, and anything
+            had a weight.
+        scale: The loss scale it was computed with.
+        aux: What the loss returned beside it, reduced; ``()`` without.
+        noise: How much the microbatches' gradients scatter, for ``noise_scale`` and
+            ``running_noise_scale``; ``()`` without ``noise=True``.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import make_step, sgd
+        >>> step = make_step(lambda w, x: (w * x).mean(), sgd(0.5))
+        >>> state, info = step(step.init(torch.tensor(1.0)), torch.tensor([1.0, torch.inf]))
+        >>> info.loss, info.applied
+        (tensor(inf, dtype=torch.float64), tensor(False))
+
+    References:
+        ``make_step``, whose step returns it; ``noise_scale``; ``global_norm``.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    weight: Tensor
+    microbatches: Tensor
+    skipped: Tensor
+    applied: Tensor
+    scale: Tensor
+    aux: Tree
+    noise: Any = ()
+
+
+@loadable
+class StepWindow(NamedTuple):
+    """A step begun: what its microbatches have come to so far.
+
+    Attributes:
+        accum: The gradients of the *scaled* loss, the weight and the counts.
+        buffers: What the next microbatch is given; ``()`` where none are configured.
+        rows: How many rows they had: 0 at first, so that the windows of ranks can be merged.
+    """
+
+    accum: AccumState
+    buffers: Any
+    rows: Tensor
+
+
+class Plan(NamedTuple):
+    """What a step is made of."""
+
+    loss_fn: Any
+    optimizer: Optimizer
+    has_aux: bool
+    size: int | None
+    rule: Rule
+    aux_reduction: Tree
+    loss_scale: LossScale | None
+    policy: Policy | None
+    buffers: Threading | None
+    keys: bool
+    donate: bool
+    recomputes: set[bool]  # what is learned of the loss: see called_modules.py
+    known: Known  # … and what it writes to: see writes.py
+    group: Any = None  # the ranks that share a batch …
+    agreed: Agreement | None = None  # … and what they have to agree on: see agreement.py
+
+
+def check_train_state(plan: Plan, state: Any) -> None:
+    """Check that a state is one, and of this plan."""
+    check_state(state, TrainState, "this step")
+    check_buffers(plan, state.buffers)
+    scaled = isinstance(state.loss_scale, LossScaleState)
+    if scaled != (plan.loss_scale is not None):
+        raise ValueError(
+            f"state.loss_scale is {state.loss_scale!r}, but this step was made "
+            f"{'without' if scaled else 'with'} a loss scale. A state of another configuration?"
+        )
+    if not isinstance(state.key, Tensor) or state.key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
+        came = tuple(state.key.shape) if isinstance(state.key, Tensor) else state.key  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. States "
+            "that are stacked go through torch.func.vmap."
+        )
+    plan.optimizer.check(state.opt_state, state.params, "state.opt_state")
+
+
+def check_buffers(plan: Plan, given: Tree) -> None:
+    """Check that buffers are there if and only if the step knows what becomes of them."""
+    absent = given is None or (isinstance(given, tuple) and not given)
+    if absent and plan.buffers is not None:
+        raise ValueError(
+            f"this step was made with buffers={plan.buffers!r}, but the buffers are missing. Pass "
+            "them to init: step.init(fn.params, buffers=fn.buffers)."
+        )
+    if not absent and plan.buffers is None:
+        raise ValueError(
+            "buffers came, but make_step was not told what becomes of them: make_step(..., "
+            "buffers='freeze'), 'sequential' or 'pooled'."
+        )

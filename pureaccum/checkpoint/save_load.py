@@ -1,0 +1,295 @@
+"""Trees on disk, bit for bit: ``save(path, tree)`` and ``load(path, like=tree)``.
+
+Nothing is pickled. Tensors are written from where they lie and read to where they stay: no second
+tree is held, on a GPU or not, but one leaf at a time.
+"""
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from io import BufferedReader
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base.agreement import value_in_words
+from .._base.dtensors import (
+    any_sharded,
+    block_of,
+    is_sharded,
+    landed,
+    layout_of,
+    local,
+    resolved,
+    whole_layout,
+)
+from .._base.dtensors import close as in_layout
+from .._base.torch_internals import transform_active
+from .._base.trees import Tree, flatten, paths, unflatten
+from .file_format import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
+from .pieces import read_piece, tile, write_file
+from .shards import all_or_none, check_parts, files_of, is_ours_to_write, not_whole, save_by_ranks
+from .whole_file import Path, whole_file
+
+
+ROOT = "tree"  # what a file calls the tree
+TOO_LONG = 10**4300  # for Python to read it
+
+
+def save(path: Path, tree: Tree) -> None:
+    """Write a tree to a file, which then is there whole, or as it was before.
+
+    The rule: ``load(path, like)`` gives the same bits again.
+
+    A process that dies at any moment leaves the old file or the new one. What tensors share is
+    written once for each of them. It waits for the device, and for the disk.
+
+    Args:
+        path: Of the file; one that is there is replaced.
+            Where the tree holds DTensors, all ranks save together: to a new folder of a file for
+            each rank, which gets its name when it is whole. What is no DTensor is written once, and
+            has to be the same on all of them. Any number of ranks can load it.
+        tree: A pytree of tensors, and of Python bools, ints, floats and strings beside them: a
+            ``TrainState``, an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/run", {"w": torch.tensor([1.0, 2.0]), "epoch": 3})
+        ...     load(f"{folder}/run", like={"w": torch.zeros(2), "epoch": 0})
+        {'w': tensor([1., 2.]), 'epoch': 3}
+
+    References:
+        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has.
+    """
+    _check_outside("save")
+    values, _, leaves = _read(tree, "tree")
+    scalars = {name: x for name, x in leaves.items() if not isinstance(x, Piece)}
+    if not any_sharded(values):
+        with whole_file(path) as file:
+            pairs = zip(leaves.items(), values, strict=True)
+            tensors = {name: (leaf, x) for (name, leaf), x in pairs if isinstance(leaf, Piece)}
+            write_file(file, tensors, scalars)
+        return
+    ours: dict[str, tuple[Piece, Tensor]] = {}
+    words = {
+        name: _said(leaf) if is_sharded(x) else f"{_said(leaf)}: {value_in_words(x)}"
+        for x, (name, leaf) in zip(values, leaves.items(), strict=True)
+    }
+    for i, (x, (name, leaf)) in enumerate(zip(resolved(values), leaves.items(), strict=True)):
+        if isinstance(leaf, Piece) and is_ours_to_write(x, i):
+            at, shape = block_of(x)
+            ours[name] = leaf._replace(at=at, shape=shape), local(x)
+    save_by_ranks(os.fsdecode(path), ours, scalars, words)
+
+
+def load(path: Path, like: Tree) -> Tree:
+    """Read a tree that ``save`` wrote: the same bits, in memory of its own.
+
+    The rule: the structure and the devices of ``like``, with the numbers of the file.
+
+    Args:
+        path: Of the file, or of the folder that several ranks saved.
+        like: A tree such as was saved, ``step.init(params)`` for instance. It gives structure,
+            devices, and the placements of DTensors, whose ranks load together; its numbers are not
+            used, and it stays as it is.
+
+    Returns:
+        A tree like ``like``. Its tensors share no memory, and plain ones have the strides of the
+        saved ones.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is damaged, or not a checkpoint, or not one of a tree like this: then
+            every leaf that is off is named. With DTensors it is raised on all ranks, if on one.
+
+    Example:
+        >>> import tempfile
+        >>> from pureaccum import adamw
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/run", (params, adamw().init(params)))
+        ...     params, state = load(f"{folder}/run", like=(params, adamw().init(params)))
+        >>> params["w"], state.steps
+        (tensor([1., 2.]), tensor(0))
+
+    References:
+        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has;
+        ``save``, which writes it.
+    """
+    _check_outside("load")
+    name = os.fsdecode(path)
+    values, spec, leaves = _read(like, "like")
+    together = all_or_none(values, name) if any_sharded(values) else nullcontext([0])
+    with together as loaded, ExitStack() as stack:
+        files = [_opened(file, stack, leaves) for file in files_of(name)]
+        loaded.append(files[0][1].checks[-1])
+        check_parts(name, [(file.name, contents) for file, contents in files])
+        _check_alike(name, [contents for _, contents in files], leaves)
+        found = _loaded(files, dict(zip(leaves, values, strict=True)))
+        return unflatten(spec, found)
+
+
+# Leaves ------------------------------------------------------------------------------------
+
+
+def _read(
+    tree: Tree, root: str
+) -> tuple[list[Any], optree.PyTreeSpec, dict[str, Piece | bool | int | float | str]]:
+    """The leaves of a tree, and what a file says of each; those that cannot be saved are named."""
+    values, spec = flatten(tree)
+    names = paths(spec, ROOT)
+    leaves = {name: _leaf(x, name, root) for x, name in zip(values, names, strict=True)}
+    if len(leaves) < len(names):
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))
+        raise ValueError(f"two leaves are called {twice}: give keys that look different.")
+    return values, spec, leaves
+
+
+def _leaf(x: Any, name: str, root: str) -> Any:
+    if type(x) in SCALARS:
+        if type(x) is int and abs(x) >= TOO_LONG:
+            raise ValueError(
+                f"{_named(name, root)} is an int of more than 4,300 digits; expected a "
+                "shorter one, since Python by itself reads no longer ones. Save it as a str."
+            )
+        return x
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{_named(name, root)} is a {type(x).__name__}; expected a tensor, or a Python "
+            "bool, int, float or str. Functions, modules and arrays of other libraries are no part "
+            "of a state."
+        )
+    dtype = x.dtype  # a donated one says that it is
+    plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    if not plain and not is_sharded(x):
+        raise TypeError(
+            f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its "
+            "numbers anywhere; expected plain ones, or DTensors."
+        )
+    here = x if plain else local(x)
+    dense = here.layout == torch.strided and not here.is_quantized
+    if not dense or here.is_meta or (here.numel() and not here.data_ptr()):
+        raise TypeError(
+            f"{_named(name, root)} is a {dtype} tensor in the layout {here.layout} on "
+            f"{here.device}; expected a dense one with memory: sparse, quantized and meta tensors "
+            "cannot be saved."
+        )
+    shape, strides = tuple(x.shape), x.stride()
+    if strides != row_by_row(shape):
+        # The order in memory decides bits of what is computed later: channels_last is kept.
+        like = x if plain else torch.empty_strided(shape, strides, device="meta")
+        strides = torch.empty_like(like, device="meta").stride()
+    return whole_piece(dtype, shape, strides)
+
+
+def _named(name: str, root: str) -> str:
+    return root + name.removeprefix(ROOT)
+
+
+def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
+    """Name every leaf that a checkpoint has and ``like`` has not, and the other way round."""
+    came: set[str] = set()
+    other: dict[str, str] = {}
+    for contents in files:
+        for of_kind in (contents.scalars, contents.pieces):
+            came.update(of_kind)
+            for name, leaf in of_kind.items():
+                if leaf is not (like := wanted[name]) and not _is_alike(leaf, like):
+                    other[name] = f"{name} is {_said(leaf)} in the file and {_said(like)} in like"
+    more = dict.fromkeys(name for contents in files for name in contents.others)
+    off = [f"{name} is not in the file" for name in wanted if name not in came]
+    off += [f"{name} is only in the file" for name in more]
+    off += [other[name] for name in wanted if name in other]
+    if off:
+        count = len(off) - len(more)
+        count += max(len(more), *(contents.count_of_others for contents in files))
+        shown = off[:SHOWN] + ([f"and {count - SHOWN} more"] if count > SHOWN else [])
+        raise ValueError(
+            f"{path!r} holds another tree than like: {count} leaves are off. Of another model, "
+            "optimizer, loss scale or window? Make like as the saved tree was made."
+            + "".join(f"\n  {line}" for line in shown)
+        )
+    for name, leaf in wanted.items():
+        if isinstance(leaf, Piece):
+            pieces = [contents.pieces[name] for contents in files if name in contents.pieces]
+            if not tile(pieces, leaf.whole):
+                why = f"parts of {name} are not there, or twice. Of several saves, or damaged"
+                raise ValueError(not_whole(path, why))
+
+
+def _is_alike(came: Any, leaf: Any) -> bool:
+    if isinstance(leaf, Piece) and isinstance(came, Piece):
+        return came.whole == leaf.whole and came.dtype == leaf.dtype
+    return type(came) is type(leaf)
+
+
+def _said(leaf: Any) -> Any:
+    if isinstance(leaf, Piece):
+        return f"{str(leaf.dtype).removeprefix('torch.')} of shape {leaf.whole}"
+    return f"a Python {type(leaf).__name__}"
+
+
+# Files -------------------------------------------------------------------------------------
+
+
+def _opened(
+    name: str, stack: ExitStack, wanted: Mapping[str, Any]
+) -> tuple[BufferedReader, Contents]:
+    """A file and what it holds; a folder cannot be read, and a pipe might never end."""
+    if not stat.S_ISREG(os.stat(name).st_mode):
+        raise ValueError(not_whole(name, "it is not a file"))
+    file = stack.enter_context(open(name, "rb"))  # noqa: SIM115
+    try:
+        return file, read_header(file, wanted)
+    except ValueError as error:
+        raise ValueError(not_whole(name, str(error))) from error
+
+
+def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str, Any]) -> list[Any]:
+    """The leaves, with the numbers of the files."""
+    found: dict[str, Any] = {}
+    blocks: dict[str, tuple[Tensor, tuple[int, ...]]] = {}  # of DTensors, and where they begin
+    spread = any_sharded(list(like.values()))
+    for file, contents in files:
+        found |= contents.scalars
+        for name, piece in contents.pieces.items():
+            if (x := found.get(name)) is None:
+                x = found[name] = _empty(like[name], piece, spread)
+                if spread:
+                    blocks[name] = local(x), block_of(x)[0]
+            begin, number = contents.places[name]
+            check = read_piece(file, begin, piece, *(blocks[name] if spread else (x, None)))
+            if check is not None and check != contents.checks[number]:
+                why = f"the checksum of {name} is another. Damaged"
+                raise ValueError(not_whole(file.name, why))
+    return [_in_place_of(found[name], x) if spread else found[name] for name, x in like.items()]
+
+
+def _empty(like: Any, piece: Piece, spread: bool) -> Any:
+    """Memory for a leaf; nobody sees it before every number of it is there."""
+    at = layout_of(like) if spread else None
+    if at is None:
+        strides = piece.strides
+        return torch.empty_strided(piece.whole, strides, dtype=piece.dtype, device=like.device)
+    part = torch.empty_like(local(like), requires_grad=False)
+    return in_layout(part, whole_layout(at))
+
+
+def _in_place_of(x: Any, old: Any) -> Any:
+    """The same in the layout of another: of a sum over ranks, the first has all of it."""
+    if type(x) is Tensor or (at := layout_of(old)) is None or at == whole_layout(at):
+        return x
+    part = landed(x, at)
+    return in_layout(torch.zeros_like(local(x)) if part is None else part, at)
+
+
+def _check_outside(what: str) -> None:
+    if transform_active():
+        raise RuntimeError(
+            f"{what} works on files: call it outside of torch.func's transforms and compiled code."
+        )

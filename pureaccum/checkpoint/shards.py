@@ -1,0 +1,184 @@
+"""A checkpoint of several ranks: a folder of files, of which each rank wrote one.
+
+    path/shard-00001-of-00004.safetensors    what one rank held, each part of a leaf once
+
+Each file says of which save it is, how many there are, and which part of which leaf its tensors
+are, with their checksums. So any number of ranks can read them again, each what it needs, and none
+goes on unless all of it was there and whole.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._base.agreement import Table, between_ranks, differences, shown
+from .._base.dtensors import largest, layout_of
+from .file_format import Contents, Part, Piece
+from .pieces import write_file
+from .whole_file import whole_folder
+
+
+def is_ours_to_write(x: Any, i: int) -> bool:
+    """Whether this rank writes its part of the leaf of that number: of those that hold it one does.
+
+    The leaves go round, so that all write about as much.
+    """
+    at = layout_of(x)
+    if at is None:
+        return i % dist.get_world_size() == dist.get_rank()
+    coordinate = at.mesh.get_coordinate()
+    return coordinate is not None and all(
+        here == i % size
+        for p, here, size in zip(at.placements, coordinate, at.mesh.shape, strict=True)
+        if p.is_replicate()
+    )
+
+
+def save_by_ranks(
+    path: str,
+    tensors: Mapping[str, tuple[Piece, Tensor]],
+    scalars: Mapping[str, Any],
+    words: Table,
+) -> None:
+    """Write a checkpoint; all ranks call this together.
+
+    Args:
+        path: Of the folder.
+        tensors: What this rank is to write.
+        scalars: What the first rank writes beside them.
+        words: What has to be the same on all ranks, by the names of the leaves.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with ExitStack() as stack:
+
+        def begin() -> Any:
+            folder = None if rank else stack.enter_context(whole_folder(path))
+            return crc32(repr(words).encode()), folder, os.urandom(16).hex()
+
+        begun = _on_all_ranks(begin)
+        if len({check for check, _, _ in begun}) > 1:
+            found = differences(tuple(_on_all_ranks(lambda: words)))
+            raise ValueError(
+                f"the ranks do not hold the same tree: {shown(found)} What is no DTensor is saved "
+                "once for all of them; what is a rank's own goes into a file of its own."
+            )
+        _, folder, save = begun[0]
+
+        def write() -> None:
+            with open(os.path.join(folder, _name(rank + 1, world)), "xb") as file:
+                write_file(file, tensors, {} if rank else scalars, Part(save, rank + 1, world))
+                file.flush()
+                os.fsync(file.fileno())
+
+        _on_all_ranks(write)
+        _on_all_ranks(stack.close)  # the folder gets its name
+
+
+def files_of(path: str) -> list[str]:
+    """The files of a checkpoint: itself, or those in a folder, none of which may be missing."""
+    if not os.path.isdir(path):
+        return [path]
+    found = set(filter(_NAME.fullmatch, os.listdir(path)))
+    if not found:
+        raise ValueError(not_whole(path, "it is not a file, nor a folder that several ranks saved"))
+    count = int(min(found).removesuffix(_END).rpartition("-")[2])
+    names = (_name(i, count) for i in range(1, count + 1))
+    files = list(itertools.takewhile(found.__contains__, names))
+    if len(files) < count:
+        why = f"{_name(len(files) + 1, count)} is missing. Copied in part"
+        raise ValueError(not_whole(path, why))
+    if more := found.difference(files):
+        raise ValueError(not_whole(path, f"{min(more)} is one too many. Mixed with another"))
+    return [os.path.join(path, name) for name in files]
+
+
+def check_parts(path: str, files: Sequence[tuple[str, Contents]]) -> None:
+    """Check that all files are of one save, each in its place."""
+    parts = [contents.part or Part("", 0, 0) for _, contents in files]
+    if files[0][0] == path:
+        if parts[0].shards:
+            why = f"it is shard {parts[0].shard} of {parts[0].shards}. Load the folder of them"
+            raise ValueError(not_whole(path, why))
+        return
+    saves = [part.save for part in parts]
+    usual = max(saves, key=saves.count)
+    for i, ((name, _), part) in enumerate(zip(files, parts, strict=True), 1):
+        if part.save != usual:
+            why = f"it is of another save than {files[saves.index(usual)][0]!r}"
+            raise ValueError(not_whole(name, f"{why}. Copied from elsewhere"))
+        if part != Part(usual, i, len(files)):
+            why = f"it was written as shard {part.shard} of {part.shards}. Renamed"
+            raise ValueError(not_whole(name, why))
+
+
+def not_whole(path: str, why: str) -> str:
+    """What is said of a file that cannot be loaded."""
+    return f"{path!r} is not a whole pureaccum checkpoint: {why}."
+
+
+@contextmanager
+def all_or_none(leaves: Sequence[Any], path: str) -> Generator[list[int]]:
+    """Where one rank of the meshes of these leaves raises an error, raise one on all of them.
+
+    Yields what takes the checksum of what is loaded, which has to be the same on all.
+    """
+    error, loaded = None, [0]
+    try:
+        yield loaded
+    except Exception as raised:
+        error = raised
+    named = error and _NAME.search(str(error))
+    number = int(named[1]) if named else _NONE if error else 0
+    told = torch.tensor([number, loaded[-1], -loaded[-1]])
+    with between_ranks(f"{path!r} was not loaded", "Nothing was changed."):
+        worst, most, least = largest(told, [layout_of(x) for x in leaves]).tolist()
+    if error is not None:
+        raise error
+    if worst:
+        which = "it" if worst == _NONE else f"shard {worst} of it"
+        raise ValueError(
+            f"{path!r} was not loaded: another rank could not read {which}, and its own message "
+            "says why. No rank goes on without the others."
+        )
+    if most != -least:
+        raise ValueError(
+            f"{path!r} is not the same checkpoint on all ranks: another path, another save, or "
+            "folders of their own? Load one that all ranks see."
+        )
+
+
+_END = ".safetensors"
+_NAME = re.compile(r"shard-(\d{5,6})-of-(\d{5,6})\.safetensors")
+_NONE = 10**6  # no shard has that number
+
+
+def _name(shard: int, shards: int) -> str:
+    return f"shard-{shard:05}-of-{shards:05}{_END}"
+
+
+def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
+    """What it returns on each rank; where it raises an error on one, all of them raise it."""
+    result = error = None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    told: list[Any] = [None] * dist.get_world_size()
+    says = error if isinstance(error, OSError | None) else OSError(f"{error!r}")
+    with between_ranks("the checkpoint was not saved", "What was saved before is as it was."):
+        dist.all_gather_object(told, (result, says))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(told):
+        if failure is not None:
+            failure.add_note(f"on rank {rank}, so that no rank saved anything")
+            raise failure
+    return [result for result, _ in told]

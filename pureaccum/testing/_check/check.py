@@ -1,0 +1,300 @@
+"""May this loss be cut into microbatches?
+
+    for parts in ways of cutting the batch:
+        accumulated(parts) == full batch, in float64, but for rounding
+
+And is it a pure function: no random numbers but those it is given, and nothing written to?
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..._base.checks import check_choice
+from ..._base.trees import all_finite, flatten, paths
+from ..._core.loss import Reduction
+from .cuts import Parts
+from .diagnose import UNKNOWN, Case, diagnose
+from .given import read_splits, read_subject
+from .in_dtype import uncompiled
+from .kept import names_of
+from .loop import Loop, of_loop, run_loop, trial_of_loop
+from .natively import as_near_as_can_be, natively
+from .report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
+from .rows import raises
+from .subject import Subject, preserving_random
+from .trials import (
+    Trial,
+    Tried,
+    accumulated,
+    native_trial,
+    repeats,
+    trial_of,
+    tried_all,
+    whole_batch,
+    worst_of,
+)
+from .watch import Seen, watch
+from .weights import find_leaf, redrawn
+
+
+Reference = Literal["float64", "native"]
+
+
+def check_accumulation(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    has_aux: bool = False,
+    reduction: Reduction = "mean",
+    loop: Loop | None = None,
+    splits: int | Sequence[Sequence[int]] = 8,
+    weights: str | None = None,
+    reference: Reference = "float64",
+    seed: int = 0,
+    raise_on_mismatch: bool = True,
+) -> Report:
+    """Find out whether a loss may be cut into microbatches, and if not, why.
+
+    The rule, for the microbatches' sums c of any split, leaf by leaf in float64::
+
+        it fits: ‖Σ c − full‖ <= √u₆₄ Σ ‖c‖ + √(u₆₄/u₃₂) ‖full₃₂ − full‖
+
+    The batch is cut into halves, into all rows but one and that one, into single rows (16
+    microbatches at most), and at random in random order. Then experiments look for the cause.
+    Nothing is changed: captured tensors that the loss writes to, and random generators, are put
+    back.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch)`` gives a scalar loss or ``Weighted``.
+        params: What is differentiated, a pytree of tensors.
+        batch: A pytree whose tensors have one row per sample along dim 0; two rows at least.
+            Some 8 to 64 rows of real data show more than many.
+        has_aux: Whether the loss returns ``(loss, aux)``.
+        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        loop: A loop of your own in place of this package's accumulator,
+            ``loop(loss_fn, params, microbatches) -> grads``: then it is the loop that is checked.
+            It is given a list, and returns the gradient of the whole batch, divided and alone.
+        splits: How many random splits are tried besides the fixed ones; or the splits
+            themselves, lists of sizes that sum to the rows.
+        weights: The leaf of the batch that holds weights or a mask, such as ``"mask"`` or
+            ``"['tokens'][1]"``: rows of it are then set to zero at random, too.
+        reference: The dtype to compare in, ``"float64"``; or ``"native"``, for a loss that runs in
+            its own dtype alone, with ``√u`` of that dtype for a bound (for bfloat16, 6 %).
+        seed: Of the splits, and of the random numbers that the loss sees.
+        raise_on_mismatch: False returns the report also where the loss does not fit.
+
+    Returns:
+        A ``Report``: ``report.fits``, ``report.leaves``, ``report.diagnoses``, ``print(report)``.
+
+    Raises:
+        AccumulationMismatch: Where the loss does not fit; ``error.report`` is the report.
+
+    Example:
+        >>> def token_mean(w, batch):
+        ...     return ((batch["x"] * w) ** 2 * batch["mask"]).sum() / batch["mask"].sum()
+        >>> batch = {"x": torch.arange(4.0), "mask": torch.tensor([1.0, 1.0, 0.0, 1.0])}
+        >>> report = check_accumulation(token_mean, torch.ones(()), batch, raise_on_mismatch=False)
+        >>> report.fits, report.diagnoses[0].kind
+        (False, 'mean of means')
+
+    References:
+        `torch.autograd.gradcheck
+        <https://docs.pytorch.org/docs/stable/generated/torch.autograd.gradcheck.gradcheck.html>`_,
+        which asks the same of a derivative.
+    """
+    __tracebackhide__ = True  # of pytest
+    check_choice(reduction, get_args(Reduction), "reduction")
+    check_choice(reference, get_args(Reference), "reference")
+    if not (loop is None or callable(loop)):
+        raise TypeError(
+            f"loop is of type {type(loop).__name__}; expected "
+            "loop(loss_fn, params, microbatches) -> grads, or None."
+        )
+    subject = read_subject(loss_fn, params, batch)._replace(has_aux=has_aux, reduction=reduction)
+    masked = None if weights is None else find_leaf(subject.batch, weights)
+    random = torch.Generator().manual_seed(seed)
+    tried = read_splits(subject.rows, splits, random)
+    seeds = itertools.count(seed)
+    with torch.inference_mode(False), preserving_random(), uncompiled():
+        seen = watch(subject, names_of(loss_fn, loop), seeds)
+        subject = subject._replace(kept=seen.kept, generators=[g for g, _ in seen.generators])
+        subjects = [subject]
+        if masked is not None:
+            subjects += [redrawn(subject, masked, random) for _ in range(3)]
+        try:
+            report = _examine(subjects, seen, loop, tried, reference, seeds)
+        finally:
+            for generator, state in seen.generators:
+                generator.set_state(state)
+    if raise_on_mismatch and not report.fits:
+        raise AccumulationMismatch(report)
+    return report
+
+
+def assert_accumulates(  # noqa: D417
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    has_aux: bool = False,
+    reduction: Reduction = "mean",
+    loop: Loop | None = None,
+    splits: int | Sequence[Sequence[int]] = 8,
+    weights: str | None = None,
+    reference: Reference = "float64",
+    seed: int = 0,
+) -> None:
+    """Raise ``AccumulationMismatch`` where a loss may not be cut into microbatches.
+
+    The rule: ``check_accumulation(loss_fn, params, batch, ...)``, without the report.
+
+    Args:
+        loss_fn, params, batch, has_aux, reduction, loop, splits, weights, reference, seed: As for
+            ``check_accumulation``.
+
+    Raises:
+        AccumulationMismatch: Where the loss does not fit; ``error.report`` says why.
+
+    Example:
+        >>> x = torch.arange(6.0).reshape(3, 2)
+        >>> assert_accumulates(lambda w, x: ((x @ w) ** 2).mean(), torch.ones(2), x)
+        >>> assert_accumulates(lambda w, x: (x @ w).mean() ** 2, torch.ones(2), x)
+        Traceback (most recent call last):
+        pureaccum.testing.AccumulationMismatch: does not fit: 2 of 2 leaves are off ...
+
+    References:
+        ``check_accumulation``, which returns a ``Report``.
+    """
+    __tracebackhide__ = True  # of pytest
+    check_accumulation(
+        loss_fn,
+        params,
+        batch,
+        has_aux=has_aux,
+        reduction=reduction,
+        loop=loop,
+        splits=splits,
+        weights=weights,
+        reference=reference,
+        seed=seed,
+    )
+
+
+# What is done ----------------------------------------------------------------------------
+
+
+def _examine(
+    subjects: list[Subject],
+    seen: Seen,
+    loop: Loop | None,
+    tried: list[Parts],
+    reference: Reference,
+    seeds: Iterator[int],
+) -> Report:
+    subject, names = subjects[0], paths(flatten(subjects[0].params)[1], "params")
+    trials = [_trial(subject, seen.narrowest, reference, seeds) for subject in subjects]
+    full = trials[0].whole(subject.everything())
+    done = [tried_all(trial, tried) for trial in trials]
+    bad = next((one for one in done if one.wrong), done[0])
+    times = 12 if seen.draws or seen.assigned else 1
+    again = repeats(trials[0].subject, whole_batch, trials[0].bound, seeds, times)
+    found: list[tuple[Trial, Split]] = []
+    rows = [worst_of(i, done, found) for i in range(len(full))]
+    shown = [split for trial, split in found if trial is bad.trial]
+    sound = [parts for parts in tried[:3] if max(done[0].outcomes[parts].errors) < math.inf]
+
+    def own(parts: Parts) -> list[Tensor]:
+        return accumulated(subject, parts, seeds).leaves
+
+    native, overflow = natively(own, lambda: own((subject.everything(),)), full, sound)
+    over = "" if overflow is None else ["value", *names][overflow]
+    causes = diagnose(Case(subject, bad.trial, seen, seeds, bad.outcomes, *again, over, shown))
+    if loop is None:
+        names = ["value", *names]
+    else:
+        with _noted(reference):
+            run_loop(loop, trials[0].subject, tried[0], next(seeds))  # what it raises comes through
+        done = [tried_all(trial_of_loop(loop, trial, seeds), tried) for trial in trials]
+        rows = [worst_of(i, done, []) for i in range(len(names))]
+        sound = [parts for parts in sound if max(done[0].outcomes[parts].errors) < math.inf]
+        native, _ = natively(
+            lambda parts: run_loop(loop, subject, parts, next(seeds)),
+            lambda: own((subject.everything(),))[1:],
+            full[1:],
+            sound,
+        )
+        causes = causes or _causes_of_loop(loop, done, seen, native, reference, seeds)
+    if reference == "native":
+        native = [math.nan] * len(names)  # the full batch's own error is not known
+    leaves = zip(names, rows, native, strict=True)
+    dtype = str(seen.dtype).removeprefix("torch.")
+    return Report(
+        fits=not causes and not any(one.wrong for one in done),
+        leaves=tuple(Leaf(name, *row, ratio) for name, row, ratio in leaves),
+        diagnoses=tuple(causes),
+        rows=subject.rows,
+        splits=len(tried) * len(done),
+        loss="Weighted" if seen.weighted else subject.reduction,
+        dtype=dtype,
+        reference=dtype if reference == "native" else reference,
+    )
+
+
+def _causes_of_loop(
+    loop: Loop,
+    done: list[Tried],
+    seen: Seen,
+    native: list[float],
+    reference: Reference,
+    seeds: Iterator[int],
+) -> tuple[Diagnosis, ...]:
+    """Of a loss that is not to blame."""
+    wrong = any(one.wrong for one in done)
+    found = of_loop(loop, done[0].trial, seen.weighted, wrong, seeds)
+    if found or not wrong:
+        return found
+    if reference == "float64" and as_near_as_can_be(native):
+        raise ValueError(
+            f"the loop computes in {str(seen.dtype).removeprefix('torch.')} whatever it is given "
+            "(with a module's own parameters?) and is as near to float64 as that can be; pass "
+            "reference='native' to compare it there."
+        )
+    return tuple(raises(done[0].outcomes)) or (UNKNOWN,)
+
+
+def _trial(
+    subject: Subject, narrowest: torch.dtype, reference: Reference, seeds: Iterator[int]
+) -> Trial:
+    with _noted(reference):
+        if reference == "native":
+            trial = native_trial(subject, narrowest, seeds)
+        else:
+            trial = trial_of(subject, torch.float64, seeds)
+    full: list[Tensor] = trial.whole(subject.everything())
+    if not all_finite(full):
+        raise ValueError(
+            f"the loss of the whole batch is {float(full[0]):g} in {reference}, its gradient "
+            f"{'' if all_finite(full[1:]) else 'not '}finite: there is nothing to compare with."
+        )
+    return trial
+
+
+@contextmanager
+def _noted(reference: Reference) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        if reference == "float64":
+            error.add_note(
+                "pureaccum: the loss runs in its own dtypes, but not in float64, in which all is "
+                "compared. Does it checkpoint, keep something in its own dtype, or insist on one? "
+                "Switch that off for the check, or pass reference='native'."
+            )
+        raise

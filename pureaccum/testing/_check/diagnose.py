@@ -1,0 +1,201 @@
+"""Why a loss does not fit: what it draws, keeps and normalises with, then what it is of its rows.
+
+Random numbers and state make experiments worthless, so they come first; dropout and batch
+normalisation are left out to see whether they alone are to blame.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..strategies.of_data import of_data
+from .caller import Call
+from .cuts import Parts
+from .in_dtype import BATCH_NORM, DROPOUTS
+from .kept import Kept
+from .report import Diagnosis
+from .rows import of_rows
+from .subject import Subject
+from .trials import Outcome, Trial, repeats, trial_of, whole_batch
+from .watch import Seen
+
+
+class Case(NamedTuple):
+    """What a check found out."""
+
+    subject: Subject  # in its own dtypes
+    trial: Trial
+    seen: Seen
+    seeds: Iterator[int]
+    outcomes: dict[Parts, Outcome]
+    draws: bool  # other random numbers give another result
+    keeps: bool  # a second call gives another result
+    overflow: str  # what is not finite in the loss's own dtypes
+    shown: list[Parts]  # small splits that show what is wrong
+
+
+UNKNOWN = Diagnosis(
+    "unknown",
+    "no experiment tells why.",
+    "pa.grad(loss, microbatch_size=None)  # the full batch at once",
+)
+
+
+def diagnose(case: Case) -> tuple[Diagnosis, ...]:
+    """The causes; none where all is well."""
+    causes = [*_state(case), *_random(case), *_overflow(case)]
+    if not any(max(outcome.errors) > 1 for outcome in case.outcomes.values()):
+        return tuple(causes)
+    rest, outcomes = _rest(case)
+    fits = rest is not None and all(max(outcome.errors) <= 1 for outcome in outcomes.values())
+    causes += _batch_statistics(case, fits)
+    if rest is not None and not fits:
+        found = of_rows(rest, case.seen.weighted, case.seeds, outcomes, case.shown)
+        if any(cause.kind == "batch coupling" for cause in found):
+            found = [*_suspects(case)] or of_data(rest, case.outcomes, case.seeds) or found
+        causes += found
+    if not causes:
+        causes.append(UNKNOWN)
+    return tuple(causes)
+
+
+def _rest(case: Case) -> tuple[Trial | None, dict[Parts, Outcome]]:
+    """The loss without dropout and batch norms, if that can be told; how that comes out."""
+    without = {BATCH_NORM} if case.seen.batch_norms else set()
+    without |= {call.function for call in case.seen.draws} & DROPOUTS
+    trial = case.trial
+    if not without or trial.subject.dtype is None:
+        return (None if case.draws or case.keeps else trial), case.outcomes
+    subject = case.subject._replace(without=frozenset(without))
+    try:
+        trial = trial_of(subject, trial.subject.dtype, case.seeds)
+        if any(repeats(trial.subject, whole_batch, trial.bound, case.seeds, 1)):
+            return None, {}
+        return trial, {parts: trial.outcome(parts) for parts in case.outcomes}
+    except Exception:
+        return None, {}
+
+
+_ARGUMENT = "def loss(params, batch): ...  # what changes comes in as an argument, or in the batch"
+
+
+def _keys(case: Case) -> str:
+    if any(call.function in DROPOUTS for call in case.seen.draws):
+        return "x = pa.dropout(x, 0.5, keys)  # a key a row: make_step(..., keys=True); or eval()"
+    return 'batch["noise"] = torch.randn(...)  # drawn before the batch is cut; or pa.normal, keys'
+
+
+def _state(case: Case) -> Iterator[Diagnosis]:
+    norms = {call.module for call in case.seen.batch_norms}
+    # running statistics of batch norms have a diagnosis of their own
+    written = [w for w in case.seen.written if w.by.module not in norms - {""}]
+    written = [w for w in written if w.by.function != BATCH_NORM]
+    if given := _listed([w.name for w in written if w.given]):
+        yield Diagnosis(
+            "state",
+            f"the loss changes {given}, which it was given, in place: microbatches are views, so "
+            "the caller's batch changes with them.",
+            "x = x.clone()  # or the operation without its underscore: x.mul(2) for x.mul_(2)",
+        )
+    held = [w for w in written if not w.given]
+    if names := _listed([w.name for w in held]):
+        by_module = all(w.by.module for w in held)
+        yield Diagnosis(
+            "state",
+            f"the loss writes to {names}, which it holds: once for every microbatch, in place of "
+            "once for the batch.",
+            "out, new_buffers = pa.functional(module).apply(params, buffers, x)  # in and out: "
+            "make_step(..., buffers=...)"
+            if by_module
+            else "return loss, aux  # has_aux=True: hand out what it needs, and write after the "
+            "step, outside of the loss",
+        )
+    if case.keeps:
+        what = _listed(case.seen.assigned) or "a generator of its own?"
+        yield Diagnosis(
+            "state",
+            "calls with the same arguments and the same random numbers differ: the loss keeps "
+            f"something from call to call ({what}).",
+            _ARGUMENT,
+        )
+
+
+def _random(case: Case) -> Iterator[Diagnosis]:
+    calls = _listed(_where(case.seen.draws))
+    if case.draws:
+        yield Diagnosis(
+            "randomness",
+            "two calls with the same arguments differ, and agree with the same random seed: "
+            f"{calls or 'a generator that is not torch’s'} draws other numbers for other "
+            "microbatches.",
+            _keys(case),
+        )
+
+
+def _suspects(case: Case) -> Iterator[Diagnosis]:
+    """What may make rows depend on each other besides the loss's own formula."""
+    # dropout has been left out already
+    if draws := [call for call in case.seen.draws if call.function not in DROPOUTS]:
+        yield Diagnosis(
+            "randomness",
+            f"{_listed(_where(draws))} draws the same numbers in every call: every "
+            "microbatch gets those of the first rows.",
+            _keys(case),
+        )
+    elif case.seen.assigned and _fits_after_a_call(case):
+        yield Diagnosis(
+            "state",
+            f"the first call assigns {_listed(case.seen.assigned)}, made of the rows that it sees: "
+            "made of another microbatch it would be another. Once it is there, the loss fits.",
+            _ARGUMENT,
+        )
+
+
+def _fits_after_a_call(case: Case) -> bool:
+    """Whether all is well where the loss keeps what a call with the whole batch made."""
+    keeping = case.subject._replace(kept=Kept())
+    try:
+        trial = trial_of(keeping, case.trial.subject.dtype or torch.float64, case.seeds)
+        return all(max(trial.outcome(parts).errors) <= 1 for parts in case.outcomes)
+    except Exception:
+        return False
+    finally:
+        case.subject.kept.put_back()
+
+
+def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:
+    if not case.seen.batch_norms:
+        return
+    first = case.seen.batch_norms[0]
+    other = "; without it the loss fits" if fits else ""
+    eval_ = f"{first.root}.get_submodule({first.path!r})" if first.path else first.root or "module"
+    yield Diagnosis(
+        "batch statistics",
+        f"{_listed(_where(case.seen.batch_norms))} normalises with the mean and variance of its "
+        f"microbatch, which are not the batch's{other}.",
+        f"{eval_}.eval()  # its running statistics; or torch.nn.GroupNorm in its place; or "
+        "pa.functional(module, microbatch_size=...), which gives it the statistics of the whole "
+        "batch",
+    )
+
+
+def _overflow(case: Case) -> Iterator[Diagnosis]:
+    if case.overflow:
+        yield Diagnosis(
+            "overflow",
+            f"{case.overflow} of a microbatch is inf or NaN in "
+            f"{str(case.seen.dtype).removeprefix('torch.')}, and finite in float64.",
+            "out = out.float()  # before the loss; or bfloat16: "
+            "make_step(..., policy=pa.Policy(compute=torch.bfloat16))",
+        )
+
+
+def _where(calls: list[Call]) -> list[str]:
+    return [call.where for call in calls]
+
+
+def _listed(names: list[str]) -> str:
+    different = list(dict.fromkeys(names))
+    more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+    return ", ".join(different[:3]) + more

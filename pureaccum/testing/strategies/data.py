@@ -1,0 +1,250 @@
+"""Trees and batches whose sums are exact, and so the same bits in any order and grouping.
+
+Integers times one power of two, so small that no sum of them needs more digits than its dtype
+has, and so large that a narrower sum would be noticed. One wrong bit is then a fault.
+"""
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..._base.trees import Tree, flatten, unflatten
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds of torch's generators, which hypothesis knows nothing of.
+
+    For ``torch.Generator().manual_seed(seed)`` and many numbers at once; a few are better drawn
+    one by one, because those shrink.
+
+    Returns:
+        A strategy for ints from 0 to 2**32 - 1.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(seeds(), lambda seed: seed > 6)
+        7
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``losses``, which draws one.
+    """
+    return st.integers(0, 2**32 - 1)
+
+
+def dtypes(complex: bool = False) -> st.SearchStrategy[torch.dtype]:
+    """Floating-point dtypes, which shrink to float32.
+
+    Args:
+        complex: Complex dtypes too.
+
+    Returns:
+        A strategy for float32, float64, bfloat16 and float16; complex64 and complex128.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(dtypes(), lambda dtype: True)
+        torch.float32
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``exact_trees`` and ``batches``
+    """
+    real = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    return st.sampled_from([*real, torch.complex64, torch.complex128] if complex else real)
+
+
+# Trees -----------------------------------------------------------------------------------
+
+
+def shapes(dims: int = 2, side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of small tensors, 0-d and empty ones among them; they shrink to ``()``.
+
+    Args:
+        dims: The most dimensions.
+        side: The largest size of a dimension.
+
+    Returns:
+        A strategy for tuples of ints.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(shapes(), lambda shape: len(shape) == 2)
+        (0, 0)
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``trees``, whose leaves have such shapes.
+    """
+    return st.lists(st.integers(0, side), max_size=dims).map(tuple)
+
+
+def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Tree]:
+    """Nested tuples, lists and dicts with at least one leaf; a tree shrinks to a leaf.
+
+    A dict's keys come in any order: optree sorts them, and torch's own pytree does not.
+
+    Args:
+        leaves: A strategy for the leaves; small float32 tensors of ordinary numbers, whose sums
+            do round, where it is None.
+
+    Returns:
+        A strategy for trees.
+
+    Example:
+        >>> from hypothesis import find
+        >>> from hypothesis import strategies as st
+        >>> find(trees(st.integers()), lambda tree: isinstance(tree, dict))
+        {'z': 0}
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``exact_trees``, whose sums do not round.
+    """
+    if leaves is None:
+        ordinary = st.floats(-1000, 1000, width=32, allow_subnormal=False)
+        leaves = shapes().flatmap(lambda shape: _tensors(shape, ordinary, torch.float32))
+    return st.recursive(
+        leaves,
+        lambda inside: (
+            st.lists(inside, min_size=1, max_size=3)
+            | st.lists(inside, min_size=1, max_size=3).map(tuple)
+            | st.dictionaries(st.sampled_from("zawb"), inside, min_size=1, max_size=3)
+        ),
+        max_leaves=5,
+    )
+
+
+def exact_trees(
+    copies: int, terms: int | None = None, dtype: torch.dtype = torch.float32
+) -> st.SearchStrategy[list[Tree]]:
+    """Several trees of one structure whose sums are exact, in any order and grouping.
+
+    The rule: all numbers are integers times one power of two, with integers up to
+    ``2**digits / terms``.
+
+    Mostly they are about as large as that, with the 24 digits of float32, the 11 of float16, the 8
+    of bfloat16 or the 53 of float64: a sum in a narrower dtype rounds.
+
+    Args:
+        copies: How many trees.
+        terms: How many of them, repeated or not, have an exact sum; ``copies`` where it is None.
+        dtype: Of all leaves and of the sums, real and floating-point.
+
+    Returns:
+        A strategy for lists of trees.
+
+    Example:
+        >>> from hypothesis import find
+        >>> narrow = lambda tree: torch.is_tensor(tree) and bool((tree.half() != tree).any())
+        >>> find(exact_trees(2), lambda trees: narrow(trees[0]))
+        [tensor(2049.), tensor(0.)]
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``assert_trees_bitwise_equal``
+    """
+    most = int(2 / torch.finfo(dtype).eps)  # it has all integers to there
+    terms = copies if terms is None else terms
+    if not 1 <= terms <= most:
+        raise ValueError(f"terms is {terms}; expected 1 to {most}, the integers that {dtype} has.")
+    return _exact_trees(copies, most // terms, dtype)
+
+
+@st.composite
+def _exact_trees(draw: st.DrawFn, copies: int, most: int, dtype: torch.dtype) -> list[Tree]:
+    likes, spec = flatten(draw(trees(shapes().map(torch.empty))))
+    unit = 2.0 ** draw(st.integers(-8, 4))  # in float16 too nothing overflows or is subnormal
+
+    def leaf(like: Tensor) -> Tensor:
+        integers = draw(_tensors(like.shape, st.integers(-most, most), torch.float64))
+        return (integers * unit).to(dtype)
+
+    return [unflatten(spec, [leaf(like) for like in likes]) for _ in range(copies)]
+
+
+# Batches ---------------------------------------------------------------------------------
+
+
+def batches(rows: int, dtype: torch.dtype = torch.float32) -> st.SearchStrategy[dict[str, Tensor]]:
+    """A batch of integers, one row per sample: ``"x"``, ``"tokens"`` and ``"mask"``.
+
+    ``"x"`` holds numbers from -15 to 15, and ``"tokens"`` int64 from 0 to 4; both have one to
+    three columns. ``"mask"`` is int64 and holds ``weights(rows)``.
+
+    Args:
+        rows: How many samples; none is allowed.
+        dtype: Of ``"x"``.
+
+    Returns:
+        A strategy for batches.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(batches(1), lambda batch: True)
+        {'x': tensor([[0.]]), 'tokens': tensor([[0]]), 'mask': tensor([1])}
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``pieces``, which cuts it.
+    """
+    return _batches(rows, dtype)
+
+
+@st.composite
+def _batches(draw: st.DrawFn, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    x, tokens, nothing = draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9)))
+    # row by row, so that whole rows are left out of a failing example
+    row = st.tuples(_list(st.integers(-15, 15), x), _list(st.integers(0, 4), tokens), _weight(3))
+    drawn = draw(_list(row, rows))
+    return {
+        "x": torch.tensor([row[0] for row in drawn], dtype=dtype).reshape(rows, x),
+        "tokens": torch.tensor([row[1] for row in drawn], dtype=torch.int64).reshape(rows, tokens),
+        "mask": torch.tensor([row[2] * (nothing != 9) for row in drawn], dtype=torch.int64),
+    }
+
+
+def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
+    """Weights of n rows or microbatches: whole numbers, many of them 0, and at times all.
+
+    They shrink to ones: where a failing example has a zero, it takes a zero to fail.
+
+    Args:
+        n: How many.
+        most: The largest, at least 1; 2**40 tokens are as exact as one, with weights in float64.
+
+    Returns:
+        A strategy for lists of ints.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(weights(3), lambda weights: sum(weights) != 3)
+        [1, 1, 0]
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Weighted``, whose weights they may be.
+    """
+    # both are drawn: hypothesis takes what needs fewer draws for simpler
+    return st.tuples(st.integers(0, 9), _list(_weight(most), n)).map(
+        lambda drawn: [0] * n if drawn[0] == 9 else drawn[1]
+    )
+
+
+def _weight(most: int) -> st.SearchStrategy[int]:
+    number = st.integers(0, 1) | st.integers(0, most)
+    return number.map(lambda k: 1 - k if k < 2 else k)  # 1 is the simplest
+
+
+# Numbers one by one, which shrink ----------------------------------------------------------
+
+
+Drawn = TypeVar("Drawn")
+
+
+def _list(elements: st.SearchStrategy[Drawn], count: int) -> st.SearchStrategy[list[Drawn]]:
+    return st.lists(elements, min_size=count, max_size=count)
+
+
+def _tensors(
+    shape: tuple[int, ...], number: st.SearchStrategy[Any], dtype: torch.dtype
+) -> st.SearchStrategy[Tensor]:
+    return _list(number, math.prod(shape)).map(
+        lambda numbers: torch.tensor(numbers, dtype=dtype).reshape(shape)
+    )

@@ -1,0 +1,225 @@
+"""Ways to accumulate a batch: any cut, any order, any number of states, any tree of merges."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..._base.trees import Tree, flatten, unflatten
+from ..._core.accumulator import AccumState, Accumulator
+
+
+MergeTree: TypeAlias = "int | tuple[MergeTree, MergeTree]"
+State = TypeVar("State")
+
+
+# Cuts ------------------------------------------------------------------------------------
+
+
+def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
+    """Every way to cut n rows into microbatches; they shrink to one microbatch.
+
+    The rule: the lists of numbers, above zero unless ``empty``, whose sum is n.
+
+    Args:
+        n: How many rows.
+        empty: Microbatches without rows too.
+
+    Returns:
+        A strategy for lists of sizes, whose sum is n.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(compositions(3), lambda sizes: len(set(sizes)) > 1)
+        [1, 2]
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``pieces``, which cuts a batch so.
+    """
+    if n < 0:
+        raise ValueError(f"n is {n}; expected a number of rows, at least 0.")
+    if empty:
+        cuts = st.lists(st.integers(0, n))
+    elif n > 1:
+        cuts = st.lists(st.integers(1, n - 1), unique=True)
+    else:
+        return st.just([n] * n)
+    return cuts.map(lambda cuts: [b - a for a, b in itertools.pairwise([0, *sorted(cuts), n])])
+
+
+def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
+    """Cut a batch into microbatches of those sizes.
+
+    The rule: ``torch.split(x, sizes)`` of every tensor ``x``.
+
+    Args:
+        batch: A tree whose tensors have one row per sample; what is no tensor goes to each.
+        sizes: Rows of each microbatch, none allowed; their sum is the rows of the batch.
+
+    Returns:
+        Trees like ``batch``, whose tensors are views.
+
+    Example:
+        >>> import torch
+        >>> pieces({"x": torch.arange(3)}, [1, 0, 2])
+        [{'x': tensor([0])}, {'x': tensor([], dtype=torch.int64)}, {'x': tensor([1, 2])}]
+
+    References:
+        ``compositions``, which draws sizes; ``microbatches``, for one size.
+    """
+    leaves, spec = flatten(batch)
+    columns = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
+    return [unflatten(spec, [column[i] for column in columns]) for i in range(len(sizes))]
+
+
+# Merges ----------------------------------------------------------------------------------
+
+
+def merge_trees(n: int) -> st.SearchStrategy[MergeTree]:
+    """Every way to merge n states, two at a time and in any order.
+
+    They shrink to merging one after the other: ``((0, 1), 2)``.
+
+    Args:
+        n: How many states, at least one.
+
+    Returns:
+        A strategy for nested pairs of ``range(n)``; the int 0 where n is 1.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(merge_trees(3), lambda tree: tree != ((0, 1), 2))
+        (0, (1, 2))
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``merge_along``, which merges so.
+    """
+    if n < 1:
+        raise ValueError(f"n is {n}; expected at least one state to merge.")
+    return _merge_trees(n)
+
+
+@st.composite
+def _merge_trees(draw: st.DrawFn, n: int) -> MergeTree:
+    def tree(states: list[int]) -> MergeTree:
+        if len(states) == 1:
+            return states[0]
+        right = draw(st.integers(1, len(states) - 1))
+        return tree(states[:-right]), tree(states[-right:])
+
+    return tree(draw(st.permutations(range(n))))
+
+
+def merge_along(
+    tree: MergeTree, states: Sequence[State], merge: Callable[[State, State], State]
+) -> State:
+    """Merge states as a tree says.
+
+    The rule: of an int ``i`` it is ``states[i]``, and of a pair ``(a, b)`` what ``merge`` gives for
+    those of ``a`` and of ``b``.
+
+    Args:
+        tree: Nested pairs of positions in ``states``, as ``merge_trees`` draws them.
+        states: What is merged.
+        merge: ``merge(a, b)`` gives one state of two.
+
+    Returns:
+        The one state that is left.
+
+    Example:
+        >>> merge_along(((0, 2), 1), ["a", "b", "c"], lambda a, b: f"({a} {b})")
+        '((a c) b)'
+
+    References:
+        ``merge_trees``, which draws the tree; ``accumulator``, whose ``merge`` it may be.
+    """
+    if isinstance(tree, int):
+        return states[tree]
+    left, right = tree
+    return merge(merge_along(left, states, merge), merge_along(right, states, merge))
+
+
+# Both ------------------------------------------------------------------------------------
+
+
+class History(NamedTuple):
+    """A way to accumulate a batch.
+
+    The rule: cut it, accumulate each group of microbatches into a state, and merge the states.
+
+    Attributes:
+        sizes: The rows of each microbatch, in the order of the batch.
+        groups: For each state, which microbatches it accumulates, and in which order.
+        merges: How the states are merged, as ``merge_trees`` draws it.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import accumulator
+        >>> acc = accumulator(lambda w, x: (w * x).mean())
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 6.0])
+        >>> history = History(sizes=[1, 2], groups=[[1], [0]], merges=(0, 1))
+        >>> acc.finalize(history.run(acc, w, x))
+        (tensor(3.), tensor(3., dtype=torch.float64))
+
+    References:
+        ``histories``, which draws it; ``pieces`` and ``merge_along``, of which ``run`` is made.
+    """
+
+    sizes: list[int]
+    groups: list[list[int]]
+    merges: MergeTree
+
+    def run(self, acc: Accumulator, params: Tree, batch: Tree, donate: bool = False) -> AccumState:
+        """Accumulate a batch in that way.
+
+        Args:
+            acc: An accumulator of ``loss_fn(params, batch)``, without aux.
+            params: What is differentiated.
+            batch: A tree with ``sum(sizes)`` rows.
+            donate: Give each state up to the next ``update``.
+
+        Returns:
+            The state before ``finalize``.
+        """
+        parts = pieces(batch, self.sizes)
+        states: list[AccumState] = []
+        for group in self.groups:
+            state = acc.init(params)
+            for i in group:
+                state = acc.update(state, params, parts[i], donate=donate)
+            states.append(state)
+        return merge_along(self.merges, states, acc.merge)
+
+
+def histories(n: int) -> st.SearchStrategy[History]:
+    """Every way to accumulate n rows; they shrink to one microbatch and one state.
+
+    Microbatches may have no rows, come in any order, and go into any number of states, some of
+    which may stay as ``init`` made them.
+
+    Args:
+        n: How many rows.
+
+    Returns:
+        A strategy for ``History``.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(histories(2), lambda history: len(history.groups) == 2)
+        History(sizes=[2], groups=[[], [0]], merges=(0, 1))
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``losses``, to accumulate so.
+    """
+    return _histories(n)
+
+
+@st.composite
+def _histories(draw: st.DrawFn, n: int) -> History:
+    sizes = draw(compositions(n, empty=True))
+    rest = iter(draw(st.permutations(range(len(sizes)))))
+    counts = draw(compositions(len(sizes), empty=True))
+    groups = [list(itertools.islice(rest, count)) for count in counts]
+    return History(sizes, groups, draw(merge_trees(len(groups))))

@@ -1,0 +1,296 @@
+"""Small random models with exact arithmetic, and what their full batch gives.
+
+Every number on the way, forward and backward, is an integer (a quarter at the least, after ties
+of maxima) that float32 holds. Then any split, order and merge tree has to give the same bits as
+the full batch, and one wrong bit is a fault.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ..._base.trees import Tree, leaves, map
+from ..._core.loss import Reduction, Weighted
+from .data import seeds
+
+
+Kind = Literal["sum", "mean", "weighted"]
+KINDS: tuple[Kind, ...] = ("sum", "mean", "weighted")
+
+
+def reduction(kind: Kind) -> Reduction:
+    """The argument of pureaccum that goes with a kind of loss; ``Weighted`` overrides any.
+
+    Args:
+        kind: ``"sum"``, ``"mean"`` or ``"weighted"``, which are ``KINDS``.
+
+    Returns:
+        ``"sum"`` or ``"mean"``.
+
+    Example:
+        >>> [reduction(kind) for kind in KINDS]
+        ['sum', 'mean', 'mean']
+
+    References:
+        ``ExactModel.loss``, whose kind it is.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}.")
+    return "sum" if kind == "sum" else "mean"
+
+
+class ExactModel(NamedTuple):
+    """A model, its parameters and a batch, with arithmetic that is exact in float32.
+
+    Exact are the sums over rows, and means over a power of two of them.
+
+    Attributes:
+        name: What kind of model it is.
+        per_row: ``per_row(params, batch)`` gives one loss a row; ``larger=`` may stand for
+            ``torch.maximum``.
+        params: A tree of float32 tensors.
+        batch: The target ``"y"``, an int64 ``"mask"`` with zeros, and ``"x"`` or ``"tokens"``.
+
+    Example:
+        >>> batch = {"y": torch.tensor([1.0, 2.0, 6.0]), "mask": torch.tensor([1, 1, 0])}
+        >>> model = ExactModel("product", lambda w, batch: w * batch["y"], torch.tensor(2.0), batch)
+        >>> model.full_batch("weighted")
+        (tensor(1.5000), tensor(3., dtype=torch.float64))
+
+    References:
+        ``losses``, which draws it; ``assert_trees_bitwise_equal``, to compare with ``full_batch``.
+    """
+
+    name: str
+    per_row: Callable[..., Tensor]
+    params: Tree
+    batch: dict[str, Tensor]
+
+    @property
+    def rows(self) -> int:
+        """The rows of the batch."""
+        return len(self.batch["y"])
+
+    def loss(self, kind: Kind) -> Callable[[Tree, dict[str, Tensor]], Any]:
+        """The loss ``loss_fn(params, batch)``.
+
+        Args:
+            kind: The ``"sum"`` of the rows, their ``"mean"``, or their mean ``"weighted"`` by the
+                mask, which is a ``Weighted``.
+
+        Returns:
+            A function for ``accumulator`` or ``grad``, to go with ``reduction(kind)``.
+        """
+
+        def sum_(params: Tree, batch: dict[str, Tensor]) -> Tensor:
+            return self.per_row(params, batch).sum()
+
+        def mean(params: Tree, batch: dict[str, Tensor]) -> Tensor:
+            return self.per_row(params, batch).mean()
+
+        def weighted(params: Tree, batch: dict[str, Tensor]) -> Weighted:
+            mask = batch["mask"]
+            return Weighted((self.per_row(params, batch) * mask).sum(), mask.sum())
+
+        return {"sum": sum_, "mean": mean, "weighted": weighted}[kind]
+
+    def full_batch(self, kind: Kind) -> tuple[Tree, Tensor]:
+        """What torch.func says of the whole batch at once; ``"weighted"`` is divided once.
+
+        Args:
+            kind: As for ``loss``.
+
+        Returns:
+            The gradients, all of them dense, and the value in float64.
+        """
+        if kind != "weighted":
+            grads, value = torch.func.grad_and_value(self.loss(kind))(self.params, self.batch)
+            return map(lambda g: g.to_dense(), grads), value.double()
+
+        def total(params: Tree) -> Tensor:
+            return self.loss(kind)(params, self.batch).total
+
+        grads, value = torch.func.grad_and_value(total)(self.params)
+        weight = self.batch["mask"].sum()
+        by = weight if weight else 1
+        return map(lambda g: g.to_dense() / by, grads), value.double() / weight
+
+
+def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
+    """Random small models with exact arithmetic: an MLP, a convnet or an embedding.
+
+    Their numbers are as large as exactness allows, so that a sum in half precision is noticed;
+    they shrink to a single linear layer with numbers from -1 to 3.
+
+    Args:
+        rows: Of the batch, at least one. Some hundred leave no room for large numbers.
+        sparse: Embeddings whose gradients are sparse, too.
+
+    Returns:
+        A strategy for ``ExactModel``.
+
+    Example:
+        >>> from hypothesis import HealthCheck, given, settings
+        >>> @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        ... @given(losses(rows=4))
+        ... def test(model):
+        ...     loss = model.loss("mean")(model.params, model.batch)
+        ...     assert loss * 4 == model.full_batch("sum")[1]
+        >>> test()
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``histories``, to accumulate them.
+    """
+    if rows < 1:
+        raise ValueError(f"rows is {rows}; expected at least one, or there is no mean.")
+    return _losses(rows, sparse)
+
+
+# How large the numbers may be ------------------------------------------------------------
+
+
+MOST = 15  # in a batch
+LIMIT = 2**20  # times 4 for two ties, times 3 for a mask: float32 holds integers to 2**24
+HIGHS = (255, 127, 63, 31, 22, 15, 11, 8, 6, 5, 4, 3, 2, 1)
+
+
+def majorant(model: ExactModel) -> float:
+    """A bound on every number in the loss's sum and its gradient, whatever is summed first.
+
+    The same model on absolute values, where nothing cancels: sums for maxima, -|y| for y.
+    """
+
+    def positive(x: Tensor) -> Tensor:
+        return x.double().abs() if x.is_floating_point() else x
+
+    params, batch = map(positive, (model.params, model.batch))
+    batch["y"] = -batch["y"]
+    grads, value = torch.func.grad_and_value(
+        lambda params: model.per_row(params, batch, larger=torch.add).sum()
+    )(params)
+    return max(g.to_dense().abs().max().item() for g in (value, *leaves(grads)))
+
+
+@st.composite
+def _losses(draw: st.DrawFn, rows: int, sparse: bool) -> ExactModel:
+    most = draw(st.sampled_from([3, *[HIGHS[0]] * 7]))  # it shrinks to 3, and is drawn large
+    kinds = (_mlps(rows), _convnets(rows), _embeddings(rows, sparse))
+    name, per_row, recipe = draw(st.one_of(kinds))
+    seed = draw(seeds())
+    for high in HIGHS[HIGHS.index(most) :]:
+        random = torch.Generator().manual_seed(seed)
+        model = ExactModel(name, per_row, *recipe(random, high))
+        if majorant(model) < LIMIT:
+            mask = torch.randint(-2, 4, (rows,), generator=random).relu()  # half of it zeros
+            return model._replace(batch=model.batch | {"mask": mask})
+    assume(False)
+    raise AssertionError
+
+
+# Models ----------------------------------------------------------------------------------
+#
+# The simplest, first of all, takes the fewest draws, and all take numbers: so any shrinks to it.
+
+
+Recipe = Callable[[torch.Generator, int], tuple[Any, dict[str, Tensor]]]
+Parts = tuple[str, Callable[..., Tensor], Recipe]
+
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "relu": lambda h, larger: h.relu(),
+    "abs": lambda h, larger: h.abs(),
+    "max": lambda h, larger: larger(h, h.flip(-1)),
+}
+DISTANCES: dict[str, Callable[..., Tensor]] = {
+    "dot": lambda out, y: (out * y).sum(-1),
+    "abs": lambda out, y: (out - y).abs().sum(-1),
+    "squared": lambda out, y: ((out - y) ** 2).sum(-1),
+}
+distances = st.sampled_from([*DISTANCES])
+
+
+def _integers(shape: tuple[int, ...], high: int, random: torch.Generator) -> Tensor:
+    """Of both signs, but more of the one: sums that cancel stay small and prove little."""
+    return torch.randint(-high // 3, high + 1, shape, generator=random).float()
+
+
+def _affine(into: int, out: int, high: int, random: torch.Generator) -> dict[str, Tensor]:
+    return {"w": _integers((into, out), high, random), "b": _integers((out,), high, random)}
+
+
+@st.composite
+def _mlps(draw: st.DrawFn, rows: int) -> Parts:
+    layers = draw(st.integers(1, 3))
+    widths = [draw(st.integers(1, 4)) for _ in range(layers + 1)]
+    acts = [draw(st.sampled_from([*ACTIVATIONS])) for _ in range(layers - 1)]
+    distance = draw(distances)
+    kind = f"MLP with {' and '.join(acts)}" if acts else "linear"
+
+    def per_row(params: Any, batch: dict[str, Tensor], larger: Any = torch.maximum) -> Tensor:
+        h = batch["x"] @ params[0]["w"] + params[0]["b"]
+        for layer, act in zip(params[1:], acts, strict=True):
+            h = ACTIVATIONS[act](h, larger) @ layer["w"] + layer["b"]
+        return DISTANCES[distance](h, batch["y"])
+
+    def recipe(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
+        params = [_affine(a, b, high, random) for a, b in itertools.pairwise(widths)]
+        shapes = {"x": (rows, widths[0]), "y": (rows, widths[-1])}
+        most = min(high, MOST)
+        return params, {name: _integers(shape, most, random) for name, shape in shapes.items()}
+
+    return f"{kind} {'-'.join(str(w) for w in widths)}, {distance}", per_row, recipe
+
+
+@st.composite
+def _convnets(draw: st.DrawFn, rows: int) -> Parts:
+    channels, filters, side = draw(st.tuples(*[st.integers(1, 2)] * 2, st.integers(1, 3)))
+    act, distance = draw(st.sampled_from(["relu", "abs"])), draw(distances)
+
+    def per_row(params: Any, batch: dict[str, Tensor], larger: Any = torch.maximum) -> Tensor:
+        h = F.conv2d(batch["x"], params["filters"], params["b"], padding=side // 2)
+        h = F.avg_pool2d(ACTIVATIONS[act](h, larger), 2, divisor_override=1)  # sums of squares
+        return DISTANCES[distance](
+            h.flatten(1) @ params["out"]["w"] + params["out"]["b"], batch["y"]
+        )
+
+    def recipe(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
+        pooled = filters * ((4 + 2 * (side // 2) - side + 1) // 2) ** 2
+        params = {
+            "filters": _integers((filters, channels, side, side), high, random),
+            "b": _integers((filters,), high, random),
+            "out": _affine(pooled, 2, high, random),
+        }
+        x = _integers((rows, channels, 4, 4), min(high, MOST), random)
+        return params, {"x": x, "y": _integers((rows, 2), min(high, MOST), random)}
+
+    name = f"convnet with {act}, {channels} to {filters} channels by {side}x{side}, {distance}"
+    return name, per_row, recipe
+
+
+@st.composite
+def _embeddings(draw: st.DrawFn, rows: int, sparse: bool) -> Parts:
+    width, count = draw(st.tuples(st.integers(1, 4), st.integers(1, 3)))
+    kinds = ["embedding", "bag", *(["sparse embedding", "sparse bag"] if sparse else [])]
+    kind, distance = draw(st.sampled_from(kinds)), draw(distances)
+    sparse = "sparse" in kind
+
+    def per_row(params: Any, batch: dict[str, Tensor], larger: Any = torch.maximum) -> Tensor:
+        (table, out), tokens = params, batch["tokens"]
+        if "bag" in kind:
+            h = F.embedding_bag(tokens, table, mode="sum", sparse=sparse)
+        else:
+            h = F.embedding(tokens, table, sparse=sparse).sum(1)
+        return DISTANCES[distance](h @ out["w"] + out["b"], batch["y"])
+
+    def recipe(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
+        table = _integers((5, width), min(high, MOST), random)
+        tokens = torch.randint(0, 5, (rows, count), generator=random)
+        y = _integers((rows, 2), min(high, MOST), random)
+        return (table, _affine(width, 2, high, random)), {"tokens": tokens, "y": y}
+
+    return f"{kind} of {count} tokens, width {width}, {distance}", per_row, recipe

@@ -1,0 +1,111 @@
+"""The package is built in wings: one imports only from those on lower lines, and through its door.
+
+CONTRIBUTING.md has the picture.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pureaccum
+
+
+LINES = (  # lowest first; wings on one line do not know each other
+    {"_base"},
+    {"_core", "_optim", "checkpoint"},
+    {"_pure"},
+    {"_samples", "distributed"},
+    {"_step"},
+    {"__init__"},
+    {"testing", "_demo"},
+    {"__main__"},
+)
+LINE = {wing: line for line, wings in enumerate(LINES) for wing in wings}
+PACKAGE = Path(pureaccum.__file__).parent
+TREES = {
+    ".".join(file.relative_to(PACKAGE).with_suffix("").parts): ast.parse(file.read_text())
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
+NAMEDTUPLE = {"_replace", "_fields", "_asdict", "_make"}  # public, in spite of their underscore
+
+
+def imports(name: str, tree: ast.AST) -> Iterator[str]:
+    """The files of the package that a file imports; a folder goes by its ``__init__``."""
+    inside = ["pureaccum", *name.split(".")][:-1]
+    unread = {x for node in ast.walk(tree) if is_for_types(node) for x in ast.walk(node)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node in unread:
+            continue
+        above = inside[: len(inside) + 1 - node.level] if node.level else []
+        base = [*above, *(node.module or "").split(".")]
+        if base[0] != "pureaccum":
+            continue
+        base = list(filter(None, base[1:]))
+        for each in node.names:
+            places = [[*base, each.name], [*base, each.name, "__init__"], base, [*base, "__init__"]]
+            yield next(found for found in map(".".join, places) if found in TREES)
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def private(tree: ast.AST) -> Iterator[str]:
+    """Names with one leading underscore that are looked up on something, or imported from afar."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr"):
+            names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [*(node.module or "").split("."), *(a.name for a in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for a in node.names for part in a.name.split(".")]
+        for name in map(str, names if names[:1] != ["pureaccum"] else []):
+            if name.startswith("_") and not name.startswith("__") and name not in NAMEDTUPLE:
+                yield name
+
+
+def test_a_wing_imports_only_from_lower_lines() -> None:
+    for name, tree in TREES.items():
+        wing = name.split(".")[0]
+        for found in imports(name, tree):
+            other = found.split(".")[0]
+            assert other == wing or LINE[other] < LINE[wing], f"{name} imports {found}"
+
+
+def test_no_circle_among_files() -> None:
+    graph = {name: set(imports(name, tree)) for name, tree in TREES.items()}
+    tuple(TopologicalSorter(graph).static_order())
+
+
+def test_a_file_is_one_idea() -> None:
+    """One that is longer than some 400 lines says why."""
+    for name in TREES:
+        text = PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text()
+        assert len(text.splitlines()) <= 400 or "one file, however long" in text[:400], name
+
+
+def test_private_names_of_torch_live_in_one_file() -> None:
+    found = {name: set(private(tree)) for name, tree in TREES.items()}
+    assert {name for name, names in found.items() if names} == {"_base.torch_internals"}, found
+
+
+def test_the_house_is_small() -> None:
+    assert len([x for x in PACKAGE.iterdir() if x.name != "__pycache__"]) <= 14
+    assert len(TREES) <= 95
+
+
+def test_the_parser_sees_what_it_looks_for() -> None:
+    tree = ast.parse(
+        "from .trees import x\nfrom . import loss\nfrom .._base import trees\nimport torch._C\n"
+        "from torch._C import y\nmodule._parameters\ngetattr(module, '_buffers')\nstate._replace\n"
+        "from pureaccum.testing import check_accumulation\n"
+    )
+    assert set(private(tree)) == {"_C", "_parameters", "_buffers"}
+    tree = ast.parse("from .loss import x\nfrom . import batches\nfrom .._base.trees import y\n")
+    assert set(imports("_core.weights", tree)) == {"_core.loss", "_core.batches", "_base.trees"}
+    tree = ast.parse("from pureaccum.testing import check_accumulation\nfrom torch import y\n")
+    assert set(imports("_demo.__init__", tree)) == {"testing.__init__"}
