@@ -3,9 +3,11 @@
 An error names the leaf or the argument, what came, what was expected, and the likely cause.
 """
 
+import math
 import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any, cast
 
 import optree
@@ -13,9 +15,31 @@ import torch
 from torch import Tensor
 
 from .dtensors import first_partial, is_sharded
-from .python_numbers import MOST, shown
 from .torch_internals import transform_active
 from .trees import Tree, check_same_structure, flatten, paths
+
+
+MOST = 2**63 - 1  # that torch counts to: of rows, sizes and steps
+
+
+def shown(number: int) -> str:
+    """An int in a message; Python writes out no more than 4,300 digits, and nobody reads 40."""
+    bits = number.bit_length()
+    return str(number) if bits <= 128 else f"an int of {bits} bits"
+
+
+def as_float(value: Any) -> Any:
+    """Any real number as a float, one that is too large for it as inf; the rest as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    number: Any = value
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+# Trees ---------------------------------------------------------------------------------------
 
 
 def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optree.PyTreeSpec]:
@@ -80,6 +104,9 @@ def check_fits(
             raise ValueError(
                 f"{paths(spec, names[0])[i]} is {kind}; {names[1]} has {expected} there. {cause}"
             )
+
+
+# Arguments -----------------------------------------------------------------------------------
 
 
 def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
@@ -178,6 +205,9 @@ def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
             "growing (4096 times 0.01 in bfloat16 is 4)."
         )
     return dtype or torch.float32
+
+
+# Contexts ------------------------------------------------------------------------------------
 
 
 def refuse_autocast_cache(leaves: list[Tensor]) -> None:

@@ -5,16 +5,22 @@
     Shard(d)        Shard(d)                  nothing
 
 A sum of gradients is a sum over ranks too, so it may wait: whatever a microbatch gives is added to
-this rank's part, without communication wherever that can be. All arithmetic is on local parts,
-plain tensors, and ``opened`` and ``closed`` are the way there and back. Every rank runs the same
-program; what is decided (is it finite? is there any weight?) is decided by all of them together.
+this rank's part, without communication wherever that is possible. All arithmetic is on local parts,
+which are plain tensors; ``opened`` and ``closed`` are the way there and back. Every rank runs the
+same program; what is decided (is it finite? is there any weight?) is decided by all of them
+together.
 
-Who has a DTensor has imported its module, so that nothing is imported here.
+A batch whose rows lie on several ranks is cut by each rank where it is: microbatch i is part i of
+every rank's rows. Nothing is communicated. Other rows come together than in a plain batch, which no
+sum over rows can tell.
+
+Anyone who has a DTensor has imported its module, so nothing is imported here.
 """
 
 import sys
 from collections.abc import Sequence
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -295,3 +301,46 @@ def refuse_sharded(leaves: Sequence[Any], root: str, what: str) -> None:
             f"{root} holds DTensors (leaf {i}, of shape {tuple(at.shape)}, is "
             f"{', '.join(map(str, at.placements))}), and {what}"
         )
+
+
+# Batches whose rows lie on several ranks -----------------------------------------------------
+
+
+def cut_rows(leaves: Sequence[Any], sizes: Sequence[int], rows: int) -> list[Any]:
+    """Each leaf of a batch with DTensors in it, in pieces of so many rows."""
+    layouts = [layout_of(x) for x in leaves]
+    over = [_over(at) for x, at in zip(leaves, layouts, strict=True) if isinstance(x, Tensor)]
+    if over.count(over[0]) < len(over):
+        raise ValueError(
+            "the rows of a batch that is cut lie on ranks in different ways: in one tensor they "
+            "are sharded over a mesh, in another they are not, or it is no DTensor. Each rank "
+            "cuts the rows that it has, so rows of the one would come together with other rows of "
+            "the other. Give all of them one placement along dim 0 (distribute_tensor), or take "
+            "the batch whole."
+        )
+    mesh, dims = over[0]
+    ranks = prod(mesh.size(i) for i in dims)
+    for what, count in (("the batch has", rows), *(("a microbatch has", n) for n in sizes)):
+        if count % ranks:
+            raise ValueError(
+                f"{what} {count} rows, sharded over {ranks} ranks; expected a multiple of {ranks}, "
+                "since each microbatch takes the same share of the rows of every rank."
+            )
+    pieces = [n // ranks for n in sizes]
+    return [
+        [x] * len(sizes) if at is None else _pieces(local(x), pieces, sizes, at)
+        for x, at in zip(leaves, layouts, strict=True)
+    ]
+
+
+def _over(at: Layout | None) -> tuple[Any, tuple[int, ...]]:
+    """The mesh, and its dimensions over which rows are sharded."""
+    if at is None:
+        return None, ()
+    dims = enumerate(getattr(p, "dim", None) for p in at.placements)
+    return at.mesh, tuple(i for i, dim in dims if dim == 0)
+
+
+def _pieces(part: Tensor, pieces: Sequence[int], sizes: Sequence[int], at: Layout) -> list[Tensor]:
+    wholes = (at._replace(shape=torch.Size([n, *at.shape[1:]])) for n in sizes)
+    return [close(x, whole) for x, whole in zip(part.split(pieces), wholes, strict=True)]

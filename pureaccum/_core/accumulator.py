@@ -20,9 +20,8 @@ from .._base.checks import (
     read_params,
     refuse_autocast_cache,
 )
-from .._base.donation import Spoiled, hand_over, mark
 from .._base.dtensors import closed, opened, resolved
-from .._base.states import loadable
+from .._base.states import Spoiled, hand_over, loadable, mark
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, add, flatten, paths, unflatten, zeros
 from .._base.trees import leaves as leaves_of
@@ -30,8 +29,7 @@ from .batches import read_batch
 from .engines import Engine, Loss, prepare
 from .loss import Reduction, divisor, mean_value
 from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule, check_sharded
-from .sums import divided
-from .weights import Microbatch, settle
+from .weights import Microbatch, divided, settle
 from .writes import Given, Known, LateWriteError, guarding, known_of
 
 
@@ -53,6 +51,7 @@ class AccumState(NamedTuple):
             of |weight * gradient|² / weight, last how many microbatches had weight; else ``()``.
 
     Example:
+        >>> import torch
         >>> acc, w = accumulator(lambda w, x: (w * x).mean()), torch.tensor(2.0)
         >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))
         >>> state.grads, state.weight, state.microbatches

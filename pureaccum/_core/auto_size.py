@@ -1,18 +1,25 @@
 """The largest microbatches that memory allows: ``microbatch_size="auto"``.
 
     size = rows of the batch, or what is known of batches of its kind
-    while out of memory: forget the try, restore the generators, size = size / 2
+    while out of memory: forget the attempt, restore the generators, size = size / 2
 
-The result is, to the bit, that of the size which went well: a try leaves nothing behind, neither
-memory nor random numbers drawn. What went well and what did not is remembered, so that later
-batches begin there.
+The result is, to the bit, that of the size which went well: an attempt leaves nothing behind,
+neither memory nor random numbers drawn. What went well and what did not is remembered, so that
+later batches begin there.
+
+On a CPU nothing says how much memory there is, so the bytes are counted. A storage counts from the
+operation that returns it until the last tensor over it is gone: in torch.func's forward and
+backward passes as in autograd's own, in what hooks add, in an update. What was there before does
+not count, nor does what a kernel allocates for itself and frees again. Every operation takes some
+ten microseconds longer.
 """
 
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -21,10 +28,86 @@ from torch import Tensor
 
 from .._base.checks import check_argnums, check_int, outside_inference_mode, positions
 from .._base.generators import generators, restore
-from .._base.live import counting
-from .._base.torch_internals import transform_active
+from .._base.torch_internals import in_backward, seeing, transform_active
 from .._base.trees import Tree, flatten
 from .batches import read_batch, rows_to_cut
+
+
+# Counting bytes ------------------------------------------------------------------------------
+
+
+class Live:
+    """Bytes: now, the most so far, and the most as a backward pass began."""
+
+    __slots__ = ("before_backward", "now", "peak")
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.before_backward = 0
+
+
+@contextmanager
+def counting(
+    budget: int | None = None,
+    device: torch.device | None = None,
+    taken_for: Callable[[Tensor], Tensor] | None = None,
+) -> Generator[Live]:
+    """Count what is alive, of one device or of all; more than the budget is out of memory.
+
+    Where operations take a tensor for another one, ``taken_for`` says for which.
+    """
+    live = Live()
+    counted: dict[int, weakref.ref[Any]] = {}  # by id, which stays as long as the storage does
+    backwards = False
+
+    def see(arguments: tuple[Any, ...], out: Any) -> None:
+        nonlocal backwards
+        if in_backward() != backwards:
+            backwards = not backwards
+            if backwards:
+                live.before_backward = max(live.before_backward, live.now)
+        given: set[int] | None = None
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            key = id(storage)
+            if key in counted or device not in (None, tensor.device):
+                continue
+            if given is None:
+                found = _tensors(arguments)
+                given = {id((taken_for(x) if taken_for else x).untyped_storage()) for x in found}
+            if key not in given:  # a view of what was there before
+                counted[key] = weakref.ref(storage, _forgetting(key, storage.nbytes()))
+                live.now += storage.nbytes()
+        live.peak = max(live.peak, live.now)
+        if budget is not None and live.now > budget:
+            raise torch.OutOfMemoryError(
+                f"{live.now} bytes are alive beyond the arguments; memory_budget is {budget}."
+            )
+
+    def _forgetting(key: int, bytes_: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            del counted[key]
+            live.now -= bytes_
+
+        return forget
+
+    try:
+        with seeing(see):
+            yield live
+    finally:
+        counted.clear()
+
+
+def _tensors(tree: Any) -> Generator[Tensor]:
+    """Of what an operation takes or returns; sparse ones have no storage of their own."""
+    if isinstance(tree, Tensor):
+        if tree.layout is torch.strided:
+            yield tree
+    elif isinstance(tree, (tuple, list)):
+        for each in tree:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(each)
+
+
+# The search ----------------------------------------------------------------------------------
 
 
 Size = int | Sequence[int] | Literal["auto"] | None

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from .._base.checks import check_int
-from .._base.dtensors import any_sharded
-from .._base.python_numbers import MOST
-from .._base.rows_of_ranks import cut_rows
+from .._base.checks import MOST, check_int
+from .._base.dtensors import any_sharded, cut_rows
 from .._base.trees import Tree, flatten, paths, unflatten
 
 

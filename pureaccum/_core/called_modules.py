@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base.donation import Refusing
 from .._base.generators import generators, restore
+from .._base.states import Refusing
 from .._base.torch_internals import Place, tensor_places
 
 

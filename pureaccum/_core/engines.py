@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
-from .._base.refused import advise
+from .._base.refusals import advise_on_vjp
 from .._base.torch_internals import innermost, transform_active, without_history
 from .called_modules import call_watched, holding
 from .loss import Read, Shape, agreed, detached, read
-from .sums import LARGE, nothing_like
+from .weights import LARGE, nothing_like
 
 
 Engine = Literal["func", "autograd"]
@@ -101,7 +101,7 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
             # pyright cannot tell the two lengths of vjp's result apart
             total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
     except RuntimeError as error:
-        advise(error)
+        advise_on_vjp(error)
         raise
     assert shape is not None
     seen = Read(total, weight, aux)
@@ -113,7 +113,7 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
         try:
             grads = vjp(cotangent, retain_graph=False)
         except RuntimeError as error:
-            advise(error)
+            advise_on_vjp(error)
             raise
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 

@@ -41,6 +41,7 @@ class Weighted(NamedTuple):
         weight: What to divide by: a 0-d tensor or a number, not negative.
 
     Example:
+        >>> import torch
         >>> from pureaccum import value
         >>> def loss(w, batch):
         ...     return Weighted((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum())

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base.casts import original
 from .._base.checks import check_argnums, check_choice, positions
 from .._base.dtensors import refuse_sharded
 from .._base.generators import generators, restore
@@ -29,16 +28,15 @@ from .._base.torch_internals import (
     transform_depth,
     wants_gradient,
 )
-from .._base.trees import Tree, continuous, flatten, unflatten
+from .._base.trees import Tree, continuous, flatten, original, unflatten
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, need_rows, read_batch, sizes_of_batch
 from .early import NotEarlyError, known_gradient, with_gradient
-from .gathered import WHOLE, Cut, Rows
-from .host import to_host
+from .gathered import WHOLE, Cut, Rows, to_host
 from .outputs import Outputs, Whole
 from .recomputation import Again, UnseenError, exchanged, note_made
+from .reductions import check_reduce
 from .rule import FollowedError, Form, Outs, Pieces, attach, run
-from .words import check_reduce
 from .writes import Given, Known, guarding, known_of
 
 

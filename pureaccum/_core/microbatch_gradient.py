@@ -14,15 +14,26 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_choice
-from .._base.donation import Spoiled, mark
 from .._base.dtensors import refuse_sharded
+from .._base.states import Spoiled, mark
 from .._base.trees import finite, known, norm
 from .engines import PASSES, Engine, Hook, Loss, Wrt
 from .loss import Reduction
 from .microbatch import Arguments, call
 from .outputs import Counted, Whole
-from .sums import add_, add_all_, added_to, nothing_like
-from .weights import Microbatch, enter, judged, kept, total_finite, weigh, with_squares
+from .weights import (
+    Microbatch,
+    add_,
+    add_all_,
+    added_to,
+    enter,
+    judged,
+    kept,
+    nothing_like,
+    total_finite,
+    weigh,
+    with_squares,
+)
 
 
 Nonfinite = Literal["propagate", "skip", "raise"]

@@ -18,8 +18,8 @@ from torch.autograd import Function
 from .._base.trees import NAMESPACE, Tree, continuous, flatten, map, paths, sum_dtype, unflatten
 from .gathered import Cut, Rows
 from .loss import Weighted, counts, divisor, mean_value, read
+from .reductions import below, is_reducer, reducer_of, replaced
 from .rule import Form, Outs
-from .words import below, is_reducer, reducer_of, replaced
 
 
 class Taken(NamedTuple):

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base.casts import original
 from .._base.generators import Drawn, noted, replaying
 from .._base.torch_internals import (
     down_to,
@@ -37,6 +36,7 @@ from .._base.torch_internals import (
     unnoticed,
     version,
 )
+from .._base.trees import original
 from .called_modules import Held, Modules, holding, in_modes, remembering
 
 

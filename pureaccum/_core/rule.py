@@ -24,9 +24,8 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from .._base.torch_internals import forward_ad, forward_ad_active, transform_active, without_history
 from .._base.trees import continuous
 from .batches import cutting
-from .gathered import WHOLE, Cut, Gathered
-from .host import Fetched
-from .sums import LARGE, nothing_like
+from .gathered import WHOLE, Cut, Fetched, Gathered
+from .weights import LARGE, nothing_like
 
 
 class Form(NamedTuple):

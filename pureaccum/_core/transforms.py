@@ -21,19 +21,19 @@ from .._base.checks import (
 )
 from .._base.dtensors import any_sharded, whole
 from .._base.generators import generators, restore
+from .._base.refusals import advise_on_vjp
 from .._base.torch_internals import transform_active, without_history
 from .._base.trees import Tree, accumulation_dtype, flatten, unflatten
 from .auto_size import Size, automatic
 from .batches import check_sizes, cutting
-from .engines import Engine, advise
+from .engines import Engine
 from .loss import Reduction, Shape, agreed, counts, divisor, join_aux, mean_value, read
 from .microbatch import Arguments, call
 from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .outputs import Counted, Whole
-from .sums import added_to, divided
-from .weights import weigh
+from .reductions import check_reduce
+from .weights import added_to, divided, weigh
 from .whole_batch import Window, evaluate, fold, means, read_cut
-from .words import check_reduce
 from .writes import Given, guarding, known_of
 
 
@@ -286,7 +286,7 @@ def _by_torch(
             grads, (_, beside) = torch.func.grad_and_value(total, has_aux=True)(leaves)
             pulled = grads, beside
     except RuntimeError as error:
-        advise(error)
+        advise_on_vjp(error)
         raise
     grads, (value, weight, weighing, aux) = pulled
     assert shape is not None

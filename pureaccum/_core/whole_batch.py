@@ -15,13 +15,12 @@ from .._base.dtensors import closed, opened, resolved
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, all_finite, known, paths, unflatten, zeros
 from .accumulator import AccumState, counted, empty, plain_sum
-from .auxiliary import AuxState, finish_aux, fold_aux
 from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of, sizes_of_batch
 from .engines import prepare
 from .loss import Reduction, agreed, divisor, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch, check_sharded
-from .sums import divided
-from .weights import Microbatch, enter, power_of_two, settle
+from .reductions import AuxState, finish_aux, fold_aux
+from .weights import Microbatch, divided, enter, power_of_two, settle
 from .writes import Given, Known, guarding
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base.donation import Refusing
 from .._base.dtensors import local
+from .._base.states import Refusing
 from .._base.torch_internals import (
     BUFFERS,
     PARAMETERS,

@@ -6,9 +6,8 @@ Five runs of one network, side by side; then a table of how far they are apart, 
 from importlib.util import find_spec
 from pathlib import Path
 
-from ._distances import on_whole_numbers
-from ._outcomes import outcomes
-from ._race import digits, ragged, train, usual_loop, whole
+from ._race import digits, on_whole_numbers, ragged, train, usual_loop, whole
+from ._screen import outcomes
 
 
 def missing() -> list[str]:
@@ -31,7 +30,7 @@ def run(picture: Path, steps: int = 100) -> bool:
         OSError: The picture cannot be written. A link is not followed: what it leads to is no
             picture of ours.
     """
-    from . import _picture, _screen  # which need what `missing` names
+    from . import _screen  # which need what `missing` names
 
     if _is_there(picture):
         print(f"Replaces {picture.absolute()}", flush=True)
@@ -48,7 +47,7 @@ def run(picture: Path, steps: int = 100) -> bool:
     unequal = on_whole_numbers(batch, ragged(batch)(0))
     _screen.conclude(found, unequal)
     _is_there(picture)  # still nothing but a file: there was time for another one to come
-    _picture.draw(found, batch, picture)
+    _screen.draw(found, batch, picture)
     print(f"\nLoss curves, and memory against microbatch size: {picture}")
     return unequal == 0 and all(
         (it.distance.bound < 1) == (it.name != "usual loop") for it in found if it.distance

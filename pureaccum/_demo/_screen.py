@@ -1,18 +1,87 @@
-"""What the demo shows: a line for each run while it trains, and a table at the end.
+"""What the demo shows: a line for each run while it trains, a table at the end, and a picture.
 
 On a terminal the lines move; anywhere else they are plain text, printed now and then. rich leaves
 colours out where ``NO_COLOR`` is set.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from torch import Tensor
 
-from ._outcomes import Outcome
-from ._race import ROWS, Progress
+import pureaccum as pa
+
+from .._base.trees import map as tree_map
+from ..checkpoint.files import whole_file
+from ._race import RATE, ROWS, Distance, Progress, Tensors, loss_of, network, ragged, worst
+
+
+class Outcome(NamedTuple):
+    """Of one run.
+
+    Args:
+        name: What it was.
+        half: Whether it computed in float16.
+        at_last: Where it ended.
+        accuracy: On the rows that it never saw.
+        distance: Of its gradient from the full batch's, on the same parameters; of the full batch
+            none.
+        apart: Of its last parameters from those of the full batch in the same dtype, relative to
+            them.
+    """
+
+    name: str
+    half: bool
+    at_last: Progress
+    accuracy: float
+    distance: Distance | None
+    apart: float
+
+
+def outcomes(at_last: dict[str, Progress], batch: Tensors, test: Tensors) -> list[Outcome]:
+    """Of all runs.
+
+    Args:
+        at_last: Where each stopped, by name.
+        batch: What they trained on.
+        test: What they did not.
+    """
+    net = network()
+    fn, loss = pa.functional(net), loss_of(net)
+    found: list[Outcome] = []
+    for name, progress in at_last.items():
+        half = name.endswith("fp16")
+        full = at_last["full batch, fp16" if half else "full batch"]
+        right = fn.apply(progress.params, (), test["x"])[0].argmax(1) == test["y"]
+        difference = {key: x - full.params[key] for key, x in progress.params.items()}
+        found.append(
+            Outcome(
+                name,
+                half,
+                progress,
+                float(right.float().mean()),
+                None
+                if name.startswith("full")
+                else worst(
+                    loss,
+                    [fn.params, full.params],
+                    batch,
+                    ragged(batch)(0),
+                    half=half,
+                    usual=name == "usual loop",
+                ),
+                float(pa.global_norm(difference) / pa.global_norm(full.params)),
+            )
+        )
+    return found
 
 
 WIDTH = 88
@@ -123,3 +192,67 @@ def _bound(it: Outcome) -> str:
     error = it.distance.bound
     color, amount = ("green", f"{error:.0e}") if error < 1 else ("red", f"{error:,.0f}")
     return f"[{color}]{amount}[/]"
+
+
+# The picture ---------------------------------------------------------------------------------
+
+SIZES = (50, 100, 200, 500, ROWS)
+BLUE, ORANGE, GREY = "#0b62a4", "#c8641b", "#999999"
+STYLES: dict[str, dict[str, Any]] = {  # the wide lines lie below the narrow ones
+    "full batch": {"color": BLUE, "linewidth": 6, "alpha": 0.3},
+    "full batch, fp16": {"color": ORANGE, "linewidth": 3.5, "alpha": 0.4},
+    "ragged": {"color": BLUE, "linewidth": 1.2},
+    "ragged, fp16": {"color": ORANGE, "linewidth": 1.2, "linestyle": "--"},
+    "usual loop": {"color": GREY, "linewidth": 1},
+}
+
+
+def draw(outcomes: Sequence[Outcome], batch: Tensors, path: Path) -> None:
+    """Write the picture.
+
+    Args:
+        outcomes: Of all runs.
+        batch: What they trained on.
+        path: The file.
+    """
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _losses(left, {it.name: it.at_last.losses for it in outcomes})
+    _memory(right, batch)
+    with whole_file(path) as file:
+        figure.savefig(file, format="png", dpi=140)
+
+
+def _losses(axes: Axes, losses: dict[str, Sequence[float]]) -> None:
+    for name, style in STYLES.items():
+        axes.plot(range(1, len(losses[name]) + 1), losses[name], label=name, **style)
+    axes.set(yscale="log", xlabel="steps applied", ylabel="loss of the whole batch")
+    axes.set_title("Ragged microbatches train as the full batch does")
+    axes.legend(frameon=False)
+
+
+def _memory(axes: Axes, batch: Tensors) -> None:
+    net = network()
+    for name, color, policy in (
+        ("float32", BLUE, None),
+        ("float16", ORANGE, pa.Policy(compute=torch.float16)),
+    ):
+        bytes_: list[int] = []
+        for size in SIZES:
+            step = pa.make_step(loss_of(net), pa.adamw(RATE), microbatch_size=size, policy=policy)
+            state = step.init(pa.functional(net).params)
+            imagined = pa.memory_report(step, *tree_map(_without_numbers, (state, batch)))
+            bytes_.append(imagined.predicted.beyond_arguments)
+        axes.plot(SIZES, [it / 1e6 for it in bytes_], "o-", color=color, label=name, markersize=4)
+    axes.set(xscale="log", yscale="log", xlabel="rows in a microbatch")
+    axes.set_ylabel("MB that a step needs")
+    axes.set_title("Memory is that of one microbatch")
+    axes.set_xticks(SIZES, [str(size) for size in SIZES])
+    axes.set_yticks([0.2, 0.5, 1, 2], ["0.2", "0.5", "1", "2"])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    axes.grid(color=GREY, alpha=0.3, linewidth=0.5)
+
+
+def _without_numbers(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_fits, check_state, outside_inference_mode, read_params
-from .._base.donation import Spoiled, mark, taken
-from .._base.states import loadable
+from .._base.states import Spoiled, loadable, mark, taken
 from .._base.torch_internals import any_tangent, transform_active
 from .._base.trees import Tree, check_same_structure, flatten, leaves, map, unflatten
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from .._base.checks import check_at_least
-from .._base.python_numbers import as_float
+from .._base.checks import as_float, check_at_least
 from .._base.states import loadable
 from .._base.trees import Tree
 from .kernels import adam_method, sgd_method

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_fits, check_state, read_params
-from .._base.donation import Spoiled, mark, taken
 from .._base.dtensors import Layouts, any_sharded, closed, opened, placed_like
+from .._base.states import Spoiled, mark, taken
 from .._base.torch_internals import any_tangent, transform_active
 from .._base.trees import Tree, flatten, known, map, moved, unflatten
 from .._base.trees import leaves as leaves_of

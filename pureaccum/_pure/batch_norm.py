@@ -28,7 +28,7 @@ class Share(NamedTuple):
     squares: Tensor  # of their squares
 
 
-class Moments(NamedTuple):
+class BatchMoments(NamedTuple):
     """The moments of every channel over a batch, in float64."""
 
     elements: int  # of a channel
@@ -78,15 +78,15 @@ def merge(shares: Share, elements: Sequence[int]) -> Share:
     return Share(about[0], (sums + each * apart).sum(0), squares.sum(0))
 
 
-def moments_of(shares: Share, elements: Sequence[int]) -> Moments:
+def moments_of(shares: Share, elements: Sequence[int]) -> BatchMoments:
     """The moments of a batch, from stacked shares; ``elements`` are those of a channel in each."""
     (about, sums, squares), count = merge(shares, elements), sum(elements)
     away = sums / count
-    return Moments(count, about + away, squares / count - away**2)
+    return BatchMoments(count, about + away, squares / count - away**2)
 
 
 def scaling_of(
-    moments: Moments,
+    moments: BatchMoments,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,

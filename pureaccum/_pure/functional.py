@@ -27,8 +27,7 @@ from .._base.torch_internals import (
 )
 from .._core.microbatch import Keep
 from .microbatched_module import WholeBatch
-from .places import Places, full_name, own_tensor, places_of
-from .shell import call
+from .shell import Places, call, full_name, own_tensor, places_of
 
 
 class Functional(NamedTuple):

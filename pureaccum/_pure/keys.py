@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import check_int
-from .._base.python_numbers import shown
+from .._base.checks import check_int, shown
 from .._base.torch_internals import transform_active
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from .._base.torch_internals import BUFFERS, PARAMETERS, module_vars
 from .aliases import first_of, is_given, is_input, settle
 from .batch_norm import BATCH_NORMS, batch_norm_call, in_training, normalise
-from .places import TABLES
+from .shell import TABLES
 from .trace import AUGMENTED, name_of, place, watched
 
 

@@ -24,7 +24,7 @@ from .._base.trees import Tree, flatten, map, paths, unflatten
 from .._core.batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
 from .._core.microbatch import Keep, microbatch
 from .batch_norm import (
-    Moments,
+    BatchMoments,
     Scaling,
     Share,
     WithoutBatchNorm,
@@ -34,7 +34,7 @@ from .batch_norm import (
     share_of,
 )
 from .levels import CutGraph, Level, Norm, cut
-from .places import Picture, Places, changed, own_tensor, picture, places_of, what_changed
+from .shell import Picture, Places, changed, own_tensor, picture, places_of, what_changed
 from .shell import call as call_shell
 from .trace import hook_tables, trace, written_to
 
@@ -227,12 +227,12 @@ class _Network:
 
     def __call__(
         self, tensors: Tensors, given: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[Any, dict[str, Moments]]:
+    ) -> tuple[Any, dict[str, BatchMoments]]:
         """What the module returns, and the moments of what each BatchNorm was given."""
         if not sizes:
             raise ValueError(f"{self.norms[0].place} was given a batch without rows.")
         values = {name: [given[i]] for name, i in self.graph.inputs.items()}
-        plain, moments, scaling = _Plain(), dict[str, Moments](), dict[str, Scaling]()
+        plain, moments, scaling = _Plain(), dict[str, BatchMoments](), dict[str, Scaling]()
         kept = {*self.graph.outputs}
         for part in self.parts:
             after, shares = part.run(plain, tensors, scaling, values)
@@ -254,7 +254,7 @@ class _Network:
         outs = [plain.filled(name, values[name], sizes[0]) for name in self.graph.outputs]
         return _checked(self.graph.made(*outs), sum(sizes)), moments
 
-    def update(self, buffers: Tensors, moments: Mapping[str, Moments]) -> None:
+    def update(self, buffers: Tensors, moments: Mapping[str, BatchMoments]) -> None:
         """Let running statistics have seen this batch."""
         for norm in self.norms:  # in the order of the calls, of which one layer may have several
             if (names := self.buffers[norm.name]) is None:

@@ -24,7 +24,7 @@ from .._base.checks import (
     refuse_autocast_cache,
 )
 from .._base.dtensors import refuse_sharded
-from .._base.refused import explained
+from .._base.refusals import vmap_refusal
 from .._base.torch_internals import forward_ad_active, transform_active
 from .._base.trees import Tree, flatten, global_norm, map, unflatten
 from .._core.batches import Batch, check_size, cut, cutting, read_batch, rows_to_cut
@@ -207,7 +207,7 @@ def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
     try:
         return torch.func.vmap(one, randomness=how.randomness)(*tensors)
     except (RuntimeError, ValueError) as error:
-        if (why := explained(error)) is None:
+        if (why := vmap_refusal(error)) is None:
             raise
         raise RuntimeError(why) from error
 

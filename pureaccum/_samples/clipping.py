@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import check_at_least, read_params
-from .._base.python_numbers import as_float
+from .._base.checks import as_float, check_at_least, read_params
 from .._base.trees import Tree, accumulation_dtype, as_scalar_of, unflatten
 from .._optim.combinators import clip_by_global_norm
 from .._pure.keys import fold_in, normal

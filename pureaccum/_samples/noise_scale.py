@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_state, read_params
-from .._base.python_numbers import as_float
+from .._base.checks import as_float, check_state, read_params
 from .._base.states import loadable
 from .._base.trees import Tree, flatten, norm, paths
 from .._base.trees import leaves as leaves_of
@@ -38,6 +37,7 @@ class NoiseScale(NamedTuple):
         high: See there.
 
     Example:
+        >>> import torch
         >>> from pureaccum import per_sample_grad
         >>> x = torch.tensor([1.0, 3.0, 2.0, 2.0])
         >>> noise_scale(per_sample_grad(lambda w, x: w * x, reduce="moments")(x[0], x)).signal

@@ -23,8 +23,8 @@ from .._base.checks import (
     positions,
     read_params,
 )
-from .._base.donation import Spoiled, hand_over, mark
 from .._base.dtensors import refuse_sharded
+from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, add, flatten, map, unflatten
 from .._base.trees import leaves as leaves_of

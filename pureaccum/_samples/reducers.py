@@ -31,8 +31,8 @@ from .._base.trees import (
 )
 from .._base.trees import leaves as leaves_of
 from .._core.loss import counts, divisor
-from .._core.sums import divided
-from .._core.words import Reducer, is_reducer
+from .._core.reductions import Reducer, is_reducer
+from .._core.weights import divided
 from .chunks import Chunk
 
 
@@ -51,6 +51,7 @@ class Moments(NamedTuple):
         samples: How many had any weight.
 
     Example:
+        >>> import torch
         >>> from pureaccum import per_sample_grad
         >>> moments = per_sample_grad(lambda w, x: w * x, reduce="moments")
         >>> moments(torch.tensor(2.0), torch.tensor([1.0, 3.0])).variance()

@@ -19,10 +19,11 @@ that takes the whole batch gives it the full batch's (``functional(module, micro
     buffers = finish(carried)
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,10 +32,102 @@ from torch.overrides import TorchFunctionMode
 from .._base.checks import check_choice, check_fits, read_tensors
 from .._base.states import loadable
 from .._base.trees import Tree, flatten, paths, unflatten
-from .._pure.moments import Moments, Seen, joined, layers, merged, moments_of
 
 
 Threading = Literal["freeze", "sequential", "pooled"]
+
+
+# What batch norm saw, layer by layer, as moments that can be merged --------------------------
+
+
+@loadable
+class LayerMoments(NamedTuple):
+    """What batch norm saw so far: one float64 number a channel, all its layers end to end.
+
+    Args:
+        elements: How many there were; zero for a layer that was not called.
+        mean: Their mean.
+        squares: The sum of their squared distances from it, which does not cancel.
+        momentum: What the last call was to update the running statistics with.
+    """
+
+    elements: Tensor
+    mean: Tensor
+    squares: Tensor
+    momentum: Tensor
+
+
+class BatchNormCall(NamedTuple):
+    """A call of batch norm: whose running statistics it was to update, and with what."""
+
+    running_mean: Tensor
+    elements: int
+    mean: Tensor
+    var: Tensor
+    momentum: float
+
+
+class BatchNormBuffers(NamedTuple):
+    """Where the buffers of one batch norm lie among the leaves."""
+
+    mean: int
+    var: int
+    tracked: int | None
+
+
+def batch_norm_buffers(leaves: list[Tensor], spec: optree.PyTreeSpec) -> list[BatchNormBuffers]:
+    """Every ``…running_mean`` with a ``…running_var`` of its shape beside it."""
+    at: dict[Any, int] = {path: i for i, path in enumerate(spec.paths())}
+    found: list[BatchNormBuffers] = []
+    for path, mean in at.items():
+        *above, name = path or ("",)
+        if isinstance(name, str) and name.endswith("running_mean"):
+            stem = name.removesuffix("running_mean")
+            var = at.get((*above, stem + "running_var"))
+            if var is not None and leaves[var].shape == leaves[mean].shape:
+                found.append(
+                    BatchNormBuffers(mean, var, at.get((*above, stem + "num_batches_tracked")))
+                )
+    return found
+
+
+def layer_moments(
+    calls: Sequence[BatchNormCall | None], means: list[Tensor]
+) -> LayerMoments | tuple[()]:
+    """The moments of some layers; the variance that batch norm keeps is the unbiased one."""
+    if not means:
+        return ()
+    rows: list[tuple[Tensor, ...]] = []
+    for call, mean in zip(calls, means, strict=True):
+        zeros = torch.zeros_like(mean, dtype=torch.float64)
+        if call is None:
+            rows.append((zeros,) * 4)
+        else:
+            squares = call.var.double() * (call.elements - 1)
+            rows.append((zeros + call.elements, call.mean, squares, zeros + call.momentum))
+    return LayerMoments(*(joined(column) for column in zip(*rows, strict=True)))
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """All their numbers in one float64 vector, on the device of the first."""
+    device = tensors[0].device
+    return torch.cat([x.to(device).reshape(-1) for x in tensors]).double()
+
+
+def merged_moments(a: LayerMoments, b: LayerMoments) -> LayerMoments:
+    """The moments of two groups together (Chan, Golub and LeVeque, 1983)."""
+    elements = a.elements + b.elements
+    share = b.elements / elements.clamp(min=1)
+    apart = b.mean - a.mean
+    return LayerMoments(
+        elements,
+        a.mean + apart * share,
+        a.squares + b.squares + apart * apart * (a.elements * share),
+        torch.where(b.elements > 0, b.momentum, a.momentum),
+    )
+
+
+# How they go through ----------------------------------------------------------------------------
 
 
 @loadable
@@ -48,7 +141,7 @@ class Carried(NamedTuple):
     """
 
     values: Tree
-    moments: Moments | tuple[()]
+    moments: LayerMoments | tuple[()]
 
 
 def check_policy(policy: Threading | None) -> None:
@@ -60,11 +153,13 @@ def check_policy(policy: Threading | None) -> None:
 def begin(policy: Threading, buffers: Tree) -> Carried:
     """Before the first microbatch."""
     leaves, spec = read_tensors(buffers, "buffers", _CAUSE)
-    found = layers(leaves, spec) if policy == "pooled" else []
-    return Carried(buffers, moments_of([None] * len(found), [leaves[at.mean] for at in found]))
+    found = batch_norm_buffers(leaves, spec) if policy == "pooled" else []
+    return Carried(buffers, layer_moments([None] * len(found), [leaves[at.mean] for at in found]))
 
 
-def collect(policy: Threading, seen: list[Seen], new_buffers: Tree, buffers: Tree) -> Carried:
+def collect(
+    policy: Threading, seen: list[BatchNormCall], new_buffers: Tree, buffers: Tree
+) -> Carried:
     """What one microbatch came to, from the ``buffers`` that its loss got and those it returned.
 
     To be called at the transform level of the loss.
@@ -84,8 +179,8 @@ def collect(policy: Threading, seen: list[Seen], new_buffers: Tree, buffers: Tre
     values = [leaf.clone() for leaf in leaves]
     if policy == "sequential":
         return Carried(unflatten(spec, values), ())
-    calls: list[Seen | None] = []
-    for at in (found := layers(leaves, spec)):
+    calls: list[BatchNormCall | None] = []
+    for at in (found := batch_norm_buffers(leaves, spec)):
         here = [call for call in seen if call.running_mean is leaves[at.mean]]
         if len(here) > 1:
             raise ValueError(
@@ -102,7 +197,7 @@ def collect(policy: Threading, seen: list[Seen], new_buffers: Tree, buffers: Tre
             "Call each module once in a microbatch, through functional(module).apply, and return "
             "the new_buffers that it returned as they are, 'running_mean' beside 'running_var'."
         )
-    return Carried(unflatten(spec, values), moments_of(calls, [leaves[at.mean] for at in found]))
+    return Carried(unflatten(spec, values), layer_moments(calls, [leaves[at.mean] for at in found]))
 
 
 def advance(
@@ -116,7 +211,7 @@ def advance(
         return carried
     a, b, new = carried.moments, collected.moments, collected
     if a and b:
-        new = new._replace(moments=merged(a, b))
+        new = new._replace(moments=merged_moments(a, b))
     if keep is None:
         return new
     (leaves, spec), (old, _) = flatten(new), flatten(carried)
@@ -133,7 +228,7 @@ def finish(carried: Carried) -> Tree:
     if not moments:
         return carried.values
     leaves, spec = flatten(carried.values)
-    found = layers(leaves, spec)
+    found = batch_norm_buffers(leaves, spec)
     sizes = [leaves[at.mean].numel() for at in found]
     called, var = moments.elements > 0, moments.squares / (moments.elements - 1)
     for statistic, at in ((moments.mean, [x.mean for x in found]), (var, [x.var for x in found])):
@@ -152,14 +247,14 @@ def finish(carried: Carried) -> Tree:
 
 
 @contextmanager
-def watching(policy: Threading) -> Generator[list[Seen]]:
+def watching(policy: Threading) -> Generator[list[BatchNormCall]]:
     """Keep the moments of every batch norm that is called inside, for ``"pooled"``.
 
     Its running statistics are not updated then: each microbatch finds them as they were before
     the first. Other kernels (SyncBatchNorm over several ranks, InstanceNorm) are not watched, and
     their statistics go sequentially.
     """
-    seen: list[Seen] = []
+    seen: list[BatchNormCall] = []
     if policy != "pooled":
         yield seen
         return
@@ -178,7 +273,7 @@ _SIGNATURES = {
 class _Watch(TorchFunctionMode):
     """Hands batch norm zeros to update, with momentum 1: they become the batch's own moments."""
 
-    def __init__(self, seen: list[Seen]) -> None:
+    def __init__(self, seen: list[BatchNormCall]) -> None:
         super().__init__()
         self.seen = seen
 
@@ -194,7 +289,9 @@ class _Watch(TorchFunctionMode):
         mean, var = torch.zeros_like(running_mean), torch.zeros_like(call["running_var"])
         out = func(**(call | {"running_mean": mean, "running_var": var, "momentum": 1.0}))
         elements = x.numel() // max(x.shape[1], 1)
-        self.seen.append(Seen(running_mean, elements, mean, var, call.get("momentum", 0.1)))
+        self.seen.append(
+            BatchNormCall(running_mean, elements, mean, var, call.get("momentum", 0.1))
+        )
         return out
 
 

@@ -12,20 +12,31 @@ import torch
 from torch import Tensor
 
 from .._base.checks import check_state, refuse_autocast_cache
-from .._base.donation import mark
 from .._base.dtensors import refuse_sharded
-from .._base.explain import CompileError, attempt, is_limit
+from .._base.refusals import CompileError, attempt, is_limit
+from .._base.states import mark
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, flatten, unflatten
 from .._base.trees import leaves as leaves_of
 from .._base.trees import map as map_tree
-from .._core.auxiliary import AuxState, finish_aux, fold_stack, stack_of_one
 from .._core.batches import read_batch, rows_to_cut
 from .._core.microbatch_gradient import Rule
+from .._core.reductions import AuxState, finish_aux, fold_stack, stack_of_one
 from .._core.writes import knows
-from .forms import Freedom, Recipe, Shapes, form_of, is_tensor, narrowed, recipe_for
-from .numbers import Numbers
-from .programs import has_cuda_graphs, programs, renewed, unit_of
+from .graphs import (
+    Freedom,
+    Recipe,
+    Shapes,
+    form_of,
+    has_cuda_graphs,
+    is_tensor,
+    narrowed,
+    programs,
+    recipe_for,
+    renewed,
+    unit_of,
+)
+from .microbatch_loss import Numbers
 from .ranks import before_this_rank, window_of_all_ranks
 from .run import apply, check_window, first_row, look, update, whole
 from .state import Plan, StepInfo, StepWindow, TrainState, check_train_state

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_int
-from .._base.python_numbers import as_float
+from .._base.checks import as_float, check_int
 from .._base.states import loadable
 from .._base.trees import Tree, accumulation_dtype, as_scalar_of, map
 
@@ -27,6 +26,7 @@ class LossScaleState(NamedTuple):
             at zero, and with the one that gets it there, it backs off.
 
     Example:
+        >>> import torch
         >>> loss_scale = dynamic_loss_scale(init_scale=8.0)
         >>> state = loss_scale.update(loss_scale.init(), torch.tensor(True))
         >>> state.scale, state.growth_tracker

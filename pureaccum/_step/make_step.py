@@ -23,7 +23,7 @@ from .._core.batches import check_size
 from .._core.engines import Engine
 from .._core.loss import Reduction
 from .._core.microbatch_gradient import Nonfinite, Rule, check_rule
-from .._core.words import check_reduce
+from .._core.reductions import check_reduce
 from .._core.writes import known_of
 from .._optim.combinators import as_optimizer
 from .._pure.keys import key

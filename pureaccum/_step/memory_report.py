@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .._base.checks import check_state, read_params
 from .._base.generators import generators, restore
-from .._base.live import counting
 from .._base.torch_internals import imagining
 from .._base.trees import Tree, accumulation_dtype, leaves, map
+from .._core.auto_size import counting
 from .state import TrainState
 
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.casts import cast
-from .._base.trees import Tree, leaves, map
+from .._base.trees import Tree, cast, leaves, map
 
 
 class Policy(NamedTuple):
@@ -37,6 +36,7 @@ class Policy(NamedTuple):
         autocast: In place of ``compute``: the dtype of an autocast region around the loss.
 
     Example:
+        >>> import torch
         >>> policy = Policy(compute=torch.bfloat16)
         >>> policy.cast_to_compute({"w": torch.ones(2), "steps": torch.tensor(3)})
         {'w': tensor([1., 1.], dtype=torch.bfloat16), 'steps': tensor(3)}

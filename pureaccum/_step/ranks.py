@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import Agreement, Claim, agreement, between_ranks, claim
+from .._base.agreement import Agreement, Claim, agreement, between_ranks, claim, settings_of
 from .._base.checks import read_params
 from .._base.dtensors import refuse_sharded
-from .._base.settings import settings_of
 from .._base.trees import Tree, flatten, unflatten
 from .._core.accumulator import AccumState
-from .._pure.moments import Moments, layers, merged
 from ..distributed.collectives import begin_sum, gathered, meet
-from .buffers import Carried
+from .buffers import Carried, LayerMoments, batch_norm_buffers, merged_moments
 from .state import Plan, StepWindow, TrainState
 
 
@@ -137,7 +135,7 @@ def _claimed(plan: Plan, state: TrainState, accum: AccumState) -> Claim:
 def _pooled(carried: Carried, group: Any) -> Carried:
     """Moments merged, in the order of the ranks; every other buffer as rank 0 has it."""
     leaves, spec = flatten(carried.values)
-    pooled = {i for at in layers(leaves, spec) for i in at if i is not None}
+    pooled = {i for at in batch_norm_buffers(leaves, spec) for i in at if i is not None}
     for i, leaf in enumerate(leaves):
         if i not in pooled:
             leaves[i] = leaf.clone(memory_format=torch.contiguous_format)
@@ -146,5 +144,5 @@ def _pooled(carried: Carried, group: Any) -> Carried:
     moments = carried.moments
     if moments:
         of_all = gathered(torch.stack(moments), group)
-        moments = reduce(merged, (Moments(*each) for each in of_all))
+        moments = reduce(merged_moments, (LayerMoments(*each) for each in of_all))
     return Carried(unflatten(spec, leaves), moments)

@@ -1,5 +1,12 @@
 """What a step does: over a batch at hand, and over a stream of microbatches.
 
+    gradients = sums / weight / scale
+    applied = every one of them is finite, there was any weight, and the learning rate is finite
+
+A step that is not applied leaves parameters, optimizer state, schedule and buffers bit for bit as
+they were. The loss scale learns from it all the same, but only from its gradients: a learning rate
+of NaN says nothing about the scale.
+
 Each function is given the plan of the step first. All are pure; with a plan that donates they use
 the memory of the state that they are given.
 """
@@ -13,32 +20,142 @@ import torch
 from torch import Tensor
 
 from .._base.checks import (
+    MOST,
     check_int,
     check_state,
     outside_inference_mode,
     read_params,
     refuse_autocast_cache,
 )
-from .._base.donation import Spoiled, hand_over, mark
+from .._base.dtensors import resolved
 from .._base.generators import put_back
-from .._base.python_numbers import MOST
+from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import transform_active
-from .._base.trees import Tree, apart, check_same_structure, flatten, map, unflatten, zeros
+from .._base.trees import (
+    Tree,
+    all_finite,
+    apart,
+    check_same_structure,
+    flatten,
+    global_norm,
+    map,
+    moved,
+    norm,
+    unflatten,
+    where,
+    zeros,
+)
 from .._base.trees import leaves as leaves_of
-from .._core.accumulator import check_belongs, empty, updated
+from .._core.accumulator import AccumState, check_belongs, empty, plain_sum, updated
 from .._core.accumulator import merged as merge_states
 from .._core.batches import Batch, cut, need_rows, read_batch
-from .._core.weights import Microbatch
+from .._core.loss import divisor, mean_value
+from .._core.weights import Microbatch, divided
 from .._core.whole_batch import Cut, Folded, Pieces, Window, fold, read_cut
 from .._core.writes import Given, guarding
-from .._pure.moments import merged
+from .._samples.noise_scale import BatchNoise, noise_of
 from ..distributed.collectives import check_group
-from .buffers import begin
-from .call import caller, onwards
-from .finish import finished
+from .buffers import begin, finish, merged_moments
+from .microbatch_loss import caller, onwards
 from .ranks import before_this_rank, of_all_ranks
 from .scan import Stacked, fold_scanned
 from .state import Plan, StepInfo, StepWindow, TrainState, check_train_state
+
+
+def finished(
+    plan: Plan,
+    state: TrainState,
+    accum: AccumState,
+    carried: tuple[Any, Tensor],
+    aux: Tree,
+    *,
+    unit: float | Tensor = 1.0,
+    rows: float = 1.0,
+    own: bool,
+) -> tuple[TrainState, StepInfo]:
+    """Finish a step.
+
+    Args:
+        plan: What the step is made of.
+        state: The state before.
+        accum: What was accumulated; its sums are a list.
+        carried: Buffers and the number of samples, as the last microbatch left them.
+        aux: Reduced.
+        unit: What the sums are still to be multiplied by.
+        rows: What the weight is still to be multiplied by.
+        own: Whether the sums may be changed in place.
+    """
+    in_place = not transform_active()
+    plain = plain_sum(accum, plan.rule.reduction)
+    by = divisor(accum.weight, plain)
+    scale = None if plan.loss_scale is None else state.loss_scale.scale
+    scales = [] if scale is None else [scale]
+    grads = divided(resolved(accum.grads), by / unit, *scales, own=own and in_place)
+    sound = all_finite((grads, accum.total))
+    any_weight = accum.weight != 0
+    if plain is not False:
+        any_weight = any_weight | (plain & (accum.microbatches > accum.skipped))
+    ready = plan.optimizer.ready(state.opt_state, state.params)
+    applied, told = _applied(sound & any_weight, ready.sound)
+    length = global_norm(grads)
+    info = StepInfo(
+        mean_value(accum.total, by),
+        length,
+        accum.weight * rows,
+        accum.microbatches.clone(),
+        accum.skipped.clone(),
+        applied,
+        torch.ones_like(length) if scale is None else scale.clone(),
+        () if aux is None else aux,
+        _noise(accum, grads, scale) if plan.rule.squares else (),
+    )
+    buffers, scaling = state.buffers, state.loss_scale
+    if plan.buffers is not None:
+        buffers = where(applied, finish(carried[0]), buffers)
+    if plan.loss_scale is not None:
+        finite = sound & (accum.nonfinite == 0)
+        learned = plan.loss_scale.update(scaling, finite)
+        # a window in which nothing was seen says nothing about the scale
+        scaling = where(any_weight | ~finite, learned, scaling)
+    donate = plan.donate and in_place
+    if donate and leaves_of(info.aux):
+        info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
+    tree = unflatten(flatten(state.params)[1], grads)
+    params, opt_state = ready.apply(tree, told, donate)
+    new = TrainState(
+        params,
+        buffers,
+        opt_state,
+        scaling,
+        state.key.clone(),
+        state.attempts + 1,
+        state.applied + applied.to(state.applied.device),
+        carried[1].clone(),
+    )
+    if donate:
+        rest = (state.buffers, state.loss_scale, *state[4:])
+        mark(leaves_of(rest))
+    return new, info
+
+
+def _applied(worth: Tensor, rate_is_sound: bool | Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a step is applied, for the info, and for the optimizer.
+
+    The optimizer is told on the host what the host knows: a kernel need not run for nothing, and
+    torch's refuse a rate that the parameters' dtype cannot hold.
+    """
+    if isinstance(rate_is_sound, Tensor):
+        worth = worth & moved(rate_is_sound, worth.device)
+    elif not rate_is_sound:
+        return worth & False, torch.zeros((), dtype=torch.bool, device="cpu")
+    return worth, worth
+
+
+def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> BatchNoise:
+    squares = accum.squares
+    assert isinstance(squares, Tensor)
+    each = squares[:-1] if scale is None else squares[:-1] / scale.double() ** 2
+    return noise_of([norm(x) for x in grads], each, accum.weight, squares[-1])
 
 
 def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
@@ -241,7 +358,7 @@ def merge(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
     accum = merge_states(a.accum, b.accum, plan.rule.squares, of_grads)
     buffers = map(torch.clone, a.buffers)
     if buffers and buffers.moments:
-        buffers = buffers._replace(moments=merged(a.buffers.moments, b.buffers.moments))
+        buffers = buffers._replace(moments=merged_moments(a.buffers.moments, b.buffers.moments))
     return StepWindow(accum, buffers, a.rows + b.rows)
 
 

@@ -30,9 +30,8 @@ from .._base.dtensors import close as in_layout
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, flatten, paths, unflatten
 from .file_format import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
-from .pieces import read_piece, tile, write_file
+from .files import Path, read_piece, tile, whole_file, write_file
 from .shards import all_or_none, check_parts, files_of, is_ours_to_write, not_whole, save_by_ranks
-from .whole_file import Path, whole_file
 
 
 ROOT = "tree"  # what a file calls the tree

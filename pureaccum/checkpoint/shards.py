@@ -22,8 +22,7 @@ from torch import Tensor
 from .._base.agreement import Table, between_ranks, differences, shown
 from .._base.dtensors import largest, layout_of
 from .file_format import Contents, Part, Piece
-from .pieces import write_file
-from .whole_file import whole_folder
+from .files import whole_folder, write_file
 
 
 def is_ours_to_write(x: Any, i: int) -> bool:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._base.agreement import Claim, agreement, between_ranks, claim
-from .._base.donation import mark
 from .._base.dtensors import refuse_sharded
+from .._base.states import mark
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, flatten, paths, unflatten
 from .._base.trees import leaves as leaves_of
@@ -36,6 +36,8 @@ class Pending(NamedTuple):
         wait: ``wait()`` gives the merged state.
 
     Example:
+        >>> import torch
+        >>> import torch.distributed as dist
         >>> from pureaccum import accumulator
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> state = accumulator(lambda w, x: (w * x).mean()).init(torch.tensor(2.0))

@@ -11,13 +11,596 @@ print(pureaccum.__file__)"`` says which it finds.)
 import shutil
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
-from ._mutants import OF_CORE
-from ._mutants import Mutant as Mutant
-from ._mutants_of_disk import OF_DISK
-from ._mutants_of_microbatches import OF_MICROBATCHES
-from ._mutants_of_ranks import OF_RANKS
-from ._mutants_of_samples import OF_SAMPLES
+
+class Mutant(NamedTuple):
+    """A fault in the package: one replacement in one of its files.
+
+    Attributes:
+        says: What is wrong with it.
+        file: The file, relative to the package.
+        old: Text that occurs there exactly once.
+        new: What stands there instead.
+
+    Example:
+        >>> OF_CORE["the short tail dropped"].says
+        'Rows after the last full microbatch are left out.'
+
+    References:
+        ``plant``, which writes it; ``MUTANTS``, the table of them by name.
+    """
+
+    says: str
+    file: str
+    old: str
+    new: str
+
+
+OF_CORE: dict[str, Mutant] = {
+    "a mean of means": Mutant(
+        "The mean of a microbatch is not weighed by its rows.",
+        "_core/weights.py",
+        'pulled = 1.0 if reduction == "sum" else (rows or 0) / power',
+        "pulled = 1.0",
+    ),
+    "the value a mean of means": Mutant(
+        "The value counts every microbatch as much as any other, whatever its rows.",
+        "_core/weights.py",
+        "return Microbatch(value, float(rows), float(rows), float(rows),",
+        "return Microbatch(value, 1.0, 1.0, float(rows),",
+    ),
+    "the short tail dropped": Mutant(
+        "Rows after the last full microbatch are left out.",
+        "_core/batches.py",
+        "for start in range(0, rows, size)]",
+        "for start in range(0, rows - size + 1, size)]",
+    ),
+    "the power of two not put back": Mutant(
+        "The power of two by which a cotangent was divided is not multiplied back.",
+        "_core/weights.py",
+        "return Weighing(cotangent, power / (unit or 1.0), None)",
+        "return Weighing(cotangent, 1.0, None)",
+    ),
+    "scaled before the cast": Mutant(
+        "A gradient is scaled in its own narrow dtype, where it may overflow.",
+        "_core/weights.py",
+        "term = grad.to(total.dtype)",
+        "term = grad",
+    ),
+    "sums as narrow as the parameters": Mutant(
+        "Gradients are summed in the parameters' dtype, however narrow.",
+        "_base/trees.py",
+        "return torch.promote_types(torch.promote_types(leaf, torch.float32), at_least)",
+        "return leaf",
+    ),
+    "totals in float32": Mutant(
+        "Totals and weights are float32, which counts to 2**24.",
+        "_core/weights.py",
+        "torch.stack([x.value for x in group]).double() * times",
+        "(torch.stack([x.value for x in group]) * times).float()",
+    ),
+    "zero weight by multiplication": Mutant(
+        "What has no weight is multiplied by zero: NaN * 0 is NaN.",
+        "_core/weights.py",
+        "torch.where(keep.to(total.device), term, 0.0)",
+        "term * keep.to(total.device)",
+    ),
+    "the total of a masked microbatch added": Mutant(
+        "The loss of a microbatch of weight zero is added, NaN or not.",
+        "_core/weights.py",
+        "value = torch.where(counts(seen.total, seen.weight), seen.total, 0.0)",
+        "value = seen.total",
+    ),
+    "a ratio whose denominator is elsewhere dropped": Mutant(
+        "A microbatch without a weight adds nothing, whatever its total.",
+        "_core/loss.py",
+        "return (weight != 0) | ((total != 0) & ((total - total) == 0))",
+        "return weight != 0",
+    ),
+    "sums of complex numbers divided as such": Mutant(
+        "A complex sum is divided by torch's complex division.",
+        "_core/weights.py",
+        "parts = torch.view_as_real(total.resolve_conj()) if total.is_complex() else total\n"
+        "        for number in numbers:  # one at a time: their product may overflow\n"
+        "            parts = divide(parts, number(parts))\n"
+        "        quotients.append(torch.view_as_complex(parts) if total.is_complex() else parts)",
+        "parts = total\n"
+        "        for number in numbers:\n"
+        "            parts = divide(parts, number(parts.real).to(parts.dtype))\n"
+        "        quotients.append(parts)",
+    ),
+    "frozen parameters trained": Mutant(
+        "Parameters that require no gradient are among those that an optimizer moves.",
+        "_pure/functional.py",
+        "params if tensor.requires_grad else frozen",
+        "params",
+    ),
+    "one member's frozen parameters for all": Mutant(
+        "An ensemble is given the frozen parameters of one member without a word.",
+        "_pure/functional.py",
+        "any(map(mapped_levels, params.values()))",
+        "False",
+    ),
+    "a shell used again while a checkpoint holds it": Mutant(
+        "A recomputation sees the tensors of a later call.",
+        "_pure/shell.py",
+        "alone = _references(shell.modules) == shell.references",
+        "alone = True",
+    ),
+    "a module that leads back called in a shell": Mutant(
+        "A bound method of a module computes with the module's own parameters.",
+        "_pure/shell.py",
+        "if any(id(x) in strangers for x in leaves((args, kwargs))):",
+        "if False:",
+    ),
+    "writes not watched": Mutant(
+        "Nobody looks at what a loss writes to before it does.",
+        "_core/writes.py",
+        "if memory is not None and memory not in ours:",
+        "if False:",
+    ),
+    "late writes not seen": Mutant(
+        "A write in a later microbatch changes what the loss was given.",
+        "_core/writes.py",
+        "if now != self.before:",
+        "if False:",
+    ),
+    "a new mode not watched": Mutant(
+        "A module that writes in training mode alone is watched in eval mode alone.",
+        "_core/writes.py",
+        "return batch.spec, *looks, *modes",
+        "return batch.spec, *looks",
+    ),
+    "aux that is a donated parameter": Mutant(
+        "Aux of a stream shares memory with a state that is given up.",
+        "_step/run.py",
+        "entry = entry._replace(aux=apart(entry.aux, given_up))",
+        "pass",
+    ),
+    "division by a weight of zero": Mutant(
+        "A batch of weight zero is divided by it.",
+        "_core/loss.py",
+        "by = torch.where(weight == 0, torch.inf, weight)",
+        "by = weight",
+    ),
+    "the weight kept on skip": Mutant(
+        "A skipped microbatch leaves its weight behind.",
+        "_core/weights.py",
+        "weight=selected(entry.weight),",
+        "weight=entry.weight,",
+    ),
+    "a skipped gradient not taken back": Mutant(
+        "A skipped microbatch leaves its gradient behind.",
+        "_core/microbatch_gradient.py",
+        "torch.where(ok.to(new.device), new, old, out=new)",
+        "pass",
+    ),
+    "speculation never redone": Mutant(
+        "A window that hoped for finite gradients is not redone when there were none.",
+        "_core/whole_batch.py",
+        "if known(all_finite((folded.state.grads, folded.state.total))):",
+        "if True:",
+    ),
+    "speculation with other random numbers": Mutant(
+        "A window that is redone draws other random numbers.",
+        "_core/whole_batch.py",
+        "    torch.set_rng_state(random)\n",
+        "",
+    ),
+    "large leaves not summed": Mutant(
+        "Gradients of large leaves are never added.",
+        "_core/microbatch_gradient.py",
+        "            add_(sums[i], grad, how)\n",
+        "",
+    ),
+    "second-order terms dropped": Mutant(
+        "An outer derivative misses what goes through the gradient.",
+        "_core/engines.py",
+        "vjp(cotangent, retain_graph=False)",
+        "vjp(cotangent, retain_graph=False, create_graph=False)",
+    ),
+    "the caller's sums changed": Mutant(
+        "An update that was not given the state writes to it.",
+        "_core/accumulator.py",
+        "before, sums = sums, [x.clone() for x in sums]",
+        "before = sums",
+    ),
+    "a donated state not marked": Mutant(
+        "A donated state can still be used, and its numbers are wrong.",
+        "_base/states.py",
+        "    mark(given.values())\n",
+        "",
+    ),
+    "states that share a count": Mutant(
+        "Two states share a tensor: donating the one spoils the other.",
+        "_core/accumulator.py",
+        "else state.skipped.clone()",
+        "else state.skipped",
+    ),
+    "functional_call not kept open": Mutant(
+        "Checkpoints are recomputed with other parameters than the caller's.",
+        "_core/called_modules.py",
+        "                attributes[name] = tensors\n            yield",
+        "                pass\n            yield",
+    ),
+    "aux means that are not weighted": Mutant(
+        "The mean of aux does not weigh microbatches as the loss does.",
+        "_core/reductions.py",
+        "torch.where(each != 0, terms * each, 0.0)",
+        "terms",
+    ),
+    "an autocast cache around the microbatches": Mutant(
+        "Autocast around the microbatches is let through, and leaks copies.",
+        "_base/checks.py",
+        "    for device in {leaf.device.type for leaf in leaves}:",
+        "    for device in ():",
+    ),
+    "a scale that is not undone": Mutant(
+        "Gradients reach the optimizer multiplied by the loss scale.",
+        "_step/run.py",
+        "scales = [] if scale is None else [scale]",
+        "scales = []",
+    ),
+    "a step applied whatever its gradient": Mutant(
+        "A step with an inf or NaN in its gradient is applied.",
+        "_step/run.py",
+        "_applied(sound & any_weight,",
+        "_applied(any_weight,",
+    ),
+    "a step applied whatever its learning rate": Mutant(
+        "A step whose learning rate is NaN is applied.",
+        "_step/run.py",
+        "_applied(sound & any_weight, ready.sound)",
+        "_applied(sound & any_weight, True)",
+    ),
+    "a learning rate judged by itself": Mutant(
+        "A learning rate is not finite in the parameters' dtype, and is used.",
+        "_optim/schedules.py",
+        "rate.abs() <= most if number is None else abs(number) <= most",
+        "torch.isfinite(rate)",
+    ),
+    "one sound learning rate for all": Mutant(
+        "Of the parts of a partition one has a learning rate that can be used: all are stepped.",
+        "_optim/update.py",
+        "return a and b",
+        "return a or b",
+    ),
+    "a loss scale that learns from a learning rate": Mutant(
+        "A learning rate of NaN counts as an overflow of the gradients.",
+        "_step/run.py",
+        "finite = sound & (accum.nonfinite == 0)",
+        "finite = applied & (accum.nonfinite == 0)",
+    ),
+    "a step of no weight applied": Mutant(
+        "A step of weight zero is applied: moments decay, schedules move.",
+        "_step/run.py",
+        "_applied(sound & any_weight,",
+        "_applied(sound,",
+    ),
+    "a loss scale that skipped microbatches do not tell": Mutant(
+        "Overflows in skipped microbatches do not lower the loss scale.",
+        "_step/run.py",
+        "finite = sound & (accum.nonfinite == 0)",
+        "finite = sound",
+    ),
+    "a loss scale that learns from nothing": Mutant(
+        "A step of weight zero counts as one without overflow.",
+        "_step/run.py",
+        "scaling = where(any_weight | ~finite, learned, scaling)",
+        "scaling = learned",
+    ),
+    "buffers of a step not applied": Mutant(
+        "A step that is not applied replaces the buffers.",
+        "_step/run.py",
+        "buffers = where(applied, finish(carried[0]), buffers)",
+        "buffers = finish(carried[0])",
+    ),
+    "keys that start anew in every microbatch": Mutant(
+        "Samples of different microbatches get the same keys.",
+        "_step/microbatch_loss.py",
+        "fold_in(attempt, samples + index)",
+        "fold_in(attempt, index)",
+    ),
+    "keys that are the same in every step": Mutant(
+        "Every step draws the same random numbers.",
+        "_step/microbatch_loss.py",
+        "fold_in(state.key, state.attempts)",
+        "fold_in(state.key, 0)",
+    ),
+    "an optimizer that counts steps not applied": Mutant(
+        "The optimizer counts a step that is not applied.",
+        "_optim/update.py",
+        "steps = state.steps + (1 if applied is None else moved(applied, state.steps.device))",
+        "steps = state.steps + 1",
+    ),
+    "momentum that is dampened from the start": Mutant(
+        "The first momentum is dampened, which torch's is not.",
+        "_optim/kernels.py",
+        "if rest and count != 1:",
+        "if rest:",
+    ),
+    "moments pooled without what lies between means": Mutant(
+        "Pooled variances leave out how far apart the means are.",
+        "_step/buffers.py",
+        "a.squares + b.squares + apart * apart * (a.elements * share)",
+        "a.squares + b.squares",
+    ),
+    "one round of the cipher less": Mutant(
+        "Random numbers come from four groups of rounds, not five.",
+        "_pure/keys.py",
+        "for group in range(5):",
+        "for group in range(4):",
+    ),
+    "a loss scale without a floor": Mutant(
+        "The loss scale has neither floor nor ceiling.",
+        "_step/loss_scale.py",
+        "new.clamp(min_scale, max_scale)",
+        "new",
+    ),
+    "a check that forgives too much": Mutant(
+        "The bound of a check is the fourth root of the unit, not the square root.",
+        "testing/_check/trials.py",
+        "Bound(UNIT[reference] ** 0.5, floor)",
+        "Bound(UNIT[reference] ** 0.25, floor)",
+    ),
+    "a check of rows in order alone": Mutant(
+        "A check cuts the batch at random, but never shuffles it.",
+        "testing/_check/subject.py",
+        "order = torch.randperm(rows, generator=random).tolist()",
+        "order = list(range(rows))",
+    ),
+    "some rows compared with all": Mutant(
+        "What is accumulated of some rows is compared with the whole batch.",
+        "testing/_check/trials.py",
+        "want = self.whole(tuple(sorted(itertools.chain(*parts))))",
+        "want = self.whole(self.subject.everything())",
+    ),
+    "an experiment that says yes too soon": Mutant(
+        "A term that two pairs of microbatches have in common is taken for a constant.",
+        "testing/_check/rows.py",
+        "return len(others) > 1 and all(",
+        "return len(others) > 1 and any(",
+    ),
+    "two calls on the same rows": Mutant(
+        "A check watches two calls on the same rows in the same order, which write the same.",
+        "testing/_check/watch.py",
+        "subject.everything()[::-1]",
+        "subject.everything()",
+    ),
+    "variables left as the loss assigned them": Mutant(
+        "What a loss counts in a variable of its own is not put back.",
+        "testing/_check/kept.py",
+        "cells[name].cell_contents = content",
+        "pass",
+    ),
+    "the tail forgotten in a scan": Mutant(
+        "A compiled step leaves the shorter last microbatch out.",
+        "_step/scan.py",
+        "    if batch.tail is not None:\n",
+        "    if False:\n",
+    ),
+    "0-d leaves written in place": Mutant(
+        "A graph writes to tensors without dimensions, which torch 2.13 loses on a CPU.",
+        "_step/graphs.py",
+        "alike = x.dim() > 0 and x.shape",
+        "alike = x.shape",
+    ),
+    "the unit not undone in a loop": Mutant(
+        "Sums of a window in units of a power of two are taken as they stand.",
+        "_step/graphs.py",
+        "return apply(plan, state, window, unit, aux)",
+        "return apply(plan, state, window, 1.0, aux)",
+    ),
+    "the users' guards left out": Mutant(
+        "A graph does not notice that what a loss captures has changed.",
+        "_base/torch_internals.py",
+        '["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]',
+        "[False for guard in guards]",
+    ),
+}
+
+
+OF_DISK: dict[str, Mutant] = {
+    "numbers as they lie in memory": Mutant(
+        "A tensor that is not row by row in memory is not so in the file.",
+        "_base/bytes.py",
+        "return (x if x.is_contiguous() else bits(x).contiguous()).cpu()",
+        "return torch.as_strided(x, (x.numel(),), (1,)).cpu()",
+    ),
+    "a checksum that nobody compares": Mutant(
+        "Numbers that were changed on the disk are loaded.",
+        "checkpoint/save_load.py",
+        "if check is not None and check != contents.checks[number]:",
+        "if check is None and check == contents.checks[number]:",
+    ),
+    "parts with holes between them": Mutant(
+        "What no rank has written is loaded as it happens to lie in memory.",
+        "checkpoint/files.py",
+        "return cells and sorted(held) == sorted(itertools.product(*sides))",
+        "return cells or bool(held)",
+    ),
+    "shards of two saves": Mutant(
+        "A shard may be of any save.",
+        "checkpoint/shards.py",
+        "if part.save != usual:",
+        "if part.save == part:",
+    ),
+    "one rank goes on without the others": Mutant(
+        "A rank that could read its part does not hear that another could not.",
+        "checkpoint/shards.py",
+        "if worst:",
+        "if worst < 0:",
+    ),
+    "a header of any length": Mutant(
+        "As much is read as a file says that its header is long.",
+        "checkpoint/file_format.py",
+        "if length > LONGEST or 8 + length + 4 > size:",
+        "if 8 + length + 4 > size:",
+    ),
+    "leftovers of one name alone": Mutant(
+        "What a killed save of ranks leaves is not removed.",
+        "checkpoint/files.py",
+        "is_folder = stat.S_ISDIR(os.lstat(leftover).st_mode)",
+        "is_folder = False",
+    ),
+}
+
+
+OF_MICROBATCHES: dict[str, Mutant] = {
+    "a captured gradient silently zero": Mutant(
+        "An output that something captured is followed through is taken for a constant.",
+        "_core/rule.py",
+        "if any(ctx.needs_input_grad[2 + ctx.n :]):",
+        "if False:",
+    ),
+    "a Function with something captured unseen": Mutant(
+        "What a custom Function made of a captured tensor is taken for a microbatch's own.",
+        "_core/recomputation.py",
+        "if self.mode.unseen or any(map(self.mode.is_unseen, outs)):",
+        "if False:",
+    ),
+    "rematerialised with other random numbers": Mutant(
+        "A function that is run again draws other numbers.",
+        "_core/recomputation.py",
+        "stack.enter_context(replaying(self.drawn[p]))",
+        "pass",
+    ),
+    "run again with the modules' own parameters": Mutant(
+        "A recomputation sees what a module holds by then.",
+        "_core/recomputation.py",
+        "holding({k: v for k, v in self.held.items() if _differs(*v)})",
+        "holding({})",
+    ),
+    "run again in another mode": Mutant(
+        "A recomputation sees the mode that a module is in by then.",
+        "_core/recomputation.py",
+        "stack.enter_context(in_modes(self.modules))",
+        "pass",
+    ),
+    "a write before the derivative unseen": Mutant(
+        "A recomputation begins from what a captured tensor has become.",
+        "_core/recomputation.py",
+        "if (x := at()) is not None and version(x) != then:",
+        "if False:",
+    ),
+    "a sum of gradients as narrow as a piece": Mutant(
+        "Gradients of pieces are added in the dtype of the parameter.",
+        "_core/gathered.py",
+        "x.to(sum_dtype(x), copy=not self.recorded)",
+        "x.clone()",
+    ),
+    "NaN * 0 of a piece without weight": Mutant(
+        "A piece that does not count gives its gradient times zero.",
+        "_core/rule.py",
+        "return torch.where(keep.to(x.device), x, 0.0)",
+        "return x * keep.to(x.device, x.dtype)",
+    ),
+    "a gradient taken early in float16": Mutant(
+        "A total computed in float16 is pulled with 1, and scaled afterwards.",
+        "_core/recomputation.py",
+        "self.half or any(x.dtype == torch.float16 for x in made)",
+        "self.half",
+    ),
+    "a cast kept": Mutant(
+        "The gradients of a cast are summed, and rounded to its dtype.",
+        "_base/trees.py",
+        "return first if then == [version(first), version(x)] else x",
+        "return x",
+    ),
+    "a write to a cast undone": Mutant(
+        "What a cast was made from takes its place, whatever was written to it since.",
+        "_base/trees.py",
+        "return first if then == [version(first), version(x)] else x",
+        "return first",
+    ),
+    "merged without the distance of the means": Mutant(
+        "Squares of distances from different points are added as they stand.",
+        "_pure/batch_norm.py",
+        "squares = squares + 2 * apart * sums + each * apart**2",
+        "squares = squares + 0 * apart",
+    ),
+    "moments taken for constants": Mutant(
+        "A batch norm has no gradient through its mean and its variance.",
+        "_pure/batch_norm.py",
+        "inverse = torch.rsqrt(moments.var + eps)",
+        "inverse = torch.rsqrt(var + eps)",
+    ),
+}
+
+
+OF_RANKS: dict[str, Mutant] = {
+    "counts and scales of ranks not compared": Mutant(
+        "Ranks do not compare the small leaves of their states, which change at every step.",
+        "_base/agreement.py",
+        "if x.numel() <= FEW], device)",
+        "if False], device)",
+    ),
+    "settings of ranks not compared": Mutant(
+        "What closures hold, such as the learning rate of an optimizer, is not read.",
+        "_base/agreement.py",
+        "_read(cell.cell_contents,",
+        "_read((),",
+    ),
+    "windows merged without their rows": Mutant(
+        "The window of two has the rows of the first.",
+        "_step/run.py",
+        "a.rows + b.rows",
+        "a.rows.clone()",
+    ),
+}
+
+
+OF_SAMPLES: dict[str, Mutant] = {
+    "samples summed without their factor": Mutant(
+        "A sum of clipped gradients clips nothing.",
+        "_samples/reducers.py",
+        "return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])",
+        "return unflatten(chunk.spec, [_added(t, x, factor * 0 + 1) for t, x in columns])",
+    ),
+    "samples without weight by multiplication": Mutant(
+        "A sample of weight zero is multiplied away: NaN * 0 is NaN.",
+        "_samples/reducers.py",
+        "x = torch.where(_along(keep, x), x, 0.0)",
+        "x = x * _along(keep, x)",
+    ),
+    "second moments of terms": Mutant(
+        "The second moment of a sample that weighs more is that of its term, not over its weight.",
+        "_samples/reducers.py",
+        "power = torch.where(weight != 0, factor * factor / weight, 0.0)",
+        "power = torch.where(weight != 0, factor * factor, 0.0)",
+    ),
+    "noise over all microbatches": Mutant(
+        "The variance between K microbatches is divided by K: biased.",
+        "_samples/noise_scale.py",
+        "(squares - between) / (pieces - 1)",
+        "(squares - between) / pieces",
+    ),
+    "averages that begin at zero": Mutant(
+        "Moving averages are not corrected for having begun at zero.",
+        "_samples/noise_scale.py",
+        "*(x / averages.share for x in averages[:7])",
+        "*averages[:7]",
+    ),
+    "a skipped microbatch's noise kept": Mutant(
+        "What nonfinite='skip' leaves out still counts among the squared norms.",
+        "_core/weights.py",
+        "squares = torch.where(finite, squares, 0.0)",
+        "pass",
+    ),
+    "a divisor that meta-gradients do not see": Mutant(
+        "The weight of Weighted is cut off from the transforms around the gradient.",
+        "_core/loss.py",
+        "weight = weight.to(total.device, torch.float64)",
+        "weight = weight.detach().to(total.device, torch.float64)",
+    ),
+    "members that share memory": Mutant(
+        "States that were stacked and taken apart are views of the stack.",
+        "_base/trees.py",
+        "[x.clone() for x in row]",
+        "list(row)",
+    ),
+}
 
 
 MUTANTS: dict[str, Mutant] = OF_CORE | OF_DISK | OF_RANKS | OF_SAMPLES | OF_MICROBATCHES

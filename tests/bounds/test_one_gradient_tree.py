@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base.live import counting
+from pureaccum._core.auto_size import counting
 from tests.purity.calls import ENGINES
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._base.live import counting
+from pureaccum._core.auto_size import counting
 from pureaccum.testing.strategies import compositions, seeds
 from tests.bounds import resnets
 from tests.strategies import every, generator

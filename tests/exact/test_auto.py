@@ -10,7 +10,7 @@ from hypothesis import given
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base.live import counting
+from pureaccum._core.auto_size import counting
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import saying
 from tests.faults.shortage import few_to_collect

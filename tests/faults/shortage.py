@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pureaccum._base.live import counting
 from pureaccum._base.torch_internals import seeing
+from pureaccum._core.auto_size import counting
 
 
 Point = int | Callable[[], bool]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._base.donation import Donated, Spoiled
+from pureaccum._base.states import Donated, Spoiled
 from pureaccum._base.torch_internals import VERSION
 from pureaccum._core.batches import read_batch
 from pureaccum._step.compiled import CompileError
-from pureaccum._step.forms import Shapes, has_cpp_wrapper, recipe_for
+from pureaccum._step.graphs import Shapes, has_cpp_wrapper, recipe_for
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import pureaccum as pa
 from pureaccum.checkpoint.file_format import Part, Piece
-from pureaccum.checkpoint.pieces import write_file
+from pureaccum.checkpoint.files import write_file
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import saying
 from tests.ranks import End, run_on_ranks

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import pureaccum as pa
 from pureaccum import _agreement
-from pureaccum._base.agreement import agreement, claim, compare
-from pureaccum._base.settings import settings_of
+from pureaccum._base.agreement import agreement, claim, compare, settings_of
 from tests.states import STATES
 
 

@@ -18,8 +18,7 @@ from pureaccum.testing import (
     assert_accumulates,
     check_accumulation,
 )
-from pureaccum.testing._check.cuts import ways
-from pureaccum.testing._check.in_dtype import cast, computing_in
+from pureaccum.testing._check.subject import cast, computing_in, ways
 from pureaccum.testing._check.trials import Bound, Outcome, Result, Trial, errors, shrunk
 from pureaccum.testing.strategies import KINDS, losses, reduction
 from tests.strategies import every

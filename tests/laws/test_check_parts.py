@@ -18,23 +18,22 @@ from torch import nn
 import pureaccum as pa
 from pureaccum._core.batches import read_batch
 from pureaccum.testing import check_accumulation
-from pureaccum.testing._check.cuts import ways
+from pureaccum.testing._check.check import find_leaf, redrawn
 from pureaccum.testing._check.kept import Kept, names_of
-from pureaccum.testing._check.natively import natively
 from pureaccum.testing._check.report import Diagnosis, Leaf, Report
-from pureaccum.testing._check.sets import Of, several_means
-from pureaccum.testing._check.subject import Subject
+from pureaccum.testing._check.rows import Of, several_means
+from pureaccum.testing._check.subject import Subject, ways
 from pureaccum.testing._check.trials import (
     Bound,
     Outcome,
     Trial,
     native_trial,
+    natively,
     repeats,
     shrunk,
     trial_of,
     whole_batch,
 )
-from pureaccum.testing._check.weights import find_leaf, redrawn
 from tests.strategies import generator
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pureaccum as pa
 from pureaccum import _update
-from pureaccum._base.live import counting
+from pureaccum._core.auto_size import counting
 from pureaccum._optim.kernels import Method, adam_method, sgd_method
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds

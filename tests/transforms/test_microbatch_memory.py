@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 import pureaccum as pa
-from pureaccum._base.live import counting
+from pureaccum._core.auto_size import counting
 
 
 WIDTH, SIZE, LAYERS = 48, 16, 6

@@ -15,24 +15,23 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..._base.checks import check_choice
+from ..._base.checks import check_choice, read_params
 from ..._base.trees import all_finite, flatten, paths
+from ..._core.batches import Batch, need_rows, read_batch, rows_to_cut
 from ..._core.loss import Reduction
-from .cuts import Parts
-from .diagnose import UNKNOWN, Case, diagnose
-from .given import read_splits, read_subject
-from .in_dtype import uncompiled
+from .diagnosis import UNKNOWN, Case, diagnose
 from .kept import names_of
 from .loop import Loop, of_loop, run_loop, trial_of_loop
-from .natively import as_near_as_can_be, natively
 from .report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
 from .rows import raises
-from .subject import Subject, preserving_random
+from .subject import Parts, Subject, parts_at, preserving_random, uncompiled, ways
 from .trials import (
     Trial,
     Tried,
     accumulated,
+    as_near_as_can_be,
     native_trial,
+    natively,
     repeats,
     trial_of,
     tried_all,
@@ -40,7 +39,71 @@ from .trials import (
     worst_of,
 )
 from .watch import Seen, watch
-from .weights import find_leaf, redrawn
+
+
+def find_leaf(batch: Batch, name: str) -> int:
+    """Which leaf of the batch is called so: by its path, or by the last key of it."""
+    names = paths(batch.spec, "batch")
+    endings = (name, f"batch{name}", f"batch[{name!r}]")
+    found = [i for i, path in enumerate(names) if path in endings]
+    if not found or not isinstance(batch.leaves[found[0]], Tensor):
+        raise ValueError(
+            f"weights is {name!r}, which is no tensor of the batch; expected one of "
+            f"{', '.join(names)}."
+        )
+    return found[0]
+
+
+def redrawn(subject: Subject, leaf: int, random: torch.Generator) -> Subject:
+    """The same loss on a batch in which more rows of a leaf are zero; one that was not, is not."""
+    leaves = list(subject.batch.leaves)
+    x: Tensor = leaves[leaf]
+    weigh = x.detach().reshape(subject.rows, -1).any(1).nonzero()[:, 0].cpu()
+    keep = torch.randint(0, 2, (subject.rows,), generator=random)
+    order = weigh[torch.randperm(len(weigh), generator=random)]
+    keep[order[1:2]], keep[order[:1]] = 0, 1
+    factor = keep.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
+    leaves[leaf] = x * factor
+    return subject._replace(batch=subject.batch._replace(leaves=leaves))
+
+
+def read_subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
+    """The loss and its arguments, as a check calls it."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is of type {type(loss_fn).__name__}; expected a function of (params, batch)."
+        )
+    read_params(params)
+    flat = read_batch(batch)
+    layouts = {x.layout for x in flat.leaves if isinstance(x, torch.Tensor)}
+    # A check takes rows one by one, which torch can do of COO tensors, too.
+    rows = need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat)
+    if rows < 2:
+        raise ValueError(
+            f"batch has {rows} row{'s' * (rows != 1)}; expected two at least, since one cannot be "
+            "cut."
+        )
+    return Subject(loss_fn, params, flat, rows)
+
+
+def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Parts]:
+    """The ways of cutting that are asked for."""
+    if isinstance(splits, int) and splits > 0 and not isinstance(splits, bool):
+        return ways(rows, splits, random)
+    if not isinstance(splits, Sequence) or isinstance(splits, str) or not splits:
+        raise ValueError(
+            f"splits is {splits!r}; expected how many random splits to try, or the splits "
+            "themselves: [[4, 4], [7, 1]]."
+        )
+    for sizes in splits:  # pyright: ignore[reportUnknownVariableType]
+        whole = isinstance(sizes, Sequence) and all(isinstance(size, int) for size in sizes)
+        if not whole or len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != rows:
+            raise ValueError(
+                f"splits holds {sizes!r}; expected sizes of two microbatches at least, whose sum "
+                f"is {rows}, the rows of the batch."
+            )
+    everything = tuple(range(rows))
+    return [parts_at(everything, list(itertools.accumulate(sizes))) for sizes in splits]
 
 
 Reference = Literal["float64", "native"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._base.torch_internals import tensor_places
-from .._reach import elsewhere, global_names
+from .._pure import elsewhere, global_names
 
 
 class Held(NamedTuple):

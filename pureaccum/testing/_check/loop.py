@@ -16,9 +16,8 @@ from torch import Tensor
 from ..._base.trees import check_same_structure, flatten, leaves, paths
 from ..._core.accumulator import plain_sum
 from ..._core.loss import divisor
-from .cuts import Parts, Rows, split
 from .report import Diagnosis
-from .subject import Subject
+from .subject import Parts, Rows, Subject, split
 from .trials import Bound, Result, Trial, repeats
 
 

@@ -6,23 +6,52 @@ Afterwards what the loss wrote to, or assigned to a module, is as it was. Each c
 random numbers of its own, so that a loss that draws cannot hide it.
 """
 
+import itertools
 import random
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..._base.trees import map, unflatten
 from ..._core.accumulator import AccumState, accumulator
 from ..._core.batches import Batch
 from ..._core.loss import Reduction
 from ..._core.writes import unguarded
-from .cuts import Rows
-from .in_dtype import cast, computing_in
 from .kept import Kept
+
+
+Rows = tuple[int, ...]
+Parts = tuple[Rows, ...]
+
+
+def ways(rows: int, count: int, random: torch.Generator) -> list[Parts]:
+    """Halves, all but one row, quarters, single rows; then random parts in random order."""
+    everything = tuple(range(rows))
+    sizes = [-(-rows // 2), -(-rows // 4), -(-rows // 16)]
+    found = [split(everything, [size] * (rows // size)) for size in sizes]
+    found.insert(1, split(everything, [rows - 1]))
+    for _ in range(count):
+        order = torch.randperm(rows, generator=random).tolist()
+        cuts = int(torch.randint(1, min(rows, 8), (), generator=random))
+        edges = 1 + torch.randperm(rows - 1, generator=random)[:cuts].sort().values
+        found.append(parts_at(tuple(order), edges.tolist()))
+    return list(dict.fromkeys(parts for parts in found if len(parts) > 1))
+
+
+def split(rows: Rows, sizes: Iterable[int]) -> Parts:
+    """Parts of these sizes, and one of what is left."""
+    return parts_at(rows, list(itertools.accumulate(sizes)))
+
+
+def parts_at(rows: Rows, edges: Sequence[int]) -> Parts:
+    """Parts that end at these edges."""
+    ends = [0, *edges, len(rows)]
+    return tuple(rows[a:b] for a, b in itertools.pairwise(ends) if a < b)
 
 
 class Subject(NamedTuple):
@@ -113,3 +142,102 @@ def reseed(seed: int, generators: Sequence[torch.Generator] = ()) -> None:
         numpy.random.seed(seed % 2**32)
     for generator in generators:
         generator.manual_seed(seed)
+
+
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_CASTS = {"float", "double", "half", "bfloat16"}
+
+
+def _dtypes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What becomes of every other dtype."""
+    becomes = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])
+    return {old: new for old, new in becomes.items() if old != new}
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[None]:
+    """Run what is inside in ``dtype``; functions ``without`` hand their first argument on."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _InDtype(dtype, frozenset(without)):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Copies of a tree's tensors, those of floating-point numbers in ``dtype``."""
+    becomes = _dtypes(dtype)
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().to(becomes.get(x.dtype, x.dtype), copy=True)
+
+    return map(copy, tree)
+
+
+class _InDtype(TorchFunctionMode):
+    def __init__(self, dtype: torch.dtype, without: frozenset[str]) -> None:
+        super().__init__()
+        self.dtype, self.becomes, self.without = dtype, _dtypes(dtype), without
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), {} if kwargs is None else kwargs
+        if name in ("__get__", "__set__"):
+            out = func(*args, **kwargs)
+            return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
+        args = map(self.recast, args)
+        kwargs = {key: map(self.recast, arg) for key, arg in kwargs.items()}
+        if name in self.without and is_active(name, args, kwargs):
+            return args[0] if args else kwargs["input"]
+        if name in _CASTS:
+            return args[0].to(self.dtype)
+        return func(*args, **kwargs)
+
+    def recast(self, x: Any) -> Any:
+        """A tensor or a dtype, in the dtype; everything else as it is."""
+        if isinstance(x, torch.dtype):
+            return self.becomes.get(x, x)
+        if not isinstance(x, Tensor) or x.dtype not in self.becomes:
+            return x
+        if id(x) not in self.held:  # one copy for the whole call, so that it can be written to
+            with torch.enable_grad():  # whatever the mode in which it is first used
+                self.held[id(x)] = x, x.to(self.becomes[x.dtype])
+        return self.held[id(x)][1]
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Compiled code runs as it is written: a compiler would trace our modes, too."""
+    if "torch._dynamo" not in sys.modules:  # whose import takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+# Functions that a check may leave out ----------------------------------------------------
+
+
+BATCH_NORM = "batch_norm"
+DROPOUTS = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout", "feature_dropout"),
+}
+
+
+def is_active(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of batch_norm or dropout does what it does in training."""
+    if name == BATCH_NORM:  # (input, running_mean, running_var, weight, bias, training, …)
+        return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    if name in DROPOUTS:
+        default = "alpha" not in name  # torch is of two minds
+        return bool(kwargs.get("training", args[2] if len(args) > 2 else default))
+    return False

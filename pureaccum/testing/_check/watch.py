@@ -1,19 +1,251 @@
 """What a loss does beside computing: what it writes to, where it draws, what it normalises with."""
 
-from collections.abc import Iterator
+import inspect
+import linecache
+import random
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
-from ..._base.torch_internals import leads_to
-from ..._base.trees import leaves
+from ..._base.torch_internals import leads_to, transform_active
+from ..._base.trees import flatten, leaves, paths
 from ..._core.loss import Weighted, is_pair
-from .._reach import reachable
-from .caller import NOBODY, Call
-from .kept import Kept, Names
-from .sight import Sight, Written
-from .subject import Subject
+from .._pure import reachable
+from .kept import Held, Kept, Names, differs
+from .subject import BATCH_NORM, Subject, is_active
+
+
+class Call(NamedTuple):
+    """A call of a torch function: its name, and the module or the line that made it."""
+
+    function: str
+    module: str  # "net.1 (BatchNorm1d)", or ""
+    root: str  # "net"
+    path: str  # "1"
+    line: str  # "loss.py:12: x = net(x)"
+
+    @property
+    def where(self) -> str:
+        """For a sentence."""
+        return self.module or f"torch's {self.function} at {self.line}"
+
+
+NOBODY = Call("", "", "", "", "")
+
+
+def users_line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if not any(ours in file.parents for ours in _NOT_THE_USERS):
+            text = linecache.getline(str(file), frame.f_lineno).strip()
+            text = text if len(text) <= 60 else f"{text[:59]}…"
+            return f"{file.name}:{frame.f_lineno}" + (f" ({text})" if text else "")
+        frame = frame.f_back
+    return "an unknown line"
+
+
+_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[2])
+
+
+class Written(NamedTuple):
+    """A tensor that the loss writes to, whenever it is called."""
+
+    name: str
+    given: bool  # handed to the loss, not captured by it
+    by: Call  # the first function that saw it
+
+
+class _Noted(NamedTuple):
+    """A tensor that a function was called with, and that no function had returned."""
+
+    name: str
+    tensor: weakref.ref[Tensor]  # dead after the call if it was the loss's own
+    first: Tensor  # what it held when it was seen first
+    held: Tensor  # … in this call
+    given: bool
+    by: Call
+
+
+class Sight(TorchFunctionMode):
+    """What is seen of a loss while it runs."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names  # of the objects that the loss captures
+        self.made: dict[int, weakref.ref[Tensor]] = {}
+        self.noted: dict[int, _Noted] = {}
+        self.draws: dict[Call, None] = {}
+        self.batch_norms: dict[Call, None] = {}
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.stack: list[nn.Module] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.handed: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        for x in leaves((args, kwargs)):
+            if isinstance(x, torch.Generator):
+                self.generators.setdefault(id(x), (x, x.get_state()))
+            elif isinstance(x, Tensor) and not transform_active():
+                self.see(x, name)
+        if name == BATCH_NORM and is_active(name, args, kwargs):
+            self.batch_norms[self.caller(name)] = None
+        before = _random_state()
+        out = func(*args, **kwargs)
+        if not before.equal(_random_state()):
+            self.draws[self.caller(name)] = None
+        for x in leaves(out):
+            if isinstance(x, Tensor):
+                if x.is_floating_point():
+                    self.dtypes.add(x.dtype)
+                if not self.knows(x):
+                    self.made[id(x)] = weakref.ref(x)
+        return out
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor was made by the loss, or has been noted."""
+        made, noted = self.made.get(id(x)), self.noted.get(id(x))
+        return (made is not None and made() is x) or (noted is not None and noted.tensor() is x)
+
+    def see(self, x: Tensor, function: str) -> None:
+        """Note who uses a tensor first, if it is not the loss's own."""
+        noted = self.noted.get(id(x))
+        if not self.knows(x):
+            self.note("", x, False, self.caller(function))
+        elif noted is not None and noted.by is NOBODY and not noted.given:
+            self.noted[id(x)] = noted._replace(by=self.caller(function))
+
+    def note(self, name: str, x: Tensor, given: bool, by: Call) -> None:
+        """Remember a tensor, and what it holds."""
+        numbers = x.detach().clone()
+        self.noted[id(x)] = _Noted(name, weakref.ref(x), numbers, numbers, given, by)
+
+    def note_held(self, modules: list[nn.Module]) -> None:
+        """Note what modules hold: code that is not Python's may write to it unseen."""
+        for root in modules:
+            of = self.root_name(root)
+            grads = ((f"{n}.grad", p.grad) for n, p in root.named_parameters())
+            for name, x in [*root.named_buffers(), *grads]:
+                if x is not None and id(x) not in self.noted:
+                    self.note(f"{of}.{name}", x, False, NOBODY)
+
+    def give(self, tree: Any, root: str) -> None:
+        """Note what is handed to the loss."""
+        given, spec = flatten(tree)
+        for path, x in zip(paths(spec, root), given, strict=True):
+            if isinstance(x, Tensor):
+                self.handed.append(x)  # alive until it has been looked at
+                self.note(path, x, True, NOBODY)
+
+    def written(self) -> list[Written]:
+        """What holds other numbers than at the beginning of this call."""
+        return [
+            Written(noted.name or self.name_of(x, noted.by), noted.given, noted.by)
+            for noted in self.noted.values()
+            if (x := noted.tensor()) is not None and differs(x, noted.held)
+        ]
+
+    def begin_again(self, modules: list[nn.Module]) -> None:
+        """Look at another call."""
+        self.handed.clear()
+        self.noted = {
+            key: noted._replace(held=x.detach().clone())
+            for key, noted in self.noted.items()
+            if not noted.given and (x := noted.tensor()) is not None
+        }
+        self.note_held(modules)
+
+    def changed(self) -> tuple[Held, ...]:
+        """The captured tensors that hold other numbers than at first."""
+        return tuple(
+            Held(x, noted.first)
+            for noted in self.noted.values()
+            if not noted.given and (x := noted.tensor()) is not None and differs(x, noted.first)
+        )
+
+    def name_of(self, x: Tensor, by: Call) -> str:
+        """What the user calls a captured tensor."""
+        if id(x) in self.names:
+            return self.names[id(x)]
+        for root in self.roots:
+            for named in (root.named_parameters(), root.named_buffers()):
+                for name, tensor in named:
+                    if tensor is x:
+                        return f"{self.root_name(root)}.{name}"
+        return f"a tensor of shape {tuple(x.shape)}, first used at {by.line}"
+
+    def root_name(self, root: nn.Module) -> str:
+        """What the user calls a module."""
+        return self.names.get(id(root), type(root).__name__)
+
+    def caller(self, function: str) -> Call:
+        """Who calls a function now."""
+        if not self.stack:
+            return Call(function, "", "", "", users_line())
+        root, inner = self.stack[0], self.stack[-1]
+        path = next((name for name, part in root.named_modules() if part is inner), "")
+        of, kind = self.root_name(root), type(inner).__name__
+        module = f"{of}.{path} ({kind})" if path else of if of == kind else f"{of} ({kind})"
+        return Call(function, module, of, path, users_line())
+
+    @contextmanager
+    def others(self) -> Generator[None]:
+        """See generators that are not torch's."""
+        numpy = sys.modules.get("numpy")
+        states: dict[str, Callable[[], Any]] = {"Python's random": random.getstate}
+        if numpy:
+            states["numpy.random"] = lambda: str(numpy.random.get_state())
+        before = {name: state() for name, state in states.items()}
+        try:
+            yield
+        finally:
+            for name, state in states.items():
+                if state() != before[name]:
+                    self.draws[NOBODY._replace(module=name)] = None
+
+    @contextmanager
+    def modules(self) -> Generator[None]:
+        """See modules begin and end."""
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if not self.stack:
+                self.roots.add(module)
+            self.stack.append(module)
+
+        def end(module: nn.Module, args: Any, out: Any) -> None:
+            self.stack.pop()
+
+        handles = [
+            register_module_forward_pre_hook(begin),
+            register_module_forward_hook(end, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _random_state() -> Tensor:
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
 
 
 class Seen(NamedTuple):

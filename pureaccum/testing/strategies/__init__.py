@@ -24,11 +24,11 @@ from .data import seeds as seeds
 from .data import shapes as shapes
 from .data import trees as trees
 from .data import weights as weights
-from .faults import Fault as Fault
-from .faults import faults as faults
+from .histories import Fault as Fault
 from .histories import History as History
 from .histories import MergeTree as MergeTree
 from .histories import compositions as compositions
+from .histories import faults as faults
 from .histories import histories as histories
 from .histories import merge_along as merge_along
 from .histories import merge_trees as merge_trees
