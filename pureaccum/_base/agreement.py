@@ -159,7 +159,7 @@ def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
             break
     else:
         found = ["the bits of what they hold"]
-    raise ValueError(f"the ranks of the group do not hold the same: {shown(found)} {mine.cause}")
+    raise ValueError(f"the ranks of the group do not hold the same: {in_words(found)} {mine.cause}")
 
 
 def differences(of_ranks: tuple[Table, ...]) -> list[str]:
@@ -179,7 +179,7 @@ def differences(of_ranks: tuple[Table, ...]) -> list[str]:
     return found
 
 
-def shown(found: list[str]) -> str:
+def in_words(found: list[str]) -> str:
     """The first of what differs, and how much more does."""
     more = f" {len(found) - 3} more differ." if len(found) > 3 else ""
     return f"{'; '.join(found[:3])}.{more}"

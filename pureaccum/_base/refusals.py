@@ -17,7 +17,7 @@ from torch import nn
 from .generators import put_back
 from .states import Spoiled, mark
 from .torch_internals import compiler_stack, is_compiler_error
-from .trees import leaves as leaves_of
+from .trees import tree_leaves
 
 
 # Words of the compiler, and what they mean for whoever wrote the line.
@@ -71,9 +71,9 @@ def attempt(
         sentence = compiler_refusal(error)
         if sentence is None:
             if spoils:
-                mark(leaves_of(args[0]), Spoiled)
+                mark(tree_leaves(args[0]), Spoiled)
             raise
-        device = leaves_of(args[0])[0].device
+        device = tree_leaves(args[0])[0].device
         with put_back(device):
             eagerly()
         raise CompileError(sentence) from error

@@ -40,12 +40,12 @@ def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
-def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """``func`` over the leaves of trees of one structure."""
     return optree.tree_map(func, tree, *rest, namespace=NAMESPACE)
 
 
-def leaves(tree: Tree) -> list[Any]:
+def tree_leaves(tree: Tree) -> list[Any]:
     """The leaves alone."""
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
@@ -121,7 +121,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
     """Zeros shaped like a tree, in its accumulation dtypes: where its gradients are summed."""
-    return map(lambda x: zeros_of_sum(x, accumulation_dtype(x.dtype, dtype)), tree)
+    return tree_map(lambda x: zeros_of_sum(x, accumulation_dtype(x.dtype, dtype)), tree)
 
 
 # Arithmetic ----------------------------------------------------------------------------
@@ -129,32 +129,32 @@ def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
 
 def add(a: Tree, b: Tree) -> Tree:
     """``a + b``, a new tree."""
-    return map(torch.add, a, b)
+    return tree_map(torch.add, a, b)
 
 
 def add_(a: Tree, b: Tree) -> Tree:
     """``a += b`` in a's own memory: ten times faster than ``add`` on a CPU."""
-    return map(lambda x, y: x.add_(y), a, b)
+    return tree_map(lambda x, y: x.add_(y), a, b)
 
 
 def scale(tree: Tree, factor: float | Tensor) -> Tree:
     """``factor * tree``, a new tree of the same dtypes."""
-    return map(lambda x: torch.mul(x, factor), tree)
+    return tree_map(lambda x: torch.mul(x, factor), tree)
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """One tree or the other, selected and never multiplied: NaN * 0 is NaN."""
-    return map(lambda x, y: torch.where(condition, x, y), a, b)
+    return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 
 def apart(tree: Tree, given_up: Tree) -> Tree:
     """A tree that shares no memory with one that is given up, and will be written to."""
-    held = {memory_of(local(x)) for x in leaves(given_up)} | {None}  # None: of several parts
+    held = {memory_of(local(x)) for x in tree_leaves(given_up)} | {None}  # None: of several parts
 
     def copied(x: Any) -> Any:
         return x.clone() if isinstance(x, Tensor) and memory_of(local(x)) in held else x
 
-    return map(copied, tree)
+    return tree_map(copied, tree)
 
 
 def as_scalar_of(x: Tensor, scalar: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def global_norm(tree: Tree) -> Tensor:
         `torch.linalg.vector_norm
         <https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html>`_, for trees.
     """
-    parts, layouts = opened(resolved(leaves(tree)))
+    parts, layouts = opened(resolved(tree_leaves(tree)))
     norms = [norm(x) for x in parts]
     if not norms:
         return torch.zeros(())
@@ -246,7 +246,7 @@ def all_finite(tree: Tree) -> Tensor:
     References:
         `torch.isfinite <https://docs.pytorch.org/docs/stable/generated/torch.isfinite.html>`_
     """
-    parts, layouts = opened(resolved(leaves(tree)))
+    parts, layouts = opened(resolved(tree_leaves(tree)))
     flags = [finite(x) for x in parts]
     if not flags:
         return torch.ones((), dtype=torch.bool)

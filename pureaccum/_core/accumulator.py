@@ -11,20 +11,30 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import (
+from .._base import (
+    Spoiled,
+    Tree,
+    add,
     check_argnums,
     check_dtype,
     check_fits,
+    closed,
+    flatten,
+    hand_over,
+    loadable,
+    mark,
+    opened,
     outside_inference_mode,
+    paths,
     positions,
     read_params,
     refuse_autocast_cache,
+    resolved,
+    transform_active,
+    tree_leaves,
+    unflatten,
+    zeros,
 )
-from .._base.dtensors import closed, opened, resolved
-from .._base.states import Spoiled, hand_over, loadable, mark
-from .._base.torch_internals import transform_active
-from .._base.trees import Tree, add, flatten, paths, unflatten, zeros
-from .._base.trees import leaves as leaves_of
 from .batches import read_batch
 from .engines import Engine, Loss, prepare
 from .loss import Reduction, divisor, mean_value
@@ -189,7 +199,7 @@ def accumulator(
         sums, spec = flatten(state.grads)
         own = donate and not transform_active()
         grads = divided(resolved(sums), by, own=own)
-        return unflatten(spec, hand_over(leaves_of(state), grads) if own else grads), value
+        return unflatten(spec, hand_over(tree_leaves(state), grads) if own else grads), value
 
     return Accumulator(init, update, merge, finalize)
 
@@ -279,7 +289,7 @@ def updated(
         new = counted(state, [entry], rule)
         grads = closed(grads, layouts)
         if in_place and donate:
-            grads = hand_over([*held, *leaves_of(state[1:])], grads)
+            grads = hand_over([*held, *tree_leaves(state[1:])], grads)
     return AccumState(unflatten(spec, grads), *new[1:]), entry
 
 

@@ -26,10 +26,19 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._base.checks import check_argnums, check_int, outside_inference_mode, positions
-from .._base.generators import generators, restore
-from .._base.torch_internals import in_backward, seeing, transform_active
-from .._base.trees import Tree, flatten
+from .._base import (
+    Tree,
+    check_argnums,
+    check_int,
+    flatten,
+    generators,
+    in_backward,
+    outside_inference_mode,
+    positions,
+    restore,
+    seeing,
+    transform_active,
+)
 from .batches import read_batch, rows_to_cut
 
 
@@ -118,7 +127,7 @@ T = TypeVar("T")
 REMEMBERED = 1000  # kinds of batches
 
 
-class Known(NamedTuple):
+class Tried(NamedTuple):
     """What is known of batches of one kind."""
 
     fits: int = 0  # the largest size that went well
@@ -143,7 +152,7 @@ def by_memory(
     Returns:
         ``run`` without its first argument.
     """
-    kinds: dict[Any, Known] = {}
+    kinds: dict[Any, Tried] = {}
 
     def found(*args: Any, **kwargs: Any) -> T:
         if transform_active():
@@ -155,7 +164,7 @@ def by_memory(
         batch, rest = look(*args, **kwargs)
         rows = max(rows_to_cut(read_batch(batch, root), root), 1)
         kind, device = _kind(batch, rest)
-        known, outer = kinds.get(kind, Known()), sys.exception()
+        known, outer = kinds.get(kind, Tried()), sys.exception()
         before, drain = generators([] if device is None else [device]), _oldest()
         size, tried = rows if rows < known.fails else max(known.fits, 1), list[int]()
         while True:
@@ -180,7 +189,7 @@ def by_memory(
             torch.cuda.empty_cache()
             restore(before)
             if size <= known.fits:  # memory is tighter than it was
-                known = Known()
+                known = Tried()
             known = known._replace(fails=min(size, known.fails))
             size = max(size // 2, known.fits)
         if size >= known.fits:

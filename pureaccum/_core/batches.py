@@ -14,9 +14,7 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from .._base.checks import MOST, check_int
-from .._base.dtensors import any_sharded, cut_rows
-from .._base.trees import Tree, flatten, paths, unflatten
+from .._base import MOST, Tree, any_sharded, check_int, cut_rows, flatten, paths, unflatten
 
 
 _SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"

@@ -19,9 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base.generators import generators, restore
-from .._base.states import Refusing
-from .._base.torch_internals import Place, tensor_places
+from .._base import Place, Refusing, generators, restore, tensor_places
 
 
 # The module that each part of a shell stands for. Shells keep their tensors: see shell.py.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.trees import continuous
+from .._base import continuous
 from .rule import Outs, Pieces, pulled
 
 

@@ -12,9 +12,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
-from .._base.refusals import advise_on_vjp
-from .._base.torch_internals import innermost, transform_active, without_history
+from .._base import (
+    Layout,
+    Layouts,
+    advise_on_vjp,
+    innermost,
+    landed,
+    local,
+    refuse_sharded,
+    sum_layouts,
+    transform_active,
+    without_history,
+)
 from .called_modules import call_watched, holding
 from .loss import Read, Shape, agreed, detached, read
 from .weights import LARGE, nothing_like

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.torch_internals import innermost, levels
-from .._base.trees import sum_dtype
+from .._base import innermost, levels, sum_dtype
 
 
 class Rows(NamedTuple):
@@ -85,7 +84,7 @@ class Gathered:
     def end(self) -> Tensor:
         """All of it; sums in the dtype of a piece."""
         if isinstance(self.how, Rows) and self.how.host:
-            settle(self.how.host)
+            await_host(self.how.host)
         if isinstance(self.how, Rows) and len(self.parts) > 1:
             return torch.cat(self.parts, self.how.dim)
         return self.parts[0].to(self.dtype) if self.sums else self.parts[0]
@@ -144,7 +143,7 @@ def put(place: Tensor, x: Tensor) -> None:
     innermost(x).record_stream(side)  # its memory is not given away before it has been copied
 
 
-def settle(device: torch.device) -> None:
+def await_host(device: torch.device) -> None:
     """Wait until all that was put is there: a CPU that reads it would not."""
     _side(device).synchronize()
 

@@ -11,9 +11,17 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.dtensors import any_sharded, is_sharded, local, replicated, whole
-from .._base.torch_internals import innermost, without_history
-from .._base.trees import flatten, unflatten
+from .._base import (
+    any_sharded,
+    flatten,
+    innermost,
+    is_sharded,
+    local,
+    replicated,
+    unflatten,
+    whole,
+    without_history,
+)
 
 
 Reduction = Literal["mean", "sum"]

@@ -16,19 +16,26 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base.checks import check_argnums, check_choice, positions
-from .._base.dtensors import refuse_sharded
-from .._base.generators import generators, restore
-from .._base.torch_internals import (
+from .._base import (
+    Tree,
+    check_argnums,
+    check_choice,
+    continuous,
     differentiating,
+    flatten,
     forward_ad_active,
+    generators,
     innermost,
     mapped_levels,
+    original,
+    positions,
+    refuse_sharded,
+    restore,
     transform_active,
     transform_depth,
+    unflatten,
     wants_gradient,
 )
-from .._base.trees import Tree, continuous, flatten, original, unflatten
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, need_rows, read_batch, sizes_of_batch
 from .early import NotEarlyError, known_gradient, with_gradient

@@ -13,10 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._base.checks import check_choice
-from .._base.dtensors import refuse_sharded
-from .._base.states import Spoiled, mark
-from .._base.trees import finite, known, norm
+from .._base import Spoiled, check_choice, finite, known, mark, norm, refuse_sharded
 from .engines import PASSES, Engine, Hook, Loss, Wrt
 from .loss import Reduction
 from .microbatch import Arguments, call

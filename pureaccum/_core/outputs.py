@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base.trees import NAMESPACE, Tree, continuous, flatten, map, paths, sum_dtype, unflatten
+from .._base import NAMESPACE, Tree, continuous, flatten, paths, sum_dtype, tree_map, unflatten
 from .gathered import Cut, Rows
 from .loss import Weighted, counts, divisor, mean_value, read
 from .reductions import below, is_reducer, reducer_of, replaced
@@ -199,10 +199,10 @@ class Outputs:
 
     def reduce_leaf(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
         """What has no derivative, of one microbatch."""
-        reducer, part = reducer_of(word), map(lambda x: torch.as_tensor(x).detach(), part)
+        reducer, part = reducer_of(word), tree_map(lambda x: torch.as_tensor(x).detach(), part)
         before = self.states[at] if p else reducer.init(part)
         weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
-        self.states[at] = reducer.update(before, map(lambda x: x.unsqueeze(0), part), weight)
+        self.states[at] = reducer.update(before, tree_map(lambda x: x.unsqueeze(0), part), weight)
 
     # At the end -----------------------------------------------------------------------------
 
@@ -213,7 +213,9 @@ class Outputs:
         for n, word in enumerate(self.words):
             if is_reducer(word):
                 result = word.finalize(self.states[n, 0])
-                parts.append(map(lambda x: _without_gradient("a Reducer", x, operands), result))
+                parts.append(
+                    tree_map(lambda x: _without_gradient("a Reducer", x, operands), result)
+                )
             else:
                 its, spec = self.likes[n]
                 done = [

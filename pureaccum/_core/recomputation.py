@@ -23,20 +23,22 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base.generators import Drawn, noted, replaying
-from .._base.torch_internals import (
+from .._base import (
+    Drawn,
     down_to,
     followed,
     innermost,
     is_wrapped,
     memory_of,
+    noted,
+    original,
     recorded_at,
+    replaying,
     sequence_number,
     transform_level,
     unnoticed,
     version,
 )
-from .._base.trees import original
 from .called_modules import Held, Modules, holding, in_modes, remembering
 
 

@@ -13,9 +13,18 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.dtensors import is_sharded, local
-from .._base.trees import NAMESPACE, Tree, flatten, map, paths, sum_dtype, unflatten
-from .._base.trees import leaves as leaves_of
+from .._base import (
+    NAMESPACE,
+    Tree,
+    flatten,
+    is_sharded,
+    local,
+    paths,
+    sum_dtype,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
 from .weights import Microbatch
 
 
@@ -216,7 +225,9 @@ def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree)
     for word, part in pairs:
         leaves, spec = flatten(part)
         specs.append((word, spec))
-        several = [map(lambda x: _numbers(x, stack.share), part)] if is_reducer(word) else leaves
+        several = (
+            [tree_map(lambda x: _numbers(x, stack.share), part)] if is_reducer(word) else leaves
+        )
         for leaf in several:
             before = None if state is None else state.states[len(states)]
             like = leaf if state is None else state.likes[len(likes)]
@@ -245,7 +256,7 @@ def finish_aux(state: AuxState) -> Tree:
 def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int, name: str) -> Any:
     reducer = reducer_of(how)
     if is_reducer(how):
-        first = map(lambda x: x[0], leaf)
+        first = tree_map(lambda x: x[0], leaf)
         return reducer.update(reducer.init(first) if state is None else state, leaf, stack.share)
     if how != "concat" and is_sharded(leaf):
         leaf = leaf.full_tensor()
@@ -309,7 +320,7 @@ def _below(reduction: Tree, aux: Tree) -> list[tuple[Any, Any]]:
     try:
         return below(reduction, aux)
     except ValueError as error:
-        if not leaves_of(aux):
+        if not tree_leaves(aux):
             raise ValueError(
                 f"aux_reduction={reduction!r} is a tree, and the loss returned no aux that has "
                 "leaves. With has_aux=True it returns some beside the loss; without, leave "

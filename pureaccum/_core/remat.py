@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .._base.checks import check_int
-from .._base.trees import Tree
+from .._base import Tree, check_int
 from .microbatch import Arguments, call
 from .outputs import Whole
 from .writes import known_of

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from .._base.torch_internals import forward_ad, forward_ad_active, transform_active, without_history
-from .._base.trees import continuous
+from .._base import continuous, forward_ad, forward_ad_active, transform_active, without_history
 from .batches import cutting
 from .gathered import WHOLE, Cut, Fetched, Gathered
 from .weights import LARGE, nothing_like
@@ -38,13 +37,13 @@ class Form(NamedTuple):
 
 Keeps = tuple[Tensor, ...]  # for each group but 0, whether this piece counts
 Outs = tuple[list[Tensor], Keeps]
-Call = Callable[[int, Sequence[Tensor]], Outs]
+PieceCall = Callable[[int, Sequence[Tensor]], Outs]
 
 
 class Pieces:
     """A function of one piece, by its number and operands. No tuple: transforms hand it on."""
 
-    def __init__(self, call: Call, form: Form, sizes: Sequence[int]) -> None:
+    def __init__(self, call: PieceCall, form: Form, sizes: Sequence[int]) -> None:
         self.call, self.form, self.sizes = call, form, sizes
         self.gathered: list[Gathered] = []  # what has come out so far
         self.reached: set[int] = set()  # of gradients: the operands that have one

@@ -10,20 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import (
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    advise_on_vjp,
+    any_sharded,
     check_argnums,
     check_disjoint,
     check_dtype,
+    flatten,
+    generators,
     outside_inference_mode,
     positions,
     read_params,
     refuse_autocast_cache,
+    restore,
+    transform_active,
+    unflatten,
+    whole,
+    without_history,
 )
-from .._base.dtensors import any_sharded, whole
-from .._base.generators import generators, restore
-from .._base.refusals import advise_on_vjp
-from .._base.torch_internals import transform_active, without_history
-from .._base.trees import Tree, accumulation_dtype, flatten, unflatten
 from .auto_size import Size, automatic
 from .batches import check_sizes, cutting
 from .engines import Engine
@@ -33,7 +39,7 @@ from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .outputs import Counted, Whole
 from .reductions import check_reduce
 from .weights import added_to, divided, weigh
-from .whole_batch import Window, evaluate, fold, means, read_cut
+from .whole_batch import Accumulation, evaluate, fold, means, read_cut
 from .writes import Given, guarding, known_of
 
 
@@ -129,7 +135,9 @@ def grad_and_value(
             if size is not None:
                 refuse_autocast_cache(leaves)
             parts = read_cut(batch, size, has_aux)
-            window = Window(loss_of, leaves, spec, parts, rule, at_least, aux_reduction, known)
+            window = Accumulation(
+                loss_of, leaves, spec, parts, rule, at_least, aux_reduction, known
+            )
             with outside_inference_mode():
                 grads, value, aux = means(fold(window), leaves, reduction)
         tree = unflatten(spec, grads)

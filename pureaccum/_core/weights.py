@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import any_sharded, whole
-from .._base.torch_internals import foreach_add_
-from .._base.trees import as_scalar_of, scalars_of
+from .._base import any_sharded, as_scalar_of, foreach_add_, scalars_of, whole
 from .loss import Read, Reduction, Shape, counts, join_aux
 
 

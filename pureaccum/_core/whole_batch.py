@@ -11,9 +11,18 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.dtensors import closed, opened, resolved
-from .._base.torch_internals import transform_active
-from .._base.trees import Tree, all_finite, known, paths, unflatten, zeros
+from .._base import (
+    Tree,
+    all_finite,
+    closed,
+    known,
+    opened,
+    paths,
+    resolved,
+    transform_active,
+    unflatten,
+    zeros,
+)
 from .accumulator import AccumState, counted, empty, plain_sum
 from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of, sizes_of_batch
 from .engines import prepare
@@ -24,7 +33,7 @@ from .weights import Microbatch, divided, enter, power_of_two, settle
 from .writes import Given, Known, guarding
 
 
-class Cut(NamedTuple):
+class CutBatch(NamedTuple):
     """A batch and the rows of its microbatches, one number for all or each its own."""
 
     batch: Batch
@@ -67,7 +76,7 @@ class Cut(NamedTuple):
             yield part, rows, 1 if self.untouched else rows
 
 
-class Pieces(NamedTuple):
+class BatchInParts(NamedTuple):
     """A batch that came in microbatches of ``size`` rows, the last one perhaps shorter.
 
     Compiled code is given this: its graph does not hold the number of rows of a whole batch.
@@ -94,16 +103,18 @@ class Pieces(NamedTuple):
             yield part, rows, 1 if self.untouched else rows
 
 
-Call = Callable[[list[Tensor], Tree, Any], Any]  # a loss: leaves, a microbatch, what is carried
+LossOfPart = Callable[
+    [list[Tensor], Tree, Any], Any
+]  # a loss: leaves, a microbatch, what is carried
 
 
-class Window(NamedTuple):
+class Accumulation(NamedTuple):
     """What is accumulated: a loss as a function of leaves and a microbatch, over a cut batch."""
 
-    call: Call
+    call: LossOfPart
     leaves: list[Tensor]
     spec: optree.PyTreeSpec
-    batch: Any  # Cut or Pieces; of a scan, Stacked
+    batch: Any  # CutBatch or BatchInParts; of a scan, Stacked
     rule: Rule
     at_least: torch.dtype
     aux_reduction: Tree
@@ -115,13 +126,13 @@ class Window(NamedTuple):
 
     def given(self) -> tuple[Given, ...]:
         """What the loss is given, where the batch is at hand."""
-        if not isinstance(self.batch, Cut):
+        if not isinstance(self.batch, CutBatch):
             return ()
         batch = self.batch.batch
         return Given(self.roots[0], self.leaves, self.spec), Given(self.roots[1], *batch[:2])
 
 
-class Folded(NamedTuple):
+class Accumulated(NamedTuple):
     """A window as accumulated, not yet divided."""
 
     state: AccumState  # its sums still to be multiplied by the unit
@@ -132,7 +143,9 @@ class Folded(NamedTuple):
     weighted: bool  # whether the loss is ``Weighted``
 
 
-def read_cut(batch: Tree, size: int | list[int] | None, has_aux: bool, root: str = "args") -> Cut:
+def read_cut(
+    batch: Tree, size: int | list[int] | None, has_aux: bool, root: str = "args"
+) -> CutBatch:
     """Check a batch that is to be cut into microbatches of ``size`` rows."""
     flat = read_batch(batch, root)
     if isinstance(size, list):
@@ -142,11 +155,11 @@ def read_cut(batch: Tree, size: int | list[int] | None, has_aux: bool, root: str
             "the batch has no rows, so the loss is never called and there is no aux to return; "
             "has_aux=True needs one row at least."
         )
-    return Cut(flat, size)
+    return CutBatch(flat, size)
 
 
 def means(
-    folded: Folded, leaves: list[Tensor], reduction: Reduction
+    folded: Accumulated, leaves: list[Tensor], reduction: Reduction
 ) -> tuple[list[Tensor], Tensor, Tree]:
     """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
     state, unit, _, aux, dtype, _ = folded
@@ -157,7 +170,7 @@ def means(
     return grads, mean_value(state.total, by).to(dtype), aux
 
 
-def fold(window: Window) -> Folded:
+def fold(window: Accumulation) -> Accumulated:
     """All microbatches, summed and not yet divided."""
     check_sharded(window.leaves, window.rule)
     on_cpu = window.leaves[0].device.type == "cpu"
@@ -194,7 +207,7 @@ def evaluate(
         return value, None if aux is None else finish_aux(aux)
 
 
-def _speculate(window: Window) -> Folded:
+def _speculate(window: Accumulation) -> Accumulated:
     """Skip without a gradient tree of its own: inf and NaN never leave a sum.
 
     So add everything, look once at the end, and only where something is wrong do it again the
@@ -210,7 +223,7 @@ def _speculate(window: Window) -> Folded:
     return _fold_all(window)
 
 
-def _fold_all(window: Window) -> Folded:
+def _fold_all(window: Accumulation) -> Accumulated:
     call, leaves, spec, batch = window.call, window.leaves, window.spec, window.batch
     rule, aux_reduction = window.rule, window.aux_reduction
     carried, advance = window.carried, window.advance
@@ -250,7 +263,7 @@ def _fold_all(window: Window) -> Folded:
     sums = closed(sums, layouts)
     state = empty(sums, leaves[0].device, len(sums) if rule.squares else None)
     if not seen:
-        return Folded(state, unit, carried, None, torch.get_default_dtype(), False)
+        return Accumulated(state, unit, carried, None, torch.get_default_dtype(), False)
     aux_tree = None if aux is None else finish_aux(aux)
     state, last = counted(state, seen, rule), seen[-1]
-    return Folded(state, unit, carried, aux_tree, last.dtype, last.weighted)
+    return Accumulated(state, unit, carried, aux_tree, last.dtype, last.weighted)

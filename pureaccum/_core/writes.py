@@ -20,22 +20,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base.dtensors import local
-from .._base.states import Refusing
-from .._base.torch_internals import (
+from .._base import (
     BUFFERS,
     PARAMETERS,
+    Refusing,
     is_compiled_module,
     is_taken_as_new,
     leads_to,
+    local,
     memory_of,
+    paths,
     seeing,
     transform_active,
+    tree_leaves,
     unnoticed,
     versions,
     written_by,
 )
-from .._base.trees import leaves, paths
 from .called_modules import origins
 
 
@@ -72,7 +73,7 @@ class LateWriteError(WriteError):
     """A loss has written to what is not its own."""
 
 
-Call = TypeVar("Call", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 _of_losses: "WeakKeyDictionary[Any, Known]" = WeakKeyDictionary()
 _here = threading.local()
@@ -98,7 +99,7 @@ def unguarded() -> Generator[None]:
         _here.off = before
 
 
-def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[Call], Call]]:
+def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[F], F]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
     Args:
@@ -118,7 +119,7 @@ def knows(known: Known, leaves: list[Any], spec: optree.PyTreeSpec) -> bool:
     return _kind(known, Given("", leaves, spec)) in known.kinds
 
 
-def _itself(loss: Call) -> Call:
+def _itself(loss: F) -> F:
     return loss
 
 
@@ -131,7 +132,7 @@ class _Guard:
         self.known, self.given = known, given
         self.tensors: list[Tensor] | None = None
 
-    def __enter__(self) -> Callable[[Call], Call]:
+    def __enter__(self) -> Callable[[F], F]:
         if _kind(self.known, self.given[-1]) in self.known.kinds:
             self.begin()
         return self.guarded
@@ -171,7 +172,7 @@ class _Guard:
 
 def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
     """Check that a loss has not called modules with their own parameters, and nothing else."""
-    total = next(iter(leaves(out)), None)
+    total = next(iter(tree_leaves(out)), None)
     if not trained or not isinstance(total, Tensor) or leads_to(total, given):
         return
     if torch.is_grad_enabled() or transform_active():
@@ -233,12 +234,12 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
                 )
         if is_taken_as_new(operation):
             ours.add(memory_of(local(args[0])))
-        for x in leaves((args, kwargs)):
+        for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and (memory := memory_of(local(x))) not in ours:
                 alive.setdefault(memory, x)
 
     def see(_: tuple[Any, ...], out: Any) -> None:
-        made = (memory_of(local(x)) for x in leaves(out) if isinstance(x, Tensor))
+        made = (memory_of(local(x)) for x in tree_leaves(out) if isinstance(x, Tensor))
         ours.update(memory for memory in made if memory not in alive)
 
     def note(module: nn.Module, _: object) -> None:

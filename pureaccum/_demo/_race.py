@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import pureaccum as pa
 
-from .._core.auto_size import counting
+from .._core import counting
 
 
 Tensors = dict[str, Tensor]

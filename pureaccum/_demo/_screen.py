@@ -19,7 +19,7 @@ from torch import Tensor
 
 import pureaccum as pa
 
-from .._base.trees import map as tree_map
+from .._base import tree_map
 from ..checkpoint.files import whole_file
 from ._race import RATE, ROWS, Distance, Progress, Tensors, loss_of, network, ragged, worst
 

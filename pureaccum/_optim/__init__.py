@@ -1,1 +1,16 @@
 """Optimizers as pairs of pure functions, schedules, and what is made of several optimizers."""
+
+from .combinators import GradientMap as GradientMap
+from .combinators import as_optimizer as as_optimizer
+from .combinators import chain as chain
+from .combinators import clip_by_global_norm as clip_by_global_norm
+from .combinators import partition as partition
+from .from_torch import from_torch as from_torch
+from .optimizers import adam as adam
+from .optimizers import adamw as adamw
+from .optimizers import sgd as sgd
+from .schedules import constant as constant
+from .schedules import cosine_decay as cosine_decay
+from .schedules import join_schedules as join_schedules
+from .schedules import linear_warmup as linear_warmup
+from .update import Optimizer as Optimizer

@@ -17,20 +17,24 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import as_float, check_fits, read_params
-from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import transform_active
-from .._base.trees import (
+from .._base import (
+    Spoiled,
     Tree,
+    as_float,
+    check_fits,
     check_same_structure,
     flatten,
     global_norm,
+    hand_over,
+    mark,
     paths,
+    read_params,
     scalars_of,
+    transform_active,
+    tree_leaves,
     unflatten,
     where,
 )
-from .._base.trees import leaves as leaves_of
 from .update import Optimizer, Ready, both_sound, optimizer_of
 
 
@@ -218,7 +222,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
         if applied is not None:
             new = where(applied, tuple(new), old)
         if donate and not transform_active():
-            new = unflatten(after, hand_over(leaves_of(old), leaves_of(new)))
+            new = unflatten(after, hand_over(tree_leaves(old), tree_leaves(new)))
         return new
 
     return optimizer_of(optimizer.init, ready)
@@ -339,7 +343,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
             check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")
             new = list(leaves)
             states: dict[str, Any] = {}
-            given = [*leaves, *leaves_of(state)]
+            given = [*leaves, *tree_leaves(state)]
             try:
                 for label, positions in at.items():
                     part = {path: terms[i] for path, i in positions.items()}

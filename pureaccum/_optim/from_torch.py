@@ -15,10 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits, check_state, outside_inference_mode, read_params
-from .._base.states import Spoiled, loadable, mark, taken
-from .._base.torch_internals import any_tangent, transform_active
-from .._base.trees import Tree, check_same_structure, flatten, leaves, map, unflatten
+from .._base import (
+    Spoiled,
+    Tree,
+    any_tangent,
+    check_fits,
+    check_same_structure,
+    check_state,
+    flatten,
+    loadable,
+    mark,
+    outside_inference_mode,
+    read_params,
+    taken,
+    transform_active,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
 from .update import Optimizer, Ready, optimizer_of
 
@@ -106,7 +120,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         with _plainly():
             per_leaf, group = first_step(leaves)
             count = torch.zeros((), dtype=torch.int64, device="cpu")
-            return TorchState(count, map(torch.zeros_like, per_leaf), group)
+            return TorchState(count, tree_map(torch.zeros_like, per_leaf), group)
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
         """Check that a state is one, and of these params."""
@@ -162,11 +176,11 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 _check_same(cls, per_leaf, kept.per_leaf)
             except Exception:
                 if donate:
-                    mark([*given, *leaves(state)], Spoiled)
+                    mark([*given, *tree_leaves(state)], Spoiled)
                 raise
             kept = TorchState(state.steps + 1, per_leaf, _encoded(_numbers(optimizer, lr), (), {}))
         if donate:
-            mark([*given, *leaves(state)])
+            mark([*given, *tree_leaves(state)])
         return unflatten(spec, [x.detach() for x in work]), kept
 
     return optimizer_of(init, ready, check)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from .._base.trees import as_scalar_of, known, moved
+from .._base import as_scalar_of, known, moved
 
 
 Columns = list[list[Tensor]]  # parameters, then each tree of the state, leaf by leaf

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from .._base.checks import as_float, check_at_least
-from .._base.states import loadable
-from .._base.trees import Tree
+from .._base import Tree, as_float, check_at_least, loadable
 from .kernels import adam_method, sgd_method
 from .schedules import check_rate
 from .update import Keeping, Optimizer, Rate, begin, check_kept, moment, optimizer_of, ready_method

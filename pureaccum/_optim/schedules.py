@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._base.checks import MOST, as_float, shown
-from .._base.torch_internals import transform_active
-from .._base.trees import known, moved, paths
+from .._base import MOST, as_float, known, moved, paths, shown, transform_active
 
 
 Schedule = Callable[[Tensor], Any]

@@ -15,12 +15,28 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits, check_state, read_params
-from .._base.dtensors import Layouts, any_sharded, closed, opened, placed_like
-from .._base.states import Spoiled, mark, taken
-from .._base.torch_internals import any_tangent, transform_active
-from .._base.trees import Tree, flatten, known, map, moved, unflatten
-from .._base.trees import leaves as leaves_of
+from .._base import (
+    Layouts,
+    Spoiled,
+    Tree,
+    any_sharded,
+    any_tangent,
+    check_fits,
+    check_state,
+    closed,
+    flatten,
+    known,
+    mark,
+    moved,
+    opened,
+    placed_like,
+    read_params,
+    taken,
+    transform_active,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
 from .kernels import Columns, Method
 from .schedules import Schedule, check_held, is_sound, rate_at
 
@@ -110,7 +126,7 @@ def begin(lr: Rate, params: Tree) -> Begun:
 
 def moment(params: Tree) -> Tree:
     """Zeros in the dtypes of the parameters, as in torch."""
-    return map(lambda x: torch.zeros_like(x, requires_grad=False), params)
+    return tree_map(lambda x: torch.zeros_like(x, requires_grad=False), params)
 
 
 class Keeping(NamedTuple):
@@ -185,7 +201,7 @@ def _apply_method(
     check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), _FOREIGN)
     terms = [_dense(g, x.dtype) for g, x in zip(terms, columns[0], strict=True)]
     own = donate and not transform_active()
-    given_up = leaves_of((columns, state.steps, state.lr)) if own else []
+    given_up = tree_leaves((columns, state.steps, state.lr)) if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
     given = terms, columns, state.steps + 1, rate, applied
     if transform_active() or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._base.torch_internals import transform_active
-from .._base.trees import accumulation_dtype
+from .._base import accumulation_dtype, transform_active
 
 
 class Share(NamedTuple):

@@ -18,14 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._base.torch_internals import (
-    BUFFERS,
-    mapped_levels,
-    tensor_hooks,
-    transform_active,
-    unnoticed,
-)
-from .._core.microbatch import Keep
+from .._base import BUFFERS, mapped_levels, tensor_hooks, transform_active, unnoticed
+from .._core import Keep
 from .microbatched_module import WholeBatch
 from .shell import Places, call, full_name, own_tensor, places_of
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import check_int, shown
-from .._base.torch_internals import transform_active
+from .._base import check_int, shown, transform_active
 
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)

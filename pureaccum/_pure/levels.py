@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .._base.torch_internals import BUFFERS, PARAMETERS, module_vars
+from .._base import BUFFERS, PARAMETERS, module_vars
 from .aliases import first_of, is_given, is_input, settle
 from .batch_norm import BATCH_NORMS, batch_norm_call, in_training, normalise
 from .shell import TABLES

@@ -18,11 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._base.generators import generators, restore
-from .._base.torch_internals import BUFFERS, is_compiled_module, unnoticed, version
-from .._base.trees import Tree, flatten, map, paths, unflatten
-from .._core.batches import check_sizes, is_cut, need_rows, read_batch, sizes_of_batch
-from .._core.microbatch import Keep, microbatch
+from .._base import (
+    BUFFERS,
+    Tree,
+    flatten,
+    generators,
+    is_compiled_module,
+    paths,
+    restore,
+    tree_map,
+    unflatten,
+    unnoticed,
+    version,
+)
+from .._core import Keep, check_sizes, is_cut, microbatch, need_rows, read_batch, sizes_of_batch
 from .batch_norm import (
     BatchMoments,
     Scaling,
@@ -77,7 +86,7 @@ class WholeBatch:
         if self.keep == "host":  # what lies there is what is kept, and not what is returned
             devices = (x.device for x in tensors.values() if x.device.type != "cpu")
             if (device := next(devices, None)) is not None:
-                out = map(lambda x: x.to(device, non_blocking=True), out)
+                out = tree_map(lambda x: x.to(device, non_blocking=True), out)
         return out, new
 
     def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:

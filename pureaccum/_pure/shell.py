@@ -32,17 +32,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._base.generators import generators, restore
-from .._base.torch_internals import (
+from .._base import (
     BUFFERS,
     CHILDREN,
     PARAMETERS,
+    generators,
     is_cache,
     is_compiled_module,
+    restore,
     seeing,
+    tree_leaves,
 )
-from .._base.trees import leaves
-from .._core.called_modules import ALONE, origins
+from .._core import ALONE, origins
 
 
 Vars = dict[str, Any]
@@ -207,7 +208,7 @@ class LeadsBackError(BaseException):
 
 
 def _look(strangers: set[int], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if any(id(x) in strangers for x in leaves((args, kwargs))):
+    if any(id(x) in strangers for x in tree_leaves((args, kwargs))):
         raise LeadsBackError
 
 

@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .._base.torch_internals import BUFFERS, module_vars, seeing, version
-from .._base.trees import leaves as leaves_of
+from .._base import BUFFERS, module_vars, seeing, tree_leaves, version
 from .batch_norm import BATCH_NORMS, WithoutBatchNorm, couples, in_training
 
 
@@ -340,7 +339,7 @@ def watched(func: Any) -> Any:
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         before, who = [version(x) for x in given], "a function under torch.fx.wrap"
         with WithoutBatchNorm(lambda norm: RuntimeError(_no_cut(who, norm))):
             out = func(*args, **kwargs)

@@ -1,1 +1,12 @@
 """The gradients of single samples, reduced while they stream."""
+
+from .clipping import add_noise as add_noise
+from .clipping import clipped_sum as clipped_sum
+from .noise_scale import BatchNoise as BatchNoise
+from .noise_scale import NoiseScale as NoiseScale
+from .noise_scale import noise_of as noise_of
+from .noise_scale import noise_scale as noise_scale
+from .noise_scale import running_noise_scale as running_noise_scale
+from .per_sample import per_sample_accumulator as per_sample_accumulator
+from .per_sample import per_sample_grad as per_sample_grad
+from .reducers import Moments as Moments

@@ -15,23 +15,40 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import (
+from .._base import (
+    Tree,
     check_choice,
     check_disjoint,
+    flatten,
+    forward_ad_active,
+    global_norm,
     positions,
     read_params,
     read_tensors,
     refuse_autocast_cache,
+    refuse_sharded,
+    transform_active,
+    tree_map,
+    unflatten,
+    vmap_refusal,
 )
-from .._base.dtensors import refuse_sharded
-from .._base.refusals import vmap_refusal
-from .._base.torch_internals import forward_ad_active, transform_active
-from .._base.trees import Tree, flatten, global_norm, map, unflatten
-from .._core.batches import Batch, check_size, cut, cutting, read_batch, rows_to_cut
-from .._core.engines import PASSES, Wrt, prepare
-from .._core.loss import counts, join_aux
-from .._core.writes import Given, guarding, known_of
-from .._optim.combinators import GradientMap
+from .._core import (
+    PASSES,
+    Batch,
+    Given,
+    Wrt,
+    check_size,
+    counts,
+    cut,
+    cutting,
+    guarding,
+    join_aux,
+    known_of,
+    prepare,
+    read_batch,
+    rows_to_cut,
+)
+from .._optim import GradientMap
 
 
 Randomness = Literal["error", "different", "same"]
@@ -138,7 +155,7 @@ def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
     """A result, and aux and metrics where there are any."""
     if not how.has_aux and how.metrics is None:
         return result
-    aux, metrics = map(lambda *parts: torch.cat(parts), *beside)
+    aux, metrics = tree_map(lambda *parts: torch.cat(parts), *beside)
     return result, aux if how.metrics is None else (aux, metrics) if how.has_aux else metrics
 
 
@@ -178,7 +195,7 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
         if callable(how.transform):
             grads = how.transform(grads)
         elif how.transform == "sign":
-            grads = map(torch.sgn, grads)
+            grads = tree_map(torch.sgn, grads)
         kept, specs["grads"] = read_tensors(grads, TRANSFORMED, OF_EACH)
         factor = () if scaling is None or norm is None else scaling(norm)
         aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
@@ -203,7 +220,7 @@ def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampl
 def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
     if how.engine == "autograd":
         outs = [one(*row) for row in zip(*tensors, strict=True)]
-        return map(lambda *xs: torch.stack(xs), *outs)
+        return tree_map(lambda *xs: torch.stack(xs), *outs)
     try:
         return torch.func.vmap(one, randomness=how.randomness)(*tensors)
     except (RuntimeError, ValueError) as error:
@@ -223,7 +240,7 @@ TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample.
 
 def transformed_like(transform: Callable[[Tree], Tree], params: Tree) -> Tree:
     """A tree like what a transform makes of one gradient."""
-    like = transform(map(torch.zeros_like, params))
+    like = transform(tree_map(torch.zeros_like, params))
     if not read_tensors(like, TRANSFORMED, OF_EACH)[0]:
         raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
     return like

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import as_float, check_at_least, read_params
-from .._base.trees import Tree, accumulation_dtype, as_scalar_of, unflatten
-from .._optim.combinators import clip_by_global_norm
-from .._pure.keys import fold_in, normal
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    as_float,
+    as_scalar_of,
+    check_at_least,
+    read_params,
+    unflatten,
+)
+from .._optim import clip_by_global_norm
+from .._pure import fold_in, normal
 from .chunks import Randomness, SampleEngine
 from .per_sample import per_sample_grad
 

@@ -14,11 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import as_float, check_state, read_params
-from .._base.states import loadable
-from .._base.trees import Tree, flatten, norm, paths
-from .._base.trees import leaves as leaves_of
-from .._core.accumulator import AccumState
+from .._base import (
+    Tree,
+    as_float,
+    check_state,
+    flatten,
+    loadable,
+    norm,
+    paths,
+    read_params,
+    tree_leaves,
+)
+from .._core import AccumState
 from .reducers import Moments
 
 
@@ -228,15 +235,15 @@ def read_noise(seen: Any) -> BatchNoise:
     if isinstance(seen, BatchNoise):
         return seen
     if isinstance(seen, Moments):
-        seconds = torch.stack([x.double().sum() for x in leaves_of(seen.second)]) * seen.weight
-        sums = [norm(x) for x in leaves_of(seen.mean)]
+        seconds = torch.stack([x.double().sum() for x in tree_leaves(seen.second)]) * seen.weight
+        sums = [norm(x) for x in tree_leaves(seen.mean)]
         return noise_of(sums, seconds, seen.weight, seen.samples)
     if not isinstance(seen, AccumState):
         raise TypeError(
             f"the noise scale was asked of a {type(seen).__name__}; expected the AccumState of an "
             "accumulator with squares=True, Moments, or the noise of a StepInfo (with noise=True)."
         )
-    sums = leaves_of(seen.grads)
+    sums = tree_leaves(seen.grads)
     if not isinstance(seen.squares, Tensor) or len(seen.squares) != len(sums) + 1:
         raise ValueError(
             "the state has not summed the squared norms of gradients: make the accumulator with "

@@ -15,21 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.checks import (
+from .._base import (
+    Spoiled,
+    Tree,
+    add,
     check_argnums,
     check_disjoint,
     check_dtype,
+    flatten,
+    hand_over,
+    mark,
     outside_inference_mode,
     positions,
     read_params,
+    refuse_sharded,
+    transform_active,
+    tree_leaves,
+    tree_map,
+    unflatten,
 )
-from .._base.dtensors import refuse_sharded
-from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import transform_active
-from .._base.trees import Tree, add, flatten, map, unflatten
-from .._base.trees import leaves as leaves_of
-from .._core.accumulator import AccumState, Accumulator, check_squares, empty, read_state
-from .._core.loss import counts, divisor, mean_value
+from .._core import (
+    AccumState,
+    Accumulator,
+    check_squares,
+    counts,
+    divisor,
+    empty,
+    mean_value,
+    read_state,
+)
 from .chunks import (
     NO_SAMPLES,
     Chunk,
@@ -211,13 +225,13 @@ def per_sample_accumulator(  # noqa: D417
         seen, beside = sampled(call, params, (params, *args), (0,), batches, how)
         in_place = donate and not transform_active()
         with outside_inference_mode():
-            new = state if in_place else map(_cloned, state)
+            new = state if in_place else tree_map(_cloned, state)
             try:
                 for chunk in seen:
                     new = _added(new, reducer, chunk)
             except BaseException:
                 if in_place and beside:
-                    mark(leaves_of(state.grads), Spoiled)
+                    mark(tree_leaves(state.grads), Spoiled)
                 raise
         if in_place:
             new = _handed_over(state, new)
@@ -249,7 +263,7 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
         parts.append(terms(chunk))
         spec = chunk.spec
     if spec is None:
-        return map(lambda x: x.new_zeros(0, *x.shape), _like(params, how))
+        return tree_map(lambda x: x.new_zeros(0, *x.shape), _like(params, how))
     columns = [list(column) for column in zip(*parts, strict=True)]
     parts.clear()
     return unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
@@ -265,8 +279,8 @@ def _nothing(
 ) -> AccumState:
     """The state of no samples."""
     like = _like(params, how)
-    device = leaves_of(params)[0].device
-    return empty(reducer.init(like, at_least), device, len(leaves_of(like)) if squares else None)
+    device = tree_leaves(params)[0].device
+    return empty(reducer.init(like, at_least), device, len(tree_leaves(like)) if squares else None)
 
 
 def _added(state: AccumState, reducer: OfChunks, chunk: Chunk) -> AccumState:
@@ -289,7 +303,7 @@ def _added(state: AccumState, reducer: OfChunks, chunk: Chunk) -> AccumState:
 def _handed_over(state: AccumState, new: AccumState) -> AccumState:
     """The same, and the old one is marked; a state of the user's own may also hold numbers."""
     kept, spec = flatten(new)
-    tensors = [[x for x in each if isinstance(x, Tensor)] for each in (leaves_of(state), kept)]
+    tensors = [[x for x in each if isinstance(x, Tensor)] for each in (tree_leaves(state), kept)]
     renewed = iter(hand_over(*tensors))
     return unflatten(spec, [next(renewed) if isinstance(x, Tensor) else x for x in kept])
 

@@ -16,23 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits
-from .._base.states import loadable
-from .._base.torch_internals import transform_active
-from .._base.trees import (
+from .._base import (
     Tree,
     accumulation_dtype,
     add,
     as_scalar_of,
+    check_fits,
     flatten,
-    map,
+    loadable,
+    transform_active,
+    tree_leaves,
+    tree_map,
     unflatten,
     zeros,
 )
-from .._base.trees import leaves as leaves_of
-from .._core.loss import counts, divisor
-from .._core.reductions import Reducer, is_reducer
-from .._core.weights import divided
+from .._core import Reducer, counts, divided, divisor, is_reducer
 from .chunks import Chunk
 
 
@@ -81,7 +79,7 @@ class Moments(NamedTuple):
         def of(mean: Tensor, second: Tensor) -> Tensor:
             return (second - _power(mean)) * as_scalar_of(second, each)
 
-        return map(of, self.mean, self.second)
+        return tree_map(of, self.mean, self.second)
 
 
 @loadable
@@ -152,14 +150,14 @@ def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
     _check_kind(sums, moments=False)
     _check_fits(sums, chunk)
     factor = torch.ones_like(chunk.value) if isinstance(chunk.factor, tuple) else chunk.factor
-    columns = zip(leaves_of(sums), _leaf_by_leaf(chunk), strict=True)
+    columns = zip(tree_leaves(sums), _leaf_by_leaf(chunk), strict=True)
     return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])
 
 
 def _no_moments(like: Tree, dtype: torch.dtype) -> MomentSums:
     first = zeros(like, dtype)
-    second = map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
-    none = torch.zeros((), dtype=torch.float64, device=leaves_of(like)[0].device)
+    second = tree_map(lambda x: torch.zeros_like(x.real if x.is_complex() else x), first)
+    none = torch.zeros((), dtype=torch.float64, device=tree_leaves(like)[0].device)
     return MomentSums(first, second, none)
 
 
@@ -172,7 +170,7 @@ def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
     power = torch.where(weight != 0, factor * factor / weight, 0.0)
     ones: list[Tensor] = []
     twos: list[Tensor] = []
-    columns = zip(leaves_of(first), leaves_of(second), _leaf_by_leaf(chunk), strict=True)
+    columns = zip(tree_leaves(first), tree_leaves(second), _leaf_by_leaf(chunk), strict=True)
     for one, two, x in columns:
         ones.append(_added(one, x, factor))
         twos.append(_added(two, _power(x.to(one.dtype)), power))
@@ -203,7 +201,7 @@ _FOREIGN = "A state belongs to the params, and to the transform, that init made 
 
 def _finish_sums(sums: Tree, _: Tensor) -> Tree:
     _check_kind(sums, moments=False)
-    return map(torch.clone, sums)
+    return tree_map(torch.clone, sums)
 
 
 def _finish_mean(sums: Tree, weight: Tensor) -> Tree:

@@ -29,9 +29,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base.checks import check_choice, check_fits, read_tensors
-from .._base.states import loadable
-from .._base.trees import Tree, flatten, paths, unflatten
+from .._base import (
+    Tree,
+    check_choice,
+    check_fits,
+    flatten,
+    loadable,
+    paths,
+    read_tensors,
+    unflatten,
+)
 
 
 Threading = Literal["freeze", "sequential", "pooled"]

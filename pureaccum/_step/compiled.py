@@ -11,18 +11,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_state, refuse_autocast_cache
-from .._base.dtensors import refuse_sharded
-from .._base.refusals import CompileError, attempt, is_limit
-from .._base.states import mark
-from .._base.torch_internals import transform_active
-from .._base.trees import Tree, flatten, unflatten
-from .._base.trees import leaves as leaves_of
-from .._base.trees import map as map_tree
-from .._core.batches import read_batch, rows_to_cut
-from .._core.microbatch_gradient import Rule
-from .._core.reductions import AuxState, finish_aux, fold_stack, stack_of_one
-from .._core.writes import knows
+from .._base import (
+    CompileError,
+    Tree,
+    attempt,
+    check_state,
+    flatten,
+    is_limit,
+    mark,
+    refuse_autocast_cache,
+    refuse_sharded,
+    transform_active,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
+from .._core import (
+    AuxState,
+    Rule,
+    finish_aux,
+    fold_stack,
+    knows,
+    read_batch,
+    rows_to_cut,
+    stack_of_one,
+)
 from .graphs import (
     Freedom,
     Recipe,
@@ -196,7 +209,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             if not isinstance(state, TrainState) or not isinstance(window, StepWindow):
                 return False
             check_window(plan, state, window)
-            refuse_sharded(leaves_of(state), "the state", _SHARDED)
+            refuse_sharded(tree_leaves(state), "the state", _SHARDED)
             fitting.add(kind)
         refuse_autocast_cache([state.samples])
         return True
@@ -216,7 +229,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         if not knows(plan.known, flat.leaves, flat.spec):
             look(plan, state, flat, "microbatch")
         rows = window.rows + flat.rows
-        own = window if plan.donate else map_tree(torch.clone, window)
+        own = window if plan.donate else tree_map(torch.clone, window)
         own = own._replace(rows=at)
         leaves, spec = flatten(own)
 
@@ -255,11 +268,11 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
 
         given = window
         if plan.group is not None:
-            own = window if plan.donate else map_tree(torch.clone, window)
+            own = window if plan.donate else tree_map(torch.clone, window)
             given = window_of_all_ranks(plan, state, own)
         result = finishing("applied", None, state, flatten(state), (given, ()), eagerly)
         if plan.donate:
-            mark(leaves_of(window))
+            mark(tree_leaves(window))
         return result
 
     def form(state: TrainState, batch: Tree) -> str:

@@ -29,13 +29,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.torch_internals import compile_anew, let_vary
-from .._base.trees import Tree, accumulation_dtype, flatten, map, unflatten
-from .._base.trees import leaves as leaves_of
-from .._core.batches import Batch, cut
-from .._core.reductions import share_of
-from .._core.weights import power_of_two
-from .._core.whole_batch import Pieces
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    compile_anew,
+    flatten,
+    let_vary,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
+from .._core import Batch, BatchInParts, cut, power_of_two, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
 from .run import apply, begin_window, over, updated_window
 from .scan import Stacked, how_many, one_of, tensors_of
@@ -61,7 +65,7 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
         return over(with_numbers(plan, numbers), state, cut)
 
     def unrolled(state: TrainState, pieces: list[Tree], numbers: Numbers) -> Any:
-        cut = Pieces(pieces, plan.size, len(pieces) == 1)
+        cut = BatchInParts(pieces, plan.size, len(pieces) == 1)
         return over(with_numbers(plan, numbers), state, cut)
 
     def more(window: StepWindow, state: TrainState, part: Tree, numbers: Numbers) -> Any:
@@ -118,7 +122,7 @@ def _kept(program: Program) -> Program:
 
     def run(*args: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return map(_clone, program(*args))
+        return tree_map(_clone, program(*args))
 
     return run
 
@@ -133,7 +137,7 @@ def _in_place(function: Program) -> Program:
     def run(old: Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
         new, more = function(old, *rest)
         # Clones, because aux may be a parameter or a buffer, as it was before.
-        more = map(_clone, more)
+        more = tree_map(_clone, more)
         return written(old, new), more
 
     return run
@@ -142,7 +146,7 @@ def _in_place(function: Program) -> Program:
 def written(old: Tree, new: Tree) -> list[Tensor | None]:
     """Inside a graph: write what can be written; what cannot is returned."""
     left: list[Tensor | None] = []
-    for x, y in zip(leaves_of(old), leaves_of(new), strict=True):
+    for x, y in zip(tree_leaves(old), tree_leaves(new), strict=True):
         alike = x.dim() > 0 and x.shape == y.shape and x.dtype == y.dtype
         left.append(None if alike else y)
         if alike:
@@ -197,7 +201,7 @@ class Shapes(NamedTuple):
 
 def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
     """The form that follows from the sizes."""
-    leaves = leaves_of(state.params)
+    leaves = tree_leaves(state.params)
     size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
     tiny = size <= TINY
     if plan.group is not None:  # what reaches other ranks cannot stand in a graph
@@ -219,7 +223,7 @@ def recipe_for(
     """How batches like this one go through the compiler."""
     name, count, rest, tiny = form_of(plan, state, flat)
     size, device = plan.size or 1, state.samples.device
-    cpp = len(leaves_of(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
+    cpp = len(tree_leaves(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
     if free is None:
         several = together(plan, state, flat) if name == "scan" else 1
         free = Freedom(several, dtypes_of_numbers(plan, state, flat))

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import as_float, check_int
-from .._base.states import loadable
-from .._base.trees import Tree, accumulation_dtype, as_scalar_of, map
+from .._base import Tree, accumulation_dtype, as_float, as_scalar_of, check_int, loadable, tree_map
 
 
 @loadable
@@ -250,7 +248,7 @@ def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
             return torch.complex(wide.real / by, wide.imag / by)
         return wide / by
 
-    return map(unscale, tree)
+    return tree_map(unscale, tree)
 
 
 # Arguments ------------------------------------------------------------------------------

@@ -15,18 +15,29 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import outside_inference_mode, read_params
-from .._base.torch_internals import transform_active, without_history
-from .._base.trees import Tree, map
-from .._core.auto_size import by_memory, check_auto, is_auto
-from .._core.batches import check_size
-from .._core.engines import Engine
-from .._core.loss import Reduction
-from .._core.microbatch_gradient import Nonfinite, Rule, check_rule
-from .._core.reductions import check_reduce
-from .._core.writes import known_of
-from .._optim.combinators import as_optimizer
-from .._pure.keys import key
+from .._base import (
+    Tree,
+    outside_inference_mode,
+    read_params,
+    transform_active,
+    tree_map,
+    without_history,
+)
+from .._core import (
+    Engine,
+    Nonfinite,
+    Reduction,
+    Rule,
+    by_memory,
+    check_auto,
+    check_reduce,
+    check_rule,
+    check_size,
+    is_auto,
+    known_of,
+)
+from .._optim import as_optimizer
+from .._pure import key
 from ..distributed.collectives import check_group
 from .buffers import Threading, check_policy
 from .buffers import begin as begin_buffers
@@ -269,11 +280,11 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
     with outside_inference_mode():  # what is made there takes no gradient, ever
         if plan.policy is not None:
             params = plan.policy.cast_to_param(params)
-        params = map(_own, params)
+        params = tree_map(_own, params)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return TrainState(
             params=params,
-            buffers=() if buffers is None else map(_own, buffers),
+            buffers=() if buffers is None else tree_map(_own, buffers),
             opt_state=plan.optimizer.init(params),
             loss_scale=() if plan.loss_scale is None else plan.loss_scale.init(device),
             key=key(seed, device),

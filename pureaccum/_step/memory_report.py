@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.checks import check_state, read_params
-from .._base.generators import generators, restore
-from .._base.torch_internals import imagining
-from .._base.trees import Tree, accumulation_dtype, leaves, map
-from .._core.auto_size import counting
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    check_state,
+    generators,
+    imagining,
+    read_params,
+    restore,
+    tree_leaves,
+    tree_map,
+)
+from .._core import counting
 from .state import TrainState
 
 
@@ -144,16 +151,16 @@ def memory_report(
             "Report the same step without compile."
         )
     sums = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in params)
-    tensors = [x for x in leaves((state, batch)) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves((state, batch)) if isinstance(x, Tensor)]
     before = generators({x.device for x in tensors if not x.is_meta})
     try:
         with imagining() as (imagined, taken_for):
-            given = map(lambda x: imagined(x) if isinstance(x, Tensor) else x, (state, batch))
+            given = tree_map(lambda x: imagined(x) if isinstance(x, Tensor) else x, (state, batch))
             predicted = _memory(state, sums, *_run(step, *given, taken_for=taken_for))
         if any(x.untyped_storage().device.type == "meta" for x in tensors):
             return MemoryReport(predicted, ())
         return MemoryReport(
-            predicted, _memory(state, sums, *_run(step, map(torch.clone, state), batch))
+            predicted, _memory(state, sums, *_run(step, tree_map(torch.clone, state), batch))
         )
     finally:
         restore(before)
@@ -192,7 +199,7 @@ def _memory(state: TrainState, sums: int, before_backward: int, peak: int) -> Me
 
 
 def _bytes(tree: Tree) -> int:
-    return sum(x.nbytes for x in leaves(tree) if isinstance(x, Tensor))
+    return sum(x.nbytes for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
 def _eager(state: TrainState, batch: Tree) -> str:

@@ -24,14 +24,9 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.dtensors import refuse_sharded
-from .._base.generators import put_back
-from .._base.torch_internals import seeing
-from .._base.trees import Tree, flatten, unflatten
-from .._core.batches import Batch, cut, need_rows, read_batch
-from .._core.loss import is_pair, read
-from .._core.weights import Microbatch
-from .._pure.keys import fold_in
+from .._base import Tree, flatten, put_back, refuse_sharded, seeing, unflatten
+from .._core import Batch, Microbatch, cut, is_pair, need_rows, read, read_batch
+from .._pure import fold_in
 from .buffers import advance, begin, collect, watching
 from .precision import under
 from .state import Plan, TrainState

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.trees import Tree, cast, leaves, map
+from .._base import Tree, cast, tree_leaves, tree_map
 
 
 class Policy(NamedTuple):
@@ -116,13 +116,13 @@ def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., A
 def _region(policy: Policy, params: Tree) -> AbstractContextManager[Any]:
     if policy.autocast is None:
         return nullcontext()
-    device = leaves(params)[0].device.type
+    device = tree_leaves(params)[0].device.type
     return torch.autocast(device, dtype=policy.autocast)
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     if dtype is None:
         return tree
-    return map(
+    return tree_map(
         lambda x: cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
     )

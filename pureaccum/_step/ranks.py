@@ -15,11 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import Agreement, Claim, agreement, between_ranks, claim, settings_of
-from .._base.checks import read_params
-from .._base.dtensors import refuse_sharded
-from .._base.trees import Tree, flatten, unflatten
-from .._core.accumulator import AccumState
+from .._base import (
+    Agreement,
+    Claim,
+    Tree,
+    agreement,
+    between_ranks,
+    claim,
+    flatten,
+    read_params,
+    refuse_sharded,
+    settings_of,
+    unflatten,
+)
+from .._core import AccumState
 from ..distributed.collectives import begin_sum, gathered, meet
 from .buffers import Carried, LayerMoments, batch_norm_buffers, merged_moments
 from .state import Plan, StepWindow, TrainState

@@ -19,41 +19,58 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import (
+from .._base import (
     MOST,
-    check_int,
-    check_state,
-    outside_inference_mode,
-    read_params,
-    refuse_autocast_cache,
-)
-from .._base.dtensors import resolved
-from .._base.generators import put_back
-from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import transform_active
-from .._base.trees import (
+    Spoiled,
     Tree,
     all_finite,
     apart,
+    check_int,
     check_same_structure,
+    check_state,
     flatten,
     global_norm,
-    map,
+    hand_over,
+    mark,
     moved,
     norm,
+    outside_inference_mode,
+    put_back,
+    read_params,
+    refuse_autocast_cache,
+    resolved,
+    transform_active,
+    tree_leaves,
+    tree_map,
     unflatten,
     where,
     zeros,
 )
-from .._base.trees import leaves as leaves_of
-from .._core.accumulator import AccumState, check_belongs, empty, plain_sum, updated
-from .._core.accumulator import merged as merge_states
-from .._core.batches import Batch, cut, need_rows, read_batch
-from .._core.loss import divisor, mean_value
-from .._core.weights import Microbatch, divided
-from .._core.whole_batch import Cut, Folded, Pieces, Window, fold, read_cut
-from .._core.writes import Given, guarding
-from .._samples.noise_scale import BatchNoise, noise_of
+from .._core import (
+    AccumState,
+    Accumulated,
+    Accumulation,
+    Batch,
+    BatchInParts,
+    CutBatch,
+    Given,
+    Microbatch,
+    check_belongs,
+    cut,
+    divided,
+    divisor,
+    empty,
+    fold,
+    guarding,
+    mean_value,
+    need_rows,
+    plain_sum,
+    read_batch,
+    read_cut,
+    updated,
+)
+from .._core import merged as merge_states
+from .._samples import BatchNoise, noise_of
 from ..distributed.collectives import check_group
 from .buffers import begin, finish, merged_moments
 from .microbatch_loss import caller, onwards
@@ -118,7 +135,7 @@ def finished(
         # a window in which nothing was seen says nothing about the scale
         scaling = where(any_weight | ~finite, learned, scaling)
     donate = plan.donate and in_place
-    if donate and leaves_of(info.aux):
+    if donate and tree_leaves(info.aux):
         info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
     tree = unflatten(flatten(state.params)[1], grads)
     params, opt_state = ready.apply(tree, told, donate)
@@ -134,7 +151,7 @@ def finished(
     )
     if donate:
         rest = (state.buffers, state.loss_scale, *state[4:])
-        mark(leaves_of(rest))
+        mark(tree_leaves(rest))
     return new, info
 
 
@@ -166,7 +183,9 @@ def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepI
     return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
 
 
-def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[TrainState, StepInfo]:
+def over(
+    plan: Plan, state: TrainState, cut: CutBatch | BatchInParts | Stacked
+) -> tuple[TrainState, StepInfo]:
     """One step over a batch that is cut."""
     window = _window(plan, state, cut)
     with outside_inference_mode():
@@ -181,7 +200,7 @@ def over(plan: Plan, state: TrainState, cut: Cut | Pieces | Stacked) -> tuple[Tr
 
 
 def whole_of_ranks(
-    plan: Plan, summed: Callable[..., Folded], state: TrainState, batch: Tree
+    plan: Plan, summed: Callable[..., Accumulated], state: TrainState, batch: Tree
 ) -> tuple[TrainState, StepInfo]:
     """One step over a batch of which each rank has some rows; ``summed`` are those of this rank.
 
@@ -201,7 +220,7 @@ def whole_of_ranks(
 
 def rows_of_this_rank(
     plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
-) -> Folded:
+) -> Accumulated:
     """The rows of one rank, summed; ``first`` is the number of the first in the run."""
     cut = read_cut(batch, size, False, "batch")._replace(alone=False)
     if not cut.rows:  # nothing to call the loss with
@@ -210,10 +229,10 @@ def rows_of_this_rank(
         return fold(_window(plan, state, cut, first))
 
 
-def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None) -> Window:
+def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None) -> Accumulation:
     leaves, spec = _read(plan, state)
     first = state.samples if first is None else first
-    return Window(
+    return Accumulation(
         call=caller(plan, state, spec),
         leaves=leaves,
         spec=spec,
@@ -236,7 +255,7 @@ def begin_window(plan: Plan, state: TrainState) -> StepWindow:
         buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()
         count = len(leaves) if plan.rule.squares else None
         sums = empty(zeros(state.params), leaves[0].device, count)
-        return StepWindow(sums, map(torch.clone, buffers), torch.zeros_like(state.samples))
+        return StepWindow(sums, tree_map(torch.clone, buffers), torch.zeros_like(state.samples))
 
 
 def update(
@@ -288,9 +307,9 @@ def updated_window(
         given_up = state.params, state.buffers, carried[0]
         entry = entry._replace(aux=apart(entry.aux, given_up))
         new, carried_spec = flatten(after)
-        after = unflatten(carried_spec, hand_over(leaves_of(carried), new))
+        after = unflatten(carried_spec, hand_over(tree_leaves(carried), new))
     else:  # no two states may share a tensor
-        after = map(torch.clone, after)
+        after = tree_map(torch.clone, after)
     return StepWindow(accum, *after), entry
 
 
@@ -320,7 +339,7 @@ def apply(
             mark(sums, Spoiled)
         raise
     if own:
-        mark(leaves_of(window))
+        mark(tree_leaves(window))
     return result
 
 
@@ -356,7 +375,7 @@ def merge(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
     check_same_structure(flatten(a)[1], flatten(b)[1], *names, cause)
     of_grads = f"{names[0]}.accum.grads", f"{names[1]}.accum.grads"
     accum = merge_states(a.accum, b.accum, plan.rule.squares, of_grads)
-    buffers = map(torch.clone, a.buffers)
+    buffers = tree_map(torch.clone, a.buffers)
     if buffers and buffers.moments:
         buffers = buffers._replace(moments=merged_moments(a.buffers.moments, b.buffers.moments))
     return StepWindow(accum, buffers, a.rows + b.rows)
@@ -390,7 +409,7 @@ def first_row(plan: Plan, state: TrainState, window: StepWindow, offset: int | N
     return window.rows
 
 
-# Pieces --------------------------------------------------------------------------------
+# BatchInParts --------------------------------------------------------------------------------
 
 
 def _read(plan: Plan, state: TrainState) -> tuple[list[Tensor], optree.PyTreeSpec]:

@@ -25,16 +25,33 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.torch_internals import scan
-from .._base.trees import Tree, flatten, unflatten, zeros
-from .._core.accumulator import AccumState, counted
-from .._core.batches import read_batch
-from .._core.engines import Wrt, prepare
-from .._core.loss import read
-from .._core.microbatch_gradient import Rule, add_microbatch
-from .._core.reductions import AuxState, Stack, finish_aux, fold_aux, fold_stack, share_of
-from .._core.weights import Microbatch, Tally, Weighing, added_to, power_of_two, scaled, settle
-from .._core.whole_batch import Call, Folded, Window
+from .._base import Tree, flatten, scan, unflatten, zeros
+from .._core import (
+    AccumState,
+    Accumulated,
+    Accumulation,
+    AuxState,
+    LossOfPart,
+    Microbatch,
+    Rule,
+    Stack,
+    Tally,
+    Weighing,
+    Wrt,
+    add_microbatch,
+    added_to,
+    counted,
+    finish_aux,
+    fold_aux,
+    fold_stack,
+    power_of_two,
+    prepare,
+    read,
+    read_batch,
+    scaled,
+    settle,
+    share_of,
+)
 
 
 LITTLE = 2**20  # bytes that forward passes keep for their backward passes, all of them together
@@ -112,7 +129,7 @@ class Stacked(NamedTuple):
     together: int
 
 
-def fold_scanned(window: Window, batch: Stacked) -> Folded:
+def fold_scanned(window: Accumulation, batch: Stacked) -> Accumulated:
     """All microbatches, summed and not yet divided."""
     leaves, rule, size = window.leaves, window.rule, batch.size
     unit = power_of_two(size) if rule.reduction == "mean" else 1.0
@@ -153,7 +170,7 @@ def fold_scanned(window: Window, batch: Stacked) -> Folded:
             aux = fold_aux(aux, entry, rows, window.aux_reduction, rule.nonfinite == "skip")
         state = counted(state._replace(grads=sums), [entry], rule)
     aux_tree = None if aux is None else finish_aux(aux)
-    return Folded(state, unit, carried, aux_tree, torch.float32, weighted)
+    return Accumulated(state, unit, carried, aux_tree, torch.float32, weighted)
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
@@ -161,7 +178,7 @@ def tensors_of(tree: Tree) -> list[Tensor]:
     return [x for x in flatten(tree)[0] if isinstance(x, Tensor)]
 
 
-def one_of(call: Call, like: Tree) -> One:
+def one_of(call: LossOfPart, like: Tree) -> One:
     """The loss as a function of leaves, the tensors of a microbatch, and the samples before it."""
     columns, spec = flatten(like)
 
@@ -178,7 +195,7 @@ def _filled(columns: list[Any], spec: optree.PyTreeSpec, tensors: list[Tensor]) 
 
 
 def _more(
-    window: Window, wrt: Wrt, sums: list[Tensor], carried: Any, part: Tree, rows: int
+    window: Accumulation, wrt: Wrt, sums: list[Tensor], carried: Any, part: Tree, rows: int
 ) -> tuple[list[Tensor], Any, Microbatch]:
     """One microbatch more."""
 
@@ -192,7 +209,7 @@ def _more(
 
 
 def _body(
-    window: Window, wrt: Wrt, batch: Stacked, carried_spec: optree.PyTreeSpec
+    window: Accumulation, wrt: Wrt, batch: Stacked, carried_spec: optree.PyTreeSpec
 ) -> tuple[Callable[..., Any], Callable[..., Microbatch]]:
     """One microbatch more, for a scan; and what such a one comes to."""
     columns, spec = flatten(batch.microbatches)
@@ -214,7 +231,7 @@ def _body(
     return body, like
 
 
-def _by_several(window: Window, wrt: Wrt, batch: Stacked, carry: Any) -> tuple[Any, int]:
+def _by_several(window: Accumulation, wrt: Wrt, batch: Stacked, carry: Any) -> tuple[Any, int]:
     """Several microbatches at a time, and those that are left; and how many they were."""
 
     def body(carry: Any, xs: list[Tensor]) -> tuple[Any, list[Tensor]]:

@@ -4,14 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base.agreement import Agreement
-from .._base.checks import check_state
-from .._base.states import loadable
-from .._base.trees import Tree
-from .._core.accumulator import AccumState
-from .._core.microbatch_gradient import Rule
-from .._core.writes import Known
-from .._optim.update import Optimizer
+from .._base import Agreement, Tree, check_state, loadable
+from .._core import AccumState, Known, Rule
+from .._optim import Optimizer
 from .buffers import Threading
 from .loss_scale import LossScale, LossScaleState
 from .precision import Policy

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from .._base.bytes import bits, memory, on_host
+from .._base import bits, memory, on_host
 from .file_format import Part, Piece, checks_of, header_of
 
 

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import Table, between_ranks, differences, shown
-from .._base.dtensors import largest, layout_of
+from .._base import Table, between_ranks, differences, in_words, largest, layout_of
 from .file_format import Contents, Part, Piece
 from .files import whole_folder, write_file
 
@@ -66,8 +65,8 @@ def save_by_ranks(
         if len({check for check, _, _ in begun}) > 1:
             found = differences(tuple(_on_all_ranks(lambda: words)))
             raise ValueError(
-                f"the ranks do not hold the same tree: {shown(found)} What is no DTensor is saved "
-                "once for all of them; what is a rank's own goes into a file of its own."
+                f"the ranks do not hold the same tree: {in_words(found)} What is no DTensor is "
+                "saved once for all of them; what is a rank's own goes into a file of its own."
             )
         _, folder, save = begun[0]
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import NUMBERS as CLAIMED
-from .._base.agreement import Claim, between_ranks, compare
+from .._base import NUMBERS as CLAIMED
+from .._base import Claim, between_ranks, compare
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket

@@ -15,14 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.agreement import Claim, agreement, between_ranks, claim
-from .._base.dtensors import refuse_sharded
-from .._base.states import mark
-from .._base.torch_internals import transform_active
-from .._base.trees import Tree, flatten, paths, unflatten
-from .._base.trees import leaves as leaves_of
-from .._core.accumulator import AccumState, read_state
-from .._core.batches import cut, read_batch, rows_to_cut
+from .._base import (
+    Claim,
+    Tree,
+    agreement,
+    between_ranks,
+    claim,
+    flatten,
+    mark,
+    paths,
+    refuse_sharded,
+    transform_active,
+    tree_leaves,
+    unflatten,
+)
+from .._core import AccumState, cut, read_batch, read_state, rows_to_cut
 from .buckets import AHEAD, sum_over_ranks_
 
 
@@ -120,12 +127,12 @@ def all_reduce(
         meet(claimed, group)
         merged = reduce(merge, _states_of_all(state, group))
         if donate:
-            mark(leaves_of(state))
+            mark(tree_leaves(state))
         return merged
-    own = [x.detach() if donate else x.clone() for x in leaves_of(state)]
+    own = [x.detach() if donate else x.clone() for x in tree_leaves(state)]
     work = unflatten(flatten(state)[1], own)._replace(grads=own[: len(leaves)])
     if donate:  # before anything is written, so that an error leaves nothing half added
-        mark(leaves_of(state))
+        mark(tree_leaves(state))
     ahead = len(own) if async_op else AHEAD
     wait = begin_sum(work, group, claimed, ahead=ahead)
 

@@ -10,7 +10,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .._base.states import make_public as _make_public
+from .._base import make_public as _make_public
 from ._assertions import assert_trees_bitwise_equal as assert_trees_bitwise_equal
 from ._assertions import assert_trees_within_bound as assert_trees_within_bound
 from ._check.check import assert_accumulates as assert_accumulates

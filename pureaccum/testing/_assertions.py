@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.trees import Tree, check_same_structure, flatten, paths
+from .._base import Tree, check_same_structure, flatten, paths
 
 
 def dense(x: Tensor) -> Tensor:

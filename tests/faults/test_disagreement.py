@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum import distributed
 from pureaccum._base.agreement import agreement, claim
+from pureaccum.distributed.collectives import begin_sum
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import cases_on_ranks
 from tests.strategies import generator
@@ -285,7 +285,7 @@ def nobody_looks() -> None:
             sums = sums._replace(grads=optree.tree_leaves(sums.grads))
             given = {"state": pa.dynamic_loss_scale(scale).init()}
             mine = claim(agreement({}), "here", {}, given, torch.device("cpu"), "", whole=False)
-            came, _ = distributed.begin_sum(sums, group, mine._replace(look=False))()
+            came, _ = begin_sum(sums, group, mine._replace(look=False))()
             assert came.weight == 8 * dist.get_world_size()
             assert bool(came.total.isfinite()) is agrees
     agree_again()
@@ -312,8 +312,8 @@ def other_calls() -> None:
         "step.init": lambda: step.init(PARAMS),
         r"step\(state, batch\), where rows get keys": lambda: step(state, BATCH),
         "the end of a step": lambda: step.apply(state, window),
-        "all_reduce": lambda: distributed.all_reduce(sums),
-        r"all_reduce\(merge": lambda: distributed.all_reduce(sums, merge=acc.merge),
+        "all_reduce": lambda: pa.distributed.all_reduce(sums),
+        r"all_reduce\(merge": lambda: pa.distributed.all_reduce(sums, merge=acc.merge),
     }
     for name, call in calls.items():
         for other, at in calls.items():
@@ -347,9 +347,9 @@ def other_accumulators(name: str) -> None:
     params = last if apart() else most
     acc = pa.accumulator(lambda p, x: sum(leaf.sum() for leaf in optree.tree_leaves(p)) * x.mean())
     state = acc.update(acc.init(params), params, torch.ones(2))
-    refused(lambda: distributed.all_reduce(state), said, state)
-    refused(lambda: distributed.all_reduce(state, merge=acc.merge), said, state)
-    refused(lambda: distributed.all_reduce(state, async_op=True), said, state)
+    refused(lambda: pa.distributed.all_reduce(state), said, state)
+    refused(lambda: pa.distributed.all_reduce(state, merge=acc.merge), said, state)
+    refused(lambda: pa.distributed.all_reduce(state, async_op=True), said, state)
     assert acc.finalize(state)[1] == sum(leaf.sum() for leaf in optree.tree_leaves(params))
     agree_again()
 
@@ -357,7 +357,7 @@ def other_accumulators(name: str) -> None:
 def with_and_without_squares() -> None:
     acc = pa.accumulator(loss, squares=apart())
     state = acc.update(acc.init(PARAMS), PARAMS, BATCH)
-    refused(lambda: distributed.all_reduce(state), r"state\.squares is absent", state)
+    refused(lambda: pa.distributed.all_reduce(state), r"state\.squares is absent", state)
     agree_again()
 
 

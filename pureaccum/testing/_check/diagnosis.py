@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._base.trees import leaves, map
-from ..._core.loss import Reduction
+from ..._base import tree_leaves, tree_map
+from ..._core import Reduction
 from .kept import Kept
 from .report import Diagnosis
 from .rows import of_rows
@@ -60,7 +60,9 @@ def _fits(
     seed = next(seeds)
     try:
         noted = _noted(subject, names, seed)
-        others = _noted(subject._replace(params=map(lambda x: -x, subject.params)), names, seed)
+        others = _noted(
+            subject._replace(params=tree_map(lambda x: -x, subject.params)), names, seed
+        )
         if not noted or not _same(noted, others):
             return ""
 
@@ -95,7 +97,7 @@ def _noted(subject: Subject, names: set[str], seed: int) -> Noted:
 
 
 def _same(noted: Noted, others: Noted) -> bool:
-    values, more = (leaves([own for _, own in each]) for each in (noted, others))
+    values, more = (tree_leaves([own for _, own in each]) for each in (noted, others))
     pairs = zip(values, more, strict=True)
     return all(x.equal(y) for x, y in pairs)
 

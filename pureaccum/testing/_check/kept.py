@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._base.torch_internals import tensor_places
+from ..._base import tensor_places
 from .._pure import elsewhere, global_names
 
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._base.trees import check_same_structure, flatten, leaves, paths
-from ..._core.accumulator import plain_sum
-from ..._core.loss import divisor
+from ..._base import check_same_structure, flatten, paths, tree_leaves
+from ..._core import divisor, plain_sum
 from .report import Diagnosis
 from .subject import Parts, Rows, Subject, split
 from .trials import Bound, Result, Trial, repeats
@@ -81,7 +80,9 @@ def of_loop(
     except Exception:
         return ()  # which the report tells
     own = [float(divisor(state.weight, plain_sum(state, "sum"))) for state in states]
-    grads = [[x / by for x in leaves(state.grads)] for state, by in zip(states, own, strict=True)]
+    grads = [
+        [x / by for x in tree_leaves(state.grads)] for state, by in zip(states, own, strict=True)
+    ]
     plain = 1.0 if trial.subject.reduction == "sum" else 1 / len(rows)
     shares = (
         [float(state.weight) / sum(own) for state in states]

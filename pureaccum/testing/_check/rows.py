@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base.trees import all_finite
-from ..._core.loss import Weighted
+from ..._base import all_finite
+from ..._core import Weighted
 from .report import Diagnosis
 from .subject import Parts, Rows
 from .trials import Bound, Outcome, Result, Trial, errors, norm, terms

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._base.trees import map, unflatten
-from ..._core.accumulator import AccumState, accumulator
-from ..._core.batches import Batch
-from ..._core.loss import Reduction
-from ..._core.writes import unguarded
+from ..._base import tree_map, unflatten
+from ..._core import AccumState, Batch, Reduction, accumulator, unguarded
 from .kept import Kept
 
 
@@ -88,7 +85,7 @@ class Subject(NamedTuple):
             for x in self.batch.leaves
         ]
         own = self.dtype is None
-        params = map(lambda x: x.detach().clone() if own else x.detach(), self.params)
+        params = tree_map(lambda x: x.detach().clone() if own else x.detach(), self.params)
         return params, unflatten(self.batch.spec, columns)
 
     @contextmanager
@@ -176,7 +173,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
             return x
         return x.detach().to(becomes.get(x.dtype, x.dtype), copy=True)
 
-    return map(copy, tree)
+    return tree_map(copy, tree)
 
 
 class _InDtype(TorchFunctionMode):
@@ -196,8 +193,8 @@ class _InDtype(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
             return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
-        args = map(self.recast, args)
-        kwargs = {key: map(self.recast, arg) for key, arg in kwargs.items()}
+        args = tree_map(self.recast, args)
+        kwargs = {key: tree_map(self.recast, arg) for key, arg in kwargs.items()}
         if name in self.without and is_active(name, args, kwargs):
             return args[0] if args else kwargs["input"]
         if name in _CASTS:

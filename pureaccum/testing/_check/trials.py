@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base.trees import add, all_finite, leaves
-from ..._core.accumulator import AccumState, plain_sum
-from ..._core.loss import Reduction, divisor, mean_value
+from ..._base import add, all_finite, tree_leaves
+from ..._core import AccumState, Reduction, divisor, mean_value, plain_sum
 from .kept import Kept
 from .subject import Parts, Rows, Subject
 
@@ -99,14 +98,14 @@ def joined(states: Sequence[AccumState], reduction: Reduction) -> Result:
     value = mean_value(whole.total, by)
     sizes = zip(*(terms(state) for state in states), strict=True)
     return Result(
-        [value, *(x / by.to(x.device) for x in leaves(whole.grads))],
+        [value, *(x / by.to(x.device) for x in tree_leaves(whole.grads))],
         [sum(norm(x) for x in column) / float(by) for column in sizes],
     )
 
 
 def terms(state: AccumState) -> list[Tensor]:
     """What a microbatch adds, the value's part first."""
-    return [state.total, *leaves(state.grads)]
+    return [state.total, *tree_leaves(state.grads)]
 
 
 def norm(x: Tensor) -> float:

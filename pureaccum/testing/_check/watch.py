@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ..._base.torch_internals import leads_to, transform_active
-from ..._base.trees import flatten, leaves, paths
-from ..._core.loss import Weighted, is_pair
+from ..._base import flatten, leads_to, paths, transform_active, tree_leaves
+from ..._core import Weighted, is_pair
 from .._pure import reachable
 from .kept import Held, Kept, Names, differs
 from .subject import BATCH_NORM, Subject, is_active
@@ -100,7 +99,7 @@ class Sight(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        for x in leaves((args, kwargs)):
+        for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Generator):
                 self.generators.setdefault(id(x), (x, x.get_state()))
             elif isinstance(x, Tensor) and not transform_active():
@@ -111,7 +110,7 @@ class Sight(TorchFunctionMode):
         out = func(*args, **kwargs)
         if not before.equal(_random_state()):
             self.draws[self.caller(name)] = None
-        for x in leaves(out):
+        for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 if x.is_floating_point():
                     self.dtypes.add(x.dtype)
@@ -282,14 +281,14 @@ def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
         weighted = isinstance(loss, Weighted)
         total = loss.total if weighted else loss
         if isinstance(total, Tensor):
-            totals.append((weighted, total.dtype, leads_to(total, leaves(params))))
+            totals.append((weighted, total.dtype, leads_to(total, tree_leaves(params))))
         return out
 
     watched, before = subject._replace(loss_fn=loss_fn), names
     try:
         state = watched.sums(subject.everything(), next(seeds))
         weighted, dtype, leads = totals[0]
-        if not leads and not any(g.any() for g in leaves(state.grads)):
+        if not leads and not any(g.any() for g in tree_leaves(state.grads)):
             raise ValueError(
                 "the loss does not depend on params: no gradient leads to them. Was it detached "
                 "(detach, item, float, no_grad), or did it use a module's own parameters? "

@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._base.trees import Tree, flatten, map, unflatten
-from ..._core.accumulator import AccumState, Accumulator
+from ..._base import Tree, flatten, tree_map, unflatten
+from ..._core import AccumState, Accumulator
 
 
 class Fault(NamedTuple):
@@ -52,7 +52,7 @@ class Fault(NamedTuple):
             return torch.full_like(x, number[self.kind])
 
         new = list(microbatches)
-        new[self.microbatch] = map(spoilt, new[self.microbatch])
+        new[self.microbatch] = tree_map(spoilt, new[self.microbatch])
         return new
 
 

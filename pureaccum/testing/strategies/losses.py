@@ -15,8 +15,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._base.trees import Tree, leaves, map
-from ..._core.loss import Reduction, Weighted
+from ..._base import Tree, tree_leaves, tree_map
+from ..._core import Reduction, Weighted
 from .data import seeds
 
 
@@ -111,7 +111,7 @@ class ExactModel(NamedTuple):
         """
         if kind != "weighted":
             grads, value = torch.func.grad_and_value(self.loss(kind))(self.params, self.batch)
-            return map(lambda g: g.to_dense(), grads), value.double()
+            return tree_map(lambda g: g.to_dense(), grads), value.double()
 
         def total(params: Tree) -> Tensor:
             return self.loss(kind)(params, self.batch).total
@@ -119,7 +119,7 @@ class ExactModel(NamedTuple):
         grads, value = torch.func.grad_and_value(total)(self.params)
         weight = self.batch["mask"].sum()
         by = weight if weight else 1
-        return map(lambda g: g.to_dense() / by, grads), value.double() / weight
+        return tree_map(lambda g: g.to_dense() / by, grads), value.double() / weight
 
 
 def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
@@ -169,12 +169,12 @@ def majorant(model: ExactModel) -> float:
     def positive(x: Tensor) -> Tensor:
         return x.double().abs() if x.is_floating_point() else x
 
-    params, batch = map(positive, (model.params, model.batch))
+    params, batch = tree_map(positive, (model.params, model.batch))
     batch["y"] = -batch["y"]
     grads, value = torch.func.grad_and_value(
         lambda params: model.per_row(params, batch, larger=torch.add).sum()
     )(params)
-    return max(g.to_dense().abs().max().item() for g in (value, *leaves(grads)))
+    return max(g.to_dense().abs().max().item() for g in (value, *tree_leaves(grads)))
 
 
 @st.composite
