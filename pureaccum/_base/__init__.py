@@ -1,6 +1,6 @@
 """Trees, DTensors, donation, the private names of torch, and the checks of what callers hand in."""
 
-from .agreement import NUMBERS as NUMBERS
+from .agreement import CLAIM_NUMBERS as CLAIM_NUMBERS
 from .agreement import Agreement as Agreement
 from .agreement import Claim as Claim
 from .agreement import Table as Table
@@ -14,8 +14,8 @@ from .agreement import settings_of as settings_of
 from .agreement import value_in_words as value_in_words
 from .bytes import bits as bits
 from .bytes import memory as memory
-from .bytes import on_host as on_host
-from .checks import MOST as MOST
+from .bytes import rows_as_bytes as rows_as_bytes
+from .checks import LARGEST_INT as LARGEST_INT
 from .checks import as_float as as_float
 from .checks import check_argnums as check_argnums
 from .checks import check_at_least as check_at_least
@@ -49,8 +49,8 @@ from .dtensors import refuse_sharded as refuse_sharded
 from .dtensors import replicated as replicated
 from .dtensors import resolved as resolved
 from .dtensors import sum_layouts as sum_layouts
-from .dtensors import whole as whole
 from .dtensors import whole_layout as whole_layout
+from .dtensors import with_all_terms as with_all_terms
 from .generators import Drawn as Drawn
 from .generators import generators as generators
 from .generators import noted as noted

@@ -28,7 +28,7 @@ from .dtensors import local
 from .trees import Tree, flatten, paths
 
 
-NUMBERS = 3  # of a claim
+CLAIM_NUMBERS = 3  # of a claim
 FEW = 2  # numbers of a leaf that is compared at every call: counts, scales, rates and keys
 NOT_READ = -1
 Table = dict[str, str]  # what a rank holds, by name

@@ -14,7 +14,7 @@ from torch import Tensor
 STEP = 2**20
 
 
-def on_host(x: Tensor) -> Tensor:
+def rows_as_bytes(x: Tensor) -> Tensor:
     """The numbers of a tensor, or their bits, row by row; a copy where they lie otherwise."""
     x = x.detach().resolve_conj().resolve_neg()
     return (x if x.is_contiguous() else bits(x).contiguous()).cpu()
@@ -37,6 +37,6 @@ def memory(x: Tensor) -> Iterator[memoryview]:
 
 def checksum(x: Tensor, before: int = 0) -> int:
     """The crc32 of its bytes, after that of others."""
-    for part in memory(on_host(x)):
+    for part in memory(rows_as_bytes(x)):
         before = zlib.crc32(part, before)
     return before

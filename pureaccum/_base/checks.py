@@ -19,7 +19,7 @@ from .torch_internals import transform_active
 from .trees import Tree, check_same_structure, flatten, paths
 
 
-MOST = 2**63 - 1  # that torch counts to: of rows, sizes and steps
+LARGEST_INT = 2**63 - 1  # that torch counts to: of rows, sizes and steps
 
 
 def shown(number: int) -> str:
@@ -113,9 +113,11 @@ def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
     """One position or several, as a tuple."""
     expected = "an int or a tuple of ints"
     if not isinstance(argnums, tuple):
-        return (check_int(argnums, name, expected, -MOST, MOST),)
+        return (check_int(argnums, name, expected, -LARGEST_INT, LARGEST_INT),)
     several = enumerate(cast("tuple[Any, ...]", argnums))
-    return tuple(check_int(each, f"{name}[{i}]", expected, -MOST, MOST) for i, each in several)
+    return tuple(
+        check_int(each, f"{name}[{i}]", expected, -LARGEST_INT, LARGEST_INT) for i, each in several
+    )
 
 
 def positions(

@@ -208,7 +208,7 @@ def whole_layout(at: Layout | None) -> Layout | None:
 # Scalars that all ranks agree on ---------------------------------------------------------------
 
 
-def whole(scalars: list[Tensor]) -> list[Tensor]:
+def with_all_terms(scalars: list[Tensor]) -> list[Tensor]:
     """0-d tensors as plain ones, the same on all ranks: one reduction for all of one layout."""
     if not any_sharded(scalars):
         return scalars
@@ -238,7 +238,7 @@ def _full(part: Tensor, mesh: Any, placements: Sequence[Any]) -> Tensor:
         return module().DTensor.from_local(part, mesh, placements, run_check=False).full_tensor()
 
 
-def agreed(flag: Tensor, layouts: Layouts) -> Tensor:
+def true_on_all_ranks(flag: Tensor, layouts: Layouts) -> Tensor:
     """Whether a flag is true on all ranks of all meshes."""
     return largest(1 - flag.to(torch.int32), layouts) == 0  # not every backend reduces bools
 

@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .dtensors import agreed, local, norms_over_ranks, opened, resolved, zeros_of_sum
+from .dtensors import local, norms_over_ranks, opened, resolved, true_on_all_ranks, zeros_of_sum
 from .torch_internals import memory_of, version
 
 
@@ -251,7 +251,7 @@ def all_finite(tree: Tree) -> Tensor:
     if not flags:
         return torch.ones((), dtype=torch.bool)
     flag = torch.stack([flag.to(flags[0].device) for flag in flags]).all()
-    return flag if layouts is None else agreed(flag, layouts)
+    return flag if layouts is None else true_on_all_ranks(flag, layouts)
 
 
 def finite(x: Tensor) -> Tensor:

@@ -65,11 +65,11 @@ from .transforms import value as value
 from .weights import Microbatch as Microbatch
 from .weights import Tally as Tally
 from .weights import Weighing as Weighing
-from .weights import added_to as added_to
 from .weights import divided as divided
 from .weights import power_of_two as power_of_two
 from .weights import scaled as scaled
 from .weights import settle as settle
+from .weights import with_gradient_added as with_gradient_added
 from .whole_batch import Accumulated as Accumulated
 from .whole_batch import Accumulation as Accumulation
 from .whole_batch import BatchInParts as BatchInParts

@@ -124,7 +124,7 @@ Size = int | Sequence[int] | Literal["auto"] | None
 P = ParamSpec("P")
 T = TypeVar("T")
 
-REMEMBERED = 1000  # kinds of batches
+KINDS_REMEMBERED = 1000  # kinds of batches
 
 
 class Tried(NamedTuple):
@@ -195,7 +195,7 @@ def by_memory(
         if size >= known.fits:
             longest = max(rows, known.rows) if size == known.fits else rows
             known = known._replace(fits=size, rows=longest)
-        if len(kinds) >= REMEMBERED:
+        if len(kinds) >= KINDS_REMEMBERED:
             kinds.clear()
         kinds[kind] = known
         return result

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from .._base import MOST, Tree, any_sharded, check_int, cut_rows, flatten, paths, unflatten
+from .._base import LARGEST_INT, Tree, any_sharded, check_int, cut_rows, flatten, paths, unflatten
 
 
 _SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
@@ -158,7 +158,7 @@ def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) 
 
     No batch has more rows than torch can count, so larger sizes are all the same.
     """
-    return min(check_int(size, name, expected, 1), MOST)
+    return min(check_int(size, name, expected, 1), LARGEST_INT)
 
 
 def check_sizes(size: Any) -> int | list[int]:

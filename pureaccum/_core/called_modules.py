@@ -29,7 +29,7 @@ origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictiona
 ALONE = threading.RLock()
 
 # By module and name: a copy of what was there.
-Held = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
+HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
 
 
 class Called(NamedTuple):
@@ -55,7 +55,7 @@ class Ambiguous(Refusing):
 
 def call_watched(
     loss: Callable[[], T], recomputes: set[bool], devices: frozenset[torch.device]
-) -> tuple[T, Held]:
+) -> tuple[T, HeldTensors]:
     """Call a loss, and find out what its modules held if its backward pass will recompute.
 
     ``recomputes`` remembers the answer for the next microbatch.
@@ -78,7 +78,9 @@ _WANTED = "pureaccum: saved-tensor hooks are wanted"
 
 
 @contextmanager
-def remembering(held: Held | None = None, modules: Modules | None = None) -> Generator[Held]:
+def remembering(
+    held: HeldTensors | None = None, modules: Modules | None = None
+) -> Generator[HeldTensors]:
     """Remember what the modules called inside hold, and those below them, beside what is held.
 
     And which modules these are.
@@ -137,7 +139,7 @@ def in_modes(modules: Modules) -> Generator[None]:
 
 
 @contextmanager
-def holding(held: Held) -> Generator[None]:
+def holding(held: HeldTensors) -> Generator[None]:
     """Let every module hold again what it held when it was called."""
     with ALONE if held else nullcontext():
         own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]

@@ -25,7 +25,7 @@ from .._base import (
     without_history,
 )
 from .called_modules import call_watched, holding
-from .loss import Read, Shape, agreed, detached, read
+from .loss import Read, Shape, detached, known_to_all_ranks, read
 from .weights import LARGE, nothing_like
 
 
@@ -126,7 +126,7 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
             raise
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
-    return Forward(agreed(seen), shape, pull, None)
+    return Forward(known_to_all_ranks(seen), shape, pull, None)
 
 
 def _landing(hook: Hook, at: Layout | None) -> Hook:
@@ -186,7 +186,7 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             leaf.grad = None
         return new
 
-    return Forward(agreed(detached(Read(total, weight, aux))), shape, pull, push)
+    return Forward(known_to_all_ranks(detached(Read(total, weight, aux))), shape, pull, push)
 
 
 PASSES = {"func": _by_func, "autograd": _by_autograd}

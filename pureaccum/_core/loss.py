@@ -19,7 +19,7 @@ from .._base import (
     local,
     replicated,
     unflatten,
-    whole,
+    with_all_terms,
     without_history,
 )
 
@@ -139,12 +139,12 @@ def detached(seen: Read) -> Read:
     return Read(without_history(total), weight, [without_history(x) for x in aux])
 
 
-def agreed(seen: Read) -> Read:
+def known_to_all_ranks(seen: Read) -> Read:
     """The same where all ranks know both: what is pulled and kept depends on them."""
     total, weight, aux = seen
     if isinstance(weight, tuple) or not any_sharded([total, weight]):
         return seen
-    known, value = whole([weight, total])
+    known, value = with_all_terms([weight, total])
     return Read(replicated(value, total), sane(known), aux)
 
 

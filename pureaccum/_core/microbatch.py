@@ -47,14 +47,14 @@ from .rule import FollowedError, Form, Outs, Pieces, attach, run
 from .writes import Given, Known, guarding, known_of
 
 
-Size = int | Sequence[int] | str
+MicrobatchSize = int | Sequence[int] | str
 Keep = Literal["device", "host"]
 
 
 def microbatch(
     func: Callable[..., Tree],
     *,
-    microbatch_size: Size,
+    microbatch_size: MicrobatchSize,
     batch_argnums: int | tuple[int, ...] = 1,
     batch_argnames: str | Sequence[str] = (),
     reduce: Tree = "concat",
@@ -137,8 +137,8 @@ def microbatch(
         arguments = Arguments.of(args, kwargs, batch, dim)
         device = None
         if keep == "host":
-            arguments, device = on_host(arguments)
-        return call(func, arguments, Outputs(reduce, sizes, dim, device), known)
+            arguments, device = with_rows_on_host(arguments)
+        return call_microbatched(func, arguments, Outputs(reduce, sizes, dim, device), known)
 
     return microbatched
 
@@ -204,7 +204,7 @@ class Arguments(NamedTuple):
 _TENSOR = object()
 
 
-def on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
+def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
     """The same with rows on the host, and the device that computes; a CPU is its own host."""
     devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
     if not devices:
@@ -218,7 +218,7 @@ def on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
     return arguments._replace(tensors=tensors, cuts=cuts), devices[0]
 
 
-def call(
+def call_microbatched(
     func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
 ) -> Tree:
     """A microbatched function of some arguments."""

@@ -16,20 +16,20 @@ from torch import Tensor
 from .._base import Spoiled, check_choice, finite, known, mark, norm, refuse_sharded
 from .engines import PASSES, Engine, Hook, Loss, Wrt
 from .loss import Reduction
-from .microbatch import Arguments, call
+from .microbatch import Arguments, call_microbatched
 from .outputs import Counted, Whole
 from .weights import (
     Microbatch,
-    add_,
-    add_all_,
-    added_to,
+    add_gradient_,
+    add_gradients_,
     enter,
     judged,
-    kept,
     nothing_like,
     total_finite,
     weigh,
+    with_gradient_added,
     with_squares,
+    without_skipped,
 )
 
 
@@ -130,7 +130,7 @@ def _streamed(
                 flags[i] = finite(grad)
             if rule.squares:
                 norms[i] = norm(grad)
-            add_(sums[i], grad, how)
+            add_gradient_(sums[i], grad, how)
             return nothing_like(grad)
 
         return hook
@@ -150,7 +150,7 @@ def _streamed(
         grads = pull(how.cotangent)
         small = {i: g for i, g in enumerate(grads) if g is not None and i not in large}
         begun = True
-        add_all_([sums[i] for i in small], list(small.values()), how)
+        add_gradients_([sums[i] for i in small], list(small.values()), how)
     except BaseException:
         if begun and before is None:
             mark(sums, Spoiled)
@@ -171,7 +171,7 @@ def _streamed(
             where = [i for i, flag in sorted(flags.items()) if not flag]
             raise FloatingPointError(_not_finite(label, where))
     elif before is not None:
-        entry = kept(entry, ok)
+        entry = without_skipped(entry, ok)
         if not known(ok):
             for new, old in zip(sums, before, strict=True):
                 torch.where(ok.to(new.device), new, old, out=new)
@@ -205,14 +205,14 @@ def _collected(
             ok = entry.finite
             assert ok is not None
             weighing = weighing._replace(keep=ok if weighing.keep is None else ok & weighing.keep)
-            entry = kept(entry, ok)
+            entry = without_skipped(entry, ok)
         return Counted((grads, entry, weighing), weighing.keep)
 
     if in_place:
         grads, entry, weighing = gradients(wrt.leaves).tree
         for i in range(len(grads)):
             if (grad := grads[i]) is not None:
-                add_(sums[i], grad, weighing)
+                add_gradient_(sums[i], grad, weighing)
             grads[i] = None
         return sums, entry
 
@@ -223,10 +223,11 @@ def _collected(
         zeros = [torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds]
         pairs = zip(zeros, grads, strict=False)
         return Counted(
-            ([g if g is None else added_to(z, g, weighing) for z, g in pairs], entry), keep
+            ([g if g is None else with_gradient_added(z, g, weighing) for z, g in pairs], entry),
+            keep,
         )
 
-    added, entry = call(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
+    added, entry = call_microbatched(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
     if not added:
         return [x.clone() for x in sums], entry
     return [x if term is None else x + term for x, term in zip(sums, added, strict=True)], entry

@@ -39,7 +39,7 @@ from .._base import (
     unnoticed,
     version,
 )
-from .called_modules import Held, Modules, holding, in_modes, remembering
+from .called_modules import HeldTensors, Modules, holding, in_modes, remembering
 
 
 _here = threading.local()
@@ -58,7 +58,7 @@ class Again:
         self.cached = torch.is_autocast_cache_enabled()
         self.drawn: list[list[Drawn]] = []  # of each piece
         self.met: list[set[int]] = []  # which of those captured each piece used
-        self.held: Held = {}
+        self.held: HeldTensors = {}
         self.modules: Modules = {}
         self.mode = _Finding()
         # Nobody sees what a compiled or scripted function computes under it.

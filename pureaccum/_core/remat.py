@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .._base import Tree, check_int
-from .microbatch import Arguments, call
+from .microbatch import Arguments, call_microbatched
 from .outputs import Whole
 from .writes import known_of
 
@@ -60,7 +60,7 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     def rematerialised(*args: Any, **kwargs: Any) -> Tree:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        return call(func, Arguments.of(args, kwargs), Whole(), known)
+        return call_microbatched(func, Arguments.of(args, kwargs), Whole(), known)
 
     return rematerialised
 

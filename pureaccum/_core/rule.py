@@ -57,7 +57,7 @@ class Pieces:
         return [nothing_like(operands[i]) if g is None else g for i, g in pairs]
 
 
-def apply(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
+def applied(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
     """What it gives for the pieces of some operands, differentiable where anything records."""
     if not (torch.is_grad_enabled() or transform_active()):
         return run(f, operands)
@@ -144,13 +144,13 @@ def _of_cotangent(how: Cut) -> Cut:
     return WHOLE if how == "last" else how
 
 
-def kept(x: Tensor, keeps: Keeps, group: int) -> Tensor:
+def selected(x: Tensor, keeps: Keeps, group: int) -> Tensor:
     """Selected and never multiplied: zero where the piece does not count, even for NaN."""
     if not group:
         return x
     if x.is_sparse:
         x = x.coalesce()
-        values = kept(x.values(), keeps, group)
+        values = selected(x.values(), keeps, group)
         return torch.sparse_coo_tensor(
             x.indices(), values, x.shape, is_coalesced=True, check_invariants=False
         )
@@ -186,7 +186,7 @@ def pulled(
         tops, pull, (outs, keeps) = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
         ones = cotangents or map(torch.ones_like, tops)
         group = _group(f, at)
-        grads = [kept(g, keeps, group) for g in pull(tuple(ones), retain_graph=False)]
+        grads = [selected(g, keeps, group) for g in pull(tuple(ones), retain_graph=False)]
         return outs, grads, keeps
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
@@ -204,7 +204,7 @@ def pulled(
     adding = {n: so_far for n, so_far in enumerate(sums) if so_far.sums and xs[n].nbytes >= LARGE}
 
     def add(so_far: Gathered, g: Tensor) -> Tensor:
-        so_far.add(kept(g, keeps, group))
+        so_far.add(selected(g, keeps, group))
         so_far.ahead = True
         return nothing_like(g)
 
@@ -215,7 +215,7 @@ def pulled(
     found: list[Tensor | None] = [None] * len(xs)
     for n, g in enumerate(grads):
         if g is not None:
-            found[n] = g if n in adding else kept(g, keeps, group)
+            found[n] = g if n in adding else selected(g, keeps, group)
     return outs, found, keeps
 
 
@@ -244,7 +244,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
                 pairs = map(unpack_dual, outs)
                 found = [torch.zeros_like(x) if t is None else t for x, t in pairs]
                 keeps = tuple(unpack_dual(x).primal for x in keeps)
-        return [kept(x, keeps, at) for x, at in zip(found, f.form.groups, strict=True)], keeps
+        return [selected(x, keeps, at) for x, at in zip(found, f.form.groups, strict=True)], keeps
 
     operands = (*f.form.operands, *(f.form.operands[i] for i in moved))
     return Pieces(call, f.form._replace(operands=operands), f.sizes)
@@ -315,7 +315,7 @@ class _Attach(Function):
         # A saved tensor may be wrapped for a level that is over; what an operation returns is not.
         operands = [x.view_as(x) for x in (*ctx.saved_tensors, *(cotangents[i] for i in used))]  # pyright: ignore
         f = vjp(ctx.f, wrt, used)
-        found = apply(f, operands)
+        found = applied(f, operands)
         for at, g in enumerate(found):  # those of each group, one after the other
             if (i := wrt[at % len(wrt)]) in f.reached:
                 before = grads[2 + i]
@@ -328,7 +328,7 @@ class _Attach(Function):
             raise FollowedError
         moved = [i for i, t in enumerate(tangents) if t is not None]
         primals = [unpack_dual(x).primal for x in ctx.saved_tensors]
-        found = apply(jvp(ctx.f, moved), [*primals, *(tangents[i] for i in moved)])  # pyright: ignore
+        found = applied(jvp(ctx.f, moved), [*primals, *(tangents[i] for i in moved)])  # pyright: ignore
         return tuple(found)
 
     @staticmethod

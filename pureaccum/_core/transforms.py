@@ -27,18 +27,18 @@ from .._base import (
     restore,
     transform_active,
     unflatten,
-    whole,
+    with_all_terms,
     without_history,
 )
 from .auto_size import Size, automatic
 from .batches import check_sizes, cutting
 from .engines import Engine
-from .loss import Reduction, Shape, agreed, counts, divisor, join_aux, mean_value, read
-from .microbatch import Arguments, call
+from .loss import Reduction, Shape, counts, divisor, join_aux, known_to_all_ranks, mean_value, read
+from .microbatch import Arguments, call_microbatched
 from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .outputs import Counted, Whole
 from .reductions import check_reduce
-from .weights import added_to, divided, weigh
+from .weights import divided, weigh, with_gradient_added
 from .whole_batch import Accumulation, evaluate, fold, means, read_cut
 from .writes import Given, guarding, known_of
 
@@ -243,8 +243,8 @@ def value(  # noqa: D417
             with guarding(known, given) as guarded:
                 out = guarded(lambda: func(*args, **kwargs))()
             seen, shape = read(out, has_aux)
-            total, weight, _ = agreed(seen)
-            loss = whole([_mean(total, weight)])[0].to(shape.dtype)
+            total, weight, _ = known_to_all_ranks(seen)
+            loss = with_all_terms([_mean(total, weight)])[0].to(shape.dtype)
             return (loss, out[1]) if has_aux else loss
         batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
 
@@ -259,7 +259,9 @@ def value(  # noqa: D417
 
         def one_of(part: Tree) -> Any:
             if transform_active():  # of which nothing is kept
-                return call(judged, Arguments.of(given_to(part), kwargs), Whole(), None)
+                return call_microbatched(
+                    judged, Arguments.of(given_to(part), kwargs), Whole(), None
+                )
             return func(*given_to(part), **kwargs)
 
         cut = read_cut(batch, size, has_aux)
@@ -302,7 +304,9 @@ def _by_torch(
         by = divisor(weight)
         for i, g in enumerate(grads):
             zero = torch.zeros((), dtype=accumulation_dtype(g.dtype), device=g.device)
-            grads[i] = divided([added_to(zero, g, weighing)], by, own=False)[0].to(g.dtype)
+            grads[i] = divided([with_gradient_added(zero, g, weighing)], by, own=False)[0].to(
+                g.dtype
+            )
     return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import any_sharded, as_scalar_of, foreach_add_, scalars_of, whole
+from .._base import any_sharded, as_scalar_of, foreach_add_, scalars_of, with_all_terms
 from .loss import Read, Reduction, Shape, counts, join_aux
 
 
@@ -36,7 +36,7 @@ class Weighing(NamedTuple):
     keep: Tensor | None  # None: it does
 
 
-def add_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
+def add_gradient_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
     """Add one gradient in place."""
     factor, keep = weighing.factor, weighing.keep
     if keep is None and not isinstance(factor, Tensor):
@@ -54,7 +54,7 @@ def add_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
             piece.add_(_term(term, total, weighing))
 
 
-def add_all_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing) -> None:
+def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing) -> None:
     """Add many small gradients in place, in few calls whatever their number."""
     factor, keep = weighing.factor, weighing.keep
     if keep is None and not isinstance(factor, Tensor):
@@ -63,7 +63,7 @@ def add_all_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing) -> N
     alike: dict[Any, list[int]] = {}
     for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
         if grad.is_sparse:
-            add_(total, grad, weighing)
+            add_gradient_(total, grad, weighing)
         else:
             alike.setdefault((grad.dtype, total.dtype, grad.device), []).append(i)
     for members in alike.values():
@@ -75,7 +75,7 @@ def add_all_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing) -> N
         )
 
 
-def added_to(total: Tensor, grad: Tensor, weighing: Weighing) -> Tensor:
+def with_gradient_added(total: Tensor, grad: Tensor, weighing: Weighing) -> Tensor:
     """The sum with one gradient added, a new tensor: what transforms can see through."""
     if grad.is_sparse:
         grad = grad.to_dense()
@@ -248,7 +248,7 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
     # rows for a constant if two of them were compared.
     alone = torch.compiler.is_dynamo_compiling()
     if any_sharded([x.value for x in seen]):  # one reduction for all of them
-        values = whole([x.value for x in seen])
+        values = with_all_terms([x.value for x in seen])
         seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]
     alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
     totals = torch.cat(
@@ -277,7 +277,7 @@ def judged(entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None) -> M
     return entry._replace(finite=ok if keep is None else ok | ~keep)
 
 
-def kept(entry: Microbatch, finite: Tensor) -> Microbatch:
+def without_skipped(entry: Microbatch, finite: Tensor) -> Microbatch:
     """A skipped microbatch takes its weight along."""
 
     def selected(weight: float | Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from .._base import (
 from .accumulator import AccumState, counted, empty, plain_sum
 from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of, sizes_of_batch
 from .engines import prepare
-from .loss import Reduction, agreed, divisor, mean_value, read
+from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch, check_sharded
 from .reductions import AuxState, finish_aux, fold_aux
 from .weights import Microbatch, divided, enter, power_of_two, settle
@@ -195,7 +195,7 @@ def evaluate(
     with nullcontext() if transform_active() else torch.no_grad():
         for out, rows, counts in outs:
             seen_, shape = read(out, rule.has_aux)
-            entry = enter(agreed(seen_), shape, counts, rule.reduction)
+            entry = enter(known_to_all_ranks(seen_), shape, counts, rule.reduction)
             seen.append(entry._replace(aux=()))
             if rule.has_aux:
                 aux = fold_aux(aux, entry, rows, aux_reduction, skipping=False)

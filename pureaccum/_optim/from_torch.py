@@ -86,7 +86,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     lr = settings.get("lr")
     refuse_scheduler(lr)
     # Which parts of the state of leaves of such shapes are Python numbers, once known.
-    seen: dict[Any, dict[Path, Any]] = {}
+    seen: dict[Any, dict[StatePath, Any]] = {}
 
     def begin(params: list[Tensor], grads: list[Tensor], rate: Any) -> torch.optim.Optimizer:
         for param, grad in zip(params, grads, strict=True):
@@ -163,7 +163,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             if started and _likeness(given) not in seen:
                 first_step(given)
             optimizer = begin(work, terms, rate)
-            numbers: dict[Path, Any] = {}
+            numbers: dict[StatePath, Any] = {}
             _encoded(_numbers(optimizer, lr), (), numbers)
             optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
             if started:
@@ -232,11 +232,11 @@ def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
 
 # Python numbers as tensors, and back ------------------------------------------------------
 
-Path = tuple[Any, ...]
+StatePath = tuple[Any, ...]
 DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
-def _encoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
+def _encoded(value: Any, path: StatePath, kinds: dict[StatePath, Any]) -> Any:
     """A state in tensors alone; what was a number or None is written down in ``kinds``."""
     if isinstance(value, Tensor):
         return value.detach()
@@ -257,7 +257,7 @@ def _encoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
     )
 
 
-def _decoded(value: Any, path: Path, kinds: dict[Path, Any]) -> Any:
+def _decoded(value: Any, path: StatePath, kinds: dict[StatePath, Any]) -> Any:
     if path in kinds and isinstance(value, Tensor):
         return value.item()
     if path in kinds:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._base import Tree, as_float, check_at_least, loadable
 from .kernels import adam_method, sgd_method
 from .schedules import check_rate
-from .update import Keeping, Optimizer, Rate, begin, check_kept, moment, optimizer_of, ready_method
+from .update import Keeping, Optimizer, Rate, check_kept, moment, optimizer_of, ready_method, start
 
 
 @loadable
@@ -98,7 +98,7 @@ def sgd(
 
     def init(params: Tree) -> SGDState:
         """The state before the first step."""
-        return SGDState(*begin(lr, params), moment(params) if momentum else ())
+        return SGDState(*start(lr, params), moment(params) if momentum else ())
 
     keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
     ready = partial(ready_method, method, keeping)
@@ -216,7 +216,7 @@ def _adam(
 
     def init(params: Tree) -> AdamState:
         """The state before the first step."""
-        begun = begin(lr, params)
+        begun = start(lr, params)
         most = moment(params) if amsgrad else ()
         return AdamState(*begun, moment(params), moment(params), most)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._base import MOST, as_float, known, moved, paths, shown, transform_active
+from .._base import LARGEST_INT, as_float, known, moved, paths, shown, transform_active
 
 
 Schedule = Callable[[Tensor], Any]
@@ -280,7 +280,7 @@ def _check_count(name: str, value: Any) -> None:
     expected = "a positive int below 2**63, a number of applied steps"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
-    if not 1 <= value <= MOST:
+    if not 1 <= value <= LARGEST_INT:
         raise ValueError(f"{name} is {shown(value)}; expected {expected}.")
 
 

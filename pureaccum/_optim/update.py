@@ -113,7 +113,7 @@ class Begun(NamedTuple):
     lr: Any
 
 
-def begin(lr: Rate, params: Tree) -> Begun:
+def start(lr: Rate, params: Tree) -> Begun:
     """No step applied yet. A learning rate that is a number becomes a part of the state."""
     leaves, spec = read_params(params)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)

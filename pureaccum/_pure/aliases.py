@@ -27,7 +27,9 @@ _NEW = (
 _NEW_MODULES = "activation batchnorm conv instancenorm linear loss normalization pooling sparse"
 
 
-def settle(nodes: list[fx.Node], root: nn.Module) -> dict[fx.Node, tuple[fx.Node, list[fx.Node]]]:
+def without_aliases(
+    nodes: list[fx.Node], root: nn.Module
+) -> dict[fx.Node, tuple[fx.Node, list[fx.Node]]]:
     """What is written to in place; whoever reads that afterwards now reads what wrote it."""
     at = {node: i for i, node in enumerate(nodes)}
     same: dict[fx.Node, set[fx.Node]] = {}  # what may be one piece of memory

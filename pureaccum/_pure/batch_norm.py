@@ -56,7 +56,7 @@ class Scaling(NamedTuple):
     shift: Tensor
 
 
-def share_of(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
+def share_of_rows(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
     """Of one microbatch of so many dims, in its dtype: all dims but 1 are summed over."""
     if dtype != (wide := accumulation_dtype(dtype)):
         x = x.to(wide)
@@ -68,7 +68,7 @@ def share_of(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
     return Share(about, away.sum([0, *inner]), away.square().sum([0, *inner]))
 
 
-def merge(shares: Share, elements: Sequence[int]) -> Share:
+def merged_shares(shares: Share, elements: Sequence[int]) -> Share:
     """One share out of several that are stacked along dim 0, in float64."""
     about, sums, squares = (x.double().flatten(1) for x in shares)
     each = torch.tensor(elements, dtype=torch.float64, device=about.device).unsqueeze(1)
@@ -79,7 +79,7 @@ def merge(shares: Share, elements: Sequence[int]) -> Share:
 
 def moments_of(shares: Share, elements: Sequence[int]) -> BatchMoments:
     """The moments of a batch, from stacked shares; ``elements`` are those of a channel in each."""
-    (about, sums, squares), count = merge(shares, elements), sum(elements)
+    (about, sums, squares), count = merged_shares(shares, elements), sum(elements)
     away = sums / count
     return BatchMoments(count, about + away, squares / count - away**2)
 

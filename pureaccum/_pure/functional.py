@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from .._base import BUFFERS, mapped_levels, tensor_hooks, transform_active, unnoticed
 from .._core import Keep
 from .microbatched_module import WholeBatch
-from .shell import Places, call, full_name, own_tensor, places_of
+from .shell import Places, call_module, full_name, own_tensor, places_of
 
 
 class Functional(NamedTuple):
@@ -180,7 +180,7 @@ def _apply(
         tensors |= _frozen(names, frozen, tensors)
     if whole is None or compiling:
         tensors |= {name: buffer.clone() for name, buffer in dict(buffers).items()}
-        out, held = call(places, tensors, args, kwargs)
+        out, held = call_module(places, tensors, args, kwargs)
     else:
         out, held = whole(tensors | dict(buffers), [*buffers], args, kwargs)
     return out, {name: held[name] for name in buffers} if buffers else buffers

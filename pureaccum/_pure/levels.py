@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .._base import BUFFERS, PARAMETERS, module_vars
-from .aliases import first_of, is_given, is_input, settle
+from .aliases import first_of, is_given, is_input, without_aliases
 from .batch_norm import BATCH_NORMS, batch_norm_call, in_training, normalise
 from .shell import TABLES
 from .trace import AUGMENTED, name_of, place, watched
@@ -88,10 +88,10 @@ class _Graph(NamedTuple):
 CONSTANT = -1
 
 
-def cut(root: nn.Module, graph: fx.Graph) -> CutGraph:
+def cut_graph(root: nn.Module, graph: fx.Graph) -> CutGraph:
     """The levels of a graph, and what else is needed to run them."""
     nodes = list(graph.nodes)
-    whole = _Graph(root, nodes, {}, {}, settle(nodes, root), set())
+    whole = _Graph(root, nodes, {}, {}, without_aliases(nodes, root), set())
     for node in nodes:
         base = max((whole.level[it] for it in node.all_input_nodes), default=CONSTANT)
         if node.op == "placeholder":
@@ -267,7 +267,7 @@ def _alone(whole: _Graph, write: fx.Node) -> bool:
 # What is computed again where it is wanted ---------------------------------------------------
 
 
-MOST = 4  # operations, for one value
+CHEAP_OPERATIONS = 4  # operations, for one value
 _CHEAP = (
     "add sub mul truediv div neg relu relu6 sigmoid tanh silu elu leaky_relu hardtanh hardswish "
     "hardsigmoid cat concat"
@@ -288,8 +288,8 @@ def _again(whole: _Graph) -> set[fx.Node]:
             costs[node] = 0
             continue
         if _is_cheap(whole, node):
-            cost = 1 + sum(costs.get(it, MOST) for it in node.all_input_nodes)
-            if cost <= MOST:
+            cost = 1 + sum(costs.get(it, CHEAP_OPERATIONS) for it in node.all_input_nodes)
+            if cost <= CHEAP_OPERATIONS:
                 costs[node] = cost
                 again.add(node)
                 continue

@@ -40,11 +40,11 @@ from .batch_norm import (
     couples,
     moments_of,
     scaling_of,
-    share_of,
+    share_of_rows,
 )
-from .levels import CutGraph, Level, Norm, cut
-from .shell import Picture, Places, changed, own_tensor, picture, places_of, what_changed
-from .shell import call as call_shell
+from .levels import CutGraph, Level, Norm, cut_graph
+from .shell import Places, TableContents, changed, own_tensor, picture, places_of, what_changed
+from .shell import call_module as call_shell
 from .trace import hook_tables, trace, written_to
 
 
@@ -62,7 +62,7 @@ class WholeBatch:
         self.watched = self.in_parts(self.call_watched)
         # The attributes of all modules as they were, and how to call it with these and some
         # arguments: cut, or, with None, plainly.
-        self.plans: tuple[Picture, dict[Any, _Network | None]] = Picture([], [], []), {}
+        self.plans: tuple[TableContents, dict[Any, _Network | None]] = TableContents([], [], []), {}
         for path, part in zip(places.paths, places.modules, strict=True):
             if isinstance(part, LazyModuleMixin):
                 raise ValueError(
@@ -199,7 +199,7 @@ def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) ->
         return unflatten(spec, its)
 
     traced = trace(places.modules[0], arguments)
-    graph = cut(traced.root, traced.graph)
+    graph = cut_graph(traced.root, traced.graph)
     if not graph.norms:
         return None
     names = {id(own_tensor(places, name)): name for name in places.slots}
@@ -333,7 +333,7 @@ class _Part:
         for norm, x, (shape, dtype) in zip(pools, pooled, looks, strict=True):
             _check_input(norm, shape)
             plain.looks[norm.name] = shape, dtype
-            shares.append(share_of(x, len(shape), dtype))
+            shares.append(share_of_rows(x, len(shape), dtype))
         return after, shares
 
     def no_rows(self, name: str, x: Tensor, rows: int) -> str:

@@ -71,7 +71,7 @@ class Places(NamedTuple):
     modules: list[nn.Module]  # each once, the module itself first
     paths: list[str]
     were: list[list[Vars]]  # copies of the tables of each
-    kept: "Picture"  # the tables of parameters and modules; buffers are assigned anew by any call
+    kept: "TableContents"  # the tables of parameters and modules, not those of buffers
     slots: dict[str, list[Slot]]  # of each tensor
     idle: Idle
     seen: set[bool]  # the modes in which no part of a shell used a tensor of the module's own
@@ -117,7 +117,9 @@ def own_tensor(places: Places, name: str) -> Tensor:
 def what_changed(places: Places) -> str:
     """An error for a module that has other parts than it had."""
     for path, module, were in zip(places.paths, places.modules, places.were, strict=True):
-        if changed(Picture([vars(module)[name] for name in TABLES[::2]], *picture(were[::2])[1:])):
+        if changed(
+            TableContents([vars(module)[name] for name in TABLES[::2]], *picture(were[::2])[1:])
+        ):
             path = f"module.{path}" if path else "module"
             return (
                 f"{path} ({type(module).__name__}) has other parameters or modules in it than when "
@@ -130,7 +132,7 @@ def what_changed(places: Places) -> str:
 # Pictures of dicts ------------------------------------------------------------------------
 
 
-class Picture(NamedTuple):
+class TableContents(NamedTuple):
     """What stood in some dicts."""
 
     dicts: list[Vars]
@@ -138,12 +140,12 @@ class Picture(NamedTuple):
     values: list[Any]  # of all of them, one after the other
 
 
-def picture(dicts: list[Vars]) -> Picture:
+def picture(dicts: list[Vars]) -> TableContents:
     """Remember what stands in some dicts."""
-    return Picture(dicts, [*map(len, dicts)], [*_values(dicts)])
+    return TableContents(dicts, [*map(len, dicts)], [*_values(dicts)])
 
 
-def changed(of: Picture) -> bool:
+def changed(of: TableContents) -> bool:
     """Whether other objects stand there now. A loop in C: it is asked four times a call."""
     dicts, lengths, values = of
     return [*map(len, dicts)] != lengths or not all(map(is_, _values(dicts), values))
@@ -160,14 +162,14 @@ class Shell(NamedTuple):
     """Copies of some modules, and what they were copied from."""
 
     modules: list[nn.Module]
-    theirs: list[Picture]  # one: the attributes of the modules when they were copied
-    ours: list[Picture]  # one: those of the copies then
+    theirs: list[TableContents]  # one: the attributes of the modules when they were copied
+    ours: list[TableContents]  # one: those of the copies then
     tables: list[tuple[Vars, Vars]]  # of the copies, and what stands there between two calls
     slots: dict[str, list[tuple[Vars, str]]]
     references: list[int]  # to each copy between two calls
 
 
-def call(
+def call_module(
     places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
     """Call a module with tensors in place of its own.

@@ -27,13 +27,15 @@ from .._base import BUFFERS, module_vars, seeing, tree_leaves, version
 from .batch_norm import BATCH_NORMS, WithoutBatchNorm, couples, in_training
 
 
-Arguments = Callable[[Any], tuple[Any, Mapping[str, Any]]]  # of a module, from a list of tensors
+TracedArguments = Callable[
+    [Any], tuple[Any, Mapping[str, Any]]
+]  # of a module, from a list of tensors
 
 
 class _Root(nn.Module):
     """A copy of the module, called with its tensors as one list."""
 
-    def __init__(self, module: nn.Module, arguments: Arguments) -> None:
+    def __init__(self, module: nn.Module, arguments: TracedArguments) -> None:
         super().__init__()
         shared: list[Any] = [*module.parameters(), *module.buffers()]
         for part in module.modules():
@@ -172,7 +174,7 @@ class Trace(NamedTuple):
     taken_apart: list[str]
 
 
-def trace(module: nn.Module, arguments: Arguments) -> Trace:
+def trace(module: nn.Module, arguments: TracedArguments) -> Trace:
     """Trace a module that is called with some arguments."""
     # torch.fx puts itself into all modules for that time: one after the other
     with _ONE, ThreadPoolExecutor(1) as thread:
@@ -194,7 +196,7 @@ def trace(module: nn.Module, arguments: Arguments) -> Trace:
 _ONE = threading.Lock()
 
 
-def _with_its_numbers(module: nn.Module, arguments: Arguments) -> Trace | None:
+def _with_its_numbers(module: nn.Module, arguments: TracedArguments) -> Trace | None:
     """The trace; None where forward draws random numbers, of torch or Python, for itself."""
     python = random.getstate()
     try:
@@ -227,7 +229,7 @@ def _refuse_python_s(_: Any, event: str, called: Any) -> None:
         raise _DrawnError("random")
 
 
-def _traced(module: nn.Module, arguments: Arguments) -> Trace:
+def _traced(module: nn.Module, arguments: TracedArguments) -> Trace:
     try:
         root, tracer = _Root(module, arguments), _Tracer()
     except Exception as error:

@@ -82,7 +82,7 @@ class Chunk(NamedTuple):
     metrics: Tree
 
 
-Call = Callable[[list[Tensor], Tree], Any]  # a loss, of leaves and a sample
+SampleLoss = Callable[[list[Tensor], Tree], Any]  # a loss, of leaves and a sample
 
 
 def check_sampling(func: Any, how: Sampling) -> Sampling:
@@ -138,7 +138,7 @@ def sampled(
     def call(leaves: list[Tensor], sample: Tree) -> Any:
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
-    def noted(call: Call) -> Iterator[Chunk]:
+    def noted(call: SampleLoss) -> Iterator[Chunk]:
         for chunk in _chunks(call, leaves, spec, batch, how):
             beside.append((chunk.aux, chunk.metrics))
             yield chunk
@@ -160,7 +160,7 @@ def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
 
 
 def _chunks(
-    call: Call, leaves: list[Tensor], spec: optree.PyTreeSpec, batch: Batch, how: Sampling
+    call: SampleLoss, leaves: list[Tensor], spec: optree.PyTreeSpec, batch: Batch, how: Sampling
 ) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
     if how.engine == "autograd":
@@ -176,7 +176,7 @@ def _chunks(
         yield chunk
 
 
-def _chunk(call: Call, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:
+def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:
     given, part_spec = flatten(part)
     forward = PASSES["autograd" if how.engine == "autograd" else "func"]
     specs: dict[str, optree.PyTreeSpec] = {}

@@ -157,14 +157,14 @@ def check_policy(policy: Threading | None) -> None:
         check_choice(policy, get_args(Threading), "buffers")
 
 
-def begin(policy: Threading, buffers: Tree) -> Carried:
+def begin_buffers(policy: Threading, buffers: Tree) -> Carried:
     """Before the first microbatch."""
     leaves, spec = read_tensors(buffers, "buffers", _CAUSE)
     found = batch_norm_buffers(leaves, spec) if policy == "pooled" else []
     return Carried(buffers, layer_moments([None] * len(found), [leaves[at.mean] for at in found]))
 
 
-def collect(
+def collect_buffers(
     policy: Threading, seen: list[BatchNormCall], new_buffers: Tree, buffers: Tree
 ) -> Carried:
     """What one microbatch came to, from the ``buffers`` that its loss got and those it returned.
@@ -207,7 +207,7 @@ def collect(
     return Carried(unflatten(spec, values), layer_moments(calls, [leaves[at.mean] for at in found]))
 
 
-def advance(
+def advance_buffers(
     policy: Threading, carried: Carried, collected: Carried, keep: Tensor | None = None
 ) -> Carried:
     """One microbatch more; where ``keep`` is false it leaves everything as it was.
@@ -226,7 +226,7 @@ def advance(
     return unflatten(spec, chosen)
 
 
-def finish(carried: Carried) -> Tree:
+def finish_buffers(carried: Carried) -> Tree:
     """The new buffers, after the last microbatch.
 
     A layer that no microbatch called, or none that counts, keeps what it has.

@@ -51,11 +51,11 @@ from .graphs import (
 )
 from .microbatch_loss import Numbers
 from .ranks import before_this_rank, window_of_all_ranks
-from .run import apply, check_window, first_row, look, update, whole
+from .run import apply_window, check_window, first_row, look, step_whole, update_window
 from .state import Plan, StepInfo, StepWindow, TrainState, check_train_state
 
 
-REMEMBERED = 1000  # kinds of batches, and of microbatches
+SHAPES_REMEMBERED = 1000  # kinds of batches, and of microbatches
 
 Make = Callable[[Freedom | None], Recipe]
 
@@ -84,7 +84,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
     recorded = has_cuda_graphs(settings)
 
     def remembered(kind: Any, make: Make) -> Recipe:
-        if len(recipes) >= REMEMBERED:
+        if len(recipes) >= SHAPES_REMEMBERED:
             recipes.clear()
         return recipes.setdefault(kind, make(None))
 
@@ -101,7 +101,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
 
     def whole_compiled(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
         if transform_active() or not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return whole(plan, state, batch)
+            return step_whole(plan, state, batch)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return whole_compiled(state, batch)
@@ -120,7 +120,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             if plan.size is not None:
                 rows_to_cut(flat, "batch")
             if flat.rows == 0:
-                return whole(plan, state, batch)
+                return step_whole(plan, state, batch)
             look(plan, state, flat, "batch", plan.size)
             recipe = remembered(kind, make)
         elif not knows(plan.known, leaves, spec):
@@ -133,7 +133,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             began = state._replace(samples=first)
 
         def eagerly() -> object:
-            return whole(alone, state, batch)
+            return step_whole(alone, state, batch)
 
         def run(recipe: Recipe) -> Any:
             given = recipe.arrange(leaves)
@@ -218,13 +218,13 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
     ) -> Any:
         if transform_active() or not fits(state, window):
-            return update(plan, state, window, microbatch, offset)
+            return update_window(plan, state, window, microbatch, offset)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return update_compiled(state, window, microbatch, offset)
         flat = read_batch(microbatch, "microbatch")
         if not flat.rows:
-            return update(plan, state, window, microbatch, offset)
+            return update_window(plan, state, window, microbatch, offset)
         at = first_row(plan, state, window, offset)
         if not knows(plan.known, flat.leaves, flat.spec):
             look(plan, state, flat, "microbatch")
@@ -234,7 +234,7 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         leaves, spec = flatten(own)
 
         def eagerly() -> object:
-            return update(alone, state, window, microbatch)
+            return update_window(alone, state, window, microbatch)
 
         def make(free: Freedom | None) -> Recipe:
             as_it_is = alone._replace(size=None)
@@ -258,13 +258,13 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
 
     def apply_compiled(state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
         if transform_active() or not fits(state, window):
-            return apply(plan, state, window)
+            return apply_window(plan, state, window)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return apply_compiled(state, window)
 
         def eagerly() -> object:
-            return apply(alone, state, window)
+            return apply_window(alone, state, window)
 
         given = window
         if plan.group is not None:

@@ -41,7 +41,7 @@ from .._base import (
 )
 from .._core import Batch, BatchInParts, cut, power_of_two, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
-from .run import apply, begin_window, over, updated_window
+from .run import apply_window, begin_window, step_over, updated_window
 from .scan import Stacked, how_many, one_of, tensors_of
 from .state import Plan, StepWindow, TrainState
 
@@ -62,11 +62,11 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
         state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int, numbers: Numbers
     ) -> Any:
         cut = Stacked(some, rest, tail, size, together)
-        return over(with_numbers(plan, numbers), state, cut)
+        return step_over(with_numbers(plan, numbers), state, cut)
 
     def unrolled(state: TrainState, pieces: list[Tree], numbers: Numbers) -> Any:
         cut = BatchInParts(pieces, plan.size, len(pieces) == 1)
-        return over(with_numbers(plan, numbers), state, cut)
+        return step_over(with_numbers(plan, numbers), state, cut)
 
     def more(window: StepWindow, state: TrainState, part: Tree, numbers: Numbers) -> Any:
         new, entry = updated_window(with_numbers(plan, numbers), state, window, part)
@@ -82,10 +82,10 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
         return new, (entry.aux, share_of(entry), finite)
 
     def applied(state: TrainState, window: StepWindow, aux: Tree) -> Any:
-        return apply(plan, state, window, 1.0, aux)
+        return apply_window(plan, state, window, 1.0, aux)
 
     def applied_of_a_batch(state: TrainState, window: StepWindow, aux: Tree) -> Any:
-        return apply(plan, state, window, unit, aux)
+        return apply_window(plan, state, window, unit, aux)
 
     of_batches = (scanned, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
     functions = {function.__name__: function for function in (*of_batches, more, applied)}
@@ -182,7 +182,7 @@ class Recipe(NamedTuple):
     free: Freedom
 
 
-class Form(NamedTuple):
+class FormName(NamedTuple):
     """A form, how many whole microbatches there are, and the rows that are left."""
 
     name: str
@@ -199,22 +199,22 @@ class Shapes(NamedTuple):
     told_apart: bool  # else shapes share graphs, as the user said by dynamic=True
 
 
-def form_of(plan: Plan, state: TrainState, flat: Batch) -> Form:
+def form_of(plan: Plan, state: TrainState, flat: Batch) -> FormName:
     """The form that follows from the sizes."""
     leaves = tree_leaves(state.params)
     size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
     tiny = size <= TINY
     if plan.group is not None:  # what reaches other ranks cannot stand in a graph
         count, rest = divmod(flat.rows or 0, plan.size or flat.rows or 1)
-        return Form("loop", count, rest, tiny)
+        return FormName("loop", count, rest, tiny)
     if plan.size is None or flat.rows is None or flat.rows <= plan.size:
-        return Form("unrolled", 1, 0, tiny)
+        return FormName("unrolled", 1, 0, tiny)
     count, rest = divmod(flat.rows, plan.size)
     parts = count + (rest > 0)
     few = parts <= FEW and parts * len(leaves) <= SHORT
     if count == 1 or (few and not tiny):
-        return Form("unrolled", count, rest, tiny)
-    return Form("scan" if size <= SMALL else "loop", count, rest, tiny)
+        return FormName("unrolled", count, rest, tiny)
+    return FormName("scan" if size <= SMALL else "loop", count, rest, tiny)
 
 
 def recipe_for(

@@ -149,7 +149,7 @@ def dynamic_loss_scale(
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         """The next state, by whether every gradient was finite."""
-        scale, tracker, budget = read_state(state)
+        scale, tracker, budget = read_scale_state(state)
         _check_flag(finite)
         due = finite & (tracker + 1 >= growth_interval)
         left = torch.where(finite, budget, (budget - 1).clamp(min=0))
@@ -199,12 +199,12 @@ def static_loss_scale(scale: float) -> LossScale:
         """The same state, in memory of its own."""
         _check_flag(finite)
         # no two states may share a tensor: donating the one would take it from the other
-        return LossScaleState(*(x.clone() for x in read_state(state)))
+        return LossScaleState(*(x.clone() for x in read_scale_state(state)))
 
     return LossScale(init, _scaled, _unscaled, update)
 
 
-def read_state(state: Any) -> LossScaleState:
+def read_scale_state(state: Any) -> LossScaleState:
     """The state itself, or an error that says what a state is."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
@@ -228,7 +228,7 @@ def _state(scale: float, hysteresis: int, device: torch.device | str | None) -> 
 
 def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
     """``x * scale``, in float32 at least."""
-    factor = read_state(state).scale
+    factor = read_scale_state(state).scale
     _check_tensor("x", x, "a tensor, the loss or the cotangent")
     wide = x.to(accumulation_dtype(x.dtype))
     return wide * as_scalar_of(wide, factor)
@@ -236,7 +236,7 @@ def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
 
 def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
     """``tree / scale``, in float32 at least."""
-    scale = read_state(state).scale
+    scale = read_scale_state(state).scale
 
     def unscale(x: Tensor) -> Tensor:
         _check_tensor("a leaf of the tree", x, "a tensor, a gradient")
@@ -255,7 +255,7 @@ def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
 
 
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # the positive numbers of float32
-MOST = torch.iinfo(torch.int32).max
+LARGEST_COUNT = torch.iinfo(torch.int32).max
 
 
 def _check_number(name: str, value: Any, expected: str) -> None:
@@ -278,7 +278,7 @@ def _check_between(name: str, value: Any, low: float, high: float, why: str) -> 
 
 
 def _check_count(name: str, value: Any, why: str) -> int:
-    return check_int(value, name, f"an int from 1 to 2**31 - 1: {why}", 1, MOST)
+    return check_int(value, name, f"an int from 1 to 2**31 - 1: {why}", 1, LARGEST_COUNT)
 
 
 def _check_tensor(name: str, value: Any, expected: str) -> None:

@@ -40,12 +40,20 @@ from .._optim import as_optimizer
 from .._pure import key
 from ..distributed.collectives import check_group
 from .buffers import Threading, check_policy
-from .buffers import begin as begin_buffers
+from .buffers import begin_buffers as begin_buffers
 from .compiled import check_compilable, compiled
 from .loss_scale import LossScale
 from .precision import Policy, check_precision, under
 from .ranks import agreement_of, check_same
-from .run import apply, begin_window, merge, rows_of_this_rank, update, whole, whole_of_ranks
+from .run import (
+    apply_window,
+    begin_window,
+    merge_windows,
+    rows_of_this_rank,
+    step_of_ranks,
+    step_whole,
+    update_window,
+)
 from .state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
 
 
@@ -232,19 +240,22 @@ def make_step(
     shared: dict[str, Any] = {
         "init": partial(_init, plan),
         "begin": partial(begin_window, plan),
-        "merge": partial(merge, plan),
+        "merge": partial(merge_windows, plan),
     }
     if compile is not False:
         return Step(**shared, **compiled(plan, {} if compile is True else compile)._asdict())
-    over_batch = partial(whole, plan)
+    over_batch = partial(step_whole, plan)
     if is_auto(microbatch_size):
         look = partial(_looked_at, plan)
         if group is None:
             over_batch = by_memory(partial(_in_size, plan), look, memory_budget)
         else:
             summed = by_memory(partial(rows_of_this_rank, plan), look, memory_budget)
-            over_batch = partial(whole_of_ranks, plan, summed)
-    streaming: dict[str, Any] = {"update": partial(update, plan), "apply": partial(apply, plan)}
+            over_batch = partial(step_of_ranks, plan, summed)
+    streaming: dict[str, Any] = {
+        "update": partial(update_window, plan),
+        "apply": partial(apply_window, plan),
+    }
     return Step(**shared, **streaming, whole=over_batch)
 
 
@@ -258,7 +269,7 @@ def _check_shared(group: Any, buffers: Threading | None) -> None:
 
 
 def _in_size(plan: Plan, size: int, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
-    return whole(plan._replace(size=size), state, batch)
+    return step_whole(plan._replace(size=size), state, batch)
 
 
 def _looked_at(plan: Plan, state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from .._base import Tree, flatten, put_back, refuse_sharded, seeing, unflatten
 from .._core import Batch, Microbatch, cut, is_pair, need_rows, read, read_batch
 from .._pure import fold_in
-from .buffers import advance, begin, collect, watching
+from .buffers import advance_buffers, begin_buffers, collect_buffers, watching
 from .precision import under
 from .state import Plan, TrainState
 
@@ -58,7 +58,7 @@ def caller(
             with watching(plan.buffers) as seen:
                 out = plan.loss_fn(params, part, **named)
             loss, new, aux = _three(out, plan.has_aux)
-            collected = collect(plan.buffers, seen, new, buffers.values)
+            collected = collect_buffers(plan.buffers, seen, new, buffers.values)
         if plan.policy is not None:
             aux = plan.policy.cast_to_output(aux)
         return loss, aux if plan.buffers is None else (collected, aux)
@@ -102,7 +102,10 @@ def onwards(
     if plan.buffers:
         collected, aux = entry.aux
         keep = entry.share != 0 if isinstance(entry.share, Tensor) else None
-        buffers, entry = advance(plan.buffers, buffers, collected, keep), entry._replace(aux=aux)
+        buffers, entry = (
+            advance_buffers(plan.buffers, buffers, collected, keep),
+            entry._replace(aux=aux),
+        )
     return (buffers, samples + rows), entry
 
 
@@ -170,7 +173,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
 
     device = state.samples.device
     params, spec = flatten(state.params)
-    carried = begin(plan.buffers, state.buffers) if plan.buffers else (), state.samples
+    carried = begin_buffers(plan.buffers, state.buffers) if plan.buffers else (), state.samples
     try:
         leaves, numbers = taken_out(batch.leaves, dtypes, device)
         part = next(cut(batch._replace(leaves=leaves), plan.size or batch.rows or 1))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._base import (
-    MOST,
+    LARGEST_INT,
     Spoiled,
     Tree,
     all_finite,
@@ -72,7 +72,7 @@ from .._core import (
 from .._core import merged as merge_states
 from .._samples import BatchNoise, noise_of
 from ..distributed.collectives import check_group
-from .buffers import begin, finish, merged_moments
+from .buffers import begin_buffers, finish_buffers, merged_moments
 from .microbatch_loss import caller, onwards
 from .ranks import before_this_rank, of_all_ranks
 from .scan import Stacked, fold_scanned
@@ -128,7 +128,7 @@ def finished(
     )
     buffers, scaling = state.buffers, state.loss_scale
     if plan.buffers is not None:
-        buffers = where(applied, finish(carried[0]), buffers)
+        buffers = where(applied, finish_buffers(carried[0]), buffers)
     if plan.loss_scale is not None:
         finite = sound & (accum.nonfinite == 0)
         learned = plan.loss_scale.update(scaling, finite)
@@ -175,15 +175,15 @@ def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> Batc
     return noise_of([norm(x) for x in grads], each, accum.weight, squares[-1])
 
 
-def whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+def step_whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
     """One step over a whole batch."""
     check_state(state, TrainState, "this step")
     if plan.group is not None:
-        return whole_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
-    return over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
+        return step_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
+    return step_over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
 
 
-def over(
+def step_over(
     plan: Plan, state: TrainState, cut: CutBatch | BatchInParts | Stacked
 ) -> tuple[TrainState, StepInfo]:
     """One step over a batch that is cut."""
@@ -199,7 +199,7 @@ def over(
         return finished(plan, state, accum, carried, aux, unit=unit, rows=float(rows), own=True)
 
 
-def whole_of_ranks(
+def step_of_ranks(
     plan: Plan, summed: Callable[..., Accumulated], state: TrainState, batch: Tree
 ) -> tuple[TrainState, StepInfo]:
     """One step over a batch of which each rank has some rows; ``summed`` are those of this rank.
@@ -243,7 +243,7 @@ def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None
         known=plan.known,
         roots=("state.params", "batch"),
         scale=_scale(plan, state),
-        carried=(begin(plan.buffers, state.buffers) if plan.buffers else (), first),
+        carried=(begin_buffers(plan.buffers, state.buffers) if plan.buffers else (), first),
         advance=partial(onwards, plan),
     )
 
@@ -252,13 +252,13 @@ def begin_window(plan: Plan, state: TrainState) -> StepWindow:
     """An empty window, with buffers to go through it."""
     leaves, _ = _read(plan, state)
     with outside_inference_mode():
-        buffers = begin(plan.buffers, state.buffers) if plan.buffers else ()
+        buffers = begin_buffers(plan.buffers, state.buffers) if plan.buffers else ()
         count = len(leaves) if plan.rule.squares else None
         sums = empty(zeros(state.params), leaves[0].device, count)
         return StepWindow(sums, tree_map(torch.clone, buffers), torch.zeros_like(state.samples))
 
 
-def update(
+def update_window(
     plan: Plan,
     state: TrainState,
     window: StepWindow,
@@ -313,7 +313,7 @@ def updated_window(
     return StepWindow(accum, *after), entry
 
 
-def apply(
+def apply_window(
     plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
 ) -> tuple[TrainState, StepInfo]:
     """The next state, and what happened.
@@ -351,7 +351,7 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
 
     def loss(leaves: list[Tensor]) -> Any:
         part = next(cut(batch, size or batch.rows or 1))
-        carried = begin(plan.buffers, state.buffers) if plan.buffers else ()
+        carried = begin_buffers(plan.buffers, state.buffers) if plan.buffers else ()
         return call(leaves, part, (carried, state.samples))
 
     with guarding(plan.known, *given) as guarded:
@@ -360,7 +360,7 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
                 watched([x.detach().requires_grad_() for x in leaves])
 
 
-def merge(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
+def merge_windows(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
     """One window of two, of which the first came first."""
     names = "the first window", "the second window"
     for window, what in zip((a, b), names, strict=True):
@@ -388,7 +388,7 @@ def check_window(
     leaves, spec = _read(plan, state)
     check_state(window, StepWindow, "this step", "the window")
     check_belongs(window.accum, leaves, spec, plan.rule.squares)
-    expected = begin(plan.buffers, state.buffers) if plan.buffers else ()
+    expected = begin_buffers(plan.buffers, state.buffers) if plan.buffers else ()
     specs = flatten(expected)[1], flatten(window.buffers)[1]
     cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
     check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
@@ -399,7 +399,9 @@ def first_row(plan: Plan, state: TrainState, window: StepWindow, offset: int | N
     """How many rows of the step come before a microbatch's."""
     if offset is not None:
         expected = "the rows of this step that come before this microbatch's, an int of at least 0"
-        return torch.full_like(window.rows, check_int(offset, "offset", expected, 0, MOST // 2))
+        return torch.full_like(
+            window.rows, check_int(offset, "offset", expected, 0, LARGEST_INT // 2)
+        )
     if plan.keys and plan.group is not None:
         raise ValueError(
             "a step with keys over several ranks cannot know which rows of the batch a microbatch "

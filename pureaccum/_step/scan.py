@@ -39,7 +39,6 @@ from .._core import (
     Weighing,
     Wrt,
     add_microbatch,
-    added_to,
     counted,
     finish_aux,
     fold_aux,
@@ -51,6 +50,7 @@ from .._core import (
     scaled,
     settle,
     share_of,
+    with_gradient_added,
 )
 
 
@@ -100,7 +100,9 @@ def add_together(
     cotangent = scaled(torch.full_like(values, times / (wrt.unit or 1.0)), wrt.scale)
     weighing = Weighing(cotangent, 1.0, None)
     grads = pull(cotangent, retain_graph=False)
-    new = [added_to(total, grad, weighing) for total, grad in zip(sums, grads, strict=True)]
+    new = [
+        with_gradient_added(total, grad, weighing) for total, grad in zip(sums, grads, strict=True)
+    ]
     wide = values.detach().double()
     weights = torch.full_like(wide, times if rule.reduction == "mean" else 0.0)
     return new, Tally((wide * times).sum(), weights.sum(), ((wide - wide) != 0).sum())

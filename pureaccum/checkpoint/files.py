@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from .._base import bits, memory, on_host
+from .._base import bits, memory, rows_as_bytes
 from .file_format import Part, Piece, checks_of, header_of
 
 
@@ -45,10 +45,10 @@ def write_file(
     handed = 0
     for _, x in tensors.values():
         check = 0
-        for some in memory(on_host(x)):
+        for some in memory(rows_as_bytes(x)):
             check = zlib.crc32(some, check)
             file.write(some)
-            handed = hand_over(file, handed)
+            handed = begin_writing(file, handed)
         checks.append(check)
     file.write(checks_of(header, checks))
 
@@ -184,7 +184,7 @@ def whole_folder(path: Path) -> Generator[str]:
     _sync_folder(folder)
 
 
-def hand_over(file: BinaryIO, begin: int) -> int:
+def begin_writing(file: BinaryIO, begin: int) -> int:
     """Let the disk begin with what was written from there on; returns from where on it has not.
 
     It would begin at the fsync, and the writer wait for all of it then. By 16 MiB, without waiting.

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base import NUMBERS as CLAIMED
+from .._base import CLAIM_NUMBERS as CLAIMED
 from .._base import Claim, between_ranks, compare
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket
 AHEAD = 2  # buckets filled while another is under way: more would be a second gradient tree
-NUMBERS = 7  # of a rank, beside its claim
+RANK_NUMBERS = 7  # of a rank, beside its claim
 # So many bytes of gradients travel with those: a collective of 256 KiB takes gloo 396 us, one of a
 # few bytes 290.
 RIDING = 2**18
@@ -87,7 +87,7 @@ def sum_over_ranks_(
     if sum(x.nbytes for x in few) > RIDING:
         few = []
     riding = {*map(id, few)}
-    slots = torch.cat([claimed.numbers(), numbers, numbers.new_zeros(NUMBERS - len(numbers))])
+    slots = torch.cat([claimed.numbers(), numbers, numbers.new_zeros(RANK_NUMBERS - len(numbers))])
     sent: deque[Sent] = deque()
     of_all, agreed = slots, None
 

@@ -131,7 +131,7 @@ OF_CORE: dict[str, Mutant] = {
     "a module that leads back called in a shell": Mutant(
         "A bound method of a module computes with the module's own parameters.",
         "_pure/shell.py",
-        "if any(id(x) in strangers for x in leaves((args, kwargs))):",
+        "if any(id(x) in strangers for x in tree_leaves((args, kwargs))):",
         "if False:",
     ),
     "writes not watched": Mutant(
@@ -191,7 +191,7 @@ OF_CORE: dict[str, Mutant] = {
     "large leaves not summed": Mutant(
         "Gradients of large leaves are never added.",
         "_core/microbatch_gradient.py",
-        "            add_(sums[i], grad, how)\n",
+        "            add_gradient_(sums[i], grad, how)\n",
         "",
     ),
     "second-order terms dropped": Mutant(
@@ -293,8 +293,8 @@ OF_CORE: dict[str, Mutant] = {
     "buffers of a step not applied": Mutant(
         "A step that is not applied replaces the buffers.",
         "_step/run.py",
-        "buffers = where(applied, finish(carried[0]), buffers)",
-        "buffers = finish(carried[0])",
+        "buffers = where(applied, finish_buffers(carried[0]), buffers)",
+        "buffers = finish_buffers(carried[0])",
     ),
     "keys that start anew in every microbatch": Mutant(
         "Samples of different microbatches get the same keys.",
@@ -389,8 +389,8 @@ OF_CORE: dict[str, Mutant] = {
     "the unit not undone in a loop": Mutant(
         "Sums of a window in units of a power of two are taken as they stand.",
         "_step/graphs.py",
-        "return apply(plan, state, window, unit, aux)",
-        "return apply(plan, state, window, 1.0, aux)",
+        "return apply_window(plan, state, window, unit, aux)",
+        "return apply_window(plan, state, window, 1.0, aux)",
     ),
     "the users' guards left out": Mutant(
         "A graph does not notice that what a loss captures has changed.",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pureaccum._pure.functional import functional
-from pureaccum._step.buffers import begin, check_policy, collect, watching
+from pureaccum._step.buffers import begin_buffers, check_policy, collect_buffers, watching
 from tests.faults.refusals import refused
 
 
@@ -188,7 +188,7 @@ def test_a_policy_is_one_of_three() -> None:
 
 def test_buffers_are_tensors() -> None:
     with refused(TypeError, "buffers['n'] is a float", "expected a tensor"):
-        begin("sequential", {"n": 1.0})
+        begin_buffers("sequential", {"n": 1.0})
 
 
 RETURNED: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
@@ -210,7 +210,7 @@ def test_new_buffers_are_like_buffers(
     buffers = {"n": torch.tensor(3), "x": torch.ones(2)}
     new_buffers, usual = change(buffers), "With buffers, aux is (new_buffers, aux)"
     with refused(error, *words, usual, given=(buffers, new_buffers)):
-        collect(policy, [], new_buffers, begin(policy, buffers).values)
+        collect_buffers(policy, [], new_buffers, begin_buffers(policy, buffers).values)
 
 
 class Often(nn.Module):
@@ -228,7 +228,7 @@ def pooled(module: nn.Module, change: Callable[[Any], Any] = dict, calls: int = 
         new_buffers = fn.buffers
         for _ in range(calls):
             _, new_buffers = fn.apply(fn.params, new_buffers, X)
-    return collect("pooled", seen, change(new_buffers), fn.buffers)
+    return collect_buffers("pooled", seen, change(new_buffers), fn.buffers)
 
 
 def test_a_layer_that_is_called_twice_is_not_pooled() -> None:
@@ -259,4 +259,4 @@ def test_nor_are_those_under_another_name() -> None:
     with watching("pooled") as seen:
         nn.functional.batch_norm(X, *buffers.values(), training=True)
     with refused(ValueError, "not in new_buffers", "'running_mean' beside 'running_var'"):
-        collect("pooled", seen, buffers, buffers)
+        collect_buffers("pooled", seen, buffers, buffers)

@@ -44,7 +44,14 @@ def imports(name: str, tree: ast.AST) -> Iterator[str]:
         base = list(filter(None, base[1:]))
         for each in node.names:
             places = [[*base, each.name], [*base, each.name, "__init__"], base, [*base, "__init__"]]
+            if name_of_door(TREES.get(".".join(places[3])), each.name):
+                places = places[3:]  # and no file of that name, such as accumulator.py
             yield next(found for found in map(".".join, places) if found in TREES)
+
+
+def name_of_door(door: ast.AST | None, name: str) -> bool:
+    nodes = ast.walk(door) if door else ()
+    return any(name == a.asname for x in nodes if isinstance(x, ast.ImportFrom) for a in x.names)
 
 
 def is_for_types(node: ast.AST) -> bool:
@@ -74,6 +81,27 @@ def test_a_wing_imports_only_from_lower_lines() -> None:
         for found in imports(name, tree):
             other = found.split(".")[0]
             assert other == wing or LINE[other] < LINE[wing], f"{name} imports {found}"
+
+
+def test_a_private_wing_is_entered_by_its_door() -> None:
+    """By its ``__init__``, which is the map of what others may use."""
+    for name, tree in TREES.items():
+        for found in imports(name, tree):
+            wing, _, file = found.partition(".")
+            inside = wing == name.split(".")[0] or not wing.startswith("_")
+            assert inside or file in ("", "__init__"), f"{name} imports {found}"
+
+
+def test_one_word_for_one_thing() -> None:
+    """No two files below the steps define one name, but for those that are a file's own."""
+    found: dict[str, str] = {}
+    for name, tree in TREES.items():
+        if name.split(".")[0] in ("testing", "_demo", "__main__"):
+            continue
+        for node in ast.iter_child_nodes(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_":
+                assert node.name not in found, f"{name} and {found[node.name]}: {node.name}"
+                found[node.name] = name
 
 
 def test_no_circle_among_files() -> None:

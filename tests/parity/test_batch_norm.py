@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._pure.batch_norm import Share, merge, moments_of, share_of
+from pureaccum._pure.batch_norm import Share, merged_shares, moments_of, share_of_rows
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, merge_trees, seeds
 from tests.bounds.rounding import UNIT, gamma
@@ -128,11 +128,11 @@ def test_moments_in_any_grouping(
     def at(tree: Any) -> tuple[Share, int]:
         if isinstance(tree, int):
             part = x.split(sizes)[tree]
-            return share_of(part, part.dim(), dtype), len(part) * each
+            return share_of_rows(part, part.dim(), dtype), len(part) * each
         shares, counts = zip(*map(at, tree), strict=True)
         flat = [Share(*(x.flatten() for x in share)) for share in shares]
         stacked = Share(*(torch.stack(x) for x in zip(*flat, strict=True)))
-        return merge(stacked, counts), sum(counts)
+        return merged_shares(stacked, counts), sum(counts)
 
     share, count = at(tree)
     got = moments_of(Share(*(x.flatten().unsqueeze(0) for x in share)), [count])
@@ -154,7 +154,7 @@ def test_sums_of_squares_would_not_do() -> None:
     var = x.double().var(0, correction=0)
     naive = (x**2).mean(0) - x.mean(0) ** 2
     assert ((naive - var).abs() / var).max() > 0.02
-    got = moments_of(Share(*(y.unsqueeze(0) for y in share_of(x, 2, x.dtype))), [len(x)])
+    got = moments_of(Share(*(y.unsqueeze(0) for y in share_of_rows(x, 2, x.dtype))), [len(x)])
     assert ((got.var - var).abs() / var).max() < 1e-6
 
 

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from pureaccum._pure.functional import Functional, functional
-from pureaccum._step.buffers import Threading, advance, begin, collect, finish, watching
+from pureaccum._step.buffers import (
+    Threading,
+    advance_buffers,
+    begin_buffers,
+    collect_buffers,
+    finish_buffers,
+    watching,
+)
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
@@ -123,16 +130,16 @@ def through(
     def loss(params: Any, buffers: Any, x: Tensor) -> Any:
         with watching(policy) as seen:
             out, new_buffers = fn.apply(params, buffers, x)
-        return (out * out).sum(), collect(policy, seen, new_buffers, buffers)
+        return (out * out).sum(), collect_buffers(policy, seen, new_buffers, buffers)
 
-    carried, grads, parts = begin(policy, buffers), [], list(parts)
+    carried, grads, parts = begin_buffers(policy, buffers), [], list(parts)
     for x, keep in zip(parts, [None] * len(parts) if keeps is None else keeps, strict=True):
         one = partial(loss, buffers=carried.values, x=x)
         value, pull, collected = torch.func.vjp(one, params, has_aux=True)
         grads.append(pull(torch.ones_like(value), retain_graph=False)[0])
         flag = None if keep is None else torch.tensor(keep)
-        carried = advance(policy, carried, collected, flag)
-    return grads, finish(carried)
+        carried = advance_buffers(policy, carried, collected, flag)
+    return grads, finish_buffers(carried)
 
 
 @every_module

@@ -36,7 +36,7 @@ def one_process_loads_what_two_ranks_saved(folder: Path, layout: str) -> None:
     _, *like = in_mid_window("")
     loaded = pa.load(folder / layout, like)
     kept = torch.load(folder / f"{layout}.pt")
-    assert_trees_bitwise_equal(pa._tree.leaves(loaded), kept)
+    assert_trees_bitwise_equal(pa._base.tree_leaves(loaded), kept)
 
 
 def what_does_not_fit_is_refused(folder: Path) -> None:

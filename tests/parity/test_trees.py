@@ -155,7 +155,7 @@ nodes = st.recursive(
 def test_leaves_are_called_as_optree_calls_them(tree: Any) -> None:
     spec = optree.tree_structure(tree, namespace="pureaccum")
     want = [accessor.codify("tree") for accessor in spec.accessors()]
-    assert pa._tree.paths(spec, "tree") == want
+    assert pa._base.paths(spec, "tree") == want
 
 
 @pytest.mark.parametrize("size", [None, 3])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pureaccum._pure.functional import functional
-from pureaccum._step.buffers import begin, collect, watching
+from pureaccum._step.buffers import begin_buffers, collect_buffers, watching
 from pureaccum.testing import unchanged
 from tests.parity.test_functional import MODULES, every_module, own, policies, through
 from tests.purity.calls import BoomError
@@ -160,9 +160,9 @@ def test_batch_norm_that_keeps_nothing_is_let_through() -> None:
 def test_what_was_collected_outlives_a_recomputation() -> None:
     """A checkpoint runs a module again in the backward pass, and it writes to the same tensors."""
     fn = functional(nn.BatchNorm1d(3))
-    carried = begin("sequential", fn.buffers)
+    carried = begin_buffers("sequential", fn.buffers)
     _, new_buffers = fn.apply(fn.params, carried.values, batch())
-    collected = collect("sequential", [], new_buffers, carried.values)
+    collected = collect_buffers("sequential", [], new_buffers, carried.values)
     with unchanged(collected):
         for buffer in new_buffers.values():
             buffer.add_(1)
@@ -170,7 +170,7 @@ def test_what_was_collected_outlives_a_recomputation() -> None:
 
 def test_no_two_tensors_of_a_state_share_memory() -> None:
     fn = functional(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double())
-    carried = begin("pooled", fn.buffers)
+    carried = begin_buffers("pooled", fn.buffers)
     _, new = through(fn, "pooled", fn.params, fn.buffers, batch(8).double().split(4))
     for tensors in ([*carried.values.values(), *carried.moments], list(new.values())):
         pointers = {x.untyped_storage().data_ptr() for x in tensors}
