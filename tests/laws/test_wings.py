@@ -44,7 +44,7 @@ def imports(name: str, tree: ast.AST) -> Iterator[str]:
         base = list(filter(None, base[1:]))
         for each in node.names:
             places = [[*base, each.name], [*base, each.name, "__init__"], base, [*base, "__init__"]]
-            if name_of_door(TREES.get(".".join(places[3])), each.name):
+            if base and name_of_door(TREES.get(".".join(places[3])), each.name):
                 places = places[3:]  # and no file of that name, such as accumulator.py
             yield next(found for found in map(".".join, places) if found in TREES)
 
