@@ -427,7 +427,8 @@ def what_was_donated_refuses() -> None:
     new, _ = step(old, dbatch)
     window = step.begin(new)
     step.update(new, window, dbatch)
-    given = [x for tree in (old, window) for x in pa._base.tree_leaves(tree) if isinstance(x, DTensor)]
+    trees = pa._base.tree_leaves([old, window])
+    given = [x for x in trees if isinstance(x, DTensor)]
     assert len(given) == 4 * 3 + 4
     for x in given:
         for use in uses:
