@@ -197,14 +197,13 @@ def any_tangent(tensors: Iterable[Tensor]) -> bool:
     return forward_ad_active() and any(unpack(x).tangent is not None for x in tensors)
 
 
-def without_history(x: Tensor) -> Tensor:
+def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Detached from what autograd recorded; a tangent goes along, which ``detach`` would drop."""
     if not forward_ad_active() or transform_active():  # a transform has its own way with duals
-        return x.detach()
-    primal, tangent = torch.autograd.forward_ad.unpack_dual(x)
-    if tangent is None:
-        return primal.detach()
-    return torch.autograd.forward_ad.make_dual(primal.detach(), tangent.detach())
+        return [x.detach() for x in tensors]
+    pairs = map(torch.autograd.forward_ad.unpack_dual, tensors)
+    make_dual = torch.autograd.forward_ad.make_dual
+    return [x.detach() if t is None else make_dual(x.detach(), t.detach()) for x, t in pairs]
 
 
 def foreach_add_(sums: list[Tensor], terms: Sequence[Tensor], alpha: float = 1.0) -> None:

@@ -22,7 +22,15 @@ import optree
 import torch
 from torch import Tensor
 
-from .dtensors import local, norms_over_ranks, opened, resolved, true_on_all_ranks, zeros_of_sum
+from .dtensors import (
+    any_sharded,
+    local,
+    norms_over_ranks,
+    opened,
+    resolved,
+    true_on_all_ranks,
+    zeros_of_sum,
+)
 from .torch_internals import memory_of, version
 
 
@@ -121,7 +129,8 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
     """Zeros shaped like a tree, in its accumulation dtypes: where its gradients are summed."""
-    return tree_map(lambda x: zeros_of_sum(x, accumulation_dtype(x.dtype, dtype)), tree)
+    of = zeros_of_sum if any_sharded(tree_leaves(tree)) else torch.zeros_like
+    return tree_map(lambda x: of(x, dtype=accumulation_dtype(x.dtype, dtype)), tree)
 
 
 # Arithmetic ----------------------------------------------------------------------------

@@ -75,7 +75,7 @@ from .whole_batch import Accumulation as Accumulation
 from .whole_batch import BatchInParts as BatchInParts
 from .whole_batch import CutBatch as CutBatch
 from .whole_batch import LossOfPart as LossOfPart
-from .whole_batch import fold as fold
+from .whole_batch import accumulate as accumulate
 from .whole_batch import read_cut as read_cut
 from .writes import Given as Given
 from .writes import Known as Known

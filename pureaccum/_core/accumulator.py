@@ -45,7 +45,7 @@ from .writes import Given, Known, LateWriteError, guarding, known_of
 
 @loadable
 class AccumState(NamedTuple):
-    """What has been accumulated so far; all of it tensors, and sums over the microbatches.
+    """What has been accumulated so far: tensors, all of them sums over the microbatches.
 
     Attributes:
         grads: A tree like params: sums of (weight * gradient), float32 at least.
@@ -86,12 +86,12 @@ class Accumulator(NamedTuple):
 
     Attributes:
         init: ``init(params)`` gives the identity: a state of zeros.
-        update: ``update(state, params, *args, donate=False)`` gives the state with one microbatch
-            more, or ``(state, aux)``. ``args`` is what the loss takes after params; with ``donate``
-            the old state is given up: its memory is added to, and using it raises.
+        update: ``update(state, params, *args, donate=False)`` gives the state with one more
+            microbatch, or ``(state, aux)``. ``args`` is what the loss takes after params; with
+            ``donate`` the old state is given up: its memory is added to, and using it raises.
         merge: ``merge(a, b)`` gives one state of two, in any order and grouping.
-        finalize: ``finalize(state, donate=False)`` gives ``(grads, value)``: sums / weight, of a
-            sum the sums, float32 at least; over no weight zeros and NaN.
+        finalize: ``finalize(state, donate=False)`` gives ``(grads, value)``: sums / weight, or the
+            sums as they are for a plain sum, float32 at least; over no weight zeros and NaN.
     """
 
     init: Callable[[Tree], AccumState]
@@ -118,7 +118,7 @@ def accumulator(
         init(params)        = zeros
         update(state, part) = state + (w * gradient, w * loss, w)    # w: rows, or of Weighted
         merge(a, b)         = a + b
-        finalize(state)     = grads / weight, total / weight         # once; of a sum as they are
+        finalize(state)     = grads / weight, total / weight         # once; a sum as it is
 
     That is the gradient of the full batch, whatever the microbatches' sizes and order. The state
     holds one gradient tree; ``update(..., donate=True)`` adds to it during the backward pass.
@@ -152,12 +152,20 @@ def accumulator(
     References:
         `optax.MultiSteps <https://optax.readthedocs.io>`_, a mean of the microbatches' means.
     """
-    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine, squares))
+    rule = check_rule(
+        Rule(
+            has_aux=has_aux,
+            reduction=reduction,
+            nonfinite=nonfinite,
+            engine=engine,
+            squares=squares,
+        )
+    )
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")
     _check_not_params(batches, batch_argnums)
 
-    recomputes: set[bool] = set()  # saves looking again whether the loss has checkpoints
+    recomputes: set[bool] = set()  # whether the loss has checkpoints, once that is known
     known = known_of(loss_fn)
 
     def init(params: Tree) -> AccumState:
@@ -168,7 +176,7 @@ def accumulator(
             return empty(zeros(params, at_least), leaves[0].device, count)
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
-        """The state with one microbatch more, or ``(state, aux)``."""
+        """The state with one more microbatch, or ``(state, aux)``."""
         read_state(state)
         leaves, spec = read_params(params)
         check_belongs(state, leaves, spec, squares)
@@ -216,7 +224,7 @@ _FOREIGN = "A state belongs to the params that it was made from by init."
 
 
 def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) -> AccumState:
-    """One state of two; names are those of their gradients."""
+    """One state of two; ``names`` are what errors call their gradients."""
     check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]), _FOREIGN)
     check_squares(a, squares)
     check_squares(b, squares)
@@ -233,7 +241,7 @@ def read_state(state: Any) -> AccumState:
     return state
 
 
-# Pieces that a window shares with the accumulator ----------------------------------------
+# What a whole batch at hand shares with a stream ------------------------------------------
 
 
 def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
@@ -242,7 +250,7 @@ def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
 
 
 def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
-    """Check that a state is one, and of these params."""
+    """Check that a state is an ``AccumState``, and belongs to these params."""
     sums, sums_spec = flatten(read_state(state).grads)
     check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
     check_squares(state, squares)
@@ -262,7 +270,7 @@ def updated(
     scale: Tensor | None = None,
     unit: float | None = None,
 ) -> tuple[AccumState, Microbatch]:
-    """The state with one microbatch more, and what that came to."""
+    """The state with one more microbatch, and the entry of that microbatch."""
 
     def label(leaf: int | None) -> str:
         what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
@@ -289,8 +297,8 @@ def updated(
         new = counted(state, [entry], rule)
         grads = closed(grads, layouts)
         if in_place and donate:
-            grads = hand_over([*held, *tree_leaves(state[1:])], grads)
-    return AccumState(unflatten(spec, grads), *new[1:]), entry
+            grads = hand_over([*held, *tree_leaves(state._replace(grads=()))], grads)
+    return new._replace(grads=unflatten(spec, grads)), entry
 
 
 def check_squares(state: AccumState, squares: bool) -> None:
@@ -303,28 +311,37 @@ def check_squares(state: AccumState, squares: bool) -> None:
 
 
 def empty(grads: Tree, device: torch.device, squares: int | None = None) -> AccumState:
-    """Those sums, and nothing else counted yet; squares of so many leaves, or none."""
-    amounts = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)]
-    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
-    if squares is None:
-        return AccumState(grads, *amounts, *counts)
-    each = torch.zeros(squares + 1, dtype=torch.float64, device=device)
-    return AccumState(grads, *amounts, *counts)._replace(squares=each)
+    """A state of these sums with nothing else counted yet, and squares for so many leaves."""
+
+    def zero(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return AccumState(
+        grads=grads,
+        total=zero(torch.float64),
+        weight=zero(torch.float64),
+        microbatches=zero(torch.int64),
+        skipped=zero(torch.int64),
+        nonfinite=zero(torch.int64),
+        weighted=zero(torch.int64),
+        squares=() if squares is None else zero(torch.float64, squares + 1),
+    )
 
 
 def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumState:
-    """The state with everything but the gradients of some microbatches more."""
+    """The state with some more microbatches, except for their gradients."""
     total, weight, nonfinite = (x.to(state.total.device) for x in settle(seen))
+    squares = state.squares
+    if isinstance(squares, Tensor):
+        squares = squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
     return AccumState(
-        state.grads,
-        state.total + total,
-        state.weight + weight,
-        state.microbatches + len(seen),
-        # no two states may share a tensor: donating the one would take it from the other
-        state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
-        state.nonfinite + nonfinite,
-        state.weighted + sum([x.weighted for x in seen]),
-        state.squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
-        if isinstance(state.squares, Tensor)
-        else (),
+        grads=state.grads,
+        total=state.total + total,
+        weight=state.weight + weight,
+        microbatches=state.microbatches + len(seen),
+        # No two states may share a tensor: to donate one would take it from the other.
+        skipped=state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
+        nonfinite=state.nonfinite + nonfinite,
+        weighted=state.weighted + sum([x.weighted for x in seen]),
+        squares=squares,
     )

@@ -46,7 +46,7 @@ from .batches import read_batch, rows_to_cut
 
 
 class Live:
-    """Bytes: now, the most so far, and the most as a backward pass began."""
+    """How many bytes are alive, the most so far, and the most when a backward pass began."""
 
     __slots__ = ("before_backward", "now", "peak")
 
@@ -60,9 +60,9 @@ def counting(
     device: torch.device | None = None,
     taken_for: Callable[[Tensor], Tensor] | None = None,
 ) -> Generator[Live]:
-    """Count what is alive, of one device or of all; more than the budget is out of memory.
+    """Count the bytes that are alive, on one device or on all; more than a budget raises.
 
-    Where operations take a tensor for another one, ``taken_for`` says for which.
+    Where operations take a tensor in place of another one, ``taken_for`` says of which.
     """
     live = Live()
     counted: dict[int, weakref.ref[Any]] = {}  # by id, which stays as long as the storage does
@@ -83,7 +83,7 @@ def counting(
             if given is None:
                 found = _tensors(arguments)
                 given = {id((taken_for(x) if taken_for else x).untyped_storage()) for x in found}
-            if key not in given:  # a view of what was there before
+            if key not in given:  # else it is a view of what was there before
                 counted[key] = weakref.ref(storage, _forgetting(key, storage.nbytes()))
                 live.now += storage.nbytes()
         live.peak = max(live.peak, live.now)
@@ -107,7 +107,7 @@ def counting(
 
 
 def _tensors(tree: Any) -> Generator[Tensor]:
-    """Of what an operation takes or returns; sparse ones have no storage of their own."""
+    """The tensors that an operation takes or returns, but sparse ones, which have no storage."""
     if isinstance(tree, Tensor):
         if tree.layout is torch.strided:
             yield tree
@@ -145,8 +145,8 @@ def by_memory(
 
     Args:
         run: ``run(size, *args, **kwargs)``, a pure function.
-        look: The batch among ``args``, and what else decides how much memory is needed.
-        budget: Bytes that a call may hold beyond its arguments; None for all that there is.
+        look: Gives the batch among ``args``, and what else decides how much memory is needed.
+        budget: The bytes that a call may hold beyond its arguments; None for all that there are.
         root: What errors call the batch.
 
     Returns:
@@ -183,7 +183,7 @@ def by_memory(
                     error.add_note(_sentence(tried, rows))
                     raise
                 _let_go(error, outer)
-            # Here, since until its except block is left an error is kept by the interpreter.
+            # Not above, since the interpreter keeps an error until its except block is left.
             drain()
             gc.collect()
             torch.cuda.empty_cache()
@@ -204,7 +204,7 @@ def by_memory(
 
 
 def _kind(batch: Tree, rest: Tree) -> tuple[Any, torch.device | None]:
-    """What tells how much a row needs, and the device of the first tensor beside the batch."""
+    """What decides how much memory a row needs, and the device of the first tensor."""
     (rows, rows_spec), (leaves, spec) = flatten(batch), flatten(rest)
     tensors = [x for x in (*leaves, *rows) if isinstance(x, Tensor)]
     shapes = (
@@ -225,8 +225,8 @@ def _sentence(tried: list[int], rows: int) -> str:
 
 # What an error is, and what it holds -------------------------------------------------------
 
-# Of RuntimeErrors that are no torch.OutOfMemoryError. CUDNN_STATUS_NOT_SUPPORTED is not among them:
-# it is also what cuDNN says of sizes that it does not take.
+# Texts of RuntimeErrors that are no torch.OutOfMemoryError. CUDNN_STATUS_NOT_SUPPORTED is not here:
+# cuDNN says it of sizes that it does not take, too.
 TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",  # on Windows
@@ -250,9 +250,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _let_go(error: BaseException, outer: BaseException | None) -> None:
-    """Free what an error holds: the frames that it came through, with all tensors in them.
+    """Free the frames that an error came through, with all tensors in them.
 
-    But not the error ``outer``, which the caller was already handling.
+    The error ``outer``, which the caller was already handling, keeps its own.
     """
     held: list[BaseException | None] = [error]
     done = [None, outer]
@@ -268,10 +268,11 @@ def _let_go(error: BaseException, outer: BaseException | None) -> None:
 
 
 def _oldest() -> Callable[[], object]:
-    """A function that empties autograd's queue of what is made from now on.
+    """A function that empties autograd's queue of all nodes that are made from now on.
 
     A backward pass that fails leaves in its thread's queue the nodes that were ready, with the
-    tensors that they saved. The next pass drops those that come before its own: the younger ones.
+    tensors that they saved. The next pass drops those that would run before its own: the younger
+    ones. So an old node is made here, and its pass is run to empty the queue.
     """
     with outside_inference_mode(), torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)
@@ -324,7 +325,7 @@ def check_auto(size: object, budget: object, given: Mapping[str, object]) -> Non
         expected = "an int of at least 1, the bytes that a step may hold beyond its arguments"
         check_int(budget, "memory_budget", expected, 1)
     for name, why in (
-        ("donate", "a try that runs out of memory has used up the state that it was given"),
+        ("donate", "an attempt that runs out of memory has used up the state it was given"),
         ("compile", "each size would be compiled, and a graph has a memory of its own"),
         ("noise", "noise is measured between microbatches, and 'auto' begins with one"),
     ):

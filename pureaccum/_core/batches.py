@@ -77,8 +77,8 @@ def rows_to_cut(batch: Batch, root: str = "batch") -> int:
         if isinstance(leaf, torch.Tensor) and (kind := _not_cut(leaf)):
             raise TypeError(
                 f"{paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into rows. "
-                f"{kind[1]}. What cuts nothing takes it as it is: microbatch_size=None, and the "
-                "update of an accumulator or of a step, microbatch by microbatch."
+                f"{kind[1]}. Where nothing is cut it is taken as it is: microbatch_size=None, or "
+                "the update of an accumulator or of a step, microbatch by microbatch."
             )
     return need_rows(batch, root)
 
@@ -100,7 +100,7 @@ def _not_cut(x: torch.Tensor) -> tuple[str, str] | None:
 
 
 def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
-    """Its microbatches, as views."""
+    """The microbatches of a batch, as views."""
     sizes = sizes_of(batch.rows or 0, size)
     if any_sharded(batch.leaves):
         columns = cut_rows(batch.leaves, sizes, batch.rows or 0)
@@ -122,7 +122,7 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
 
 
 def sizes_of_batch(rows: int, size: int | list[int]) -> Sequence[int]:
-    """The same, if they are those of a batch of so many rows."""
+    """The rows of every microbatch, or an error where a list of them is not of this batch."""
     if isinstance(size, list) and sum(size) != rows:
         raise ValueError(
             f"microbatch_size={size} are {sum(size)} rows; the batch has {rows}. Give the rows of "
@@ -135,7 +135,7 @@ _here = threading.local()
 
 
 def cutting(cut: bool) -> AbstractContextManager[None]:
-    """Whether what runs inside, in this thread, is given some rows of a batch and not all."""
+    """Say that what runs inside, in this thread, is given some rows of a batch and not all."""
     return _cutting() if cut and not torch.compiler.is_dynamo_compiling() else nullcontext()
 
 
@@ -149,7 +149,7 @@ def _cutting() -> Generator[None]:
 
 
 def is_cut() -> bool:
-    """Whether this runs inside of a function that is given some rows of a batch."""
+    """Whether this is called by a function that is given some rows of a batch."""
     return getattr(_here, "cut", False)
 
 
@@ -162,7 +162,7 @@ def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) 
 
 
 def check_sizes(size: Any) -> int | list[int]:
-    """The size of all microbatches, or the sizes that each has of its own."""
+    """The size of all microbatches, or a list with the size of each."""
     if isinstance(size, (list, tuple)):
         each = enumerate(cast(Sequence[Any], size))
         return [check_size(one, f"microbatch_size[{i}]") for i, one in each]
@@ -219,7 +219,7 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
         rest = iter(loader)
     except TypeError as error:
         raise TypeError(
-            f"loader is a {type(loader).__name__}; expected what yields microbatches."
+            f"loader is a {type(loader).__name__}; expected an iterable of microbatches."
         ) from error
     k = check_size(k, "k", "an int of at least 1, the microbatches of a window")
     return iter(lambda: list(itertools.islice(rest, k)), [])

@@ -1,4 +1,4 @@
-"""Keep ``functional_call`` open over a backward pass that recomputes.
+"""What modules held when they were called, for a backward pass that calls them again.
 
 A checkpointed module runs its forward pass again during the backward pass. By then
 ``functional_call`` has put the module's own parameters back, and the recomputation would use
@@ -6,7 +6,7 @@ those: a wrong gradient, without an error. So what every module held while it wa
 remembered in the forward pass and put back for the length of the backward pass.
 
 That costs small networks a tenth of their time, and only checkpoints need it. They make
-themselves known by saved-tensor hooks: the loss runs with those disabled, and only one that
+themselves known by saved-tensor hooks: the loss runs with those disabled, and only a loss that
 wants them is run again, with the same random numbers, and watched.
 """
 
@@ -22,13 +22,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .._base import Place, Refusing, generators, restore, tensor_places
 
 
-# The module that each part of a shell stands for. Shells keep their tensors: see shell.py.
+# The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
 origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictionary()
 
-# Whoever puts tensors into a module itself does so alone; one for all, for some are in others.
+# Anyone who puts tensors into a module itself does so alone. One lock for all modules, because some
+# are parts of others.
 ALONE = threading.RLock()
 
-# By module and name: a copy of what was there.
+# By module and name, a copy of the table that was there.
 HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
 
 
@@ -56,7 +57,7 @@ class Ambiguous(Refusing):
 def call_watched(
     loss: Callable[[], T], recomputes: set[bool], devices: frozenset[torch.device]
 ) -> tuple[T, HeldTensors]:
-    """Call a loss, and find out what its modules held if its backward pass will recompute.
+    """Call a loss; if its backward pass will recompute, also give what its modules held.
 
     ``recomputes`` remembers the answer for the next microbatch.
     """
@@ -81,9 +82,9 @@ _WANTED = "pureaccum: saved-tensor hooks are wanted"
 def remembering(
     held: HeldTensors | None = None, modules: Modules | None = None
 ) -> Generator[HeldTensors]:
-    """Remember what the modules called inside hold, and those below them, beside what is held.
+    """Remember what is held by the modules that are called inside, and by those below them.
 
-    And which modules these are.
+    It goes into ``held``, and the modules themselves into ``modules``.
     """
     held = {} if held is None else held
     seen: Modules = {} if modules is None else modules
@@ -115,7 +116,7 @@ def remembering(
         watch.remove()
         for key, (place, then) in held.items():
             if place[2] == "_parameters":
-                # No two the same: torch takes equal ones for tied.
+                # A tensor for each name: torch would take one for all of them for tied weights.
                 refusing = {
                     name: torch.empty(0).as_subclass(Ambiguous)
                     for name in then

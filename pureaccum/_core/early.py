@@ -3,9 +3,9 @@
     total, gradients = sums over pieces of (f, its gradient)
     in the backward pass: cotangent * gradients
 
-Where all that comes out is one number, its gradient costs no second forward pass. Gradients are an
-output like any other: their own derivatives are those of the rule. With a cotangent of 1, half
-precision would lose digits, and nothing less than float32 is taken early.
+Where one number is all that comes out, its gradient costs no second forward pass. Gradients are
+outputs like any other: their own derivatives are those of the rule. They are taken for a cotangent
+of 1, with which half precision would lose digits: so nothing below float32 is taken early.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,14 @@ from .rule import Outs, Pieces, pulled
 
 
 class NotEarlyError(BaseException):
-    """More than one output has a gradient. Only who asks for an early one may catch it."""
+    """More than one output has a gradient. Only the caller that asked for it may catch this."""
 
 
 def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
-    """A function, and the gradients of its only output that has any: which, is known afterwards."""
+    """A function with the gradients of its only output that has any.
+
+    The list tells which output that is, once the function has been run.
+    """
     total: list[int] = []
 
     def only(outs: Sequence[Tensor]) -> Sequence[int]:
@@ -52,7 +55,7 @@ def known_gradient(total: Tensor, grads: Sequence[Tensor], operands: Sequence[Te
 
 
 class _Known(Function):
-    """The first tensor, with (their number, it, gradients, operands)."""
+    """The total, called with (the number of gradients, total, *gradients, *operands)."""
 
     generate_vmap_rule = True
 
@@ -72,4 +75,4 @@ class _Known(Function):
 
     @staticmethod
     def jvp(_ctx: Any, _n: Any, tangent: Tensor, *_: Any) -> Any:  # pyright: ignore
-        return tangent  # which the rule has computed from those of the operands
+        return tangent  # the rule has computed it from the tangents of the operands

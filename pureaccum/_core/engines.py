@@ -38,9 +38,9 @@ class Wrt(NamedTuple):
     leaves: list[Tensor]
     large: list[int]  # the leaves whose gradients are added one by one
     records: bool | None  # the grad mode of the forward pass; None under a transform: the caller's
-    recomputes: set[bool]  # what is learned of the loss: see called_modules.py
-    devices: frozenset[torch.device]
-    unit: float | None = None  # a window's sums are divided by this as they stand: see weights.py
+    recomputes: set[bool]  # what is known of the loss: see called_modules.py
+    devices: frozenset[torch.device] = frozenset()
+    unit: float | None = None  # the sums of a window are multiples of this: see weights.py
     cotangents: dict[float, Tensor] | None = None
     scale: Tensor | None = None  # a loss scale
     straight: bool = False  # autograd itself may add to the sums
@@ -56,25 +56,26 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
     if transform_active():
         refuse_sharded([innermost(x) for x in leaves], "params", _TRANSFORMS)
         if engine == "func":
-            return Wrt(leaves, [], None, recomputes, frozenset())
+            return Wrt(leaves, [], None, recomputes)
         raise RuntimeError(
             "engine='autograd' cannot run under a torch.func transform or torch.compile; "
             "engine='func', the default, can."
         )
-    large = [i for i, leaf in enumerate(leaves) if local(leaf).nbytes >= LARGE]
     layouts = sum_layouts(leaves)
-    leaves = [without_history(leaf) for leaf in leaves]
+    parts = leaves if layouts is None else [local(leaf) for leaf in leaves]
+    large = [i for i, part in enumerate(parts) if part.nbytes >= LARGE]
+    leaves = without_history(leaves)
     if engine == "autograd":
         devices = frozenset(leaf.device for leaf in leaves)
-        # an inference tensor takes no gradient, and a clone outside of that mode is none
+        # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
         leaves = [x.clone() if x.is_inference() else x for x in leaves]
         leaves = [leaf.requires_grad_() for leaf in leaves]
         return Wrt(leaves, large, True, recomputes, devices, layouts=layouts)
     # Detached leaves record nothing below torch.func's own level, but tensors that the loss
-    # captured may. So that nothing does, no_grad; except on a CPU, where the kernel of LSTM asks
-    # for the grad mode down there and without it saves nothing for its backward pass.
+    # captured may: hence no_grad. Not on a CPU, where the kernel of LSTM asks for the grad mode
+    # down there, and without it saves nothing for its backward pass.
     records = leaves[0].device.type == "cpu"
-    return Wrt(leaves, large, records, recomputes, frozenset(), layouts=layouts)
+    return Wrt(leaves, large, records, recomputes, layouts=layouts)
 
 
 _TRANSFORMS = "torch.func's transforms do not see through them: call this outside of any."

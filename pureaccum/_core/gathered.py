@@ -18,8 +18,8 @@ class Rows(NamedTuple):
     """How an operand or an output is cut into pieces."""
 
     dim: int
-    each: bool = False  # one entry a piece, and not the rows of one
-    host: torch.device | None = None  # they lie on the host, and are computed with on this device
+    each: bool = False  # one entry per piece, in place of its rows
+    host: torch.device | None = None  # the device that computes with rows that lie on the host
 
 
 Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
@@ -27,16 +27,16 @@ WHOLE: Cut = "whole"
 
 
 class Gathered:
-    """One output, of all pieces so far: summed in float32 at least, or laid end to end."""
+    """One output of all pieces so far: summed in float32 at least, or laid end to end."""
 
     def __init__(self, sizes: Sequence[int], how: Cut, recorded: bool) -> None:
         self.how, self.sizes, self.recorded, self.at = how, sizes, recorded, 0
         self.sums = how == "whole" and len(sizes) > 1  # a piece alone is what it is
         self.parts: list[Tensor] = []
-        self.ahead = False  # whether the piece that comes next has been added already
+        self.ahead = False  # whether the next piece has been added already
 
     def take(self, x: Tensor) -> None:
-        """One piece more."""
+        """Take the output of the next piece."""
         if self.ahead:
             self.ahead = False
         elif self.sums:
@@ -47,7 +47,7 @@ class Gathered:
             self.parts = [x]
 
     def add(self, x: Tensor) -> None:
-        """One term more."""
+        """Add the next term."""
         if not self.parts:
             self.dtype = x.dtype
             self.parts = [x.to(sum_dtype(x), copy=not self.recorded)]  # the caller's, perhaps
@@ -57,18 +57,18 @@ class Gathered:
             self.parts[0] = self.parts[0] + x
 
     def append(self, x: Tensor, how: Rows) -> None:
-        """Some rows more."""
+        """Lay the next rows at the end."""
         size = x.shape[how.dim]
         if not self.parts and not self.recorded:
             shape = list(x.shape)
             shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
             self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
-        if self.at >= 0 and self.may_write(x):  # so that they never lie there twice
+        if self.at >= 0 and self.may_write(x):  # then no row exists twice
             place = self.parts[0].narrow(how.dim, self.at, size)
             put(place, x) if how.host else place.copy_(x)
             self.at += size
             return
-        if self.at > 0:  # the first that a vmap maps, say
+        if self.at > 0:  # such as the first that a vmap maps
             self.parts = [self.parts[0].narrow(how.dim, 0, self.at)]
         elif not self.recorded and self.at == 0:
             self.parts = []
@@ -82,7 +82,7 @@ class Gathered:
         return not (its := levels(x)) or its <= levels(self.parts[0])
 
     def end(self) -> Tensor:
-        """All of it; sums in the dtype of a piece."""
+        """The whole output; a sum is in the dtype of a piece."""
         if isinstance(self.how, Rows) and self.how.host:
             await_host(self.how.host)
         if isinstance(self.how, Rows) and len(self.parts) > 1:
@@ -97,12 +97,12 @@ _sides: dict[torch.device, Any] = {}
 
 
 def to_host(x: Tensor) -> Tensor:
-    """The same rows in pinned memory, differentiable."""
+    """Copy rows to pinned memory, differentiably."""
     return room_for(x, x.shape).copy_(x)
 
 
 def room_for(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Pinned memory."""
+    """Pinned memory for rows like those of a tensor."""
     return like.new_empty(shape, device="cpu", pin_memory=True)
 
 
@@ -144,7 +144,7 @@ def put(place: Tensor, x: Tensor) -> None:
 
 
 def await_host(device: torch.device) -> None:
-    """Wait until all that was put is there: a CPU that reads it would not."""
+    """Wait for all copies to the host: a CPU that reads there would not."""
     _side(device).synchronize()
 
 

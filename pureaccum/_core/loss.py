@@ -1,7 +1,7 @@
 """What a loss may return, and what it says about a microbatch.
 
-A scalar is the mean (or, with ``reduction="sum"``, the sum) of its microbatch; ``Weighted``
-says itself what it is a mean over. Either is read as a total and a weight, because totals and
+A scalar is the mean (or, with ``reduction="sum"``, the sum) of its microbatch; a ``Weighted``
+itself says what it is a mean over. Either is read as a total and a weight, because totals and
 weights add up where means do not.
 """
 
@@ -92,7 +92,7 @@ class Weighted(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A loss as read: a differentiable total, float64 weight or ``()``, tensors of the aux."""
+    """A loss as it was read: a differentiable total, a float64 weight or ``()``, tensors of aux."""
 
     total: Tensor
     weight: Tensor | tuple[()]
@@ -100,7 +100,7 @@ class Read(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a loss returned beside tensors: nothing that a transform may see."""
+    """What a loss returned beside tensors, and no transform sees."""
 
     dtype: torch.dtype
     aux: optree.PyTreeSpec | None
@@ -133,14 +133,14 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
 
 
 def detached(seen: Read) -> Read:
-    """The same without what was recorded of it."""
-    total, weight, aux = seen
-    weight = without_history(weight) if isinstance(weight, Tensor) else weight
-    return Read(without_history(total), weight, [without_history(x) for x in aux])
+    """A loss without what autograd recorded of it."""
+    weight = [] if isinstance(seen.weight, tuple) else [seen.weight]
+    total, *rest = without_history([seen.total, *weight, *seen.aux])
+    return Read(total, rest.pop(0) if weight else (), rest)
 
 
 def known_to_all_ranks(seen: Read) -> Read:
-    """The same where all ranks know both: what is pulled and kept depends on them."""
+    """A loss whose total and weight all ranks know: what is pulled and kept depends on them."""
     total, weight, aux = seen
     if isinstance(weight, tuple) or not any_sharded([total, weight]):
         return seen
@@ -149,12 +149,12 @@ def known_to_all_ranks(seen: Read) -> Read:
 
 
 def is_pair(out: Any) -> bool:
-    """Whether a loss returned two things; ``Weighted`` is one."""
+    """Whether a loss returned two things; a ``Weighted`` is one thing."""
     return isinstance(out, tuple) and not isinstance(out, Weighted) and len(out) == 2  # pyright: ignore[reportUnknownArgumentType]
 
 
 def join_aux(tensors: list[Tensor], shape: Shape) -> Any:
-    """The aux tree again, its tensors as they came out of a transform."""
+    """The aux tree made again of its tensors, as they came out of a transform."""
     if shape.aux is None:
         return ()
     rest = iter(tensors)
@@ -167,14 +167,14 @@ def counts(total: Tensor, weight: Tensor) -> Tensor:
     """Whether a ``Weighted`` adds anything: it has a weight, or else a total that is a number.
 
     A total without a weight is the numerator of a ratio whose denominator is elsewhere in the
-    batch. One that is zero or not finite is what a microbatch comes to that is masked throughout.
+    batch. A total that is zero or not finite comes from a microbatch that is masked throughout.
     """
-    total = local(total.detach())  # of a DTensor all ranks know it: see agreed
+    total = local(total.detach())  # all ranks know that of a DTensor: see known_to_all_ranks
     return (weight != 0) | ((total != 0) & ((total - total) == 0))
 
 
 def divisor(weight: Tensor, plain: Tensor | bool = False) -> Tensor:
-    """What sums are divided by: the weight, of plain sums 1.
+    """What sums are divided by: their weight, or 1 if they are plain sums.
 
     Where nothing had any weight it is inf, which makes gradients zero.
     """
@@ -183,14 +183,14 @@ def divisor(weight: Tensor, plain: Tensor | bool = False) -> Tensor:
 
 
 def mean_value(total: Tensor, by: Tensor) -> Tensor:
-    """The loss over everything seen, from what it is divided by: NaN over no weight."""
+    """A total divided by what ``divisor`` says: NaN where there was no weight."""
     return torch.where(by == torch.inf, torch.nan, total / by)
 
 
 def _scalar(loss: Any, what: str) -> Tensor:
     if not isinstance(loss, Tensor):
         cause = (
-            "It has no return statement, perhaps."
+            "Perhaps it has no return statement."
             if loss is None
             else "With an auxiliary output, pass has_aux=True."
             if isinstance(loss, tuple)
@@ -234,9 +234,10 @@ def _weight(weight: Any, total: Tensor) -> Tensor:
 
 
 def sane(weight: Tensor) -> Tensor:
-    """A weight, NaN where there is no such weight."""
-    # A weight below zero, infinite or NaN has no mean. Nothing may stop to look at it, so it
-    # makes the result NaN.
+    """A weight; NaN in place of one that is negative or infinite.
+
+    There is no mean over such a weight, and nothing may stop to look at it: so the result is NaN.
+    """
     return torch.where((weight >= 0) & (weight < torch.inf), weight, torch.nan)
 
 

@@ -4,7 +4,7 @@
         out = func(shared, part)      # rows are laid end to end, sums are added
     its derivatives: the same, of functions that rule.py makes of func
 
-All else that takes a batch in parts is an instance of it.
+Everything else that takes a batch in parts is an instance of it.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -159,7 +159,7 @@ def _batch_of(
 
 
 class Arguments(NamedTuple):
-    """What a function is called with: its tensors, how they are cut, and all of it again."""
+    """What a function is called with: its tensors, how they are cut, and the way back."""
 
     tensors: list[Tensor]
     cuts: list[Cut]
@@ -169,7 +169,7 @@ class Arguments(NamedTuple):
     def of(
         args: Sequence[Any], kwargs: dict[str, Any], batches: Container[Any] = (), dim: int = 0
     ) -> "Arguments":
-        """Those of a call; ``batches`` are the positions and names of what is cut."""
+        """The arguments of a call; ``batches`` are the positions and names of what is cut."""
         keys = [*range(len(args)), *kwargs]
         flat = [flatten(x) for x in (*args, *kwargs.values())]
         tensors: list[Tensor] = []
@@ -188,7 +188,7 @@ class Arguments(NamedTuple):
             "a microbatched function is run again piece by piece, which they are not cut into.",
         )
 
-        count, names = len(args), [*kwargs]  # a closure that is kept, and must hold no tensor
+        count, names = len(args), [*kwargs]  # ``filled`` is kept, and must hold no tensor
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
             rest = (x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True))
@@ -205,7 +205,7 @@ _TENSOR = object()
 
 
 def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
-    """The same with rows on the host, and the device that computes; a CPU is its own host."""
+    """Arguments with their rows on the host, and the device that computes if that is no CPU."""
     devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
     if not devices:
         return arguments, None
@@ -222,7 +222,7 @@ def call_microbatched(
     func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
 ) -> Tree:
     """A microbatched function of some arguments."""
-    tensors, cuts, filled = arguments  # so that what is kept holds none of the tensors
+    tensors, cuts, filled = arguments  # so that no closure that is kept holds the tensors
 
     def body(p: int, operands: Sequence[Tensor], around: Any = None, again: bool = False) -> Outs:
         args, kwargs = filled(operands)
@@ -230,12 +230,12 @@ def call_microbatched(
             return outputs.take(p, func(*args, **kwargs), again)
 
     def begun(call: Any) -> Pieces:
-        """Pieces of which only the first tells what comes out."""
+        """Pieces whose form is known once the first has been run."""
 
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
             outs, keeps = call(p, operands)
             assert outputs.form is not None
-            if its:  # once, and then no cycle holds what is guarded
+            if its:  # once, so that no cycle holds what is guarded
                 its.pop().form = outputs.form._replace(operands=tuple(cuts))
             return outs, keeps
 
@@ -298,7 +298,7 @@ def _remade(
     outputs: Outputs | Whole,
     found: Sequence[int],
 ) -> Pieces:
-    """Some outputs of a piece as it was the first time, of arguments and what is captured."""
+    """The pieces again, as functions of the arguments and of what is captured, for some outputs."""
     form, count = outputs.form, len(cuts)
     assert form is not None
 
@@ -322,7 +322,7 @@ def _remade(
 def _attached(
     remade: Callable[[Sequence[int]], Pieces], outs: list[Tensor], operands: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What was computed, made a function of its operands."""
+    """Outputs that were computed, made a function of the operands."""
     found = [i for i, x in enumerate(outs) if continuous(x)]
     if found:
         attached = attach(remade(found), operands, [outs[i] for i in found])
@@ -335,18 +335,18 @@ def _attached(
 def _early(
     remade: Callable[[Sequence[int]], Pieces], again: Again, count: int, operands: Sequence[Tensor]
 ) -> list[Tensor] | None:
-    """What comes out, with a gradient taken on the way; None where there is none to be taken."""
+    """The outputs, with their gradient taken on the way; None where none can be taken."""
     wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
     narrow = again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt)
     if narrow or not (wrt and torch.is_grad_enabled()):
         return None
     if forward_ad_active() and any(map(mapped_levels, operands)):
-        return None  # torch makes no vmap of a Function that forward AD goes through
+        return None  # torch has no vmap of a Function that forward AD goes through
     random = generators(again.devices)
     pieces, total = with_gradient(remade(range(count)), wrt)
     try:
         computed = run(pieces, [x.detach() for x in operands])
-        if again.mode.half:  # in a piece that came later
+        if again.mode.half:  # as a later piece has shown
             raise NotEarlyError
     except (UnseenError, NotEarlyError):
         restore(random)

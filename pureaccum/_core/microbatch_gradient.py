@@ -4,7 +4,7 @@
     sums += pull(weight)
 
 with one refinement that does not change a bit of it: a large leaf's gradient is added by a hook
-as soon as it exists and then dropped, so that no second gradient tree ever does.
+as soon as it exists and then dropped, so that a second gradient tree never exists.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ Nonfinite = Literal["propagate", "skip", "raise"]
 
 
 class Rule(NamedTuple):
-    """How gradients are taken and summed: what stays the same for all microbatches."""
+    """How gradients are taken and summed, alike for all microbatches."""
 
     has_aux: bool
     reduction: Reduction
@@ -88,16 +88,16 @@ def add_microbatch(
     Args:
         loss: The loss of the microbatch as a function of the leaves.
         wrt: What to differentiate with respect to.
-        sums: One sum a leaf. They are changed in place, except under a transform or a compiler,
+        sums: One sum per leaf. They are changed in place, except under a transform or a compiler,
             where every sum is a new tensor.
-        rows: Rows in the microbatch, where a tensor tells.
-        rule: What stays the same for all microbatches.
-        before: The sums as they were, where the caller still holds them: then ``"skip"`` can
-            take an addition back, and needs no gradient tree of its own.
+        rows: The rows of the microbatch, if a tensor tells.
+        rule: How gradients are taken and summed.
+        before: The sums as they were, if the caller still holds them: then ``"skip"`` can take
+            an addition back, and needs no gradient tree of its own.
         label: Names the loss (None) or the gradient of a leaf in an error.
 
     Returns:
-        The new sums, and what the microbatch came to.
+        The new sums, and the entry of the microbatch.
     """
     if wrt.records is None:
         return _collected(loss, wrt, sums, rows, rule, in_place=False)
@@ -116,7 +116,7 @@ def _streamed(
     before: list[Tensor] | None,
     label: Callable[[int | None], str] | None,
 ) -> tuple[list[Tensor], Microbatch]:
-    """In place, each gradient as it comes."""
+    """Add each gradient in place as it comes."""
     watched = rule.nonfinite != "propagate"
     flags: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
@@ -181,7 +181,7 @@ def _streamed(
 def _collected(
     loss: Loss, wrt: Wrt, sums: list[Tensor], rows: int | None, rule: Rule, *, in_place: bool
 ) -> tuple[list[Tensor], Microbatch]:
-    """All gradients first, then the sums: where nothing may be added before all is known.
+    """Take all gradients first and add them afterwards, when it is known whether they count.
 
     Under a transform a microbatch is a function of one piece, of which nothing is kept.
     """
@@ -238,7 +238,7 @@ def _not_finite(label: Callable[[int | None], str] | None, where: Sequence[int |
 
 
 def refuse_to_look() -> None:
-    """Under a transform nobody can."""
+    """Raise what ``nonfinite="raise"`` says under a transform, where nobody can look."""
     raise RuntimeError(
         "nonfinite='raise' has to look at the numbers, which cannot be done under a torch.func "
         "transform or torch.compile; use 'skip' or 'propagate' there, and look afterwards."

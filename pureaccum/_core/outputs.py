@@ -1,9 +1,9 @@
 """What becomes of the outputs of a microbatched function, leaf by leaf.
 
-    take    one microbatch's, as tensors that are summed or laid end to end: see rule.py
-    finish  the tree of them, for the whole batch
+    take    the outputs of one microbatch, as tensors that are summed or laid end to end
+    finish  the tree of outputs for the whole batch
 
-Sums and rows are differentiated by the rule. What else there is (a largest number, whatever a
+Sums and rows are differentiated by the rule in rule.py. Anything else (a largest number, whatever a
 user's reducer keeps) has a value and no derivative.
 """
 
@@ -23,11 +23,11 @@ from .rule import Form, Outs
 
 
 class Taken(NamedTuple):
-    """What is summed or laid end to end of one microbatch."""
+    """The tensors of one microbatch that are summed or laid end to end."""
 
     outs: list[Tensor]
     cuts: list[Cut]
-    groups: list[int]  # which of ``keeps`` says whether it counts, from 1; 0 is none
+    groups: list[int]  # for each, which of ``keeps`` says whether it counts, from 1; 0: it does
     keeps: list[Tensor]
 
 
@@ -39,14 +39,14 @@ class Look(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What a piece gives, all of which counts only where ``keep`` is true, or always."""
+    """The output of a piece, which counts only if ``keep`` is true, or always if that is None."""
 
     tree: Tree
     keep: Tensor | None
 
 
 class Whole:
-    """The output of one piece, as it comes."""
+    """The output of a single piece, as it is."""
 
     sizes: Sequence[int] = (1,)
     form: Form | None = None
@@ -55,11 +55,11 @@ class Whole:
         """Forget what was taken."""
 
     def is_wide_total(self, _outs: Sequence[Tensor]) -> bool:
-        """What is rematerialised keeps nothing."""
+        """No: a rematerialised function keeps no gradient either."""
         return False
 
     def take(self, _p: int, out: Tree, again: bool = False) -> Outs:
-        """The tensors of a tree."""
+        """The tensors of the output."""
         keep = out.keep if isinstance(out, Counted) else None
         leaves, spec = flatten(out.tree if isinstance(out, Counted) else out)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -70,7 +70,7 @@ class Whole:
         return tensors, () if keep is None else (keep,)
 
     def finish(self, outs: Sequence[Tensor], _operands: Sequence[Tensor]) -> Tree:
-        """The tree again."""
+        """The output again, of its tensors."""
         rest = iter(outs)
         leaves = [next(rest) if x is _TENSOR else x for x in self.static]
         return unflatten(self.spec, leaves)
@@ -80,7 +80,7 @@ _TENSOR = object()
 
 
 class Outputs:
-    """The outputs of the microbatches so far."""
+    """The outputs of several microbatches, by the words of ``reduce``."""
 
     def __init__(
         self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
@@ -92,13 +92,12 @@ class Outputs:
         """Forget what was taken."""
         self.form: Form | None = None
         self.words: list[Any] = []
-        self.likes: dict[
-            int, tuple[list[Any], Any]
-        ] = {}  # below each word, in the first microbatch
-        self.states: dict[tuple[int, int], Any] = {}  # of what has no derivative
+        # What is below each word in the first microbatch.
+        self.likes: dict[int, tuple[list[Any], Any]] = {}
+        self.states: dict[tuple[int, int], Any] = {}  # of outputs without a derivative
 
     def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
-        """Whether numbers are all that comes out of several pieces, and none is half precision."""
+        """Whether several pieces have no outputs but numbers, and none in half precision."""
         if not any(map(continuous, outs)):
             return False
         likes = [like for its, _ in self.likes.values() for like in its]
@@ -107,7 +106,7 @@ class Outputs:
         return len(self.sizes) > 1 and wide and not self.states and all(x.dim() == 0 for x in outs)
 
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
-        """One microbatch's tensors, and whether they count."""
+        """The tensors of one microbatch, and whether they count."""
         try:
             pairs = below(self.reduce, out)
         except ValueError as error:
@@ -139,7 +138,7 @@ class Outputs:
     def take_leaf(
         self, taken: Taken, p: int, at: tuple[int, int], x: Any, like: Any, again: bool
     ) -> None:
-        """One leaf, of one microbatch."""
+        """Take one leaf of one microbatch."""
         word = self.words[at[0]]
         if isinstance(x, Weighted):
             seen, _ = read(x, has_aux=False)
@@ -156,7 +155,7 @@ class Outputs:
             if x != like:
                 raise TypeError(
                     f"{self.name_of(at)} is {x!r} after {like!r} in a microbatch before; what is "
-                    f"no tensor is the same for all of them, {word!r} or not."
+                    f"no tensor has to be the same in all of them, {word!r} or not."
                 )
             return
         cut: Cut = "whole"
@@ -181,7 +180,7 @@ class Outputs:
             if not again:
                 self.reduce_leaf(p, at, word, x)
             return
-        elif word == "mean" and len(self.sizes) > 1:  # of one it is what it is, to the bit
+        elif word == "mean" and len(self.sizes) > 1:  # that of one microbatch stays, to the bit
             x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
         elif not continuous(x):
             x = x.to(torch.int64)
@@ -190,7 +189,7 @@ class Outputs:
         taken.groups.append(0)
 
     def is_like(self, x: Tensor, like: Look, word: str) -> bool:
-        """Whether it looks as in the first microbatch: else it would be broadcast or cast."""
+        """Whether a tensor looks as in the first microbatch; else it would be broadcast or cast."""
         shapes = [[*x.shape], [*like.shape]]
         if word == "concat" and x.dim() == len(like.shape):
             for shape in shapes:
@@ -198,7 +197,7 @@ class Outputs:
         return shapes[0] == shapes[1] and x.dtype == like.dtype
 
     def reduce_leaf(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
-        """What has no derivative, of one microbatch."""
+        """Reduce a leaf of one microbatch that has no derivative."""
         reducer, part = reducer_of(word), tree_map(lambda x: torch.as_tensor(x).detach(), part)
         before = self.states[at] if p else reducer.init(part)
         weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
@@ -207,7 +206,7 @@ class Outputs:
     # At the end -----------------------------------------------------------------------------
 
     def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
-        """The tree for the whole batch; ``operands`` are what it is a function of."""
+        """The outputs for the whole batch, as functions of ``operands``."""
         parts: list[Any] = []
         rest = iter(outs)
         for n, word in enumerate(self.words):
@@ -227,7 +226,7 @@ class Outputs:
     def finish_leaf(
         self, at: tuple[int, int], like: Any, rest: Iterator[Tensor], operands: Sequence[Tensor]
     ) -> Any:
-        """One leaf, of the whole batch."""
+        """One leaf for the whole batch."""
         word = self.words[at[0]]
         if isinstance(like, Weighted):
             total, weight = next(rest), next(rest)
@@ -247,13 +246,13 @@ class Outputs:
     # Errors ---------------------------------------------------------------------------------
 
     def name_of(self, at: tuple[int, int]) -> str:
-        """How a user would write it."""
+        """The path to a leaf as a user would write it."""
         words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
         root = paths(words, "out")[at[0]]
         return paths(self.likes[at[0]][1], root)[at[1]]
 
     def no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:
-        """What is wrong with it."""
+        """The message for a leaf without one row per sample."""
         return (
             f"{self.name_of(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, and "
             f"reduce='concat' needs one row per sample along dim {self.dim}. Name what is meant "
@@ -274,14 +273,14 @@ def _look(x: Any) -> Any:
 
 
 def _without_gradient(what: str, x: Any, operands: Sequence[Tensor]) -> Any:
-    """A value that has none, and says so when it is asked for."""
+    """A value that has no gradient, and says so when one is asked for."""
     if not isinstance(x, Tensor) or not continuous(x) or torch.compiler.is_dynamo_compiling():
         return x
     return _Refusing.apply(what, x, *operands)
 
 
 class _Refusing(Function):
-    """The identity in its first tensor, with no derivative."""
+    """The identity in its first tensor, which raises when it is differentiated."""
 
     @staticmethod
     def forward(_what: str, x: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
@@ -305,7 +304,7 @@ class _Refusing(Function):
 
 
 _NO_GRADIENT = (
-    "a gradient was asked of {} over microbatches, which has none here; expected one of 'concat', "
-    "'sum', 'mean', 'stack', 'last' or Weighted. The largest of rows that are concatenated has "
-    "one: reduce='concat', and .amax() of the result. As a constant it is x.detach()."
+    "a gradient was asked of {} over microbatches, which has none; 'concat', 'sum', 'mean', "
+    "'stack', 'last' and Weighted have one. The largest of rows that are concatenated has one: "
+    "reduce='concat', and .amax() of the result. As a constant it is x.detach()."
 )

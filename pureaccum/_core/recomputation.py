@@ -4,13 +4,13 @@
         with again.finding(args):
             func(*args)
     with again.as_then(p, captured):
-        func(*args)  # those of piece p
+        func(*args)  # the args of piece p
 
-It draws the same random numbers, under the same autocast, from modules that hold what they held.
-And of what it captures, all that a transform follows or a gradient is asked for becomes an
+It draws the same random numbers, under the same autocast, and its modules hold what they held.
+Whatever it captures that a transform follows, or of which a gradient is asked for, becomes an
 argument: while the function runs, such a tensor is found in the operations that use it, and is
-exchanged for what is given in its place. So it is found in every piece, wherever it comes from:
-from a closure, a module, a function that calls this one.
+exchanged for the one that is given in its place. So it is found in every piece, wherever it comes
+from: a closure, a module, a function that calls this one.
 """
 
 import threading
@@ -46,36 +46,36 @@ _here = threading.local()
 
 
 class UnseenError(BaseException):
-    """Something captured is followed, and cannot be exchanged. Only who calls may catch it."""
+    """Something captured is followed and cannot be exchanged. Only the caller may catch this."""
 
 
 class Again:
-    """What of a first call is needed for the next."""
+    """What is remembered of a first call, for the next one."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.devices = {x for x in devices if hasattr(getattr(torch, x.type, None), "Stream")}
         self.casts = [_autocast(kind) for kind in {"cpu", *(x.type for x in self.devices)}]
         self.cached = torch.is_autocast_cache_enabled()
-        self.drawn: list[list[Drawn]] = []  # of each piece
-        self.met: list[set[int]] = []  # which of those captured each piece used
+        self.drawn: list[list[Drawn]] = []  # for each piece
+        self.met: list[set[int]] = []  # for each piece, which captured tensors it used
         self.held: HeldTensors = {}
         self.modules: Modules = {}
         self.mode = _Finding()
-        # Nobody sees what a compiled or scripted function computes under it.
+        # Under float16 autocast, compiled and scripted functions compute in it unseen.
         self.mode.half = any(on and dtype == torch.float16 for _, on, dtype in self.casts)
 
     @property
     def captured(self) -> list[Tensor]:
-        """What was captured and is followed."""
+        """The captured tensors that are followed."""
         return [found.from_outside for found in self.mode.found]
 
     @contextmanager
     def finding(
         self, made: Iterable[Tensor], captured: Sequence[Tensor] | None = None
     ) -> Generator[None]:
-        """Around the first call for the next piece; ``made`` is what it is given.
+        """Around the first call for the next piece, which is given ``made``.
 
-        And perhaps tensors in place of those captured, if there are no more than these.
+        ``captured`` are tensors in place of the captured ones; then there may be no others.
         """
         self.mode.note(made)
         self.mode.met, self.mode.instead = set(), captured
@@ -86,13 +86,13 @@ class Again:
         self.met.append(self.mode.met)
 
     def check(self, outs: Iterable[Tensor]) -> None:
-        """Nothing comes out that is followed by what nobody saw."""
+        """Raise where an output depends on something captured that no operation was seen to use."""
         if self.mode.unseen or any(map(self.mode.is_unseen, outs)):
             raise UnseenError
 
     @contextmanager
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
-        """Be again as a piece was, with some tensors in place of those captured."""
+        """Restore what was around a piece, with tensors in place of the captured ones."""
         giving = _Giving(self.mode, captured)
         for at, then in self.mode.versions:
             if (x := at()) is not None and version(x) != then:
@@ -101,7 +101,7 @@ class Again:
             for kind, on, dtype in self.casts:
                 if on or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, on, self.cached))
-                    # Where another region is around, leaving this one lets no cast go.
+                    # Within another region, leaving this one would not free its casts.
                     stack.callback(torch.clear_autocast_cache)
             stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
             stack.enter_context(in_modes(self.modules))
@@ -129,7 +129,7 @@ NOT_FOUND_AGAIN = (
 
 
 def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
-    """These were made inside of the functions that run now, by what they cannot see."""
+    """Say that tensors were made inside of the functions that run now, where they cannot see it."""
     mode = mode or getattr(_here, "mode", None)
     while mode is not None:
         mode.note(tensors)
@@ -137,7 +137,7 @@ def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
 
 
 def exchanged(tensors: list[Tensor]) -> list[Tensor]:
-    """What the function around gives for tensors, as it would to an operation."""
+    """The tensors that the function around gives in place of some, as to an operation."""
     mode: _Mode | None = getattr(_here, "mode", None)
     if mode is None:
         return tensors
@@ -166,14 +166,14 @@ class _Mode(TorchFunctionMode):
         self.outer: _Mode | None = None
         self.made: dict[int, bool] = {}  # by id, whether autograd had recorded it by then
         self.met: set[int] = set()
-        self.used: set[int] = set()  # by one operation
+        self.used: set[int] = set()  # by the operation that runs now
 
     def given_for(self, x: Tensor) -> Tensor:
         """What an operation is given in place of a tensor."""
         raise NotImplementedError
 
     def from_outside(self, x: Tensor) -> Tensor:
-        """What the function around this one is given in its place."""
+        """The tensor that the function around this one is given in place of one."""
         return x if self.outer is None or id(x) in self.made else self.outer.given_for(x)
 
     def __torch_function__(
@@ -182,8 +182,8 @@ class _Mode(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__" and not isinstance(
             out := func(*args), Tensor
         ):
-            return out  # what a tensor looks like is no computation
-        with unnoticed():  # else the function around would take this for operations of its own
+            return out  # to ask for a shape or a dtype is no computation
+        with unnoticed():  # else the function around would take these for operations of its own
             args = tuple([self.each_of(x) for x in args])
             kwargs = {key: self.each_of(x) for key, x in (kwargs or {}).items()}
         before, _here.mode = getattr(_here, "mode", None), self.outer
@@ -194,21 +194,21 @@ class _Mode(TorchFunctionMode):
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
         with unnoticed():
-            self.settle(bool(made) or out is None)  # what returns nothing has written something
+            self.settle(bool(made) or out is None)  # one that returns nothing has written
             self.note(args[:1] if func is Tensor.__setitem__ else made)
         return out
 
     def settle(self, used: bool) -> None:
-        """An operation has used what it was given in exchange, or only looked at its shape."""
+        """Note that an operation has used what it was given, or only looked at its shape."""
         if used:
             self.met |= self.used
         self.used = set()
 
     def note(self, made: Iterable[Tensor]) -> None:
-        """These were made inside of the function, or given to it."""
+        """Note tensors that were made inside of the function, or given to it."""
 
     def each_of(self, x: Any) -> Any:
-        """An argument, with what is given for the tensors in it."""
+        """An argument, with its tensors exchanged."""
         if isinstance(x, Tensor):
             return self.given_for(x)
         if type(x) is tuple or type(x) is list:
@@ -217,7 +217,7 @@ class _Mode(TorchFunctionMode):
 
 
 class _Finding(_Mode):
-    """Remembers tensors that are followed, and gives them without what follows them."""
+    """Remembers captured tensors that are followed, and gives them detached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,14 +225,14 @@ class _Finding(_Mode):
         self.begun = sequence_number()
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
-        self.instead: Sequence[Tensor] | None = None  # what is given for them; else nothing follows
+        self.instead: Sequence[Tensor] | None = None  # what is given for them, if anything is
         self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
-        self.others: dict[int, ReferenceType[Tensor]] = {}  # all that is captured, and not followed
+        self.others: dict[int, ReferenceType[Tensor]] = {}  # captured tensors that are not followed
         self.unseen = False  # whether a Function was given something captured, and no operation
-        self.wraps = False  # whether a transform that may be over then wraps any of these
-        self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of these
-        self.memory: set[int | None] = set()  # of what was made inside
+        self.wraps = False  # whether a transform that may be over by then wraps one of the others
+        self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of the others
+        self.memory: set[int | None] = set()  # the memory of what was made inside
         self.foreign: set[int | None] = {None}
 
     def given_for(self, x: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class _Finding(_Mode):
                 self.others[id(x)] = ref(x)  # pyright: ignore
                 return own
             if self.instead is not None or above or recorded_at(own) >= self.begun:
-                raise UnseenError  # inside of another transform, or made by what nobody sees
+                raise UnseenError  # it is inside of another transform, or was made unseen
             self.foreign.add(memory_of(own))
             with down_to(self.level):
                 whole = original(own)
@@ -262,13 +262,13 @@ class _Finding(_Mode):
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
 
     def is_unseen(self, x: Tensor) -> bool:
-        """Whether it is followed through what nobody saw: a Function with something captured."""
+        """Whether a tensor is followed through something unseen: a Function that captures."""
         if id(x) in self.made:
             return x.grad_fn is not None and not self.made[id(x)]
         return followed(x, self.level)[0]
 
     def look(self) -> None:
-        """A piece is done: what it captured is as it has to be when it runs again."""
+        """Note the versions of what a piece captured: they must be the same in a second run."""
         there = [(at, x) for at in self.others.values() if (x := at()) is not None]
         self.versions = [(at, version(x)) for at, x in there]
 
@@ -289,14 +289,14 @@ class Found(NamedTuple):
     """A captured tensor that is followed."""
 
     captured: Tensor
-    from_outside: Tensor  # what a function around gives for it
+    from_outside: Tensor  # what a function around gives in its place
     detached: Tensor
 
 
 class _Giving(_Mode):
-    """Gives other tensors in place of those captured.
+    """Gives other tensors in place of the captured ones that are followed.
 
-    And constants without wrappers, which are of levels that are over, or of other transforms now.
+    Other captured tensors are given without wrappers, which belong to levels that may be over.
     """
 
     def __init__(self, found: _Finding, instead: Sequence[Tensor]) -> None:
@@ -315,7 +315,7 @@ class _Giving(_Mode):
 
 
 def _differs(place: Any, then: dict[str, Any]) -> bool:
-    """Whether a module holds now what it did not hold then."""
+    """Whether a module holds other tensors now than then."""
     now = place[1][place[2]]
     return [*map(id, now.values())] != [*map(id, then.values())]
 

@@ -39,12 +39,12 @@ class Reducer(NamedTuple):
         result = finalize(state)
 
     Attributes:
-        init: From a tree like what one of them gives, the state of none.
-        update: ``update(state, values, weights)``: the state with some more, whose tensors are
-            stacked along a new dim 0, and a weight for each: its rows, its samples, or what
+        init: From a tree like what one of them gives, the state before the first.
+        update: ``update(state, values, weights)``: the state with some more values, whose tensors
+            are stacked along a new dim 0, and a weight for each: its rows, its samples, or what
             ``Weighted`` says.
         merge: One state of two.
-        finalize: What is wanted, from a state.
+        finalize: The result, from a state.
 
     Example:
         >>> import torch
@@ -70,7 +70,7 @@ class Reducer(NamedTuple):
     finalize: Callable[[Any], Any]
 
 
-# What the words mean; None is the state of none.
+# What the words mean. None is the state before the first.
 
 
 def _folding(
@@ -115,7 +115,7 @@ WORDS: dict[str, Reducer] = {
 
 
 def reducer_of(word: Any) -> Reducer:
-    """What a word means, or the reducer itself."""
+    """The reducer that a word means, or the reducer itself."""
     return word if is_reducer(word) else WORDS[word]
 
 
@@ -132,7 +132,7 @@ def check_reduce(reduce: Tree, name: str = "reduce") -> None:
 
 
 def is_reducer(x: Any) -> TypeGuard[Reducer]:
-    """Whether it is a ``Reducer``, which as a tuple would be a tree."""
+    """Whether something is a ``Reducer``, which as a tuple would be a tree."""
     return isinstance(x, Reducer)
 
 
@@ -142,9 +142,9 @@ def words_of(reduce: Tree) -> list[Any]:
 
 
 def below(reduce: Tree, tree: Tree) -> list[tuple[Any, Any]]:
-    """Each word of a prefix tree, and the part of a tree that it is for; ValueError if it is none.
+    """Each word of a prefix tree, and the part of a tree that it is for; ValueError if none fits.
 
-    By map: torch's compiler takes no structure of a dict, and sorts its keys in no other way.
+    With ``tree_map``: torch's compiler takes no treespec of a dict.
     """
     pairs: list[tuple[Any, Any]] = []
     _map(lambda word, part: pairs.append((word, part)), reduce, tree)
@@ -169,8 +169,8 @@ class AuxState(NamedTuple):
 
     reduction: Tree
     spec: optree.PyTreeSpec  # of the aux
-    states: list[Any]  # of each leaf, or of a Reducer
-    likes: list[Any]  # what the first of them were
+    states: list[Any]  # one for each leaf, or for each Reducer
+    likes: list[Any]  # for each, what the first microbatch had there
     specs: list[tuple[Any, Any]]  # each word, and the structure of what is below it
 
 
@@ -186,7 +186,7 @@ class Stack(NamedTuple):
 def fold_aux(
     state: AuxState | None, added: Microbatch, rows: int, reduction: Tree, skipping: bool
 ) -> AuxState:
-    """One microbatch's aux more."""
+    """The state with the aux of one more microbatch."""
     stack = stack_of_one(added.aux, share_of(added), added.finite if skipping else None)
     return fold_stack(state, stack, rows, reduction)
 
@@ -207,7 +207,7 @@ def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
 
 
 def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree) -> AuxState:
-    """The aux of several microbatches of as many rows each."""
+    """The state with the aux of several more microbatches, each of so many rows."""
     tree = unflatten(stack.spec, stack.leaves)
     if state is None:
         pairs = _below(reduction, tree)
@@ -237,7 +237,7 @@ def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree)
         if is_reducer(word):
             for _ in leaves:
                 next(names)
-    return AuxState(reduction, stack.spec, states, likes, specs)
+    return AuxState(reduction=reduction, spec=stack.spec, states=states, likes=likes, specs=specs)
 
 
 def finish_aux(state: AuxState) -> Tree:
@@ -283,7 +283,7 @@ def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int
 
 
 def _neutral(leaf: Tensor, how: str) -> Any:
-    """What changes nothing, in place of what is skipped."""
+    """The value that changes nothing, in place of one that is skipped."""
     if how == "sum" or leaf.dtype == torch.bool:
         return torch.zeros_like(leaf) if how != "min" else torch.ones_like(leaf)
     least, most = (
@@ -299,7 +299,7 @@ def _along(each: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _numbers(leaf: Any, like: Tensor) -> Any:
-    """A number for each microbatch."""
+    """A leaf as a tensor; a Python number as one number for each microbatch."""
     if isinstance(leaf, Tensor):
         return leaf
     dtype = torch.float64 if isinstance(leaf, float) else torch.int64
@@ -355,6 +355,6 @@ def _not_joined(leaf: Any, how: str, rows: int, name: str) -> str:
     expected = "one row per sample" if how == "concat" else "a tensor"
     return (
         f"{name} {came}, and aux_reduction={how!r} needs {expected}. Name what is meant in "
-        "aux_reduction: 'sum', 'mean' (weighted as the loss is), 'stack' (one entry a microbatch) "
+        "aux_reduction: 'sum', 'mean' (weighted as the loss is), 'stack' (one per microbatch) "
         "or 'last', for all of aux or as a tree of words."
     )

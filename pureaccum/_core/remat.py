@@ -1,6 +1,6 @@
-"""Keep the inputs of a function for its backward pass, and run it again there.
+"""Keep only the inputs of a function for its backward pass, and run it again there.
 
-It is a microbatched function of one piece, in which nothing is cut.
+A rematerialised function is a microbatched function of one piece, in which nothing is cut.
 """
 
 import math
@@ -18,7 +18,7 @@ from .writes import known_of
 
 
 def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Make a function that keeps its inputs and not what it computes on the way.
+    """Make a function that keeps its inputs, and nothing that it computes on the way.
 
     The rule: ``remat(func)(*args, **kwargs)`` is ``func(*args, **kwargs)``, and so are its
     gradients, to the bit. Between the forward and the backward pass only the arguments are held;

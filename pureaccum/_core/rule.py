@@ -7,9 +7,9 @@
     its vmap: one more dimension, before all others
 
 So nothing above one piece is ever recorded, under any nest of transforms, at any order. A function
-is run where it is called, on inputs that no transform follows, and what it gives is attached to
-them afterwards: it sees the levels, modes and random numbers of its caller, and an output that is
-followed all the same tells that something captured is.
+is run where it is called, on inputs that no transform follows, and its outputs are attached to its
+inputs afterwards: so it sees the levels, modes and random numbers of its caller, and where an
+output is followed all the same, something captured is.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,45 +28,45 @@ from .weights import LARGE, nothing_like
 
 
 class Form(NamedTuple):
-    """How operands come and outputs go."""
+    """How operands are cut into pieces, and how outputs are put together."""
 
     operands: tuple[Cut, ...]
     outs: tuple[Cut, ...]
-    groups: tuple[int, ...]  # of each output: which of ``keeps`` says whether a piece counts in it
+    groups: tuple[int, ...]  # for each output, which of ``keeps`` says whether a piece counts
 
 
-Keeps = tuple[Tensor, ...]  # for each group but 0, whether this piece counts
+Keeps = tuple[Tensor, ...]  # for each group but 0, whether this piece counts in it
 Outs = tuple[list[Tensor], Keeps]
 PieceCall = Callable[[int, Sequence[Tensor]], Outs]
 
 
 class Pieces:
-    """A function of one piece, by its number and operands. No tuple: transforms hand it on."""
+    """A function of one piece, by its number and operands. No tuple: transforms would copy it."""
 
     def __init__(self, call: PieceCall, form: Form, sizes: Sequence[int]) -> None:
         self.call, self.form, self.sizes = call, form, sizes
         self.gathered: list[Gathered] = []  # what has come out so far
-        self.reached: set[int] = set()  # of gradients: the operands that have one
+        self.reached: set[int] = set()  # the operands that have had a gradient
 
     def gradients(
         self, operands: Sequence[Tensor], wrt: Sequence[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """Those of a piece, zero where there are none."""
+        """The gradients of a piece, zero where there is none."""
         pairs = [*zip(wrt, grads, strict=True)]
         self.reached.update(i for i, g in pairs if g is not None)
         return [nothing_like(operands[i]) if g is None else g for i, g in pairs]
 
 
 def applied(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
-    """What it gives for the pieces of some operands, differentiable where anything records."""
+    """The outputs for all pieces of some operands, differentiable where anything records."""
     if not (torch.is_grad_enabled() or transform_active()):
         return run(f, operands)
     return attach(f, operands, run(f, [x.detach() for x in operands]))
 
 
 def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
-    """What it gave, made a function of its operands."""
-    if forward_ad_active():  # which writes beside them, number by number
+    """Outputs that were computed, made a function of their operands."""
+    if forward_ad_active():  # it writes tangents beside them, number by number
         outs = [x.contiguous() for x in outs]
     return list(_Attach.apply(f, len(operands), *operands, *outs))
 
@@ -78,9 +78,9 @@ def run(
     recorded: bool = False,
     enough: Callable[[list[Tensor]], bool] = lambda _: False,
 ) -> list[Tensor]:
-    """The loop itself, unless what the first piece gives is enough.
+    """The loop itself, unless the outputs of the first piece are enough.
 
-    Nothing is written in place where transforms are to see all of it.
+    Where transforms are to see all of it (``recorded``), nothing is written in place.
     """
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     f.gathered = _gathered(f, recorded)
@@ -92,7 +92,7 @@ def run(
                     return []
                 f.gathered = f.gathered or _gathered(f, recorded)
             for so_far in f.gathered:
-                so_far.take(outs.pop(0))  # and each is let go of, before the next is copied
+                so_far.take(outs.pop(0))  # each is freed before the next is copied
     gathered, f.gathered = f.gathered, []
     return [so_far.end() for so_far in gathered]
 
@@ -114,7 +114,7 @@ def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
 def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
     """The gradients of some operands, from all operands and the cotangents of some outputs.
 
-    They come for each group of outputs apart.
+    Each group of outputs has gradients of its own.
     """
     count = len(f.form.operands)
     groups = sorted({f.form.groups[i] for i in used})
@@ -145,7 +145,7 @@ def _of_cotangent(how: Cut) -> Cut:
 
 
 def selected(x: Tensor, keeps: Keeps, group: int) -> Tensor:
-    """Selected and never multiplied: zero where the piece does not count, even for NaN."""
+    """A term of a sum, or zero where its piece does not count. Never multiplied: NaN * 0 is NaN."""
     if not group:
         return x
     if x.is_sparse:
@@ -168,11 +168,11 @@ def pulled(
     cotangents: Sequence[Tensor] = (),
     sums: Sequence[Gathered] = (),
 ) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Keeps]:
-    """What a piece gives, and the gradients of some operands; by default for a cotangent of 1.
+    """The outputs of a piece, and the gradients of some operands, by default for cotangents of 1.
 
-    The outputs that are used are of one group. Outside of transforms by plain autograd: the
-    formulas, hence the bits, of ``.backward()``; and large gradients are added to their sums as
-    they come, so that no two of a piece are there at once.
+    The outputs that are used are of one group. Outside of transforms, plain autograd computes them:
+    with the formulas, hence the bits, of ``.backward()``. Large gradients are added to their sums
+    as they come, so that no two of a piece exist at once.
     """
     at: Sequence[int] = ()
     if transform_active():
@@ -190,14 +190,14 @@ def pulled(
         return outs, grads, keeps
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
-        inputs = [x.view_as(x) if record else without_history(x) for x in given]
+        inputs = [x.view_as(x) for x in given] if record else without_history(given)
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
         outs, keeps = f.call(p, inputs)
         at = used(outs)
         tops, group = [outs[i] for i in at], _group(f, at)
     pairs = zip(tops, cotangents or map(torch.ones_like, tops), strict=True)
     pairs = [(x, c) for x, c in pairs if x.requires_grad]
-    outs = outs if record else [without_history(x) for x in outs]
+    outs = outs if record else without_history(outs)
     if not pairs:
         return outs, [None] * len(xs), keeps
     sums = () if record else sums  # what is recorded is not written to
@@ -234,11 +234,11 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
             outs, keeps = f.call(p, filled(given, moved, some))
             return tuple(outs), keeps
 
-        with forward_ad():  # which torch turns off in the rules of Functions
-            if transform_active() or not forward_ad_active():  # that level may be over
+        with forward_ad():  # torch turns it off in the rules of Functions
+            if transform_active() or not forward_ad_active():  # the level of the call may be over
                 primals = tuple(given[i] for i in moved)
                 _, found, keeps = torch.func.jvp(of, primals, tuple(tangents), has_aux=True)  # pyright: ignore
-            else:  # a dual level of torch.autograd, and there is but one
+            else:  # the dual level of torch.autograd: there is only one
                 duals = [make_dual(given[i], t) for i, t in zip(moved, tangents, strict=True)]
                 outs, keeps = of(*duals)
                 pairs = map(unpack_dual, outs)
@@ -260,8 +260,8 @@ def filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -
 def mapped(
     f: Pieces, dims: Sequence[int | None], out_dims: Sequence[int | None], info: Any
 ) -> Pieces:
-    """The function of operands that a vmap maps, along dim 0."""
-    size = torch.empty(info.batch_size)  # vmap wants one operand that is mapped
+    """The function of operands of which a vmap maps some along dim 0."""
+    size = torch.empty(info.batch_size)  # vmap wants at least one operand that is mapped
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         def of(_: Tensor, *operands: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
@@ -285,10 +285,10 @@ def _behind(how: Cut, dim: int | None) -> Cut:
 
 
 class _Attach(Function):
-    """``outs`` as a function of ``operands``, called with (function, their number, *both).
+    """``outs`` as a function of ``operands``, called with (function, len(operands), *both).
 
-    It is an error for an output to be followed itself: by something captured, whose gradient no
-    Function could give.
+    An output that is followed itself depends on something captured, whose gradient no Function
+    could give: that raises.
     """
 
     @staticmethod
@@ -312,11 +312,11 @@ class _Attach(Function):
         used = [i for i, c in enumerate(cotangents) if c is not None]
         if not wrt or not used:
             return tuple(grads)
-        # A saved tensor may be wrapped for a level that is over; what an operation returns is not.
+        # A saved tensor may be wrapped for a level that is over; a view of it is not.
         operands = [x.view_as(x) for x in (*ctx.saved_tensors, *(cotangents[i] for i in used))]  # pyright: ignore
         f = vjp(ctx.f, wrt, used)
         found = applied(f, operands)
-        for at, g in enumerate(found):  # those of each group, one after the other
+        for at, g in enumerate(found):  # the gradients of one group after those of another
             if (i := wrt[at % len(wrt)]) in f.reached:
                 before = grads[2 + i]
                 grads[2 + i] = g if before is None else before + g
@@ -336,7 +336,7 @@ class _Attach(Function):
         dims = in_dims[2:]
         first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
         dims = [None if d is None else 0 for d in dims]
-        if any(f.form.groups):  # what is not mapped may count in one and not in another
+        if any(f.form.groups):  # an unmapped output may count for one entry and not for another
             expanded = [d is None and continuous(x) for x, d in zip(first, dims, strict=True)]
             size = info.batch_size
             pairs = [*zip(first, expanded, strict=True)]
@@ -347,4 +347,4 @@ class _Attach(Function):
 
 
 class FollowedError(BaseException):
-    """Something captured is followed by a transform. Only who calls a function may catch it."""
+    """A transform follows something captured. Only the caller of the function may catch it."""

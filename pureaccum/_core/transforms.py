@@ -39,7 +39,7 @@ from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .outputs import Counted, Whole
 from .reductions import check_reduce
 from .weights import divided, weigh, with_gradient_added
-from .whole_batch import Accumulation, evaluate, fold, means, read_cut
+from .whole_batch import Accumulation, accumulate, evaluate, means, read_cut
 from .writes import Given, guarding, known_of
 
 
@@ -69,7 +69,7 @@ def grad_and_value(
     With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry
     no outer graph: differentiate through it with torch.func's transforms. Where the batch fits into
     one microbatch they are the same bits, but for the few operations (silu, mish, GroupNorm, LSTM
-    on a CPU) for which torch.func takes another formula: there they are those of ``.backward()``.
+    on a CPU) for which torch.func takes another formula: then they are those of ``.backward()``.
 
     Args:
         func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
@@ -100,7 +100,9 @@ def grad_and_value(
         `torch.func.grad_and_value
         <https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html>`_
     """
-    rule = check_rule(Rule(has_aux, reduction, nonfinite, engine))
+    rule = check_rule(
+        Rule(has_aux=has_aux, reduction=reduction, nonfinite=nonfinite, engine=engine)
+    )
     at_least = check_dtype(dtype)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
@@ -135,11 +137,18 @@ def grad_and_value(
             if size is not None:
                 refuse_autocast_cache(leaves)
             parts = read_cut(batch, size, has_aux)
-            window = Accumulation(
-                loss_of, leaves, spec, parts, rule, at_least, aux_reduction, known
+            job = Accumulation(
+                call=loss_of,
+                leaves=leaves,
+                spec=spec,
+                batch=parts,
+                rule=rule,
+                at_least=at_least,
+                aux_reduction=aux_reduction,
+                known=known,
             )
             with outside_inference_mode():
-                grads, value, aux = means(fold(window), leaves, reduction)
+                grads, value, aux = means(accumulate(job), leaves, reduction)
         tree = unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
@@ -230,7 +239,9 @@ def value(  # noqa: D417
     References:
         ``grad_and_value``, whose second result it is; ``accumulator``, for a stream.
     """
-    rule = check_rule(Rule(has_aux, reduction, "propagate", "func"))
+    rule = check_rule(
+        Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
+    )
     batches = check_argnums(batch_argnums, "batch_argnums")
     check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
@@ -258,7 +269,7 @@ def value(  # noqa: D417
             return Counted(out, keep)
 
         def one_of(part: Tree) -> Any:
-            if transform_active():  # of which nothing is kept
+            if transform_active():  # a function of one piece, of which nothing is kept
                 return call_microbatched(
                     judged, Arguments.of(given_to(part), kwargs), Whole(), None
                 )
@@ -278,7 +289,7 @@ def value(  # noqa: D417
 def _by_torch(
     loss: Callable[[list[Tensor]], Any], leaves: list[Tensor], has_aux: bool
 ) -> tuple[list[Tensor], Tensor, Tree]:
-    """torch.func itself; of ``Weighted`` the total, divided as the sums of microbatches are."""
+    """torch.func itself; the total of a ``Weighted``, divided as sums of microbatches are."""
     shape: Shape | None = None
 
     def total(leaves: list[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
@@ -313,7 +324,7 @@ def _by_torch(
 def _leanly(
     total: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: list[Tensor]
 ) -> tuple[list[Tensor], Any] | None:
-    """Gradients for which no graph is kept, and what is beside the total.
+    """Gradients without a graph of them, and what comes beside the total.
 
     None where a graph is wanted: under a transform, or where autograd follows a leaf or something
     captured.
@@ -322,7 +333,7 @@ def _leanly(
         return None
     before = generators({x.device for x in leaves})
     with outside_inference_mode(), torch.enable_grad():
-        own = [without_history(x) for x in leaves]
+        own = without_history(leaves)
         out, pull, beside = torch.func.vjp(total, own, has_aux=True)  # pyright: ignore
         if out.requires_grad and torch.is_grad_enabled():
             restore(before)
@@ -332,7 +343,7 @@ def _leanly(
 
 
 def _mean(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
-    """Over no weight NaN, as over no rows, whatever the total."""
+    """The value of a loss: NaN over no weight, as over no rows, whatever the total."""
     if not isinstance(weight, Tensor):
         return total
     return mean_value(torch.where(counts(total, weight), total, 0.0), divisor(weight))

@@ -29,11 +29,11 @@ CHUNK = 2**18  # elements of a temporary; whole leaves would cost 8 % of a train
 
 
 class Weighing(NamedTuple):
-    """What a microbatch's gradient is pulled with, multiplied by, and whether it counts."""
+    """What a microbatch's gradient is pulled with and multiplied by, and whether it counts."""
 
     cotangent: Tensor
     factor: float | Tensor
-    keep: Tensor | None  # None: it does
+    keep: Tensor | None  # None: it counts
 
 
 def add_gradient_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
@@ -76,17 +76,17 @@ def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing
 
 
 def with_gradient_added(total: Tensor, grad: Tensor, weighing: Weighing) -> Tensor:
-    """The sum with one gradient added, a new tensor: what transforms can see through."""
+    """A new tensor, the sum with one gradient added: transforms see through that."""
     if grad.is_sparse:
         grad = grad.to_dense()
     return total + _term(grad, total, weighing)
 
 
 def divided(sums: list[Tensor], *by: Tensor, own: bool) -> list[Tensor]:
-    """Sums divided by one number after the other, in place where they may be written to.
+    """Sums divided by one number after the other, in place if they are the caller's own.
 
-    The real and the imaginary part of complex ones apart: torch's complex division by a number
-    rounds more often, and so the bits of a parameter would depend on how it is written down.
+    Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
+    more often, and so the bits of a parameter would depend on how it is written down.
     """
     divide, numbers = Tensor.div_ if own else torch.div, [*map(scalars_of, by)]
     quotients: list[Tensor] = []
@@ -99,7 +99,7 @@ def divided(sums: list[Tensor], *by: Tensor, own: bool) -> list[Tensor]:
 
 
 def nothing_like(grad: Tensor) -> Tensor:
-    """A gradient without memory, for a backward pass to hand on in place of the one added."""
+    """A gradient without memory, which a backward pass hands on in place of the one added."""
     return torch.zeros_like(grad) if grad.is_sparse else grad.new_zeros(()).expand_as(grad)
 
 
@@ -122,8 +122,8 @@ class Microbatch(NamedTuple):
     value: Tensor
     times: float  # its total is value * times
     weight: float | Tensor
-    share: float | Tensor  # its weight in a mean of its aux: rows where the loss is a plain sum
-    finite: Tensor | None  # None: its total tells
+    share: float | Tensor  # its weight in a mean of aux: its rows where the loss is a plain sum
+    finite: Tensor | None  # None: the total tells
     aux: Any
     dtype: torch.dtype  # of the loss
     weighted: bool = False  # whether the loss is ``Weighted``
@@ -146,27 +146,38 @@ def power_of_two(rows: int) -> float:
 def enter(
     seen: Read, shape: Shape, rows: int | None, reduction: Reduction, squares: bool = False
 ) -> Microbatch:
-    """Write down what a loss returned."""
-    aux = join_aux(seen.aux, shape)
-    if not isinstance(seen.weight, tuple):
+    """The entry of a microbatch, from what its loss returned."""
+    value, times = seen.total, 1.0
+    if isinstance(seen.weight, Tensor):
         value = torch.where(counts(seen.total, seen.weight), seen.total, 0.0)
-        return Microbatch(value, 1.0, seen.weight, seen.weight, None, aux, shape.dtype, True)
-    if reduction == "sum" and squares:
-        raise ValueError(
-            "squares=True (noise=True of a step) came with reduction='sum': the noise of a "
-            "gradient is that of a mean, and a plain sum does not say over what. Use "
-            "reduction='mean', or return Weighted."
-        )
-    if reduction == "sum":  # has no weight: there is nothing to divide by
-        return Microbatch(seen.total, 1.0, 0.0, float(rows or 0), None, aux, shape.dtype)
-    if rows is None:
+        weight = share = seen.weight
+    elif reduction == "sum":  # it has no weight: there is nothing to divide by
+        if squares:
+            raise ValueError(
+                "squares=True (noise=True of a step) came with reduction='sum': the noise of a "
+                "gradient is that of a mean, and a plain sum does not say over what. Use "
+                "reduction='mean', or return Weighted."
+            )
+        weight, share = 0.0, float(rows or 0)
+    elif rows is None:
         raise ValueError(
             "the loss is a mean over rows, but no batch argument holds a tensor that tells how "
             "many. Return Weighted(total, weight), pass reduction='sum', or name the batch "
             "arguments in batch_argnums."
         )
-    value = seen.total if rows else torch.zeros_like(seen.total)  # the mean of nothing is NaN
-    return Microbatch(value, float(rows), float(rows), float(rows), None, aux, shape.dtype)
+    else:
+        times = weight = share = float(rows)
+        value = value if rows else torch.zeros_like(value)  # the mean of nothing is NaN
+    return Microbatch(
+        value=value,
+        times=times,
+        weight=weight,
+        share=share,
+        finite=None,
+        aux=join_aux(seen.aux, shape),
+        dtype=shape.dtype,
+        weighted=isinstance(seen.weight, Tensor),
+    )
 
 
 def weigh(
@@ -183,10 +194,10 @@ def weigh(
         seen: What the loss returned.
         rows: Rows in the microbatch.
         reduction: What a scalar loss is of its rows.
-        unit: A power of two by which the sums are divided as they stand, the same for a whole
-            window: then nothing but the cotangent of a mean differs between its microbatches.
-            None: the sums are what they say.
-        cotangents: Those made before for this window.
+        unit: A power of two, the same for a whole window, of which the sums are multiples: then
+            nothing but the cotangent of a mean differs between its microbatches. None: the sums
+            are what they say.
+        cotangents: The cotangents made so far for this window, by their value.
         scale: A loss scale: the sums are those of the scaled loss. It rides on the cotangent, so
             that no loss in float16 is ever multiplied.
     """
@@ -217,7 +228,7 @@ def weigh(
 def with_squares(
     entry: Microbatch, norms: Sequence[Tensor | None], weighing: Weighing, unit: float | None
 ) -> Microbatch:
-    """A microbatch with |s|² / w of what it adds to each sum, s, and last a 1 for having weight.
+    """A microbatch with |s|² / w for each s that it adds to a sum, and last a 1 if w is not 0.
 
     Summed over microbatches, these tell how much gradients scatter: see noise_scale.py.
     """
@@ -230,12 +241,12 @@ def with_squares(
 
 
 def scaled(cotangent: Tensor, scale: Tensor | None) -> Tensor:
-    """What a gradient of the scaled loss is pulled with."""
+    """The cotangent that pulls a gradient of the scaled loss."""
     return cotangent if scale is None else cotangent * as_scalar_of(cotangent, scale)
 
 
 def _power_of_two(weight: Tensor) -> Tensor:
-    """The same of a weight that lies on the device, and nothing may wait for it."""
+    """The power of two at or above a weight, computed where it lies: nothing may wait for it."""
     mantissa, _ = torch.frexp(weight)
     # The lower end keeps the reciprocal of a tiny weight inside float32.
     power = torch.where(mantissa == 0.5, weight, weight / mantissa).clamp(min=2.0**-24)
@@ -244,8 +255,8 @@ def _power_of_two(weight: Tensor) -> Tensor:
 
 def settle(seen: Sequence[Microbatch]) -> Tally:
     """Total, weight and the number of microbatches that are not finite, in float64 and int64."""
-    # Few operations for many entries; a compiler sees to that itself, and would take the number of
-    # rows for a constant if two of them were compared.
+    # Few operations for many entries. A compiler sees to that by itself, and would take the number
+    # of rows for a constant if two of them were compared.
     alone = torch.compiler.is_dynamo_compiling()
     if any_sharded([x.value for x in seen]):  # one reduction for all of them
         values = with_all_terms([x.value for x in seen])
@@ -265,7 +276,7 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
 
 
 def total_finite(entry: Microbatch) -> Tensor:
-    """Whether the total of a microbatch is."""
+    """Whether the total of a microbatch is finite."""
     return (entry.value - entry.value) == 0
 
 
@@ -278,7 +289,7 @@ def judged(entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None) -> M
 
 
 def without_skipped(entry: Microbatch, finite: Tensor) -> Microbatch:
-    """A skipped microbatch takes its weight along."""
+    """An entry that is zero unless it is finite: a skipped microbatch takes its weight along."""
 
     def selected(weight: float | Tensor) -> Tensor:
         wide = torch.zeros_like(finite, dtype=torch.float64)

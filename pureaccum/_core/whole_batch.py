@@ -34,15 +34,15 @@ from .writes import Given, Known, guarding
 
 
 class CutBatch(NamedTuple):
-    """A batch and the rows of its microbatches, one number for all or each its own."""
+    """A batch and the rows of its microbatches: one number for all, or one for each."""
 
     batch: Batch
     size: int | list[int] | None  # None: it is not cut
-    alone: bool = True  # whether there are no rows beside these, on another rank
+    alone: bool = True  # whether no other rank has rows of the same batch
 
     @property
     def rows(self) -> int | None:
-        """Of the whole batch."""
+        """The rows of the whole batch."""
         return self.batch.rows
 
     @property
@@ -53,7 +53,7 @@ class CutBatch(NamedTuple):
 
     @property
     def untouched(self) -> bool:
-        """Whether it fits into one microbatch."""
+        """Whether the batch fits into one microbatch, which then counts as one row."""
         if not self.alone:
             return False
         if self.size is None or isinstance(self.size, int):
@@ -70,10 +70,10 @@ class CutBatch(NamedTuple):
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
         batch, size, _ = self
-        whole = [unflatten(batch.spec, batch.leaves)]
-        parts = whole if size is None else cut(batch, size)
+        untouched = self.untouched
+        parts = [unflatten(batch.spec, batch.leaves)] if size is None else cut(batch, size)
         for rows, part in zip(self.sizes, parts, strict=True):
-            yield part, rows, 1 if self.untouched else rows
+            yield part, rows, 1 if untouched else rows
 
 
 class BatchInParts(NamedTuple):
@@ -84,11 +84,11 @@ class BatchInParts(NamedTuple):
 
     pieces: list[Tree]
     size: int | None
-    untouched: bool  # there is but one
+    untouched: bool  # whether there is only one
 
     @property
     def rows(self) -> int | None:
-        """Of the whole batch, where there is but one microbatch."""
+        """The rows of the whole batch, where that is one microbatch."""
         return read_batch(self.pieces[0]).rows
 
     @property
@@ -97,19 +97,17 @@ class BatchInParts(NamedTuple):
         return 1 if self.size is None or self.untouched else self.size
 
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
-        """As of a ``Cut``."""
+        """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
         for part in self.pieces:
             rows = read_batch(part).rows or 0
             yield part, rows, 1 if self.untouched else rows
 
 
-LossOfPart = Callable[
-    [list[Tensor], Tree, Any], Any
-]  # a loss: leaves, a microbatch, what is carried
+LossOfPart = Callable[[list[Tensor], Tree, Any], Any]  # of leaves, a microbatch, what is carried
 
 
 class Accumulation(NamedTuple):
-    """What is accumulated: a loss as a function of leaves and a microbatch, over a cut batch."""
+    """What is to be accumulated: a loss of leaves and a microbatch, over a batch that is cut."""
 
     call: LossOfPart
     leaves: list[Tensor]
@@ -125,7 +123,7 @@ class Accumulation(NamedTuple):
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
 
     def given(self) -> tuple[Given, ...]:
-        """What the loss is given, where the batch is at hand."""
+        """What the loss is given, if the batch is at hand."""
         if not isinstance(self.batch, CutBatch):
             return ()
         batch = self.batch.batch
@@ -133,9 +131,9 @@ class Accumulation(NamedTuple):
 
 
 class Accumulated(NamedTuple):
-    """A window as accumulated, not yet divided."""
+    """The sums over a batch, not yet divided."""
 
-    state: AccumState  # its sums still to be multiplied by the unit
+    state: AccumState  # its sums are still to be multiplied by the unit
     unit: float | Tensor
     carried: Any
     aux: Tree
@@ -159,36 +157,36 @@ def read_cut(
 
 
 def means(
-    folded: Accumulated, leaves: list[Tensor], reduction: Reduction
+    sums: Accumulated, leaves: list[Tensor], reduction: Reduction
 ) -> tuple[list[Tensor], Tensor, Tree]:
-    """Gradients in the dtypes of the leaves, value in that of the loss, and the reduced aux."""
-    state, unit, _, aux, dtype, _ = folded
+    """Gradients in the dtypes of the leaves, the value in that of the loss, and the reduced aux."""
+    state = sums.state
     by = divisor(state.weight, plain_sum(state, reduction))
     own = not transform_active()  # the sums are the engine's
-    grads = divided(resolved(state.grads), by / unit, own=own)
+    grads = divided(resolved(state.grads), by / sums.unit, own=own)
     grads = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
-    return grads, mean_value(state.total, by).to(dtype), aux
+    return grads, mean_value(state.total, by).to(sums.dtype), sums.aux
 
 
-def fold(window: Accumulation) -> Accumulated:
-    """All microbatches, summed and not yet divided."""
-    check_sharded(window.leaves, window.rule)
-    on_cpu = window.leaves[0].device.type == "cpu"
-    if window.rule.nonfinite == "skip" and on_cpu and not transform_active():
-        return _speculate(window)
-    return _fold_all(window)
+def accumulate(job: Accumulation) -> Accumulated:
+    """The sums over all microbatches."""
+    check_sharded(job.leaves, job.rule)
+    on_cpu = job.leaves[0].device.type == "cpu"
+    if job.rule.nonfinite == "skip" and on_cpu and not transform_active():
+        return _speculate(job)
+    return _accumulate(job)
 
 
 def evaluate(
     outs: Iterable[tuple[Any, int, int]], rule: Rule, aux_reduction: Tree
 ) -> tuple[Tensor, Tree]:
-    """The same without gradients: the value and the reduced aux.
+    """The value and the reduced aux over all microbatches, without gradients.
 
     Args:
         outs: What the loss returns for each microbatch, the rows that it holds, and the rows that
             its mean counts for. They are asked for where nothing is recorded.
-        rule: As for a window.
-        aux_reduction: As for a window.
+        rule: How the values are summed.
+        aux_reduction: What becomes of aux.
     """
     seen: list[Microbatch] = []
     aux: AuxState | None = None
@@ -207,29 +205,27 @@ def evaluate(
         return value, None if aux is None else finish_aux(aux)
 
 
-def _speculate(window: Accumulation) -> Accumulated:
-    """Skip without a gradient tree of its own: inf and NaN never leave a sum.
+def _speculate(job: Accumulation) -> Accumulated:
+    """Skip without a gradient tree for each microbatch: inf and NaN never leave a sum.
 
     So add everything, look once at the end, and only where something is wrong do it again the
     careful way, with the same random numbers.
     """
     random = torch.get_rng_state()
-    rule = window.rule._replace(nonfinite="propagate")
-    folded = _fold_all(window._replace(rule=rule))
-    if known(all_finite((folded.state.grads, folded.state.total))):
-        return folded
-    del folded
+    sums = _accumulate(job._replace(rule=job.rule._replace(nonfinite="propagate")))
+    if known(all_finite((sums.state.grads, sums.state.total))):
+        return sums
+    del sums
     torch.set_rng_state(random)
-    return _fold_all(window)
+    return _accumulate(job)
 
 
-def _fold_all(window: Accumulation) -> Accumulated:
-    call, leaves, spec, batch = window.call, window.leaves, window.spec, window.batch
-    rule, aux_reduction = window.rule, window.aux_reduction
-    carried, advance = window.carried, window.advance
+def _accumulate(job: Accumulation) -> Accumulated:
+    call, leaves, batch, rule = job.call, job.leaves, job.batch, job.rule
+    carried, advance = job.carried, job.advance
     wrt = prepare(leaves, rule.engine, set())
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
-    sums, layouts = opened(zeros(leaves, window.at_least))
+    sums, layouts = opened(zeros(leaves, job.at_least))
     straight = (
         rule.engine == "autograd"
         and rule.nonfinite == "propagate"
@@ -239,31 +235,34 @@ def _fold_all(window: Accumulation) -> Accumulated:
     )
     # Compilers share what is alike by themselves.
     cotangents: dict[float, Tensor] | None = None if torch.compiler.is_dynamo_compiling() else {}
-    wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=window.scale, straight=straight)
+    wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=job.scale, straight=straight)
     seen: list[Microbatch] = []
     aux: AuxState | None = None
-    with guarding(window.known, *window.given()) as guarded, cutting(not batch.untouched):
+    with guarding(job.known, *job.given()) as guarded, cutting(not batch.untouched):
         for i, (part, rows, counts) in enumerate(batch.parts()):
 
             def loss(leaves: list[Tensor], part: Tree = part, carried: Any = carried) -> Any:
                 return call(leaves, part, carried)
 
             def label(leaf: int | None, i: int = i) -> str:
-                root = window.roots[0]
-                what = "the loss" if leaf is None else f"the gradient of {paths(spec, root)[leaf]}"
+                names = paths(job.spec, job.roots[0])
+                what = "the loss" if leaf is None else f"the gradient of {names[leaf]}"
                 return f"{what} of microbatch {i} (from row {sum(batch.sizes[:i])})"
 
             sums, entry = add_microbatch(guarded(loss), wrt, sums, counts, rule, label=label)
             if advance is not None:
                 carried, entry = advance(carried, entry, rows)
             if rule.has_aux:
-                aux = fold_aux(aux, entry, rows, aux_reduction, rule.nonfinite == "skip")
+                aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
                 entry = entry._replace(aux=())
             seen.append(entry)
     sums = closed(sums, layouts)
     state = empty(sums, leaves[0].device, len(sums) if rule.squares else None)
-    if not seen:
-        return Accumulated(state, unit, carried, None, torch.get_default_dtype(), False)
-    aux_tree = None if aux is None else finish_aux(aux)
-    state, last = counted(state, seen, rule), seen[-1]
-    return Accumulated(state, unit, carried, aux_tree, last.dtype, last.weighted)
+    return Accumulated(
+        state=counted(state, seen, rule) if seen else state,
+        unit=unit,
+        carried=carried,
+        aux=None if aux is None else finish_aux(aux),
+        dtype=seen[-1].dtype if seen else torch.get_default_dtype(),
+        weighted=bool(seen) and seen[-1].weighted,
+    )

@@ -2,11 +2,11 @@
 
     the first microbatch of a loss      each operation is looked at before it runs, and one that
     or of a new kind                    would write to memory that was there before is refused
-    each later one                      what it is given and captures is compared by its versions
+    each later one                      the versions of what is given and captured are compared
 
 A kind is what a loss may decide by: the modes of the modules that it calls, and the structure,
-dtypes and flags of the batch. Versions see no write by ``.data`` or to an inference tensor, and
-they see it afterwards; to look costs the time of some microbatches.
+dtypes and flags of the batch. Versions show a write only afterwards, and none by ``.data`` or to an
+inference tensor; but to look at each operation costs the time of some microbatches.
 """
 
 import threading
@@ -44,10 +44,10 @@ class Known:
     """What is known of a loss. No tuple: a compiler would look into that, and guard what is in it.
 
     Attributes:
-        kinds: In which it wrote to nothing.
-        captured: Tensors that it was seen to read, and is not given.
-        modules: Those that it calls …
-        themselves: … and those among them that have buffers and are not in shells.
+        kinds: The kinds of microbatches in which it wrote to nothing.
+        captured: The tensors that it was seen to read, and is not given.
+        modules: The modules that it calls.
+        themselves: The modules among them that have buffers and are not in shells.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ _here = threading.local()
 
 
 def known_of(loss: Any) -> Known:
-    """What is known of a loss, wherever it was called before."""
+    """What is known of a loss, by whichever function it was called before."""
     if torch.compiler.is_dynamo_compiling():
         return Known()
     try:
@@ -104,10 +104,10 @@ def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[F]
 
     Args:
         known: What is known of the loss.
-        given: What it is given, last the batch.
+        given: What it is given, the batch last.
 
     Returns:
-        A context; inside, what makes a guarded loss of a loss.
+        A context, which yields a function that makes a guarded loss of a loss.
     """
     if torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
@@ -124,7 +124,7 @@ def _itself(loss: F) -> F:
 
 
 class _Guard:
-    """Once a microbatch, so that it is written out: @contextmanager takes as long as all of it."""
+    """The context of ``guarding``, a class because @contextmanager would take twice the time."""
 
     __slots__ = ("before", "given", "known", "tensors")
 
@@ -148,7 +148,7 @@ class _Guard:
                 raise LateWriteError(_sentence("has written to", name))
 
     def begin(self) -> None:
-        """From here on versions are compared."""
+        """Compare versions from here on."""
         self.tensors = _tensors(self.known, self.given)
         self.before = versions(self.tensors)
 
@@ -171,7 +171,7 @@ class _Guard:
 
 
 def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
-    """Check that a loss has not called modules with their own parameters, and nothing else."""
+    """Raise for a loss that has called modules with their own parameters, and used no others."""
     total = next(iter(tree_leaves(out)), None)
     if not trained or not isinstance(total, Tensor) or leads_to(total, given):
         return
@@ -198,11 +198,11 @@ def _kind(known: Known, batch: Given) -> Any:
 
 
 def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
-    """What it is given and captures, and the buffers of modules that are called themselves."""
+    """What a loss is given and captures, and the buffers of modules that are called themselves."""
     tensors = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
     if known.captured:
         captured = (x for at in known.captured if (x := at()) is not None)
-        # Buffers of a state before are among what it was seen to read, and may be donated now.
+        # It was seen to read buffers of an earlier state, which may have been donated since.
         tensors += [x for x in captured if not isinstance(x, Refusing)]
     for at in known.themselves:
         if (module := at()) is not None:
@@ -221,7 +221,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
     themselves: dict[nn.Module, None] = {}
     trained: list[nn.Module] = []
     ours: set[Any] = set()  # the memory of what the loss itself has made
-    alive: dict[Any, Tensor] = {}  # held, so that no new tensor is taken for an old one
+    alive: dict[Any, Tensor] = {}  # held so that no new tensor gets the memory of an old one
     thread = threading.get_ident()
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -269,7 +269,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
 
 
 def _names(given: tuple[Given, ...]) -> dict[Any, str]:
-    """The names of what is given, by its memory."""
+    """The names of the tensors that are given, by their memory."""
     names: dict[Any, str] = {}
     with unnoticed():
         for root, its, spec in given:
@@ -280,7 +280,7 @@ def _names(given: tuple[Given, ...]) -> dict[Any, str]:
 
 
 def _named(x: Tensor, modules: list[nn.Module]) -> str:
-    """What a captured tensor is called in a module that was called, or else how it looks."""
+    """The name of a captured tensor in a module that was called, or else how it looks."""
     memory = memory_of(local(x))
     for module in modules:
         for table in (PARAMETERS, BUFFERS):
@@ -292,8 +292,8 @@ def _named(x: Tensor, modules: list[nn.Module]) -> str:
 
 def _sentence(does: str, what: str) -> str:
     return (
-        f"the loss {does} {what} in place, and what is given or captured is only lent to it: the "
-        "state of a run, the batch, the tensors of a module. Likely causes: an operation in place "
+        f"the loss {does} {what} in place, and what is given or captured is only lent to it: "
+        "the state of a run, the batch, a module's tensors. Likely causes: an operation in place "
         "(clamp_, x += y, inplace=True, out=), under no_grad or by .data too; "
         "nn.Embedding(max_norm=...); a BatchNorm in training mode that is not called by "
         "functional(module).apply. Compute a new tensor, or write to a clone."

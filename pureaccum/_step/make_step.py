@@ -306,4 +306,4 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
 
 
 def _own(x: Tensor) -> Tensor:
-    return x.clone() if transform_active() else without_history(x).clone()
+    return x.clone() if transform_active() else without_history([x])[0].clone()

@@ -55,12 +55,12 @@ from .._core import (
     CutBatch,
     Given,
     Microbatch,
+    accumulate,
     check_belongs,
     cut,
     divided,
     divisor,
     empty,
-    fold,
     guarding,
     mean_value,
     need_rows,
@@ -192,7 +192,7 @@ def step_over(
         if isinstance(cut, Stacked):
             folded, weighs_one = fold_scanned(window, cut), False
         else:
-            folded, weighs_one = fold(window), cut.untouched
+            folded, weighs_one = accumulate(window), cut.untouched
         # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
         rows = window.batch.rows or 1 if weighs_one and not folded.weighted else 1
         accum, unit, carried, aux, _, _ = folded
@@ -226,7 +226,7 @@ def rows_of_this_rank(
     if not cut.rows:  # nothing to call the loss with
         cut = cut._replace(size=1)
     with outside_inference_mode():
-        return fold(_window(plan, state, cut, first))
+        return accumulate(_window(plan, state, cut, first))
 
 
 def _window(plan: Plan, state: TrainState, cut: Any, first: Tensor | None = None) -> Accumulation:

@@ -47,8 +47,8 @@ OF_CORE: dict[str, Mutant] = {
     "the value a mean of means": Mutant(
         "The value counts every microbatch as much as any other, whatever its rows.",
         "_core/weights.py",
-        "return Microbatch(value, float(rows), float(rows), float(rows),",
-        "return Microbatch(value, 1.0, 1.0, float(rows),",
+        "times = weight = share = float(rows)",
+        "times, weight, share = 1.0, 1.0, float(rows)",
     ),
     "the short tail dropped": Mutant(
         "Rows after the last full microbatch are left out.",
@@ -179,7 +179,7 @@ OF_CORE: dict[str, Mutant] = {
     "speculation never redone": Mutant(
         "A window that hoped for finite gradients is not redone when there were none.",
         "_core/whole_batch.py",
-        "if known(all_finite((folded.state.grads, folded.state.total))):",
+        "if known(all_finite((sums.state.grads, sums.state.total))):",
         "if True:",
     ),
     "speculation with other random numbers": Mutant(
