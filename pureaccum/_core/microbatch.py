@@ -38,9 +38,8 @@ from .._base import (
 )
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, need_rows, read_batch, sizes_of_batch
-from .early import NotEarlyError, known_gradient, with_gradient
 from .gathered import WHOLE, Cut, Rows, to_host
-from .outputs import Outputs, Whole
+from .outputs import NotEarlyError, Outputs, Whole, known_gradient, with_gradient
 from .recomputation import Again, UnseenError, exchanged, note_made
 from .reductions import check_reduce
 from .rule import FollowedError, Form, Outs, Pieces, attach, run
