@@ -5,6 +5,7 @@ either may be given up, or written to in place, and the other does not notice.
 """
 
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,17 @@ def test_batch_norm_keeps_its_moments_as_tensors() -> None:
 def test_torch_load_knows_every_class(make: Callable[[], Any]) -> None:
     with torch.serialization.safe_globals([Counted]):  # a user's own class is the user's to name
         assert_saved(make())
+
+
+@pytest.mark.parametrize("module", [pa, pa.distributed, pa.testing], ids=lambda m: m.__name__)
+def test_public_classes_are_pickled_by_the_name_of_the_module(module: Any) -> None:
+    """So that a file can be read once the class lies somewhere else."""
+    its = [x for name, x in vars(module).items() if isinstance(x, type) and name[0] != "_"]
+    classes = [cls for cls in its if cls.__module__.startswith("pureaccum")]
+    assert classes
+    for cls in classes:
+        assert cls.__module__ == module.__name__
+        assert pickle.loads(pickle.dumps(cls)) is cls
 
 
 # Devices --------------------------------------------------------------------------------
