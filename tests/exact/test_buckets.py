@@ -14,9 +14,9 @@ import pureaccum as pa
 from pureaccum import _buckets, distributed
 from pureaccum._base.agreement import Claim, agreement, claim
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.exact.given import every_kind_of_leaf
+from tests.draws import generator
+from tests.exact.linear_loss import every_kind_of_leaf
 from tests.ranks import in_step, on_ranks
-from tests.strategies import generator
 
 
 bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])

@@ -15,7 +15,7 @@ from pureaccum import _random
 from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions
-from tests.strategies import every, slices
+from tests.draws import examples, slices
 
 
 WORD = 2**32 - 1
@@ -171,7 +171,7 @@ def test_the_shape_only_arranges(seed: int, shape: tuple[int, ...], dtype: torch
         assert_trees_bitwise_equal(draw(key(seed), shape, dtype), flat.reshape(shape))
 
 
-@every(2)
+@examples(1 / 2)
 @given(seed=seeds, rows=st.integers(0, 5), count=st.integers(0, 40), piece=st.integers(1, 9))
 def test_pieces_do_not_show(seed: int, rows: int, count: int, piece: int) -> None:
     keys = fold_in(key(seed), torch.arange(rows))

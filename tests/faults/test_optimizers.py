@@ -12,9 +12,9 @@ from torch.optim import lr_scheduler
 import pureaccum as pa
 from pureaccum import _update
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import generator
 from tests.faults.refusals import refused, saying
 from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal, unread
-from tests.strategies import generator
 
 
 DONATE = pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])

@@ -17,6 +17,7 @@ from pureaccum._core.auto_size import counting
 from pureaccum._optim.kernels import Method, adam_method, sgd_method
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.optimizers import (
     COMBINATIONS,
     KINDS,
@@ -28,7 +29,6 @@ from tests.optimizers import (
     normal,
     unread,
 )
-from tests.strategies import every, generator
 
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
@@ -57,7 +57,7 @@ STEPS = st.lists(st.tuples(FLAGS, st.booleans(), seeds()), min_size=1, max_size=
 
 
 @EVERY
-@every(6)
+@examples(1 / 6)
 @given(STEPS)
 def test_only_what_is_donated_is_gone(kind: str, steps: Any) -> None:
     """Any history: every state of it is either given up or has its bits, versions and memory."""
@@ -252,7 +252,7 @@ def columns_of(name: str, switches: dict[str, bool], sizes: list[int], seed: int
 
 
 @COMBINATIONS
-@every(12)
+@examples(1 / 12)
 @example([5, 9, 0, 1, 8, 3], 2, 0)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 3), seeds())
 def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
