@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from tests import optimizers
-from tests.strategies import generator
+from tests.draws import generator
 
 
 def batch_of(rows: int, seed: int = 0) -> dict[str, Tensor]:

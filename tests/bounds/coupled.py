@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pureaccum as pa
-from tests.strategies import generator
+from tests.draws import generator
 
 
 WIDTH = 5

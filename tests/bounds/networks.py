@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pureaccum as pa
-from tests.strategies import generator
+from tests.draws import generator
 
 
 ROWS, WIDTH, LENGTH = 7, 4, 3

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import pureaccum as pa
 from pureaccum.testing.strategies import compositions, seeds
 from tests.bounds.coupled import FAMILIES, ROWS, batch_of, params_of, pieces, towers, whole
-from tests.strategies import every
+from tests.draws import examples
 
 
 BOUND = 1e-10
@@ -67,7 +67,7 @@ WAYS = {
 
 
 @families
-@every(2)
+@examples(1 / 2)
 @given(st.data(), seeds(), st.sampled_from(list(WAYS)))
 def test_any_cut_is_the_full_batch(name: str, data: st.DataObject, seed: int, way: str) -> None:
     loss, params, batch = FAMILIES[name], params_of(seed), batch_of(seed)

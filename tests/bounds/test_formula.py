@@ -22,8 +22,8 @@ from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.optimizers import clones, normal, unread
-from tests.strategies import every, generator
 
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -182,7 +182,7 @@ KINDS = pytest.mark.parametrize("kind", MAKE)
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@every(2)
+@examples(1 / 2)
 @given(
     st.data(),
     st.floats(1e-6, 1.0),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing.strategies import histories, seeds
 from tests.bounds.rounding import UNIT, exact_sum, gamma, ulps
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 
 
 REAL = {
@@ -70,7 +70,7 @@ def check(got, x, operations, by=1):
 
 @dtypes
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-@every(2)
+@examples(1 / 2)
 @given(data=st.data(), donate=st.booleans())
 def test_a_sum_of_n_gradients_rounds_n_minus_1_times(dtype, engine, data, donate):
     x = data.draw(addends(dtype))
@@ -81,7 +81,7 @@ def test_a_sum_of_n_gradients_rounds_n_minus_1_times(dtype, engine, data, donate
 
 
 @dtypes
-@every(2)
+@examples(1 / 2)
 @given(data=st.data())
 def test_a_weighted_mean_rounds_twice_more(dtype, data):
     """The weight to the gradient's dtype, and the division; the n - 1 sums of float64 weights."""
@@ -100,7 +100,7 @@ def test_a_weighted_mean_rounds_twice_more(dtype, data):
     check(grads, x, 2 * len(x), by=exact_sum(weights.tolist())[0])
 
 
-@every(2)
+@examples(1 / 2)
 @given(data=st.data())
 def test_float32_parameters_summed_in_float64_round_as_float64_does(data):
     """``dtype=torch.float64``: row by row, so that no microbatch sums in float32."""

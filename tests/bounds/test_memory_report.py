@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import pureaccum as pa
 from pureaccum.testing import unchanged
+from tests.draws import generator
 from tests.faults.refusals import saying
-from tests.strategies import generator
 
 
 def allocated(call: Callable[[], Any], file: Path) -> int:

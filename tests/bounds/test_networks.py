@@ -13,7 +13,7 @@ import pureaccum as pa
 from pureaccum.testing.strategies import KINDS, histories, pieces, reduction, seeds
 from tests.bounds.networks import NETWORKS, ROWS, batch_of, loss_of, params_of
 from tests.bounds.rounding import UNIT, gamma
-from tests.strategies import every
+from tests.draws import examples
 
 
 ROOT_OF_UNIT = float(UNIT[torch.float64]) ** 0.5
@@ -42,7 +42,7 @@ def one_graph(network, kind, params, batch):
 @networks
 @engines
 @pytest.mark.parametrize("kind", KINDS)
-@every(4)
+@examples(1 / 4)
 @given(seed=seeds(), history=histories(ROWS), size=st.integers(1, ROWS + 1), donate=st.booleans())
 def test_any_history_is_the_full_batch_in_float64(
     network, engine, kind, seed, history, size, donate
@@ -66,7 +66,7 @@ def test_any_history_is_the_full_batch_in_float64(
 
 @networks
 @engines
-@every(4)
+@examples(1 / 4)
 @given(seed=seeds(), history=histories(ROWS))
 def test_in_float32_nothing_is_lost_but_the_roundings_of_the_sum(network, engine, seed, history):
     """Of k microbatch gradients as torch itself gives them, k - 1 additions, number by number.

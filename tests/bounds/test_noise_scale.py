@@ -20,8 +20,8 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, histories, pieces, seeds
 from tests.bounds.rounding import UNIT, gamma
+from tests.draws import examples, generator
 from tests.faults.refusals import refused
-from tests.strategies import every, generator
 from tests.transforms.problems import U64, Problem, make, total, weight
 
 
@@ -86,7 +86,7 @@ def test_any_history(problem: Problem, data: Any, engine: Any, donate: bool) -> 
     check(state, problem, pieces(problem.batch, history.sizes))
 
 
-@every(2)
+@examples(1 / 2)
 @given(problems, st.sampled_from([None, 1, 3]), st.integers(0, 2))
 def test_samples_are_microbatches_of_one_row(problem: Problem, chunk: Any, cut: int) -> None:
     loss, params, batch, rows = problem.loss, problem.params, problem.batch, len(problem.batch["x"])
@@ -98,7 +98,7 @@ def test_samples_are_microbatches_of_one_row(problem: Problem, chunk: Any, cut: 
     check(acc.merge(*states), problem, parts)
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), compositions(7), st.integers(0, 6), engines, st.booleans(), st.booleans())
 def test_what_is_left_out_adds_nothing(
     seed: int, sizes: Any, bad: int, engine: Any, donate: bool, masked: bool
@@ -134,7 +134,7 @@ def test_a_leaf_that_is_added_by_a_hook(engine: Any, nonfinite: Any) -> None:
         assert (z.noise - want).abs() <= ROOT_U * square * (means**2).sum() / 2
 
 
-@every(2)
+@examples(1 / 2)
 @given(problems, st.integers(1, 9), engines, st.integers(-20, 20))
 @example(make("weighted", "propagate", 0, 7, 2), 1, "func", 3)  # the fourth row has no weight
 @example(make("mean", "propagate", 0, 7, 2), 2, "autograd", 0)  # which could add by itself
@@ -174,7 +174,7 @@ def cut_up(w: Tensor, x: Tensor, sizes: list[int], mask: Any = None) -> Any:
     return folded(QUADRATIC, w, zip(x.split(sizes), mask.split(sizes), strict=True))
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), st.sampled_from([[1, 3], [1, 1, 2], [2, 2], [1, 1, 1, 1]]), masks)
 def test_the_mean_over_all_batches_is_the_truth(seed: int, sizes: Any, mask: Any) -> None:
     """All 81 batches of four of three points, equally likely, cut raggedly.
@@ -228,7 +228,7 @@ def some_states(seed: int, count: int) -> list[Any]:
     return [cut_up(W, batch, [1, 2, 3]) for batch in x]
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), st.floats(0, 0.999), st.integers(1, 9))
 def test_averages_are_corrected_for_their_beginning(seed: int, decay: float, n: int) -> None:
     running, states = pa.running_noise_scale(decay), some_states(seed, n)

@@ -27,7 +27,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, assert_trees_within_bo
 from pureaccum.testing.strategies import pieces, seeds
 from tests.bounds.networks import NETWORKS, ROWS, batch_of, params_of
 from tests.bounds.rounding import UNIT, gamma
-from tests.strategies import every
+from tests.draws import examples
 
 
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
@@ -104,7 +104,7 @@ def expected(grads, weights, max_norm, dtype):
 @pytest.mark.parametrize("network", ALL)
 @ENGINES
 @DTYPES
-@every(5)
+@examples(1 / 5)
 @given(seeds(), st.booleans(), st.none() | st.integers(1, ROWS + 1))
 def test_reduced_gradients(network, engine, dtype, seed, weighted, size):
     params, batch = params_of(seed, dtype), batch_of(seed, dtype)

@@ -21,8 +21,8 @@ from pureaccum._pure.functional import functional
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.bounds.rounding import UNIT, gamma
+from tests.draws import generator
 from tests.parity.test_functional import through
-from tests.strategies import generator
 
 
 DTYPES = (torch.float32, torch.float64)

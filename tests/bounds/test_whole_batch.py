@@ -20,7 +20,7 @@ import pureaccum as pa
 from pureaccum._core.auto_size import counting
 from pureaccum.testing.strategies import compositions, seeds
 from tests.bounds import resnets
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 
 
 PROMISED = 1e-10
@@ -235,7 +235,7 @@ class Mean(nn.Module):
 
 @ways
 @pytest.mark.parametrize("name", KINDS)
-@every(2)
+@examples(1 / 2)
 @given(data=st.data(), seed=seeds(), rows=st.integers(6, 14))
 def test_any_sequence_of_layers_is_the_full_batch(name, way, data, seed, rows):
     """Of six rows at least: of two, a BatchNorm makes 1 and -1, and no gradient is left."""

@@ -15,7 +15,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing.strategies import dtypes, seeds, shapes, trees
 from tests.bounds.rounding import UNIT, gamma
-from tests.strategies import generator
+from tests.draws import generator
 
 
 @st.composite

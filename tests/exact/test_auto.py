@@ -12,9 +12,9 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum._core.auto_size import counting
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import examples, few, generator
 from tests.faults.refusals import saying
 from tests.faults.shortage import few_to_collect
-from tests.strategies import every, few, generator
 
 
 WIDTH = 64
@@ -58,7 +58,7 @@ def made(loss: Any, budget: int | None = None) -> Any:
     return pa.make_step(loss, pa.adamw(), microbatch_size="auto", memory_budget=budget)
 
 
-@every(3)
+@examples(1 / 3)
 @given(few, few)
 def test_the_largest_of_the_halves_that_the_budget_allows(rows: int, fits: int) -> None:
     """And one byte less than it needs is too little."""

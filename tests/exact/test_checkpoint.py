@@ -23,8 +23,8 @@ import pureaccum as pa
 from pureaccum._base.bytes import STEP
 from pureaccum.testing import unchanged
 from pureaccum.testing.strategies import seeds
+from tests.draws import generator
 from tests.states import STATES
-from tests.strategies import generator
 
 
 # Without those of which torch itself cannot copy or print tensors, or warns.

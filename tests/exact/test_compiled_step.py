@@ -17,6 +17,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.laws.exactly import (
     LOSSES,
     full_batch,
@@ -25,7 +26,6 @@ from tests.laws.exactly import (
     make_params,
     row_losses,
 )
-from tests.strategies import every, generator
 
 
 EAGER = {"backend": "eager"}
@@ -92,7 +92,7 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
 def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:
     """Ragged tails too; where nothing is large all microbatches of a plain loss go together."""
 
-    @every(5)
+    @examples(1 / 5)
     @given(seeds(), st.sampled_from(ROWS[form]), st.booleans())
     @example(0, ROWS[form][-1], False)
     def run(seed: int, rows: int, masked: bool) -> None:
@@ -111,7 +111,7 @@ def test_inductor() -> None:
         check("weighted", "scan", make_params(seed), make_batch(seed, 11), settings=True)
 
 
-@every(2)
+@examples(1 / 2)
 @given(
     st.sampled_from([torch.nan, torch.inf, -torch.inf]),
     st.sets(st.integers(0, 10), max_size=3),
@@ -179,7 +179,7 @@ def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, 
         for c in (EAGER, False)
     )
 
-    @every(3)
+    @examples(1 / 3)
     @given(seeds(), st.sampled_from([11, 10]), st.sets(st.integers(0, 10), max_size=3))
     @example(0, 11, {10})  # the tail
     @example(0, 11, {3})
@@ -295,7 +295,7 @@ def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
     """In microbatches of any size; a window that was not donated can be gone on with."""
     ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)
 
-    @every(5)
+    @examples(1 / 5)
     @given(seeds(), st.lists(st.sampled_from([0, 2, 3]), min_size=1, max_size=3))
     @example(0, [2, 3, 0])
     def run(seed: int, sizes: list[int]) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing.strategies import ExactModel, compositions, losses, pieces
 from pureaccum.testing.strategies.losses import LIMIT, majorant
+from tests.draws import examples, few, generator
 from tests.laws.exactly import integers
-from tests.strategies import every, few, generator
 
 
 def squared(w, batch):
@@ -63,7 +63,7 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
     assert sum(caught) > len(caught) / 4
 
 
-@every(2)
+@examples(1 / 2)
 @given(few.flatmap(losses), st.data())
 def test_the_majorant_bounds_value_and_gradient_of_every_part(model, data):
     """In float64, on any part of the batch: so every partial sum is below the limit."""

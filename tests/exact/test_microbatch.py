@@ -20,8 +20,8 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, seeds
 from tests.bounds.coupled import pieces, whole
+from tests.draws import examples, few, generator, powers_of_two
 from tests.laws.exactly import integers
-from tests.strategies import every, few, generator, powers_of_two
 
 
 WIDTH = 2
@@ -216,7 +216,7 @@ def is_exact(kind: str, sizes: list[int]) -> bool:
 
 @kinds
 @ways
-@every(2)
+@examples(1 / 2)
 @given(st.data())
 def test_any_program_and_any_cut_give_the_bits_of_the_full_batch(
     kind: str, way: str, data: st.DataObject
@@ -241,7 +241,7 @@ def test_any_program_and_any_cut_give_the_bits_of_the_full_batch(
 
 
 @kinds
-@every(6)
+@examples(1 / 6)
 @given(st.data())
 def test_every_size_gives_the_bits_of_the_full_batch(kind: str, data: st.DataObject) -> None:
     program = data.draw(programs(8, least=3))
@@ -296,7 +296,7 @@ def everything(kind: str, cut: Any = whole) -> Any:
 
 
 @kinds
-@every(2)
+@examples(1 / 2)
 @given(data=st.data(), seed=seeds(), size=st.sampled_from([1, 2, 4, 7]))
 def test_a_step_with_everything_is_the_step_over_the_full_batch(
     kind: str, data: st.DataObject, seed: int, size: int

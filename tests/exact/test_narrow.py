@@ -15,7 +15,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, History, reduction, seeds
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 
 
 MOST = {torch.bfloat16: 15, torch.float16: 127}  # in a row; 16 rows stay below 2**8, 2**11
@@ -49,7 +49,7 @@ def sums_of(kind, batch):
 @narrow
 @engines
 @pytest.mark.parametrize("kind", KINDS)
-@every(3)
+@examples(1 / 3)
 @given(seed=seeds(), sizes=sizes_up_to_16, donate=st.booleans())
 def test_sums_are_float32_and_right_beyond_the_parameters_range(
     kind, engine, dtype, seed, sizes, donate
@@ -71,7 +71,7 @@ def test_sums_are_float32_and_right_beyond_the_parameters_range(
 @narrow
 @engines
 @pytest.mark.parametrize("kind", KINDS)
-@every(3)
+@examples(1 / 3)
 @given(seed=seeds(), rows=st.integers(100, 200), size=st.integers(1, 16))
 def test_grad_rounds_to_the_parameters_dtype_once(kind, engine, dtype, seed, rows, size):
     batch, w = narrow_batch(seed, rows, dtype), torch.ones(3, dtype=dtype)
@@ -112,7 +112,7 @@ def around_50(seed):
 
 @engines
 @pytest.mark.parametrize("kind", ["mean", "weighted"])
-@every(6)
+@examples(1 / 6)
 @given(seed=seeds(), size=st.sampled_from([16, 64, 2048, 4095, 4096]))
 def test_a_gradient_whose_sum_overflows_float16_is_right(kind, engine, seed, size):
     """Pulled with 1, the sum of a microbatch of 2048 is inf; the mean of all is 50."""

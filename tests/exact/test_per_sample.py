@@ -15,8 +15,8 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, assert_trees_within_bound
 from pureaccum.testing.strategies import KINDS, histories, losses, pieces, reduction, seeds
 from tests.bounds.networks import NETWORKS, batch_of, loss_of, params_of
+from tests.draws import examples, few, generator
 from tests.laws.exactly import integers
-from tests.strategies import every, few, generator
 
 
 # of embedding bags, which take vmap's slow path
@@ -52,7 +52,7 @@ def divided(tree, weight):
 
 @engines
 @pytest.mark.parametrize("kind", KINDS)
-@every(2)
+@examples(1 / 2)
 @given(models, st.data(), st.sampled_from(["sum", "mean"]), chunks, st.booleans())
 def test_any_history_has_the_full_batchs_bits(kind, engine, model, data, reduce, size, donate):
     knobs = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
@@ -74,7 +74,7 @@ def test_any_history_has_the_full_batchs_bits(kind, engine, model, data, reduce,
 
 
 @engines
-@every(2)
+@examples(1 / 2)
 @given(models, chunks)
 def test_concat_is_vmap_of_grad_whatever_the_chunks(engine, model, size):
     def loss(params, row):
@@ -100,7 +100,7 @@ def test_without_chunks_it_is_torch_func_untouched(network):
 
 @engines
 @pytest.mark.parametrize("kind", ["mean", "weighted"])
-@every(2)
+@examples(1 / 2)
 @given(models, st.data(), chunks)
 def test_second_moments_to_the_bit(kind, engine, model, data, size):
     """In float64 squares of whole numbers below 2**24 are exact, and so are halves of them."""
@@ -118,7 +118,7 @@ def test_second_moments_to_the_bit(kind, engine, model, data, size):
 
 
 @engines
-@every(2)
+@examples(1 / 2)
 @given(models, st.data(), chunks)
 def test_signs_projections_and_reductions_of_ones_own(engine, model, data, size):
     """The largest number of each leaf, and how many samples have a large one."""
@@ -158,7 +158,7 @@ def test_signs_projections_and_reductions_of_ones_own(engine, model, data, size)
 
 
 @engines
-@every(2)
+@examples(1 / 2)
 @given(st.lists(st.tuples(st.integers(-99, 99), st.integers(-99, 99)), min_size=1), chunks)
 def test_norms_and_squares_to_the_bit(engine, rows, size):
     """Of leaves with one number each; (3k, 4k) has the norm 5k."""
@@ -195,7 +195,7 @@ def test_norms_and_squares_of_narrow_gradients_are_wide(engine, dtype, k):
 
 @engines
 @pytest.mark.parametrize("by", [None, "sign", "normalize", "clip"])
-@every(3)
+@examples(1 / 3)
 @given(seeds(), chunks)
 def test_a_sample_without_weight_adds_nothing_though_its_gradient_is_nan(engine, by, seed, size):
     """All are powers of two, and so are norms over four leaves of four equal numbers."""
@@ -278,7 +278,7 @@ def test_samples_that_are_not_finite_are_counted_and_not_left_out(
 
 
 @engines
-@every(2)
+@examples(1 / 2)
 @given(
     argnums=st.sampled_from([0, 1, (1, 0)]),
     has_aux=st.booleans(),

@@ -19,8 +19,8 @@ import pureaccum as pa
 from pureaccum import distributed
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, compositions, losses, pieces, reduction
+from tests.draws import few, generator, powers_of_two
 from tests.ranks import in_step, on_ranks
-from tests.strategies import few, generator, powers_of_two
 
 
 kinds = st.sampled_from(KINDS)

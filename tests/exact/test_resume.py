@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests import optimizers
+from tests.draws import examples, take
 from tests.states import a_row, batch_of, first_state, full_step
-from tests.strategies import every, take
 
 
 STEPS, PARTS = 5, 3
@@ -82,7 +82,7 @@ positions = st.tuples(st.integers(0, STEPS - 1), st.integers(0, PARTS - 1))
 
 
 @given(at=positions, engine=st.sampled_from(["func", "autograd"]), donate=st.booleans())
-@every(2)
+@examples(1 / 2)
 def test_a_run_stopped_anywhere(at: Position, engine: str, donate: bool) -> None:
     knobs = {"engine": engine, "donate": donate}
     with TemporaryDirectory() as folder:
@@ -97,7 +97,7 @@ def test_a_run_stopped_anywhere(at: Position, engine: str, donate: bool) -> None
 
 
 @given(at=st.integers(0, STEPS - 1))
-@every(4)
+@examples(1 / 4)
 def test_whole_steps(at: int) -> None:
     """And stopped after each step, at that."""
 

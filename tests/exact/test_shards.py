@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import generator
 from tests.ranks import End, run_on_ranks
-from tests.strategies import generator
 
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, compositions, reduction, seeds
-from tests.exact.given import (
+from tests.draws import examples, slices, take
+from tests.exact.linear_loss import (
     KINDS_OF_LEAF,
     ROWS,
     Batch,
     every_kind_of_leaf,
-    given_batch,
-    given_loss,
-    given_sums,
+    gradient_sums,
+    linear_batch,
+    linear_loss,
     weight_of,
 )
-from tests.strategies import every, slices, take
 
 
 class Faulty(NamedTuple):
@@ -39,7 +39,7 @@ not_finite = st.sampled_from([torch.inf, -torch.inf, torch.nan])
 
 @st.composite
 def faulty_batches(draw: st.DrawFn) -> Faulty:
-    batch, bad = given_batch(draw(seeds())), torch.zeros(ROWS, dtype=torch.bool)
+    batch, bad = linear_batch(draw(seeds())), torch.zeros(ROWS, dtype=torch.bool)
     leaf = st.sampled_from([k for k, name in enumerate(KINDS_OF_LEAF) if name != "empty"])
     for row in draw(st.lists(st.integers(0, ROWS - 1), max_size=3)):
         bad[row] = True
@@ -76,11 +76,11 @@ cases = pytest.mark.parametrize(
 
 
 @cases
-@every(3)
+@examples(1 / 3)
 @given(faulty=faulty_batches(), parts=compositions(ROWS).map(slices), donate=st.booleans())
 def test_a_skipped_microbatch_leaves_no_trace(kind, engine, faulty, parts, donate):
     params, batch = every_kind_of_leaf(), faulty.batch
-    loss, how = given_loss(kind), reduction(kind)
+    loss, how = linear_loss(kind), reduction(kind)
     skipping = pa.accumulator(loss, reduction=how, engine=engine, nonfinite="skip")
     plain = pa.accumulator(loss, reduction=how, engine=engine)
     count, skipped = counted(kind, faulty, parts)
@@ -89,17 +89,17 @@ def test_a_skipped_microbatch_leaves_no_trace(kind, engine, faulty, parts, donat
     rest = stream(plain, params, batch, [rows for rows in parts if count[rows].all()])
 
     assert_trees_bitwise_equal(state[:3], rest[:3])  # gradients, total, weight
-    assert_trees_bitwise_equal(state.grads, given_sums(kind, batch, count))
+    assert_trees_bitwise_equal(state.grads, gradient_sums(kind, batch, count))
     assert state.weight == weight_of(kind, batch, count)
     assert (state.microbatches, state.skipped, state.nonfinite) == (len(parts), skipped, skipped)
 
 
 @cases
-@every(6)
+@examples(1 / 6)
 @given(faulty=faulty_batches(), size=st.integers(1, ROWS), narrow=st.booleans())
 def test_streaming_and_speculating_skip_alike(kind, engine, faulty, size, narrow):
     params, batch = every_kind_of_leaf(narrow), faulty.batch
-    loss = given_loss(kind)
+    loss = linear_loss(kind)
     knobs = {"reduction": reduction(kind), "engine": engine, "nonfinite": "skip"}
     parts = [slice(i, min(i + size, ROWS)) for i in range(0, ROWS, size)]
     acc = pa.accumulator(loss, **knobs)
@@ -115,11 +115,11 @@ def test_streaming_and_speculating_skip_alike(kind, engine, faulty, size, narrow
 
 
 @cases
-@every(6)
+@examples(1 / 6)
 @given(faulty=faulty_batches(), parts=compositions(ROWS).map(slices))
 def test_propagate_adds_it_and_counts_the_losses_that_are_not_finite(kind, engine, faulty, parts):
     params, batch = every_kind_of_leaf(), faulty.batch
-    acc = pa.accumulator(given_loss(kind), reduction=reduction(kind), engine=engine)
+    acc = pa.accumulator(linear_loss(kind), reduction=reduction(kind), engine=engine)
     bad = ~(batch["s"] + batch["offset"]).isfinite()
     if kind == "weighted":
         bad_parts = [rows for rows in parts if bad[rows].any() and batch["mask"][rows].any()]

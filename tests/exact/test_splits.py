@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, ExactModel, histories, losses, reduction
-from tests.strategies import every, few, powers_of_two
+from tests.draws import examples, few, powers_of_two
 
 
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -54,7 +54,7 @@ def test_the_state_counts_rows_masks_and_microbatches(kind, data):
 
 @engines
 @pytest.mark.parametrize("kind", KINDS)
-@every(4)
+@examples(1 / 4)
 @given(st.data())
 def test_every_microbatch_size_gives_the_bits_of_the_full_batch(kind, engine, data):
     model: ExactModel = data.draw((powers_of_two if kind == "mean" else few).flatmap(losses))
@@ -72,7 +72,7 @@ def test_every_microbatch_size_gives_the_bits_of_the_full_batch(kind, engine, da
             assert_trees_bitwise_equal(pa.value(loss, **knobs)(*args), want_value)
 
 
-@every(2)
+@examples(1 / 2)
 @given(losses(13, sparse=True), st.data())
 def test_all_splits_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     """13/13 is 1: the sums are exact, and are divided by 13 once."""
@@ -89,7 +89,7 @@ def test_all_splits_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     )
 
 
-@every(2)
+@examples(1 / 2)
 @given(losses(13, sparse=True), st.integers(13, 15))
 def test_a_single_microbatch_is_torch_func_untouched(model, size):
     loss, args = model.loss("mean"), (model.params, model.batch)
@@ -98,7 +98,7 @@ def test_a_single_microbatch_is_torch_func_untouched(model, size):
 
 
 @engines
-@every(2)
+@examples(1 / 2)
 @given(st.data())
 def test_sizes_of_their_own_give_the_bits_of_the_full_batch(engine, data):
     model: ExactModel = data.draw(few.flatmap(losses))

@@ -15,8 +15,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, ExactModel, compositions, losses, pieces, reduction
+from tests.draws import examples, few, powers_of_two, slices, take
 from tests.laws.exactly import copied, same
-from tests.strategies import every, few, powers_of_two, slices, take
 
 
 scales = st.integers(-10, 60).map(lambda e: 2.0**e)
@@ -78,7 +78,7 @@ def stays(old: pa.TrainState, new: pa.TrainState, rows: int) -> None:
 
 
 @kinds
-@every(2)
+@examples(1 / 2)
 @given(data=st.data(), lr=rates, scale=st.none() | scales, engine=engines, donate=st.booleans())
 def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate):
     """Whole in microbatches of any size, and streamed in any cut, empty microbatches included."""
@@ -120,7 +120,7 @@ def test_any_cut_is_the_full_batch_update(kind, data, lr, scale, engine, donate)
         check(new, info, 1 if size is None else -(-model.rows // size), exact)
 
 
-@every(2)
+@examples(1 / 2)
 @given(losses(13, sparse=True), st.data())
 def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     sums, _ = model.full_batch("sum")
@@ -136,7 +136,7 @@ def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     assert info.weight == 13
 
 
-@every(2)
+@examples(1 / 2)
 @given(losses(13, sparse=True), st.integers(13, 15))
 def test_a_single_microbatch_is_torch_func_untouched(model, size):
     step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size)
@@ -158,7 +158,7 @@ def test_a_single_microbatch_is_torch_func_untouched(model, size):
     ids=["momentum", "adamw", "clipped adam", "adagrad"],
 )
 @kinds
-@every(6)
+@examples(1 / 6)
 @given(data=st.data(), scale=scales)
 def test_no_optimizer_sees_the_cut_or_the_scale(kind, optimizer, data, scale):
     model = data.draw(models(kind))
@@ -200,7 +200,7 @@ def test_the_norm_is_unscaled_and_from_before_clipping():
 
 
 @kinds
-@every(2)
+@examples(1 / 2)
 @given(data=st.data())
 def test_aux_is_reduced(kind, data):
     model = data.draw(models(kind))
@@ -253,7 +253,7 @@ def test_aux_is_reduced(kind, data):
 
 
 @kinds
-@every(2)
+@examples(1 / 2)
 @given(
     data=st.data(),
     number=not_finite,

@@ -14,8 +14,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, pieces, reduction, seeds
+from tests.draws import examples, generator, take
 from tests.laws.exactly import integers
-from tests.strategies import every, generator, take
 
 
 ROWS = 8
@@ -86,7 +86,7 @@ def drawn(data: st.DataObject, kind: str) -> tuple[Any, Any, int]:
 
 
 @kinds
-@every(2)
+@examples(1 / 2)
 @given(data=st.data(), engine=st.sampled_from(["func", "autograd"]))
 def test_no_cut_moves_a_mask(kind: str, data: st.DataObject, engine: Any) -> None:
     params, batch, seed = drawn(data, kind)
@@ -108,7 +108,7 @@ def test_no_cut_moves_a_mask(kind: str, data: st.DataObject, engine: Any) -> Non
 
 
 @kinds
-@every(2)
+@examples(1 / 2)
 @given(data=st.data(), bad=st.integers(0, ROWS - 1), number=st.sampled_from([torch.inf, torch.nan]))
 def test_skipped_rows_are_counted(kind: str, data: st.DataObject, bad: int, number: float) -> None:
     """So those that come after keep their masks."""
@@ -143,7 +143,7 @@ def test_skipped_rows_are_counted(kind: str, data: st.DataObject, bad: int, numb
     assert_trees_bitwise_equal(new.params, want if weight else params)
 
 
-@every(2)
+@examples(1 / 2)
 @given(
     run_seeds,
     run_seeds,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
 from tests.ranks import run_on_ranks
-from tests.strategies import generator
 
 
 W = torch.tensor([1.0, -2.0, 4.0])

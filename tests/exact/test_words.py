@@ -18,8 +18,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, seeds
+from tests.draws import examples, generator
 from tests.laws.exactly import integers
-from tests.strategies import every, generator
 
 
 ROWS = 8
@@ -94,7 +94,7 @@ def square(tree: Any) -> Tensor:
 
 
 @words
-@every(2)
+@examples(1 / 2)
 @given(st.data(), seeds())
 def test_a_word_in_value_gradient_and_hessian(name: str, data_: st.DataObject, seed: int) -> None:
     func, word, whole = WORDS[name]
@@ -289,7 +289,7 @@ def mask_of(seed: int, without: set[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("transform", ["value", "grad", "backward", "fr", "rf", "rr", "ff", "vmap"])
-@every(2)
+@examples(1 / 2)
 @given(cuts, seeds(), *[st.sets(st.integers(0, ROWS - 1), max_size=ROWS - 1)] * 2)
 def test_several_weighted_means(
     transform: str, cut: Any, seed: int, one: set[int], other: set[int]

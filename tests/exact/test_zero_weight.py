@@ -10,9 +10,9 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import histories, seeds
-from tests.exact.given import LARGE
+from tests.draws import examples, generator
+from tests.exact.linear_loss import LARGE
 from tests.laws.exactly import integers
-from tests.strategies import every, generator
 
 
 ROWS = 8
@@ -62,7 +62,7 @@ def masked_sums(params, batch):
 
 @engines
 @policies
-@every(6)
+@examples(1 / 6)
 @given(seed=seeds(), history=histories(ROWS), donate=st.booleans())
 def test_masked_microbatches_add_nothing_anywhere(engine, nonfinite, seed, history, donate):
     params, batch = params_and_batch(seed)
@@ -78,7 +78,7 @@ def test_masked_microbatches_add_nothing_anywhere(engine, nonfinite, seed, histo
 
 @engines
 @policies
-@every(12)
+@examples(1 / 12)
 @given(seed=seeds(), size=st.integers(1, ROWS + 1))
 def test_masked_microbatches_of_grad_add_nothing(engine, nonfinite, seed, size):
     params, batch = params_and_batch(seed)

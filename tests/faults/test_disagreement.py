@@ -18,8 +18,8 @@ import pureaccum as pa
 from pureaccum._base.agreement import agreement, claim
 from pureaccum.distributed.collectives import begin_sum
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
 from tests.ranks import cases_on_ranks
-from tests.strategies import generator
 
 
 PARAMS = {"a": torch.ones(2), "w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}

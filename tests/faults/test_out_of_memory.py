@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum._base.torch_internals import in_backward
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import examples, generator
 from tests.faults.shortage import Point, failing, few_to_collect, inside, shortage
-from tests.strategies import every, generator
 
 
 ROWS = 8
@@ -147,7 +147,7 @@ def check(name: str, *points: Point, **knobs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MADE)
-@every(4)
+@examples(1 / 4)
 @given(st.data())
 def test_at_any_operation(name: str, data: st.DataObject) -> None:
     first = data.draw(st.integers(1, operations(name, ROWS)))

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
+from tests.draws import generator
 from tests.faults.refusals import PARAMS, Loss, Old, make_batch, refused, saying
-from tests.strategies import generator
 
 
 STATISTICS = "normalises with the statistics of a whole batch"

@@ -9,8 +9,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
 from tests.faults.refusals import refused, saying
-from tests.strategies import generator
 
 
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))

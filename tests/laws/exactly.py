@@ -16,7 +16,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions
-from tests.strategies import generator
+from tests.draws import generator
 
 
 ROWS = 12  # the most rows for which the loss below stays exact

@@ -12,8 +12,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import generator
 from tests.laws.exactly import integers
-from tests.strategies import generator
 
 
 UNIT = Fraction(1, 2**24)  # u of float32

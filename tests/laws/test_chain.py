@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds, shapes, trees
+from tests.draws import examples, generator
 from tests.optimizers import Count, Polyak, Torchs, by_name, clones, leaves, make_params, normal
-from tests.strategies import every, generator
 
 
 def clipped_by_torch(grads: list[Tensor], max_norm: float, foreach: bool) -> list[Tensor]:
@@ -171,7 +171,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", GROUPS)
-@every(4)
+@examples(1 / 4)
 @given(seeds(), st.booleans())
 def test_a_partition_is_torch_with_groups(name: str, seed: int, donate: bool) -> None:
     make, cls, rest, bias = GROUPS[name]

@@ -21,7 +21,7 @@ from pureaccum.testing import (
 from pureaccum.testing._check.subject import cast, computing_in, ways
 from pureaccum.testing._check.trials import Bound, Outcome, Result, Trial, errors, shrunk
 from pureaccum.testing.strategies import KINDS, losses, reduction
-from tests.strategies import every
+from tests.draws import examples
 
 
 W = torch.tensor([1.0, -2.0, 0.5])
@@ -40,7 +40,7 @@ def report_of(loss, params=W, batch=X, **knobs):
 # The verdict ------------------------------------------------------------------------------
 
 
-@every(4)
+@examples(1 / 4)
 @given(model=models, kind=st.sampled_from(KINDS), seed=st.integers(0, 99))
 def test_a_loss_that_fits_fits_whatever_the_seed(model, kind, seed):
     """Where the arithmetic is exact the error is zero, but for the one division of a mean."""
@@ -54,7 +54,7 @@ def test_a_loss_that_fits_fits_whatever_the_seed(model, kind, seed):
         assert not any(leaf.error for leaf in report.leaves)
 
 
-@every(4)
+@examples(1 / 4)
 @given(model=models, seed=st.integers(0, 99), exponent=st.integers(-20, -6))
 def test_the_smallest_real_difference_is_seen(model, seed, exponent):
     """A microbatch of one row that counts 2**-20 too much: a hundred times the bound."""

@@ -34,7 +34,7 @@ from pureaccum.testing._check.trials import (
     trial_of,
     whole_batch,
 )
-from tests.strategies import generator
+from tests.draws import generator
 
 
 W = torch.tensor([1.0, -2.0, 0.5])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, pieces, seeds
+from tests.draws import examples, generator
 from tests.laws.exactly import (
     WEIGHTED,
     Loss,
@@ -22,7 +23,6 @@ from tests.laws.exactly import (
     row_losses,
     sizes,
 )
-from tests.strategies import every, generator
 
 
 engines = st.sampled_from(["func", "autograd"])
@@ -159,7 +159,7 @@ def test_the_order_of_dict_keys_does_not_matter(
     assert_trees_bitwise_equal(grads, {order[name]: {name: expected[name]} for name in names})
 
 
-@every(3)
+@examples(1 / 3)
 @given(seeds(), losses, st.integers(2, 12), st.data())
 def test_vmap_of_the_engine_is_a_loop_of_the_engine(
     seed: int, loss: Loss, rows: int, data: st.DataObject

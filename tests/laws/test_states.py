@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds, trees
+from tests.draws import examples, generator
 from tests.optimizers import Counted
 from tests.states import FN, STATES, a_row, batch_of, full_step
-from tests.strategies import every, generator
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -141,7 +141,7 @@ leaf = st.builds(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@every(8)
+@examples(1 / 8)
 @given(
     params=trees(leaf),
     scale=st.sampled_from(SCALES),

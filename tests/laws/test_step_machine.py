@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.laws.exactly import copied
-from tests.strategies import every, generator
 
 
 ROOT_U64 = 2.0**-26.5
@@ -368,4 +368,4 @@ class Training(RuleBasedStateMachine):
 
 
 TestTraining = Training.TestCase
-TestTraining.settings = settings(every(2), stateful_step_count=12)
+TestTraining.settings = settings(examples(1 / 2), stateful_step_count=12)

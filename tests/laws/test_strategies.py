@@ -40,7 +40,7 @@ from pureaccum.testing.strategies import (
     trees,
     weights,
 )
-from tests.strategies import every, few
+from tests.draws import examples, few
 
 
 def smallest(strategy: st.SearchStrategy[Any], shows: Callable[[Any], Any]) -> Any:
@@ -439,7 +439,7 @@ def test_a_last_microbatch_that_nobody_looks_at() -> None:
 # Losses ----------------------------------------------------------------------------------
 
 
-@every(2)
+@examples(1 / 2)
 @given(few, st.data())
 def test_a_model_is_exact_and_has_what_it_promises(rows: int, data: st.DataObject) -> None:
     """In float32 and in float64: the same numbers. Bits under any history are in tests/exact."""

@@ -12,9 +12,9 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.laws.exactly import integers, same
 from tests.parity.models import MODELS, problem
-from tests.strategies import every, generator
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-@every(20)
+@examples(1 / 20)
 @example(seed=1, rows=7, beyond=0)  # sevenths are rounded
 @given(seed=seeds(), rows=st.integers(1, 7), beyond=st.sampled_from([None, 0, 1, 100]))
 def test_a_batch_that_is_not_cut_is_torch_func_bit_for_bit(
@@ -54,7 +54,7 @@ OTHER_FORMULA = {
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("op", OTHER_FORMULA.values(), ids=OTHER_FORMULA)
-@every(20)
+@examples(1 / 20)
 @given(seed=seeds())
 def test_else_it_is_backward_bit_for_bit(op: Any, engine: Any, seed: int) -> None:
     """torch.func records the backward pass, for which torch has another formula of these.
@@ -87,7 +87,7 @@ ARGNUMS = (0, 2, -1, (0,), (2, 0), (-2, -4), (0, 2, 3))
 @pytest.mark.parametrize("size", [None, 3, 8])
 @pytest.mark.parametrize("argnums", ARGNUMS, ids=str)
 @given(seeds())
-@every(6)
+@examples(1 / 6)
 def test_argnums(argnums: Any, size: int | None, seed: int) -> None:
     """An int gives a tree and a tuple a tuple, in its own order; eight exact rows give the bits."""
     g = generator(seed)
@@ -98,7 +98,7 @@ def test_argnums(argnums: Any, size: int | None, seed: int) -> None:
 
 @pytest.mark.parametrize("batch_argnums", [1, -2, (1, 2), (-2, -1), (2, 1)], ids=str)
 @given(seeds(), st.integers(1, 8))
-@every(6)
+@examples(1 / 6)
 def test_batch_argnums(batch_argnums: Any, seed: int, size: int) -> None:
     """Which arguments are cut; the others, and keywords, are handed on whole."""
     several = isinstance(batch_argnums, tuple)

@@ -13,9 +13,9 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples
 from tests.faults.refusals import refused
 from tests.laws.exactly import RATIO, ROWS, copied, full_batch, make_batch, make_params
-from tests.strategies import every
 
 
 def _gradient(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
@@ -66,7 +66,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 @forms
-@every(4)
+@examples(1 / 4)
 @given(seeds(), st.integers(2, ROWS), st.integers(1, ROWS), st.sampled_from(["mean", "sum"]))
 @example(0, 7, 1, "mean")
 def test_a_ratio_whose_denominator_is_elsewhere(
@@ -180,7 +180,7 @@ def test_weighted_is_scaled_by_numbers_alone(factor: Any) -> None:
 # Division ----------------------------------------------------------------------------------
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), st.integers(1, 7), st.sampled_from([torch.complex64, torch.complex128]))
 def test_complex_sums_are_divided_as_pairs(seed: int, size: int, dtype: torch.dtype) -> None:
     """In every form: torch's own complex division has other bits."""

@@ -19,7 +19,7 @@ from pureaccum._pure.batch_norm import Share, merged_shares, moments_of, share_o
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, merge_trees, seeds
 from tests.bounds.rounding import UNIT, gamma
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 
 
 ROWS, CHANNELS = 12, 3
@@ -81,7 +81,7 @@ def distance(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 
 @shapes
-@every(2)
+@examples(1 / 2)
 @given(st.data(), seeds(), st.sampled_from([0.0, 3.0]))
 def test_in_float64_it_is_the_full_batch_s(
     shape: Any, data_: st.DataObject, seed: int, shift: float
@@ -110,7 +110,7 @@ def test_a_thousand_deviations_from_zero(shape: Any, size: int) -> None:
 
 
 @dtypes
-@every(2)
+@examples(1 / 2)
 @given(
     compositions(ROWS).flatmap(lambda sizes: st.tuples(st.just(sizes), merge_trees(len(sizes)))),
     seeds(),
@@ -163,7 +163,7 @@ def test_sums_of_squares_would_not_do() -> None:
 
 @dtypes
 @shapes
-@every(4)
+@examples(1 / 4)
 @given(st.data(), seeds(), st.sampled_from([0.0, 1000.0]), st.sampled_from([0.1, 0.75, 1.0]))
 def test_running_statistics_are_the_full_batch_s(
     dtype: torch.dtype,

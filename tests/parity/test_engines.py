@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples
 from tests.parity.models import MODELS, Problem, problem
-from tests.strategies import every
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -44,7 +44,7 @@ def by_hand(given_: Problem, loss: Any, parts: Any, weights: Any) -> Any:
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-@every(20)
+@examples(1 / 20)
 @example(seed=1, rows=7, size=3)
 @given(seed=seeds(), rows=st.integers(2, 8), size=st.integers(1, 7))
 def test_means(
@@ -66,7 +66,7 @@ def test_means(
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("name", MODELS)
-@every(30)
+@examples(1 / 30)
 @example(seed=1, rows=7, size=2)
 @given(seed=seeds(), rows=st.integers(1, 8), size=st.integers(1, 8))
 def test_weighted(name: str, nonfinite: str, seed: int, rows: int, size: int) -> None:

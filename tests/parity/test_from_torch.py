@@ -14,9 +14,9 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.faults.refusals import refused
 from tests.optimizers import Torchs, clones, leaves, normal
-from tests.strategies import every, generator
 
 
 STEPS = 7
@@ -144,7 +144,7 @@ def assert_held(got: Any, want: Any) -> None:
 
 @pytest.mark.parametrize(("cls", "settings"), CASES)
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
-@every(20)
+@examples(1 / 20)
 @given(seeds())
 def test_the_bits_of_the_class(cls: Any, settings: Any, donate: bool, seed: int) -> None:
     random = generator(seed)

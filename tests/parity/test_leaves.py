@@ -11,8 +11,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.laws.exactly import copied
-from tests.strategies import every, generator
 
 
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
@@ -28,7 +28,7 @@ def whole(g: torch.Generator, *shape: int) -> Tensor:
 @engines
 @widths
 @policies
-@every(20)
+@examples(1 / 20)
 @example(seed=1, rows=5, size=2)
 @given(seed=seeds(), rows=st.integers(2, 6), size=st.integers(1, 5))
 def test_complex_parameters(

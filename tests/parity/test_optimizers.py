@@ -16,8 +16,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
 from tests.optimizers import COMBINATIONS, Torchs, clones, leaves, normal
-from tests.strategies import every, generator
 
 
 STEPS = 10
@@ -147,7 +147,7 @@ def check(
 
 @COMBINATIONS
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@every(15)
+@examples(1 / 15)
 @given(st.data(), rates, seeds(), st.booleans(), st.booleans())
 def test_every_combination_of_flags_has_the_bits_of_the_class(
     name: str,

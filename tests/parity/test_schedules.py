@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler as torchs
 
 import pureaccum as pa
 from pureaccum._optim.schedules import Schedule, rate_at
+from tests.draws import examples
 from tests.optimizers import Copies
-from tests.strategies import every
 
 
 rates = st.floats(1e-8, 1e3)
@@ -177,7 +177,7 @@ def test_in_one_graph(name: str) -> None:
 
 
 @KINDS
-@every(5)
+@examples(1 / 5)
 @given(st.floats(0.1, 10.0))
 def test_the_derivative_with_respect_to_the_peak(name: str, peak: float) -> None:
     """A rate is linear in its parts: the slope is the difference."""

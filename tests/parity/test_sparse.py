@@ -12,7 +12,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 
 
 VOCABULARIES = (6, 2**16)  # 4 columns of float32: the latter is 1 MiB, and added by a hook
@@ -46,7 +46,7 @@ def make(seed: int, vocabulary: int, rows: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @every_case
-@every(20)
+@examples(1 / 20)
 @example(seed=1, rows=6, size=2)
 @given(seed=seeds(), rows=st.integers(1, 6), size=st.integers(1, 6))
 def test_sparse_gradients_are_summed_as_dense_ones(

@@ -13,8 +13,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests import optimizers
+from tests.draws import generator
 from tests.purity.calls import ENGINES, NONFINITE
-from tests.strategies import generator
 
 
 KEY = pa.key(3)

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import generator
 from tests.purity.calls import BoomError
 from tests.purity.collating import Embedding
 from tests.purity.networks import Checkpointed, Tied
 from tests.purity.test_functional import Twice
-from tests.strategies import generator
 
 
 T = TypeVar("T")

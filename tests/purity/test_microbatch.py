@@ -19,8 +19,8 @@ from torch.nn.functional import dropout
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import compositions
+from tests.draws import examples
 from tests.purity.calls import BoomError, Explodes
-from tests.strategies import every
 
 
 ROWS = 6
@@ -214,7 +214,7 @@ def test_a_module_that_holds_other_parameters_by_then() -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
-@every(2)
+@examples(1 / 2)
 @given(st.integers(0, 2**31), compositions(ROWS))
 def test_it_draws_the_same_again(order: int, seed: int, sizes: list[int]) -> None:
     """Masks double or drop, so all is exact; those of the way forward are those of a derivative.

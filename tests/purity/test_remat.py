@@ -13,8 +13,8 @@ from torch.func import functional_call, grad
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
 from tests.faults.refusals import Old
-from tests.strategies import generator
 
 
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))

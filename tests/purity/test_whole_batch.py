@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.bounds import resnets
-from tests.strategies import generator
+from tests.draws import generator
 
 
 X = torch.randn(6, 4, generator=generator(0))

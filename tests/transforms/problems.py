@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
-from tests.strategies import generator
+from tests.draws import generator
 
 
 U64 = 2.0**-53

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 
 
 BOUND = 2.0**-26  # sqrt(u) of float64: half of its digits, for what is ill-conditioned
@@ -177,7 +177,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("around", AROUND)
-@every(6)
+@examples(1 / 6)
 @given(st.sampled_from([1, 2, 3, [1, 4], 5]), st.sampled_from(["all", "the last"]), seeds())
 def test_a_captured_tensor(body: str, around: str, size: Any, where: str, seed: int) -> None:
     """In all microbatches, or in the last alone: an expert that the others do not need."""

@@ -5,8 +5,8 @@ import torch
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
 from tests.laws.exactly import SUM, WEIGHTED, Loss, full_batch, make_batch, make_params
-from tests.strategies import generator
 
 
 @pytest.mark.parametrize(("loss", "nonfinite"), [(SUM, "propagate"), (WEIGHTED, "skip")])

@@ -15,7 +15,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum._step.compiled import CompileError
 from pureaccum.testing import assert_trees_bitwise_equal
-from tests.strategies import generator
+from tests.draws import generator
 from tests.transforms.test_compiled_step import counting, pair
 from tests.transforms.test_step import leaves
 

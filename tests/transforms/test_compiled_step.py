@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 from tests.transforms.test_step import (
     WARMUP,
     assert_close,
@@ -95,7 +95,7 @@ FULL = pair(
 )
 
 
-@every(3)
+@examples(1 / 3)
 @given(
     st.integers(0, 100),
     st.lists(st.sets(st.integers(0, 6), max_size=4), min_size=1, max_size=3),

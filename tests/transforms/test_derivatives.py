@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from tests.strategies import every
+from tests.draws import examples
 from tests.transforms.problems import TRANSFORMS, Problem, jvp, make, problems, tangent
 
 
@@ -18,14 +18,14 @@ each = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__
 
 
 @each
-@every(3)
+@examples(1 / 3)
 @given(problems)
 def test_one_transform(transform: Any, problem: Problem) -> None:
     problem.check(transform)
 
 
 @each
-@every(6)
+@examples(1 / 6)
 @given(problems)
 def test_one_transform_of_a_stream(transform: Any, problem: Problem) -> None:
     """Through several updates and a merge; ``donate`` is without effect under a transform."""
@@ -33,7 +33,7 @@ def test_one_transform_of_a_stream(transform: Any, problem: Problem) -> None:
 
 
 @each
-@every(6)
+@examples(1 / 6)
 @given(problems)
 def test_one_transform_of_the_value(transform: Any, problem: Problem) -> None:
     problem.check(transform, "value")
@@ -41,14 +41,14 @@ def test_one_transform_of_the_value(transform: Any, problem: Problem) -> None:
 
 @pytest.mark.parametrize("inner", TRANSFORMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("outer", TRANSFORMS, ids=lambda f: f.__name__)
-@every(30)
+@examples(1 / 30)
 @example(make("weighted", "skip", 1, 5, 2))
 @given(problems)
 def test_two_transforms(outer: Any, inner: Any, problem: Problem) -> None:
     problem.check(lambda f: outer(inner(f)))
 
 
-@every(6)
+@examples(1 / 6)
 @given(problems)
 def test_hessian_of_the_value_is_jacobian_of_the_gradient(problem: Problem) -> None:
     problem.check(torch.func.hessian, "value")
@@ -56,7 +56,7 @@ def test_hessian_of_the_value_is_jacobian_of_the_gradient(problem: Problem) -> N
     problem.check(torch.func.jacfwd)
 
 
-@every(6)
+@examples(1 / 6)
 @given(problems)
 def test_the_hessian_vector_product_that_the_documentation_names(problem: Problem) -> None:
     """``jvp(pa.grad(f))`` is the microbatched Hessian times a vector."""

@@ -18,9 +18,9 @@ from torch.func import vmap
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds, trees
+from tests.draws import examples, generator, take
 from tests.faults.refusals import refused
 from tests.laws import exactly
-from tests.strategies import every, generator, take
 from tests.transforms.test_step import assert_close, leaves, loss, make_batch, make_params, member
 
 
@@ -110,7 +110,7 @@ def divided(lr: float) -> Any:
 
 
 @pytest.mark.parametrize("rule", [pa.adamw, divided], ids=["adamw", "divided"])
-@every(4)
+@examples(1 / 4)
 @given(seeds(), st.sampled_from([None, 1, 2]), st.booleans())
 def test_seeds_rates_orders_and_scales(rule: Any, seed: int, size: Any, noise: bool) -> None:
     """Each member beside a step that was made for it alone, on the data in its own order."""
@@ -136,7 +136,7 @@ def test_seeds_rates_orders_and_scales(rule: Any, seed: int, size: Any, noise: b
     assert many.samples.tolist() == [12] * MEMBERS
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), exactly.losses, st.integers(1, 12), st.data())
 def test_exact_steps_are_those_of_the_loop(seed: int, case: Any, size: int, data: Any) -> None:
     """Rates and scales that are powers of two: in bits, in an ensemble of any number."""
@@ -177,7 +177,7 @@ def test_masks_are_each_members_own() -> None:
         before = infos.aux
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), st.integers(0, MEMBERS - 1), st.booleans(), st.integers(1, 4))
 def test_one_member_overflows_and_no_other_notices(
     seed: int, bad: int, poison: bool, size: int

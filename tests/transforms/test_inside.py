@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
-from tests.strategies import every
+from tests.draws import examples
 from tests.transforms.problems import Problem, make, policies, problems, total
 
 
-@every(3)
+@examples(1 / 3)
 @given(problems, st.integers(1, 8))
 def test_an_adapted_loss_differentiated_by_pa_grad(problem: Problem, outer_size: int) -> None:
     """Inner steps over one batch, an outer gradient over another: microbatched both, as MAML."""
@@ -39,7 +39,7 @@ def test_an_adapted_loss_differentiated_by_pa_grad(problem: Problem, outer_size:
     )
 
 
-@every(3)
+@examples(1 / 3)
 @given(problems)
 def test_a_penalty_on_the_gradient_norm(problem: Problem) -> None:
     """grad of ``|pa.grad|**2``: twice the Hessian times the gradient."""
@@ -68,7 +68,7 @@ def test_a_penalty_on_the_gradient_norm(problem: Problem) -> None:
 rowwise = st.builds(make, st.just("mean"), policies, seeds(), st.integers(1, 7), st.integers(1, 8))
 
 
-@every(3)
+@examples(1 / 3)
 @given(rowwise)
 def test_per_sample_gradients(problem: Problem) -> None:
     """vmap(pa.grad) over rows is vmap(torch.func.grad), and its mean is pa.grad of the batch."""
@@ -83,7 +83,7 @@ def test_per_sample_gradients(problem: Problem) -> None:
     problem.compare(problem.gradient(problem.params, problem.batch), mean, scaled)
 
 
-@every(3)
+@examples(1 / 3)
 @given(rowwise)
 def test_a_loss_that_maps_over_its_rows(problem: Problem) -> None:
     def loss(params: Any, batch: Any) -> Any:

@@ -14,8 +14,8 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
+from tests.draws import examples
 from tests.laws.exactly import WEIGHTED, Loss, full_batch, losses, make_batch, make_params
-from tests.strategies import every
 
 
 MEMBERS = 3
@@ -29,7 +29,7 @@ def without(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor
     return {k: torch.cat([column[:start], column[stop:]]) for k, column in batch.items()}
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), losses, st.integers(2, 12), st.data(), st.booleans())
 def test_a_fault_in_one_member(
     seed: int, loss: Loss, rows: int, data: st.DataObject, masked: bool
@@ -68,7 +68,7 @@ def test_a_gradient_in_one_member_may_be_nan_where_its_loss_is_not(members: list
     assert_trees_bitwise_equal(torch.func.vmap(gradient, (None, 0))(torch.tensor(1.0), x), expected)
 
 
-@every(4)
+@examples(1 / 4)
 @given(seeds(), losses, st.integers(2, 12), st.integers(1, 4), st.integers(0, MEMBERS - 1))
 def test_a_fault_propagates_in_its_member_alone(
     seed: int, loss: Loss, rows: int, size: int, bad: int
@@ -92,7 +92,7 @@ def test_a_fault_propagates_in_its_member_alone(
             assert values[i].isnan()
 
 
-@every(2)
+@examples(1 / 2)
 @given(seeds(), losses, st.integers(1, 3), st.integers(0, 3), st.integers(0, MEMBERS - 1))
 def test_a_stream_of_stacked_states(
     seed: int, loss: Loss, size: int, poisoned: int, bad: int
@@ -123,7 +123,7 @@ def test_a_stream_of_stacked_states(
     assert state.skipped[bad] == (loss.weight(parts[poisoned][bad]) != 0)
 
 
-@every(4)
+@examples(1 / 4)
 @given(seeds(), losses, st.integers(2, 12), st.data())
 def test_donation_is_without_effect(seed: int, loss: Loss, rows: int, data: st.DataObject) -> None:
     """Under a transform nothing is taken over: the old state lives, and the result is the same."""

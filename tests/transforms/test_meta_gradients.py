@@ -21,7 +21,7 @@ from torch.func import grad, jacfwd, jvp
 
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 from tests.transforms.problems import U64, Problem, tangent
 
 
@@ -150,7 +150,7 @@ def check(ours: Outer, theirs: Outer, at: Given) -> None:
 
 
 @wraps
-@every(2)
+@examples(1 / 2)
 @given(seeds(), st.sampled_from([None, 1, [2, 3], 2, ROWS + 3]), st.booleans())
 def test_through_updates_by_hand(wrap: Any, seed: int, size: Any, skip: bool) -> None:
     at, batches = make(seed)
@@ -167,7 +167,7 @@ RULES = {
 
 @wraps
 @pytest.mark.parametrize("rule", RULES)
-@every(4)
+@examples(1 / 4)
 @given(seeds(), st.sampled_from([None, 1, 2, ROWS + 3]), st.booleans())
 def test_through_steps(wrap: Any, rule: str, seed: int, size: Any, scaled: bool) -> None:
     make_rule, by_hand = RULES[rule]

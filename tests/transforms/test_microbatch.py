@@ -22,8 +22,8 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, seeds
 from tests.bounds.coupled import FAMILIES, batch_of, params_of, pieces
+from tests.draws import examples, generator
 from tests.laws.exactly import integers
-from tests.strategies import every, generator
 from tests.transforms.problems import TRANSFORMS
 
 
@@ -99,7 +99,7 @@ def test_the_map_of_a_cut_is_the_cut_of_the_map(cut: Any, seed: int, dims: Any) 
 
 @pytest.mark.parametrize("order", [2, 3])
 @pytest.mark.parametrize("by", ["func", "backward"])
-@every(2)
+@examples(1 / 2)
 @given(cuts, seeds())
 def test_derivatives_of_higher_order_in_bits(order: int, by: str, cut: Any, seed: int) -> None:
     """With respect to what is shared and to rows, by torch.func and by autograd."""
@@ -223,7 +223,7 @@ def uncut(func: Any, _size: Any, **_: Any) -> Any:
 
 
 @pytest.mark.parametrize(("outer", "inner"), PAIRS)
-@every(6)
+@examples(1 / 6)
 @given(st.sampled_from(FORMS), cuts, seeds())
 def test_every_nest_of_two(outer: str, inner: str, form: str, cut: Any, seed: int) -> None:
     args = double(seed)
@@ -232,7 +232,7 @@ def test_every_nest_of_two(outer: str, inner: str, form: str, cut: Any, seed: in
 
 
 @pytest.mark.parametrize("outer", FUNC)
-@every(3)
+@examples(1 / 3)
 @given(st.data(), st.sampled_from(FORMS), cuts, seeds())
 def test_nests_of_three(outer: str, data: st.DataObject, form: str, cut: Any, seed: int) -> None:
     names = *data.draw(st.tuples(*[st.sampled_from(FUNC)] * 2)), outer
@@ -251,7 +251,7 @@ def test_nests_of_three(outer: str, data: st.DataObject, form: str, cut: Any, se
 @pytest.mark.parametrize("transform", TRANSFORMS[:6], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("by", ["grad", "value"])
 @pytest.mark.parametrize("name", ["contrastive", "experts", "batch_norms"])
-@every(20)
+@examples(1 / 20)
 @given(seeds(), cuts)
 def test_a_transform_of_a_loss(transform: Any, by: str, name: str, seed: int, cut: Any) -> None:
     """By ``pa.grad`` and ``pa.value``: ``jvp`` is a Hessian product, ``grad`` a meta-gradient."""

@@ -16,7 +16,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.strategies import every
+from tests.draws import examples
 from tests.transforms.problems import TRANSFORMS, Problem, kinds, make, total, weight
 
 
@@ -73,7 +73,7 @@ def addend(problem: Problem, what: str, i: int) -> Any:
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("what", WHAT)
-@every(7)
+@examples(1 / 7)
 @given(problem=problems)
 def test_one_transform(transform: Any, what: str, problem: Problem) -> None:
     args = problem.params, problem.batch

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
-from tests.strategies import every, generator
+from tests.draws import examples, generator
 
 
 ROOT_U64 = 2.0**-26.5
@@ -209,7 +209,7 @@ def with_rate(opt_state: Any, rate: float) -> Any:
     return tuple(with_rate(state, rate) for state in opt_state)
 
 
-@every(4)
+@examples(1 / 4)
 @given(
     seeds(),
     optimizers,
@@ -324,7 +324,7 @@ def after_two_steps(rule: Any, size: int | None, knobs: dict[str, Any]) -> Calla
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@every(10)
+@examples(1 / 10)
 @given(
     seed=seeds(),
     size=st.sampled_from([None, 1, 2]),

@@ -1,4 +1,4 @@
-"""A loss whose gradients are given, over a tree with every kind of leaf.
+"""A linear loss, whose gradients are known, over a tree with every kind of leaf.
 
 The gradient of row i is ``s[i] * first + t[i] * second``, each leaf being used twice; of a
 weighted loss, ``mask[i]`` times that. ``sound[i, k] = 0`` makes the gradient of leaf k NaN
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from tests.strategies import generator
+from tests.draws import generator
 
 
 Batch = dict[str, Tensor]
@@ -55,7 +55,7 @@ def _pattern(seed: int) -> dict[str, Tensor]:
 FIRST, SECOND = _pattern(1), _pattern(2)
 
 
-def given_batch(seed: int, rows: int = ROWS) -> Batch:
+def linear_batch(seed: int, rows: int = ROWS) -> Batch:
     random = generator(seed)
     s, t = (torch.randint(-7, 16, (rows,), generator=random).float() for _ in range(2))
     mask = torch.randint(-2, 4, (rows,), generator=random).relu().float()
@@ -63,7 +63,7 @@ def given_batch(seed: int, rows: int = ROWS) -> Batch:
     return {"s": s, "t": t, "mask": mask, "sound": sound, "offset": torch.zeros(rows)}
 
 
-def given_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.Weighted]:
+def linear_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.Weighted]:
     def total(params: dict[str, Tensor], s: Tensor, t: Tensor, batch: Batch) -> Tensor:
         loss = s.sum() + batch["offset"].sum()
         for name, leaf in params.items():
@@ -86,7 +86,7 @@ def given_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.We
     return loss
 
 
-def given_sums(kind: str, batch: Batch, counted: Tensor | None = None) -> dict[str, Tensor]:
+def gradient_sums(kind: str, batch: Batch, counted: Tensor | None = None) -> dict[str, Tensor]:
     """The sum of the gradients of the rows that count, in the dtypes of an accumulator."""
     by = batch["mask"] if kind == "weighted" else torch.ones(len(batch["s"]))
     if counted is not None:

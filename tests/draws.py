@@ -1,4 +1,4 @@
-"""What the tests themselves draw with; strategies are in pureaccum.testing.strategies."""
+"""How many examples the properties of these tests draw, and small things to draw and to cut."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,9 +14,13 @@ few = st.integers(1, 12)
 powers_of_two = st.sampled_from([1, 2, 4, 8, 16])
 
 
-def every(share: int) -> settings:
-    """The profile's examples divided by ``share``, for properties that are dear to check."""
-    return settings(max_examples=max(1, settings.default.max_examples // share))
+FEWEST = 25  # examples of any property, under every profile that draws so many at all
+
+
+def examples(share: float) -> settings:
+    """A share of the profile's examples, for properties that are dear to check."""
+    most = settings.default.max_examples
+    return settings(max_examples=max(round(share * most), FEWEST if most >= FEWEST else 1))
 
 
 def generator(seed: int) -> torch.Generator:
