@@ -10,7 +10,7 @@ from hypothesis import given
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._core.auto_size import counting
+from pureaccum._core.auto_size import by_memory, counting
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import examples, few, generator
 from tests.faults.refusals import saying
@@ -293,3 +293,16 @@ def test_knobs_of_transforms_are_checked_at_once() -> None:
 
 def mean(params: Tensor, batch: Tensor) -> Tensor:
     return (params * batch).mean()
+
+
+def test_a_size_is_proven_up_to_the_longest_batch_that_it_took() -> None:
+    """A batch also takes memory for its length: what a short one took is not proven for a long."""
+
+    def run(size: int, batch: Tensor) -> int:
+        held = torch.empty(size * 10 + len(batch), dtype=torch.uint8)
+        return size if held.numel() else 0
+
+    found = by_memory(run, lambda batch: (batch, ()), budget=170)
+    assert found(torch.empty(100)) == 6
+    assert found(torch.empty(8)) == 8
+    assert found(torch.empty(100)) == 4  # of 8, 180 bytes would be alive

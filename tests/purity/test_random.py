@@ -116,3 +116,21 @@ def test_a_checkpoint_recomputes_with_the_masks_that_it_drew() -> None:
     grads = pa.grad(checkpointed, microbatch_size=3, reduction="sum", engine="autograd")(w, x)
     assert torch.equal(grads, expected)
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_captured_tensor_that_requires_a_gradient_costs_no_second_draw() -> None:
+    """A whole batch is computed once more where its gradients are to have a graph."""
+    w, x = torch.tensor([1.0, -2.0, 3.0]), torch.arange(1.0, 13.0).view(4, 3)
+    captured = torch.tensor(2.0, requires_grad=True)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return captured * squares(w, x)
+
+    torch.manual_seed(1)
+    grads = pa.grad(loss)(w, x)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(grads, torch.func.grad(loss)(w, x))
+    assert torch.equal(after, torch.get_rng_state())
+    grads.sum().backward()
+    assert captured.grad is not None
