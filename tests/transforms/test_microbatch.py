@@ -8,7 +8,7 @@ two graphs of one function.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import pytest
@@ -299,3 +299,33 @@ def test_inside_of_a_user_s_compiler_it_is_one_graph(way: str) -> None:
     f = grad(loss) if way == "func" else loss
     torch.compiler.reset()
     near(run(torch.compile(f, backend="eager", fullgraph=True)), run(f))
+
+
+class Product(torch.autograd.Function):
+    """Remembers which of its factors a gradient was asked for."""
+
+    asked: ClassVar[set[tuple[bool, ...]]] = set()
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        Product.asked.add(ctx.needs_input_grad)
+        a, b = ctx.saved_tensors
+        return cotangent * b, cotangent * a
+
+
+@pytest.mark.parametrize(("reduce", "out"), [("sum", Tensor.sum), ("concat", Tensor.clone)])
+def test_no_gradient_is_taken_of_what_needs_none(reduce: str, out: Any) -> None:
+    """Neither on the way, of a sum, nor in the backward pass."""
+    f = pa.microbatch(lambda w, x: out(Product.apply(w, x)), microbatch_size=2, reduce=reduce)
+    w = torch.tensor(2.0, requires_grad=True)
+    Product.asked.clear()
+    f(w, torch.arange(4.0)).sum().backward()
+    assert Product.asked == {(True, False)}
