@@ -1,4 +1,13 @@
-"""The primitive, ``microbatch``, and the monoid: sums of gradients and of weights."""
+"""The monoid of sums of gradients and of weights, and the primitive: a function of rows.
+
+What a loss returns (``loss``) weighs something (``weights``); ``engines`` go forwards and back, and
+``microbatch_gradient`` adds the gradient of one microbatch to sums. Over a stream that is the
+``accumulator``, over a batch at hand ``whole_batch``, of which ``transforms`` makes ``grad``.
+``microbatch`` is the primitive, whose derivatives follow the ``rule`` and whose ``outputs`` are put
+together by the words of ``reductions``; ``remat`` is the same with one piece. A function that is
+run again sees what it saw (``recomputation``, ``called_modules``), and writes to nothing that is
+not its own (``writes``).
+"""
 
 from .accumulator import AccumState as AccumState
 from .accumulator import Accumulator as Accumulator
