@@ -250,6 +250,22 @@ def test_it_draws_the_same_again(order: int, seed: int, sizes: list[int]) -> Non
     assert_trees_bitwise_equal(*results)
 
 
+def test_a_function_that_cannot_be_run_again_draws_once() -> None:
+    """One with the parameters of a scripted module is recorded instead, from the beginning."""
+    scripted: Any = torch.jit.script(nn.Linear(3, 3))
+
+    def plain(w: Tensor, x: Tensor) -> Tensor:
+        return scripted(dropout(x * w, 0.5))
+
+    w, x = torch.ones(3, requires_grad=True), torch.ones(ROWS, 3)
+    torch.manual_seed(1)
+    out = pa.microbatch(plain, microbatch_size=4)(w, x)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert_trees_bitwise_equal(out, torch.cat([plain(w, part) for part in x.split(4)]))
+    assert torch.equal(after, torch.get_rng_state())
+
+
 def test_an_error_where_it_is_computed_again_puts_the_generator_back() -> None:
     """Where the way forward left it, and not in the middle of an earlier microbatch."""
     states: list[Tensor] = []
