@@ -25,7 +25,7 @@ from .._base import (
     without_history,
 )
 from .called_modules import call_watched, holding
-from .loss import Read, Shape, detached, known_to_all_ranks, read
+from .loss import Read, Shape, detached, known_to_all_ranks, read, read_again, tensors_of
 from .weights import LARGE, nothing_like
 
 
@@ -98,24 +98,25 @@ class Forward(NamedTuple):
 def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> Forward:
     shape: Shape | None = None
 
-    def on_primals(*primals: Tensor) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
+    def on_primals(*primals: Tensor) -> tuple[Tensor, list[Tensor]]:
         nonlocal shape
         for i, hook in hooks.items():
             primals[i].register_hook(_landing(hook, wrt.at(i)))
         seen, shape = read(loss(list(primals)), has_aux)
-        return seen.total, (seen.weight, seen.aux)
+        total, *rest = tensors_of(seen)
+        return total, rest
 
     mode = nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records)
     try:
         with mode:
             # pyright cannot tell the two lengths of vjp's result apart
-            total, vjp, (weight, aux) = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
+            total, vjp, rest = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
     except RuntimeError as error:
         advise_on_vjp(error)
         raise
     assert shape is not None
-    seen = Read(total, weight, aux)
-    seen = detached(seen) if wrt.records else seen
+    seen = read_again(total, rest, shape)
+    seen = detached(seen, shape) if wrt.records else seen
     # retain_graph=False frees activations as the pass goes. create_graph stays at its default:
     # False would silently drop second-order terms under an outer transform.
 
@@ -158,7 +159,8 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
     leaves = wrt.leaves
     with torch.enable_grad():
         out, held = call_watched(lambda: loss(leaves), wrt.recomputes, wrt.devices)
-        (total, weight, aux), shape = read(out, has_aux)
+        seen, shape = read(out, has_aux)
+        total = seen.total
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
         if not total.requires_grad:
@@ -187,7 +189,7 @@ def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) ->
             leaf.grad = None
         return new
 
-    return Forward(known_to_all_ranks(detached(Read(total, weight, aux))), shape, pull, push)
+    return Forward(known_to_all_ranks(detached(seen, shape)), shape, pull, push)
 
 
 PASSES = {"func": _by_func, "autograd": _by_autograd}

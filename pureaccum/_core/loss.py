@@ -103,6 +103,7 @@ class Shape(NamedTuple):
     """What a loss returned beside tensors, and no transform sees."""
 
     dtype: torch.dtype
+    weighted: bool
     aux: optree.PyTreeSpec | None
     static: list[Any]
 
@@ -126,17 +127,27 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
     leaves, spec = flatten(aux) if has_aux else ([], None)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    shape = Shape(total.dtype, spec, static)
+    shape = Shape(total.dtype, isinstance(loss, Weighted), spec, static)
     if total.dtype in (torch.float16, torch.bfloat16):
         total = total.float()  # 65536, a common loss scale, is inf in fp16
     return Read(total, weight, tensors), shape
 
 
-def detached(seen: Read) -> Read:
+def tensors_of(seen: Read) -> list[Tensor]:
+    """The total and all else in one list: of a deeper tree torch.func makes much work."""
+    weight = () if isinstance(seen.weight, tuple) else (seen.weight,)
+    return [seen.total, *weight, *seen.aux]
+
+
+def read_again(total: Tensor, rest: list[Tensor], shape: Shape) -> Read:
+    """A loss as it was read, from what ``tensors_of`` gave."""
+    return Read(total, rest[0], rest[1:]) if shape.weighted else Read(total, (), rest)
+
+
+def detached(seen: Read, shape: Shape) -> Read:
     """A loss without what autograd recorded of it."""
-    weight = [] if isinstance(seen.weight, tuple) else [seen.weight]
-    total, *rest = without_history([seen.total, *weight, *seen.aux])
-    return Read(total, rest.pop(0) if weight else (), rest)
+    total, *rest = without_history(tensors_of(seen))
+    return read_again(total, rest, shape)
 
 
 def known_to_all_ranks(seen: Read) -> Read:

@@ -176,7 +176,7 @@ def enter(
         finite=None,
         aux=join_aux(seen.aux, shape),
         dtype=shape.dtype,
-        weighted=isinstance(seen.weight, Tensor),
+        weighted=shape.weighted,
     )
 
 
