@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
+from tests.faults.refusals import (
+    PARAMS,
+    RECEIVERS,
+    Loss,
+    Receiver,
+    make_batch,
+    receivers,
+    refused,
+    squares,
+)
+from tests.tables import each_once
 
 
 X = make_batch()["x"]
@@ -51,8 +61,7 @@ UNCOUNTED = {
 }
 
 
-@receivers()
-@pytest.mark.parametrize(("batch", "error", "words"), UNCUT.values(), ids=UNCUT)
+@each_once("to, batch, error, words", RECEIVERS, UNCUT)
 def test_a_leaf_that_cannot_be_cut(to: Receiver, batch: Any, error: Any, words: Any) -> None:
     loss = Loss(squares)
     named = (to.batch + words[0], *words[1:])
@@ -151,9 +160,18 @@ def a_value(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
     return lambda batch: pa.grad_and_value(loss, reduction="sum", **knobs)(PARAMS, batch)[1]
 
 
-@pytest.mark.parametrize(("root", "run"), CUTTING.values(), ids=CUTTING)
-@pytest.mark.parametrize(("x", "words"), WHOLE.values(), ids=WHOLE)
-def test_a_tensor_that_torch_does_not_split(root: str, run: Any, x: Any, words: Any) -> None:
+UNCUTTING = {
+    "a value": a_value,
+    "a step": a_step,
+    "a stream": a_stream,
+    "a stream of a step": a_stream_of_a_step,
+}
+
+
+@each_once("root, run, x, words", CUTTING, WHOLE)
+def test_a_tensor_that_torch_does_not_split_is_refused(
+    root: str, run: Any, x: Any, words: Any
+) -> None:
     loss = Loss(scaled)
     first, *rest = words
     with refused(TypeError, f"{root}['x'] {first}", *rest, "microbatch_size=None", loss=loss):
@@ -161,14 +179,13 @@ def test_a_tensor_that_torch_does_not_split(root: str, run: Any, x: Any, words: 
 
 
 @pytest.mark.parametrize("x", [JAGGED, DENSE.to_sparse()])
-def test_nor_does_a_compiled_step(x: torch.Tensor) -> None:
+def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x: torch.Tensor) -> None:
     with refused(TypeError, "batch['x'] is a", f"layout {x.layout}"):
         a_step(scaled, microbatch_size=2, compile={"backend": "eager"})({"x": x})
 
 
-@pytest.mark.parametrize("whole", [a_value, a_step, a_stream, a_stream_of_a_step])
-@pytest.mark.parametrize("x", [x for x, _ in WHOLE.values()], ids=WHOLE)
-def test_is_taken_where_nothing_is_cut(x: Any, whole: Any) -> None:
+@each_once("x, whole", {name: x for name, (x, _) in WHOLE.items()}, UNCUTTING)
+def test_a_tensor_that_torch_does_not_split_is_taken_whole(x: Any, whole: Any) -> None:
     """By the engine that can, which the error of the other one names."""
     batch, knobs = {"x": x}, {}
     if (x.is_nested and x.layout != torch.jagged) or x.layout in COMPRESSED:

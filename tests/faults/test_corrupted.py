@@ -151,17 +151,18 @@ ODD = [*HUGE, *([x] for x in HUGE), [2**40] * 9, [0, 2**70], [1] * 99, [["a", 5 
 
 
 @pytest.mark.parametrize("field", ["shape", "dtype", "data_offsets", "more"])
-@pytest.mark.parametrize("value", ODD)
-def test_tensors_that_make_no_sense(path: Path, field: str, value: Any) -> None:
-    assert_refused(path, by_hand(lambda header, _: header["tree['w']"].update({field: value})))
+def test_tensors_that_make_no_sense(path: Path, field: str) -> None:
+    for value in ODD:
+        new = {field: value}
+        assert_refused(path, by_hand(lambda header, _, new=new: header["tree['w']"].update(new)))
 
 
 @pytest.mark.parametrize("field", ["strides", "dtype", "whole", "at", "more"])
-@pytest.mark.parametrize("value", ODD)
 @pytest.mark.parametrize("leaf", ["tree['w']", "tree['image']"])
-def test_notes_that_make_no_sense(path: Path, field: str, value: Any, leaf: str) -> None:
-    note = json.dumps({"strides": [24, 1, 8, 2], field: value})
-    assert_refused(path, by_hand(lambda _, metadata: metadata.update({leaf: note})))
+def test_notes_that_make_no_sense(path: Path, field: str, leaf: str) -> None:
+    for value in ODD:
+        new = {leaf: json.dumps({"strides": [24, 1, 8, 2], field: value})}
+        assert_refused(path, by_hand(lambda _, metadata, new=new: metadata.update(new)))
 
 
 @pytest.mark.parametrize(

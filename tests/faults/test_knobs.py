@@ -10,6 +10,7 @@ import torch
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
+from tests.tables import each_once
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -115,17 +116,13 @@ TAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("two", TWOS.values(), ids=TWOS)
-@pytest.mark.parametrize("name", TAKES)
-def test_whatever_has_an_index_is_an_int(name: str, two: Any) -> None:
-    _, takes = TAKES[name]
+@each_once("takes, two", {name: takes for name, (_, takes) in TAKES.items()}, TWOS)
+def test_whatever_has_an_index_is_an_int(takes: Any, two: Any) -> None:
     assert_trees_bitwise_equal(takes(two), takes(2))
 
 
-@pytest.mark.parametrize(("value", "came"), NONE.values(), ids=NONE)
-@pytest.mark.parametrize("name", TAKES)
-def test_and_nothing_else_is(name: str, value: Any, came: str) -> None:
-    root, takes = TAKES[name]
+@each_once("root, takes, value, came", TAKES, NONE)
+def test_what_has_no_index_is_no_int(root: str, takes: Any, value: Any, came: str) -> None:
     with refused(TypeError, f"{root} is {came}", "expected an int"):
         takes(value)
 
@@ -138,14 +135,14 @@ def test_a_microbatch_size_is_a_positive_int(make: Any, size: Any, error: Any) -
 
 
 @pytest.mark.parametrize(("size", "error"), [*SIZES, (None, TypeError)])
-def test_so_is_the_size_of_microbatches(size: Any, error: Any) -> None:
+def test_the_size_of_microbatches_is_a_positive_int(size: Any, error: Any) -> None:
     """Refused by the call, before the first ``next``."""
     with refused(error, f"size is {size!r}", "an int of at least 1", "rows"):
         pa.microbatches(make_batch(), size)
 
 
 @pytest.mark.parametrize(("k", "error"), [*SIZES, (None, TypeError)])
-def test_and_the_number_of_microbatches_in_a_window(k: Any, error: Any) -> None:
+def test_the_number_of_microbatches_in_a_window_is_a_positive_int(k: Any, error: Any) -> None:
     with refused(error, f"k is {k!r}", "an int of at least 1", "microbatches of a window"):
         pa.windows([1, 2, 3], k)
 
@@ -208,7 +205,9 @@ def test_nothing_is_both_differentiated_and_cut(make: Any, wrt: Any, cut: Any) -
 @makers("grad", "grad_and_value")
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize(("wrt", "cut"), [(0, -2), (-1, 1), ((0, -1), (1,))])
-def test_nor_when_it_is_counted_from_the_right(make: Any, size: Any, wrt: Any, cut: Any) -> None:
+def test_nothing_counted_from_the_right_is_both_differentiated_and_cut(
+    make: Any, size: Any, wrt: Any, cut: Any
+) -> None:
     """That can only be seen at the call, which is early enough."""
     loss, args = Loss(squares), (PARAMS, make_batch())
     with refused(ValueError, "argument", *BOTH, given=args, loss=loss):
@@ -247,7 +246,7 @@ def test_an_accumulator_does_not_cut_params(cut: Any) -> None:
 
 
 @pytest.mark.parametrize(("cut", "words"), [(-2, "params"), (4, "argument 4"), (-4, "argument -4")])
-def test_nor_when_counted_from_the_right(cut: Any, words: str) -> None:
+def test_an_accumulator_does_not_cut_params_counted_from_the_right(cut: Any, words: str) -> None:
     loss, batch = Loss(squares), make_batch()
     acc = pa.accumulator(loss, batch_argnums=cut)
     state = acc.init(PARAMS)
