@@ -3,6 +3,7 @@
 Exact data, and a learning rate and loss scales that are powers of two.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import optree
@@ -17,6 +18,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, ExactModel, compositions, losses, pieces, reduction
 from tests.draws import examples, few, powers_of_two, slices, take
 from tests.laws.exactly import copied, same
+from tests.tables import each_once
 
 
 scales = st.integers(-10, 60).map(lambda e: 2.0**e)
@@ -390,10 +392,15 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("buffers", ["freeze", "sequential", "pooled"])
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+KNOBS = {
+    f"{scaled}-{donate}-{buffers}": (scaled, donate, buffers)
+    for scaled, donate, buffers in itertools.product(
+        (False, True), (False, True), ("freeze", "sequential", "pooled")
+    )
+}
+
+
+@each_once("optimizer, scaled, donate, buffers", OPTIMIZERS, KNOBS)
 def test_a_step_not_applied_changes_no_bit(optimizer, scaled, donate, buffers):
     step = pa.make_step(
         with_buffers,

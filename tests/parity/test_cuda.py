@@ -12,6 +12,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.exactly import LOSSES, Loss, full_batch, make_batch, make_params
 from tests.parity.models import MODELS, problem
+from tests.tables import each_once
 
 
 pytestmark = pytest.mark.cuda
@@ -34,10 +35,12 @@ def on_cuda(tree: Any) -> Any:
     return optree.tree_map(lambda x: x.cuda(), tree)
 
 
-@engines
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-@pytest.mark.parametrize("size", [1, 3, 5, 11])
+@each_once(
+    "loss, size, nonfinite, engine",
+    {loss.name: loss for loss in LOSSES},
+    {f"{size} rows": size for size in (1, 3, 5, 11)},
+    {f"{e}-{n}": (n, e) for n in ("propagate", "skip", "raise") for e in ("func", "autograd")},
+)
 def test_the_full_batch_in_bits(loss: Loss, size: int, nonfinite: Any, engine: Any) -> None:
     params, batch = make_params(size), make_batch(size, 12)
     gradient = pa.grad(
