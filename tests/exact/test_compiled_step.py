@@ -83,8 +83,8 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
     [
         ("mean", "scan"),
         ("sum", "scan"),
-        pytest.param("weighted", "scan", marks=pytest.mark.nightly),
-        pytest.param("sum", "unrolled", marks=pytest.mark.nightly),
+        pytest.param("weighted", "scan", marks=pytest.mark.slow),
+        pytest.param("sum", "unrolled", marks=pytest.mark.slow),
         ("weighted", "unrolled"),
         ("mean", "loop"),
     ],
@@ -166,7 +166,7 @@ def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
     [
         ("scan", "propagate", False),
         ("scan", "skip", True),
-        pytest.param("loop", "skip", False, marks=pytest.mark.nightly),
+        pytest.param("loop", "skip", False, marks=pytest.mark.slow),
     ],
 )
 def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, keys: bool) -> None:
@@ -233,7 +233,7 @@ def test_groups_and_what_is_left_of_them_are_counted() -> None:
     assert "vmap" in GRAPHS[0]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_groups_of_microbatches_get_their_own_keys_and_weights() -> None:
     """Seven are three groups of two, in a scan, and one that is left; then there is a tail."""
     step, eager = (
@@ -290,7 +290,7 @@ def test_an_overflow_in_a_group_lowers_the_loss_scale() -> None:
 # A stream ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
     """In microbatches of any size; a window that was not donated can be gone on with."""
     ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)

@@ -211,7 +211,7 @@ def everything(k: Tensor, x: Tensor) -> list[Tensor]:
     return [key(-7), dropout(x, 0.3, k), dropout(x, 0.3, rows), *(d(k) for d in DRAWS.values())]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_one_graph() -> None:
     torch.compiler.reset()
     k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
@@ -219,7 +219,7 @@ def test_one_graph() -> None:
     assert_trees_bitwise_equal(compiled(k, x), everything(k, x))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_one_graph_of_a_map() -> None:
     torch.compiler.reset()
 

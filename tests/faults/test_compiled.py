@@ -227,7 +227,7 @@ def test_the_words_are_those_of_the_eager_step(name: str) -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_batch_norm_that_is_given_one_row() -> None:
     """After other numbers of rows have been compiled."""
     said = []
@@ -308,7 +308,7 @@ def tied(params: Any, batch: Any) -> Tensor:
     return ((batch["x"] @ params["a"] @ params["b"].T) ** 2).mean()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_tied_leaves_are_not_written_to_twice() -> None:
     step, eager = (
         make(pa.sgd(0.25, momentum=0.5), tied, donate=donate, compile=c)
@@ -325,7 +325,7 @@ def test_tied_leaves_are_not_written_to_twice() -> None:
     assert type(shared) is Donated
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_without_donation_no_memory_is_shared() -> None:
     step = make(pa.sgd(0.1, momentum=0.5), compile=IN_PLACE, **SCALED)
     state, batch = step.init(PARAMS), make_batch(7)
@@ -356,7 +356,7 @@ def failing(graph: Any, inputs: Any) -> Any:
     return run
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
     step = make(donate=True, loss=raises, compile={"backend": failing})
     good = make(donate=True, compile={"backend": failing})
@@ -379,7 +379,7 @@ def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
     assert good(state, batch)[1].applied
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_donated_window_is_given_up() -> None:
     step = make(donate=True, compile=IN_PLACE)
     state = step.init(PARAMS)

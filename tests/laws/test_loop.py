@@ -81,7 +81,7 @@ LOOPS = {
 @pytest.mark.parametrize(("kind", "shares", "found"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize(
     "complex_",
-    [pytest.param(False, id="real"), pytest.param(True, id="complex", marks=pytest.mark.nightly)],
+    [pytest.param(False, id="real"), pytest.param(True, id="complex", marks=pytest.mark.slow)],
 )
 def test_the_mistake_is_found(kind, shares, found, complex_):
     def loss(w, batch):

@@ -34,7 +34,7 @@ def residents(good: bool) -> list[Any]:
             animal,
             dtype,
             id=f"{animal.name}-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.nightly if i % 2 or dtype != animal.dtypes[0] else (),
+            marks=pytest.mark.slow if i % 2 or dtype != animal.dtypes[0] else (),
         )
         for i, animal in enumerate(it for it in ZOO if (not it.kind) == good)
         for dtype in animal.dtypes

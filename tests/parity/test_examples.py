@@ -34,7 +34,7 @@ def test_language_model() -> None:
 
 
 @pytest.mark.hf
-@pytest.mark.nightly  # to import transformers takes seven seconds
+@pytest.mark.slow  # to import transformers takes seven seconds
 def test_language_model_of_transformers() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     check_language_model("Llama")
@@ -127,7 +127,7 @@ def test_resnet101() -> None:
     assert (parts.microbatches, whole.microbatches) == (3, 1)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_which_method(capsys: pytest.CaptureFixture[str]) -> None:
     off = runpy.run_path(str(EXAMPLES / "which_method.py"))["main"](
         rows=8, size=4, length=4, depth=1

@@ -102,7 +102,7 @@ def test_a_number_in_the_batch_may_change_at_every_step(name: str) -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("form", [pytest.param("loop", marks=pytest.mark.nightly), "stream"])
+@pytest.mark.parametrize("form", [pytest.param("loop", marks=pytest.mark.slow), "stream"])
 def test_a_number_in_other_forms(form: str) -> None:
     settings, graphs = counting()
 
@@ -126,7 +126,7 @@ def test_a_number_in_other_forms(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [half, itself])
 def test_by_inductor(number: Any) -> None:
     ours, eager = pair(mean, pa.sgd(0.01), compile=True)
@@ -157,7 +157,7 @@ KNOWN: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "a branch" else pytest.param(n, marks=pytest.mark.nightly) for n in KNOWN]
+    "name", [n if n == "a branch" else pytest.param(n, marks=pytest.mark.slow) for n in KNOWN]
 )
 def test_a_number_that_the_loss_has_to_know(name: str) -> None:
     ours, eager = pair(KNOWN[name], pa.sgd(0.01))

@@ -60,8 +60,8 @@ class Ones(nn.Module):
     ("form", "size", "table"),
     [
         ("scan", 2, 0),
-        pytest.param("unrolled", None, 0, marks=pytest.mark.nightly),
-        pytest.param("loop", 2, ROWS, marks=pytest.mark.nightly),
+        pytest.param("unrolled", None, 0, marks=pytest.mark.slow),
+        pytest.param("loop", 2, ROWS, marks=pytest.mark.slow),
     ],
 )
 def test_dropout_at_any_number_of_lengths_and_widths(form: str, size: Any, table: int) -> None:
@@ -93,8 +93,8 @@ def test_dropout_in_a_second_model() -> None:
     ("size", "table", "all_rows", "limit"),
     [
         (4, 0, (14, 11), 1),
-        pytest.param(None, 0, (3, 4, 5, 6, 1), 2, marks=pytest.mark.nightly),
-        pytest.param(4, ROWS, (18, 19), 2, marks=pytest.mark.nightly),
+        pytest.param(None, 0, (3, 4, 5, 6, 1), 2, marks=pytest.mark.slow),
+        pytest.param(4, ROWS, (18, 19), 2, marks=pytest.mark.slow),
     ],
 )
 def test_dropout_in_any_number_of_rows(

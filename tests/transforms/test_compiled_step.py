@@ -115,7 +115,7 @@ def test_scales_masks_keys_and_bad_microbatches(seed: int, bad: Any, masked: Any
     alike(ours, eager, ours.init(make_params(seed), seed=seed), batches)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_same_where_gradients_are_large() -> None:
     """One graph for each microbatch, and one that applies them."""
     ours, eager = pair(
@@ -156,7 +156,7 @@ def five_kinds(params: Any, batch: Any) -> Any:
     return pa.Weighted((rows * batch["mask"]).sum(), batch["mask"].sum()), aux
 
 
-@pytest.mark.parametrize("form", ["scan", pytest.param("loop", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("form", ["scan", pytest.param("loop", marks=pytest.mark.slow)])
 def test_aux_is_reduced(form: str) -> None:
     ours, eager = pair(five_kinds, pa.sgd(0.1), has_aux=True, aux_reduction=HOW, nonfinite="skip")
     params = {"w": make_params()["w"]}
@@ -173,9 +173,7 @@ def test_aux_is_reduced(form: str) -> None:
         assert_close((new, info), (other, what))
 
 
-@pytest.mark.parametrize(
-    "buffers", [pytest.param("sequential", marks=pytest.mark.nightly), "pooled"]
-)
+@pytest.mark.parametrize("buffers", [pytest.param("sequential", marks=pytest.mark.slow), "pooled"])
 def test_buffers(buffers: Any) -> None:
     """In a scan; then a batch that is not applied, which leaves them as they were."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
@@ -208,7 +206,7 @@ def odd_loss(params: Any, batch: Any) -> Tensor:
     return ((out - batch["y"]) ** 2).sum() + (w.abs() ** 2).sum() * picked.square().sum()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_complex_and_0d_parameters_in_nested_trees() -> None:
     """In place, where tensors without dimensions are a case of their own: three steps."""
     ours, eager = pair(
@@ -239,7 +237,7 @@ def test_complex_and_0d_parameters_in_nested_trees() -> None:
         assert mine.opt_state.lr == 0.1
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_bfloat16_inside() -> None:
     """Not grouped, so the operations are the same ones, and as close as any."""
     policy = pa.Policy(param=torch.float64, compute=torch.bfloat16)
@@ -265,7 +263,7 @@ def scaled(params: Any, batch: Any) -> Tensor:
     return value * params["table"][0, 0] if "table" in params else value
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "size", "rows", "most"),
     [
@@ -298,7 +296,7 @@ def test_twenty_sizes_are_a_handful_of_graphs(
     assert len(graphs) == made
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_ragged_streams_and_other_states_add_no_graphs() -> None:
     """Three for the microbatches (some number of rows, one, any) and one that applies."""
     settings, graphs = counting()
@@ -333,7 +331,7 @@ def test_ragged_streams_and_other_states_add_no_graphs() -> None:
     assert made[0] == made[1] <= 4
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_many_steps_of_one_loss_all_compile() -> None:
     """torch counts recompilations by the code of a function, up to a limit, here a small one."""
     settings, graphs = counting()
@@ -447,7 +445,7 @@ def test_a_stream_in_any_mode(mode: Any) -> None:
     assert not any(x.is_inference() for x in leaves((window, new)))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_autocast_around_it() -> None:
     """Without its cache a graph sees it; with it, it is refused as by the eager step."""
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)

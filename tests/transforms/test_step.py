@@ -132,7 +132,7 @@ def compiled(function: Callable[..., Any]) -> tuple[Any, list[int]]:
     return torch.compile(function, fullgraph=True, backend=backend), graphs
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_one_graph_for_a_whole_run(case: Callable[[], Case]) -> None:
     """Good steps and bad ones, with other scales, rates and counts, and nothing is recompiled."""
@@ -155,7 +155,7 @@ def test_one_graph_for_a_whole_run(case: Callable[[], Case]) -> None:
     assert len(graphs) == made
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_stream_in_one_graph() -> None:
     step, make, batch = plain(
         pa.sgd(WARMUP), loss_scale=pa.dynamic_loss_scale(), keys=True, nonfinite="skip"
