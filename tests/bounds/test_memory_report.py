@@ -16,6 +16,9 @@ from tests.draws import generator
 from tests.faults.refusals import saying
 
 
+pytestmark = pytest.mark.step
+
+
 def allocated(call: Callable[[], Any], file: Path) -> int:
     """The most that torch's CPU allocator gave out, kernels' own memory included."""
     with profile(

@@ -25,6 +25,9 @@ from tests.draws import generator
 from tests.parity.test_functional import through
 
 
+pytestmark = pytest.mark.step
+
+
 DTYPES = (torch.float32, torch.float64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 MOMENTA = (0.1, 0.75, 1.0, None)

@@ -23,6 +23,9 @@ from tests.bounds import resnets
 from tests.draws import examples, generator
 
 
+pytestmark = pytest.mark.pure
+
+
 PROMISED = 1e-10
 Size = int | Sequence[int]
 Loss = Callable[[Any, Any], Tensor]  # of what the module returns, and the batch

@@ -19,7 +19,7 @@ from tests.faults.shortage import few_to_collect
 
 WIDTH = 64
 
-pytestmark = pytest.mark.usefixtures(few_to_collect.__name__)
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures(few_to_collect.__name__)]
 
 
 class Counted:

@@ -4,6 +4,7 @@ import math
 import struct
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given
@@ -18,6 +19,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 from tests.exact.linear_loss import every_kind_of_leaf
 from tests.ranks import in_step, on_ranks
+
+
+pytestmark = pytest.mark.distributed
 
 
 bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])

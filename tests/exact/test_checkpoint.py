@@ -27,6 +27,9 @@ from tests.draws import generator
 from tests.states import STATES
 
 
+pytestmark = pytest.mark.checkpoint
+
+
 # Without those of which torch itself cannot copy or print tensors, or warns.
 ODD = re.compile("q|bits|int[1-7]$|complex32")
 DTYPES = sorted(

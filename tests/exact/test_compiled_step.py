@@ -28,6 +28,9 @@ from tests.laws.exactly import (
 )
 
 
+pytestmark = pytest.mark.step
+
+
 EAGER = {"backend": "eager"}
 LR = 0.25
 # A form follows from how large the gradients are and from how many microbatches there are; the
@@ -165,7 +168,7 @@ def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
     ("form", "nonfinite", "keys"),
     [
         ("scan", "propagate", False),
-        ("scan", "skip", True),
+        pytest.param("scan", "skip", True, marks=pytest.mark.slow),
         pytest.param("loop", "skip", False, marks=pytest.mark.slow),
     ],
 )
@@ -215,6 +218,7 @@ def reading(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
+@pytest.mark.slow
 def test_groups_and_what_is_left_of_them_are_counted() -> None:
     """In a scan of groups of two; of a batch that is poisoned in one place the count is known."""
     ours, eager = (

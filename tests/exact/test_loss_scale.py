@@ -18,6 +18,9 @@ from pureaccum._step.loss_scale import LossScale
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.step
+
+
 FINITE = torch.tensor(True)
 
 

@@ -23,6 +23,9 @@ from tests.draws import few, generator, powers_of_two
 from tests.ranks import in_step, on_ranks
 
 
+pytestmark = [pytest.mark.distributed, pytest.mark.step]
+
+
 kinds = st.sampled_from(KINDS)
 
 
@@ -298,6 +301,7 @@ def test_the_noise_of_all_ranks(rank, world, data):
     in_every_rank(came)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @in_step(1 / 9, fewest=3)  # each compiles on every rank: ten seconds
 @given(data=st.data(), size=st.sampled_from([3, None, 1, 2, 5]), donate=st.booleans())

@@ -22,6 +22,9 @@ from tests.draws import examples, generator
 from tests.laws.exactly import integers
 
 
+pytestmark = pytest.mark.core
+
+
 ROWS = 8
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 

@@ -20,6 +20,9 @@ from tests.optimizers import Unread
 from tests.states import batch_of, first_state, full_step
 
 
+pytestmark = pytest.mark.checkpoint
+
+
 np = pytest.importorskip("numpy")
 OLD = {"w": torch.arange(3.0)}
 

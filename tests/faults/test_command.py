@@ -15,6 +15,9 @@ import pureaccum as pa
 from pureaccum.__main__ import main
 
 
+pytestmark = pytest.mark.testing
+
+
 FILE = """\
 import torch
 

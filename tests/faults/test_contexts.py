@@ -28,6 +28,9 @@ from tests.laws.exactly import same
 from tests.tables import each_once
 
 
+pytestmark = pytest.mark.core
+
+
 KINDS = {kind: kind for kind in ("grad", "stream", "donated stream")}
 LossOf = Callable[[Tensors, Any], Tensor]
 

@@ -13,6 +13,9 @@ from pureaccum._step.buffers import begin_buffers, check_policy, collect_buffers
 from tests.faults.refusals import refused
 
 
+pytestmark = pytest.mark.pure
+
+
 class Net(nn.Module):
     """Tied, and with a BatchNorm in a layer below."""
 

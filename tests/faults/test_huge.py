@@ -11,6 +11,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import refused
 
 
+pytestmark = [pytest.mark.core, pytest.mark.optim, pytest.mark.step]
+
+
 W, X, KEY = torch.tensor(2.0), torch.arange(6.0), pa.key(0)
 
 
@@ -40,7 +43,9 @@ SIZES: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", [n if n != "compiled" else pytest.param(n, marks=pytest.mark.slow) for n in SIZES]
+)
 def test_a_size_may_be_any_number_above_the_rows(name: str) -> None:
     """It takes a batch whole, in an eager step as in a compiled one."""
     want = SIZES[name](1000)

@@ -9,9 +9,12 @@ from hypothesis import settings
 from tests.faults.programs import told_by
 
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "fork"), reason="runs are forks of one process: not on Windows"
-)
+pytestmark = [
+    pytest.mark.checkpoint,
+    pytest.mark.skipif(
+        not hasattr(os, "fork"), reason="runs are forks of one process: not on Windows"
+    ),
+]
 KILLS = 3 * min(100, settings.default.max_examples)  # 24 in dev, 75 in ci
 
 

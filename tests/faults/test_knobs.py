@@ -13,6 +13,9 @@ from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
 from tests.tables import each_once
 
 
+pytestmark = pytest.mark.core
+
+
 MAKERS: dict[str, Callable[..., Any]] = {
     "grad": pa.grad,
     "grad_and_value": pa.grad_and_value,

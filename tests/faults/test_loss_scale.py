@@ -11,6 +11,9 @@ from pureaccum._step.loss_scale import LossScale
 from tests.faults.refusals import refused
 
 
+pytestmark = pytest.mark.step
+
+
 KINDS = pytest.mark.parametrize(
     "loss_scale", [pa.dynamic_loss_scale(), pa.static_loss_scale(2.0)], ids=["dynamic", "static"]
 )

@@ -19,6 +19,9 @@ from tests.faults.refusals import (
 from tests.tables import each_once
 
 
+pytestmark = pytest.mark.core
+
+
 def rows(params: Any, batch: Any) -> Any:
     return batch["x"] @ params["w"]
 

@@ -10,6 +10,9 @@ import pureaccum as pa
 from tests.faults.refusals import Loss, refused, saying
 
 
+pytestmark = pytest.mark.core
+
+
 W = torch.tensor([1.0, -2.0])
 X = torch.arange(8.0).reshape(4, 2)
 

@@ -17,6 +17,9 @@ from tests.faults.refusals import refused, saying
 from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal, unread
 
 
+pytestmark = pytest.mark.optim
+
+
 DONATE = pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 MAKERS = pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
 PARAMS = make_params()

@@ -22,7 +22,7 @@ from tests.faults.shortage import Point, failing, few_to_collect, inside, shorta
 
 ROWS = 8
 
-pytestmark = pytest.mark.usefixtures(few_to_collect.__name__)
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures(few_to_collect.__name__)]
 Tensors = dict[str, Tensor]
 
 

@@ -15,6 +15,9 @@ from tests.draws import generator
 from tests.faults.refusals import PARAMS, Loss, Old, make_batch, refused, saying
 
 
+pytestmark = pytest.mark.samples
+
+
 STATISTICS = "normalises with the statistics of a whole batch"
 ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 BATCH = make_batch(5)

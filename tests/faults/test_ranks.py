@@ -18,6 +18,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import End, on_ranks, run_on_ranks
 
 
+pytestmark = [pytest.mark.distributed, pytest.mark.step]
+
+
 def loss(w: Any, x: Any) -> Any:
     return (w * x).mean()
 
@@ -221,7 +224,7 @@ def test_a_rank_that_dies(world, tmp_path):
     assert {first, *others} == {End()}, [first, *others]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_do_not_meet(world):
     assert run_on_ranks(world, do_not_meet) == [End()] * world
 

@@ -19,6 +19,9 @@ from tests.faults.refusals import refused
 from tests.optimizers import Copies, Count, by_name, clones, make_params, unread
 
 
+pytestmark = [pytest.mark.optim, pytest.mark.step]
+
+
 # The optimizer of a learning rate; one of two in a partition.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "sgd": pa.sgd,
@@ -148,8 +151,13 @@ def test_a_bad_rate_is_a_step_not_applied(kind: str, way: str, how: str) -> None
     ("kind", "way", "bad"),
     [
         ("momentum", "schedule", math.nan),
-        ("partition in a chain", "in the state", math.nan),
-        *(("adamw", way, 1e39) for way in WAYS if WAYS[way].compiles),
+        *(
+            pytest.param(kind, way, bad, marks=pytest.mark.slow)
+            for kind, way, bad in [
+                ("partition in a chain", "in the state", math.nan),
+                *(("adamw", way, 1e39) for way in WAYS if WAYS[way].compiles),
+            ]
+        ),
     ],
 )
 def test_a_bad_rate_is_a_compiled_step_not_applied(kind: str, way: str, bad: float) -> None:

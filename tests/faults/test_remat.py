@@ -13,6 +13,9 @@ from tests.draws import generator
 from tests.faults.refusals import refused, saying
 
 
+pytestmark = pytest.mark.core
+
+
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))
 x = X[0]
 

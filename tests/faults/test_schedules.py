@@ -11,6 +11,9 @@ from pureaccum._optim.schedules import check_rate, rate_at
 from tests.faults.refusals import refused, saying
 
 
+pytestmark = pytest.mark.optim
+
+
 COUNT = torch.tensor(3)
 PARTS: dict[str, Any] = {
     "constant": (pa.constant, "value"),

@@ -23,7 +23,11 @@ from tests.faults.refusals import saying
 from tests.ranks import End, run_on_ranks
 
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
+pytestmark = [
+    pytest.mark.checkpoint,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
+]
 TREE: dict[str, Any] = {
     "w": torch.arange(24.0).reshape(8, 3) + 1,
     "v": torch.arange(6, dtype=torch.float64) + 1,

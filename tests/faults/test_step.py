@@ -13,6 +13,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squares
 
 
+pytestmark = pytest.mark.step
+
+
 BATCH = make_batch(4)
 BUFFERS = {"n": torch.tensor([1.0, 2.0])}
 ANOTHER = "A state of another configuration?"

@@ -15,6 +15,9 @@ from tests.bounds import resnets
 from tests.faults.refusals import refused, saying
 
 
+pytestmark = pytest.mark.pure
+
+
 X = torch.arange(12.0).reshape(4, 3).sin()
 
 

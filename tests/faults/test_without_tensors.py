@@ -20,6 +20,9 @@ from tests.faults.refusals import Loss, refused
 from tests.purity.calls import ENGINES, NONFINITE
 
 
+pytestmark = pytest.mark.core
+
+
 PARAMS = {"a": torch.tensor([1.0, -2.0, 4.0]), "b": torch.tensor(3.0)}
 
 numbers = st.integers(-8, 8) | st.booleans() | st.sampled_from([0.5, -4.0]) | st.none()

@@ -24,6 +24,9 @@ from pureaccum._base.agreement import (
 from tests.states import STATES
 
 
+pytestmark = [pytest.mark.base, pytest.mark.distributed]
+
+
 HERE = torch.device("cpu")
 trees = {name: make() for name, make in STATES.items()}
 

@@ -18,6 +18,9 @@ from tests.draws import examples, generator
 from tests.optimizers import Count, Polyak, Torchs, by_name, clones, leaves, make_params, normal
 
 
+pytestmark = pytest.mark.optim
+
+
 def clipped_by_torch(grads: list[Tensor], max_norm: float, foreach: bool) -> list[Tensor]:
     params = [torch.zeros_like(g).requires_grad_() for g in grads]
     for param, grad in zip(params, grads, strict=True):

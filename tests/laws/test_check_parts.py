@@ -37,6 +37,9 @@ from pureaccum.testing._check.trials import (
 from tests.draws import generator
 
 
+pytestmark = pytest.mark.testing
+
+
 W = torch.tensor([1.0, -2.0, 0.5])
 X = torch.linspace(-1, 2, 24).reshape(8, 3)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,9 @@ from tests.laws.exactly import (
     row_losses,
     sizes,
 )
+
+
+pytestmark = pytest.mark.core
 
 
 engines = st.sampled_from(["func", "autograd"])

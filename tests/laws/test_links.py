@@ -8,6 +8,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 
+pytestmark = pytest.mark.project
+
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

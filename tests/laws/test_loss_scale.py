@@ -19,6 +19,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.laws.exactly import copied
 
 
+pytestmark = pytest.mark.step
+
+
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 NO_BOUNDS = {"min_scale": SMALLEST, "max_scale": LARGEST}
 

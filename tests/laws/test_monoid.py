@@ -15,6 +15,9 @@ from pureaccum.testing.strategies import Fault, faults, merge_along, merge_trees
 from tests.laws.exactly import LOSSES, Loss, copied, folded, losses, make_batch, make_params, sizes
 
 
+pytestmark = pytest.mark.core
+
+
 class World:
     """An accumulator, its params, and microbatches, of which one may be spoilt."""
 

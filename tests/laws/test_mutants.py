@@ -18,6 +18,9 @@ from pureaccum.testing.mutants import MUTANTS, plant
 from tests.laws.planted import run_tests
 
 
+pytestmark = pytest.mark.testing
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -43,6 +43,9 @@ from pureaccum.testing.strategies import (
 from tests.draws import examples, few
 
 
+pytestmark = pytest.mark.testing
+
+
 def smallest(strategy: st.SearchStrategy[Any], shows: Callable[[Any], Any]) -> Any:
     """What hypothesis would show of a fault; the same in every run and profile."""
     knobs = settings(max_examples=2000, database=None, phases=[Phase.generate, Phase.shrink])

@@ -17,6 +17,9 @@ from tests.laws.exactly import integers, same
 from tests.parity.models import MODELS, problem
 
 
+pytestmark = pytest.mark.core
+
+
 @pytest.mark.parametrize("name", MODELS)
 @examples(1 / 2)
 @example(dtype=torch.float32, seed=1, rows=7, beyond=0)  # sevenths are rounded

@@ -19,6 +19,9 @@ from tests.faults.refusals import refused
 from tests.laws.exactly import RATIO, ROWS, copied, full_batch, make_batch, make_params
 
 
+pytestmark = pytest.mark.core
+
+
 def _gradient(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
     return pa.grad_and_value(loss, microbatch_size=size, **knobs)(params, batch)
 

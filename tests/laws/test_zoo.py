@@ -24,6 +24,9 @@ from tests.laws.zoo import (  # noqa: F401
 from tests.laws.zoo.species import ROWS, ZOO, Species
 
 
+pytestmark = pytest.mark.testing
+
+
 def residents(fit: bool) -> list[Any]:
     """Every species in all its dtypes; where time is short every third one, in its first."""
     return [

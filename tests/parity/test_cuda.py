@@ -15,7 +15,7 @@ from tests.parity.models import MODELS, problem
 from tests.tables import each_once
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.core, pytest.mark.cuda]
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 

@@ -10,7 +10,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.cuda]
 ROWS, WIDTH = 64, 2**20  # an activation of the whole batch is 256 MiB
 
 

@@ -13,7 +13,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import run_on_ranks
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.distributed, pytest.mark.step, pytest.mark.cuda]
 
 
 def shares_a_batch(donate: bool, compile: bool, rank: int, world: int) -> None:

@@ -11,7 +11,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.samples, pytest.mark.cuda]
 
 
 def moved(tree: Any, device: str) -> Any:

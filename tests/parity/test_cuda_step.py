@@ -12,7 +12,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.optimizers import COMBINATIONS
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.optim, pytest.mark.step, pytest.mark.cuda]
 
 RATES = {
     "a number": 1e-2,

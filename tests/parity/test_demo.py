@@ -10,6 +10,9 @@ import pureaccum as pa
 from pureaccum.__main__ import main
 
 
+pytestmark = pytest.mark.project
+
+
 ESCAPE = "\x1b"
 
 

@@ -18,6 +18,9 @@ from tests.draws import examples
 from tests.parity.models import MODELS, Problem, problem
 
 
+pytestmark = pytest.mark.core
+
+
 def by_hand(given_: Problem, loss: Any, parts: Any, weights: Any) -> Any:
     """Sum ``weight * gradient`` of each microbatch, pulled with weight / 2**e; divide once."""
     module = given_.module

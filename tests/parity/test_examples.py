@@ -11,6 +11,9 @@ import pytest
 import torch
 
 
+pytestmark = pytest.mark.project
+
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -112,6 +115,7 @@ def test_batchnorm_exact() -> None:
         assert min(off[name]) > rounding, name
 
 
+@pytest.mark.slow
 def test_resnet101() -> None:
     """Of one block a group: 13 convolutions."""
     main = runpy.run_path(str(EXAMPLES / "resnet101.py"))["main"]
@@ -145,6 +149,7 @@ def test_which_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  gradients zeroed: " in said
 
 
+@pytest.mark.slow
 def test_distributed() -> None:
     """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

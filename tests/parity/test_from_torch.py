@@ -20,6 +20,9 @@ from tests.faults.refusals import refused
 from tests.optimizers import Torchs, clones, leaves, normal
 
 
+pytestmark = pytest.mark.optim
+
+
 STEPS = 7
 CLASSES: dict[str, Any] = {
     name: cls

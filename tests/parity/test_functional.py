@@ -22,6 +22,9 @@ from pureaccum._step.buffers import (
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.pure
+
+
 class Counting(nn.Module):
     """Buffers that are assigned anew, written in place, absent, and not saved."""
 

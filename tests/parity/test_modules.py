@@ -13,6 +13,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.core
+
+
 ENGINES = ("func", "autograd")
 engines = pytest.mark.parametrize("engine", ENGINES)
 
@@ -134,3 +137,40 @@ def test_params_that_require_grad_get_no_grad(engine: Any) -> None:
     assert all(p.grad is None and p.requires_grad for p in params.values())
     (module(batch["x"]) * batch["y"]).sum().backward()
     assert_trees_bitwise_equal(result, {name: p.grad for name, p in params.items()})
+
+
+# Recurrent networks -----------------------------------------------------------------------
+
+
+def by_func(loss: Any, params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    total, pull = torch.func.vjp(lambda params: loss(params, x), params)
+    with torch.no_grad():  # with a graph of the backward pass, torch takes another kernel
+        return list(pull(torch.ones_like(total))[0].values())
+
+
+def by_autograd(loss: Any, params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    return list(torch.autograd.grad(loss(leaves, x), list(leaves.values())))
+
+
+@pytest.mark.parametrize(("engine", "alone"), [("func", by_func), ("autograd", by_autograd)])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_microbatches_of_recurrent_networks_are_summed_in_bits(
+    kind: Any, mode: Any, engine: Any, alone: Any
+) -> None:
+    """Their float32 kernels on a CPU ask for the grad mode below torch.func: under no_grad that of
+    the LSTM saves nothing for its backward pass, which then fails.
+    """
+    net = kind(3, 4, batch_first=True)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x = torch.randn(6, 3, 3)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (torch.func.functional_call(net, params, (x,))[0] ** 2).sum()
+
+    with mode():
+        grads = pa.grad(loss, microbatch_size=4, reduction="sum", engine=engine)(params, x)
+    first, second = alone(loss, params, x[:4]), alone(loss, params, x[4:])
+    for name, a, b in zip(params, first, second, strict=True):
+        assert torch.equal(grads[name], a + b), name

@@ -18,7 +18,10 @@ import pureaccum as pa
 
 pytest.importorskip("opacus", reason="opacus, which is compared with, is not installed")
 # of the hooks of Opacus on modules whose inputs need no gradient
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+pytestmark = [
+    pytest.mark.samples,
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+]
 
 ROWS = 9
 ROOT_OF_UNIT = {torch.float32: 2.0**-12, torch.float64: 2.0**-26.5}

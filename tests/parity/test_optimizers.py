@@ -20,6 +20,9 @@ from tests.draws import examples, generator
 from tests.optimizers import COMBINATIONS, Torchs, clones, leaves, normal
 
 
+pytestmark = pytest.mark.optim
+
+
 STEPS = 10
 NAMES = {
     "momentum": "momentum_buffer",

@@ -21,6 +21,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import generator
 
 
+pytestmark = pytest.mark.core
+
+
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 
 

@@ -15,6 +15,9 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 
 
+pytestmark = pytest.mark.core
+
+
 VOCABULARIES = (6, 2**16)  # 4 columns of float32: the latter is 1 MiB, and added by a hook
 
 

@@ -20,6 +20,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = [pytest.mark.base, pytest.mark.core]
+
+
 class Pair(NamedTuple):
     a: Any
     b: Any

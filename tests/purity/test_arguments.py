@@ -23,6 +23,9 @@ from tests.purity.calls import (
 )
 
 
+pytestmark = pytest.mark.core
+
+
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 
 

@@ -31,6 +31,9 @@ from tests.purity.networks import (
 )
 
 
+pytestmark = pytest.mark.core
+
+
 AMBIGUOUS = "two different sets of parameters"
 
 

@@ -12,6 +12,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.step
+
+
 EAGER = {"backend": "eager"}  # what a graph writes, it writes under any backend
 
 

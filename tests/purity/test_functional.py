@@ -15,6 +15,9 @@ from tests.parity.test_functional import MODULES, every_module, own, policies, t
 from tests.purity.calls import BoomError
 
 
+pytestmark = pytest.mark.pure
+
+
 # torch cannot map them, or warns that it is slow
 NOT_MAPPED = ("cumulative", "weight norm", "spectral norm")
 

@@ -29,6 +29,9 @@ from tests.purity.networks import Checkpointed, Tied
 from tests.purity.test_functional import Twice
 
 
+pytestmark = pytest.mark.pure
+
+
 T = TypeVar("T")
 Job = Callable[[], Any]
 
@@ -576,7 +579,7 @@ def test_a_snapshot_is_evaluated_while_another_thread_trains(engine: str, width:
 # Processes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_workers_of_a_loader_call_it(context: str) -> None:
     """The forked ones begin while a thread of their parent is in the middle of a call."""

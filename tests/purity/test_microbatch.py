@@ -23,6 +23,9 @@ from tests.draws import examples
 from tests.purity.calls import BoomError, Explodes
 
 
+pytestmark = pytest.mark.core
+
+
 ROWS = 6
 
 

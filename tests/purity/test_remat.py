@@ -17,6 +17,9 @@ from tests.draws import generator
 from tests.faults.refusals import Old
 
 
+pytestmark = pytest.mark.core
+
+
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 x = X[0]
 

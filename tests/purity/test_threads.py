@@ -14,6 +14,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.networks import by_hand, call, inputs, make, other_params, square, switch
 
 
+pytestmark = pytest.mark.core
+
+
 REPEATS = 15
 
 

@@ -16,6 +16,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_pure, unchanged
 
 
+pytestmark = pytest.mark.testing
+
+
 Change = Callable[[nn.Module, Tensor], Any]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.bounds import resnets
 from tests.draws import generator
+
+
+pytestmark = pytest.mark.pure
 
 
 X = torch.randn(6, 4, generator=generator(0))

@@ -9,6 +9,9 @@ from tests.draws import generator
 from tests.laws.exactly import SUM, WEIGHTED, Loss, full_batch, make_batch, make_params
 
 
+pytestmark = [pytest.mark.core, pytest.mark.optim]
+
+
 @pytest.mark.parametrize(("loss", "nonfinite"), [(SUM, "propagate"), (WEIGHTED, "skip")])
 def test_one_graph(loss: Loss, nonfinite: str) -> None:
     gradient = pa.grad_and_value(

@@ -14,6 +14,9 @@ from tests.transforms.test_compiled_step import counting, pair
 from tests.transforms.test_step import assert_close
 
 
+pytestmark = pytest.mark.step
+
+
 ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 
@@ -59,8 +62,8 @@ class Ones(nn.Module):
 @pytest.mark.parametrize(
     ("form", "size", "table"),
     [
-        ("scan", 2, 0),
-        pytest.param("unrolled", None, 0, marks=pytest.mark.slow),
+        pytest.param("scan", 2, 0, marks=pytest.mark.slow),
+        ("unrolled", None, 0),
         pytest.param("loop", 2, ROWS, marks=pytest.mark.slow),
     ],
 )
@@ -81,6 +84,7 @@ def test_dropout_at_a_second_length_by_inductor() -> None:
         check(step(state, torch.ones(8, *shape))[1], 8)
 
 
+@pytest.mark.slow
 def test_dropout_in_a_second_model() -> None:
     """In one process; torch remembers the sizes of the first by the same lines of ours."""
     for width in (3, 5):
@@ -89,13 +93,10 @@ def test_dropout_in_a_second_model() -> None:
         assert step(state, torch.randn(8, width))[1].applied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "table", "all_rows", "limit"),
-    [
-        (4, 0, (14, 11), 1),
-        pytest.param(None, 0, (3, 4, 5, 6, 1), 2, marks=pytest.mark.slow),
-        pytest.param(4, ROWS, (18, 19), 2, marks=pytest.mark.slow),
-    ],
+    [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
 )
 def test_dropout_in_any_number_of_rows(
     size: Any, table: int, all_rows: tuple[int, ...], limit: int
@@ -107,6 +108,7 @@ def test_dropout_in_any_number_of_rows(
             check(step(state, torch.ones(rows, 10, 10))[1], rows)
 
 
+@pytest.mark.slow
 def test_dropout_in_a_ragged_stream() -> None:
     step, state = dropping(net(), None, "eager")
     window = step.begin(state)
@@ -132,7 +134,8 @@ def test_no_other_size_is_open() -> None:
     assert seen == [[]] * 4
 
 
-def test_who_asks_for_open_sizes_has_them() -> None:
+@pytest.mark.slow
+def test_open_sizes_are_had_for_the_asking() -> None:
     """``dynamic`` is torch's own word, and shapes then share a graph."""
     settings, graphs = counting()
     loss = lambda w, x: (x * w).square().mean()  # noqa: E731

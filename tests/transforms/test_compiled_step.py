@@ -28,6 +28,9 @@ from tests.transforms.test_step import (
 )
 
 
+pytestmark = pytest.mark.step
+
+
 EAGER = {"backend": "eager"}
 
 

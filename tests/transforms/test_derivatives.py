@@ -14,6 +14,9 @@ from tests.draws import examples
 from tests.transforms.problems import TRANSFORMS, Problem, jvp, make, problems, tangent
 
 
+pytestmark = pytest.mark.core
+
+
 each = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 
 

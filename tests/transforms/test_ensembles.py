@@ -24,6 +24,9 @@ from tests.laws import exactly
 from tests.transforms.test_step import assert_close, leaves, loss, make_batch, make_params, member
 
 
+pytestmark = pytest.mark.step
+
+
 MEMBERS = 3
 
 

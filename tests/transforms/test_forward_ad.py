@@ -16,6 +16,9 @@ from torch.autograd import forward_ad
 import pureaccum as pa
 
 
+pytestmark = pytest.mark.core
+
+
 SQRT_U = 2.0**-26
 
 

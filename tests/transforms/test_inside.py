@@ -3,6 +3,7 @@
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,9 @@ import pureaccum as pa
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
 from tests.transforms.problems import Problem, make, policies, problems, total
+
+
+pytestmark = pytest.mark.core
 
 
 @examples(1 / 3)

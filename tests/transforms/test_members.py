@@ -6,6 +6,7 @@ Exact data, so every member is compared in bits with its own full batch.
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
 from tests.laws.exactly import WEIGHTED, Loss, full_batch, losses, make_batch, make_params
+
+
+pytestmark = pytest.mark.core
 
 
 MEMBERS = 3

@@ -25,6 +25,9 @@ from tests.draws import examples, generator
 from tests.transforms.problems import U64, Problem, tangent
 
 
+pytestmark = [pytest.mark.core, pytest.mark.step]
+
+
 ROWS, STEPS = 5, 3
 map_ = optree.tree_map
 

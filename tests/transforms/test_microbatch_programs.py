@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 
 
+pytestmark = pytest.mark.core
+
+
 BOUND = 1e-10
 Cut = Callable[..., Any]
 PROGRAMS: dict[str, Callable[[Cut], Any]] = {}

@@ -20,6 +20,9 @@ from tests.draws import examples
 from tests.transforms.problems import TRANSFORMS, Problem, kinds, make, total, weight
 
 
+pytestmark = pytest.mark.samples
+
+
 MAX_NORM = 0.75
 sizes = st.none() | st.integers(1, 6)
 problems = st.builds(make, kinds, st.just("propagate"), seeds(), st.integers(1, 5), sizes)

@@ -21,6 +21,9 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 
 
+pytestmark = pytest.mark.step
+
+
 ROOT_U64 = 2.0**-26.5
 U64 = 2.0**-53
 Tensors = dict[str, Tensor]
