@@ -86,7 +86,7 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
 
 
 @on_ranks(2)
-def test_one_collective_and_no_more_bytes_than_needed(rank, world):
+def test_a_sum_is_one_collective_of_no_more_bytes_than_needed(rank, world):
     sent: list[Tensor] = []
     plain = dist.all_reduce
 

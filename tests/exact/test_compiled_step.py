@@ -108,7 +108,7 @@ def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:
 
 
 @pytest.mark.slow
-def test_inductor() -> None:
+def test_by_inductor_a_step_is_the_full_batch_update() -> None:
     """The default compiler; twice, since the second call takes what the first has made."""
     for seed in (0, 1):
         check("weighted", "scan", make_params(seed), make_batch(seed, 11), settings=True)
@@ -124,7 +124,7 @@ def test_inductor() -> None:
 @example(torch.nan, {0}, True, 0)
 @example(torch.nan, set(range(11)), False, 0)
 @example(torch.inf, {10}, False, 0)  # in the tail
-def test_skipped_microbatches_and_those_without_weight(
+def test_skipped_microbatches_and_those_without_weight_are_the_eager_step_s(
     number: float, bad: set[int], masked: bool, seed: int
 ) -> None:
     """Of a loss that is NaN where all is masked; counts, weights and bits are the eager step's."""

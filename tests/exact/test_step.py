@@ -143,7 +143,7 @@ def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
 
 @examples(1 / 2)
 @given(losses(13, sparse=True), st.integers(13, 15))
-def test_a_single_microbatch_is_torch_func_untouched(model, size):
+def test_a_step_of_one_microbatch_is_torch_func_untouched(model, size):
     step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size)
     grads, value = model.full_batch("mean")
     new, info = step(step.init(model.params), model.batch)
@@ -207,7 +207,7 @@ def test_the_norm_is_unscaled_and_from_before_clipping():
 @kinds
 @examples(1 / 2)
 @given(data=st.data())
-def test_aux_is_reduced(kind, data):
+def test_aux_of_a_step_is_reduced(kind, data):
     model = data.draw(models(kind))
     plain = model.loss(kind)
 

@@ -102,7 +102,7 @@ def test_squares_of_windows_add_up():
     assert_trees_bitwise_equal(step.merge(a, b).accum.squares, whole.accum.squares)
 
 
-def test_windows_that_do_not_merge():
+def test_windows_of_different_kinds_do_not_merge():
     step, state = begun("plain")
     window = step.begin(state)
     with pytest.raises(TypeError, match="the second window is a TrainState; this step expects"):

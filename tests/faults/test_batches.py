@@ -65,7 +65,9 @@ UNCOUNTED = {
 
 
 @each_once("to, batch, error, words", RECEIVERS, UNCUT)
-def test_a_leaf_that_cannot_be_cut(to: Receiver, batch: Any, error: Any, words: Any) -> None:
+def test_a_leaf_that_cannot_be_cut_is_refused(
+    to: Receiver, batch: Any, error: Any, words: Any
+) -> None:
     loss = Loss(squares)
     named = (to.batch + words[0], *words[1:])
     with refused(error, *named, given=(PARAMS, batch), loss=loss):
@@ -74,7 +76,7 @@ def test_a_leaf_that_cannot_be_cut(to: Receiver, batch: Any, error: Any, words: 
 
 @receivers("update", "donated update")
 @pytest.mark.parametrize(("batch", "came"), UNCOUNTED.values(), ids=UNCOUNTED)
-def test_a_batch_without_rows_to_cut(to: Receiver, batch: Any, came: str) -> None:
+def test_a_batch_without_rows_to_cut_is_refused(to: Receiver, batch: Any, came: str) -> None:
     loss = Loss(squares)
     with refused(ValueError, "holds no tensor", came, "one row per sample", loss=loss):
         to.run(loss, PARAMS, batch)
@@ -82,7 +84,9 @@ def test_a_batch_without_rows_to_cut(to: Receiver, batch: Any, came: str) -> Non
 
 @pytest.mark.parametrize(("batch", "came"), UNCOUNTED.values(), ids=UNCOUNTED)
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_mean_over_rows_that_nobody_counts(batch: Any, came: str, donate: bool) -> None:
+def test_a_mean_over_rows_that_nobody_counts_is_refused(
+    batch: Any, came: str, donate: bool
+) -> None:
     """A stream need not cut: only a mean asks for rows, once the loss is seen to be one."""
     loss = Loss(lambda params, batch: params["b"] * 2)
     acc = pa.accumulator(loss)
@@ -223,7 +227,7 @@ def test_whichever_leaf_disagrees_is_named(to: Receiver, data: st.DataObject) ->
         to.run(squares, PARAMS, batch)
 
 
-def test_several_batches_disagree_by_the_names_of_their_arguments() -> None:
+def test_several_batches_that_disagree_are_named_by_their_arguments() -> None:
     with refused(ValueError, "args[2] has 3 rows", "args[1]['x'] has 4"):
         pa.grad(squares, batch_argnums=(1, 2), microbatch_size=2)(
             PARAMS, make_batch(), torch.ones(3)

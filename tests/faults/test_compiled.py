@@ -57,7 +57,7 @@ def test_compile_is_true_or_settings(compile: Any) -> None:
         ({"nonfinite": "raise"}, ["nonfinite='raise' came with compile", "'skip' or 'propagate'"]),
     ],
 )
-def test_what_does_not_go_with_compile(knobs: Any, words: list[str]) -> None:
+def test_knobs_that_do_not_go_with_compile_are_refused(knobs: Any, words: list[str]) -> None:
     with refused(ValueError, *words):
         make(**knobs, compile=True)
 
@@ -137,7 +137,7 @@ def test_the_line_that_does_not_compile_is_named(loss: Any, line: str, why: str)
     assert make(loss=loss, compile=False)(state, batch)[1].applied
 
 
-def test_optimizers_of_torch() -> None:
+def test_an_optimizer_of_torch_is_refused() -> None:
     """In the words in which they refuse transforms."""
     step = make(pa.from_torch(torch.optim.RMSprop, lr=0.1), microbatch_size=None)
     with pytest.raises(CompileError) as caught:
@@ -216,7 +216,7 @@ SAME: dict[str, tuple[dict[str, Any], Change]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_words_are_those_of_the_eager_step(name: str) -> None:
+def test_errors_have_the_words_of_the_eager_step(name: str) -> None:
     """And a state that was to be given up is as good as before."""
     knobs, change = SAME[name]
     ours, eager = (make(**knobs, donate=True, compile=c) for c in (EAGER, False))
@@ -231,7 +231,7 @@ def test_the_words_are_those_of_the_eager_step(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_norm_that_is_given_one_row() -> None:
+def test_a_batch_norm_that_is_given_one_row_has_the_words_of_the_eager_step() -> None:
     """After other numbers of rows have been compiled."""
     said = []
     for compile in (EAGER, False):
@@ -251,7 +251,9 @@ STATISTICS = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
 
 
 @pytest.mark.parametrize(("mine", "other"), [("pooled", "sequential"), ("sequential", "pooled")])
-def test_the_window_of_another_kind_of_buffers(mine: Any, other: Any) -> None:
+def test_a_window_of_another_kind_of_buffers_is_refused_by_a_compiled_step(
+    mine: Any, other: Any
+) -> None:
     """Inside a graph no structures are compared."""
 
     def loss(params: Any, batch: Any, buffers: Any) -> Any:

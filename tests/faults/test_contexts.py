@@ -104,7 +104,7 @@ def test_autocast_around_chunks_of_samples_holds_on_to_weights(name: str) -> Non
         ({"engine": "autograd"}, ("engine='autograd'", "engine='func'")),
     ],
 )
-def test_what_has_to_look_cannot_under_a_transform(
+def test_a_knob_that_has_to_look_is_refused_under_a_transform(
     kind: str, transform: str, knobs: Any, words: Any
 ) -> None:
     loss, batch = Loss(squares), make_batch()

@@ -390,6 +390,6 @@ def told(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_disagree(told: Any, name: str) -> None:
+def test_ranks_that_disagree_all_raise_and_keep_their_states(told: Any, name: str) -> None:
     failed = [text for text in told[name] if text]
     assert not failed, "\n\n".join(failed)

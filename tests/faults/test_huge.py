@@ -108,7 +108,7 @@ FLOATS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", FLOATS)
-def test_a_whole_number_larger_than_any_float(name: str) -> None:
+def test_a_whole_number_larger_than_any_float_is_refused(name: str) -> None:
     root, takes = FLOATS[name]
     for huge in (10**400, 10**5000):
         with refused(ValueError, root):

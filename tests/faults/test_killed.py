@@ -18,7 +18,7 @@ pytestmark = [
 KILLS = 3 * min(100, settings.default.max_examples)  # 24 in dev, 75 in ci
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_goes_on(tmp_path: Path) -> None:
     """A training run finds a whole file, and ends as one that was not killed."""
     counts = told_by("killed", tmp_path, KILLS)
     assert counts["killed"] == KILLS
@@ -27,7 +27,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # three seconds for each
-def test_ranks_that_are_killed_while_they_save(tmp_path: Path) -> None:
+def test_ranks_that_are_killed_while_they_save_leave_whole_checkpoints(tmp_path: Path) -> None:
     kills = KILLS // 4
     counts = told_by("killed_ranks", tmp_path, kills)
     assert counts["killed"] == kills

@@ -152,14 +152,14 @@ def test_the_number_of_microbatches_in_a_window_is_a_positive_int(k: Any, error:
 
 @makers()
 @pytest.mark.parametrize("word", ["average", "", None, ["mean"], 1])
-def test_an_unknown_reduction(make: Any, word: Any) -> None:
+def test_an_unknown_reduction_is_refused(make: Any, word: Any) -> None:
     with refused(ValueError, f"reduction is {word!r}", "'mean' or 'sum'"):
         make(squares, reduction=word)
 
 
 @makers("grad", "grad_and_value", "accumulator")
 @pytest.mark.parametrize("word", ["ignore", None, True])
-def test_unknown_words_of_the_engine(make: Any, word: Any) -> None:
+def test_unknown_words_of_the_engine_are_refused(make: Any, word: Any) -> None:
     with refused(ValueError, f"nonfinite is {word!r}", "'propagate' or 'skip' or 'raise'"):
         make(squares, nonfinite=word)
     with refused(ValueError, f"engine is {word!r}", "'func' or 'autograd'"):
@@ -168,7 +168,7 @@ def test_unknown_words_of_the_engine(make: Any, word: Any) -> None:
 
 @makers("grad", "grad_and_value", "value")
 @pytest.mark.parametrize("reduction", ["join", ["concat", "join"], {"a": ("join",)}])
-def test_an_unknown_aux_reduction(make: Any, reduction: Any) -> None:
+def test_an_unknown_aux_reduction_is_refused(make: Any, reduction: Any) -> None:
     with refused(ValueError, "aux_reduction is 'join'", "'concat' or 'sum'"):
         make(squares, has_aux=True, aux_reduction=reduction)
 
@@ -186,14 +186,14 @@ def said_of(name: str, argnums: Any) -> str:
 
 @makers("grad", "grad_and_value")
 @pytest.mark.parametrize("argnums", ["0", 0.0, None, True, [0], (0, "1"), (0, False)])
-def test_argnums_that_are_no_ints(make: Any, argnums: Any) -> None:
+def test_argnums_that_are_no_ints_are_refused(make: Any, argnums: Any) -> None:
     with refused(TypeError, said_of("argnums", argnums), "an int or a tuple of ints"):
         make(squares, argnums)
 
 
 @makers()
 @pytest.mark.parametrize("argnums", ["1", 1.0, None, True, [1], (1, "2")])
-def test_batch_argnums_that_are_no_ints(make: Any, argnums: Any) -> None:
+def test_batch_argnums_that_are_no_ints_are_refused(make: Any, argnums: Any) -> None:
     with refused(TypeError, said_of("batch_argnums", argnums), "an int or a tuple of ints"):
         make(squares, batch_argnums=argnums)
 
@@ -219,7 +219,7 @@ def test_nothing_counted_from_the_right_is_both_differentiated_and_cut(
 
 @makers("grad", "grad_and_value")
 @pytest.mark.parametrize("wrt", [2, -3, (0, 5)])
-def test_argnums_out_of_range(make: Any, wrt: Any) -> None:
+def test_argnums_out_of_range_are_refused(make: Any, wrt: Any) -> None:
     loss, args = Loss(squares), (PARAMS, make_batch())
     asked = max(wrt, key=abs) if isinstance(wrt, tuple) else wrt
     with refused(ValueError, f"argnums names argument {asked}", "got 2 positional", loss=loss):
@@ -228,7 +228,7 @@ def test_argnums_out_of_range(make: Any, wrt: Any) -> None:
 
 @makers("grad", "grad_and_value", "value")
 @pytest.mark.parametrize("cut", [2, -3, (1, 7)])
-def test_batch_argnums_out_of_range(make: Any, cut: Any) -> None:
+def test_batch_argnums_out_of_range_are_refused(make: Any, cut: Any) -> None:
     loss, args = Loss(squares), (PARAMS, make_batch())
     words = ("batch_argnums names argument", "got 2 positional", "batch_argnums=()")
     with refused(ValueError, *words, given=args, loss=loss):

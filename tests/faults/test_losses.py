@@ -140,7 +140,7 @@ FROZEN = torch.nn.Linear(2, 1).requires_grad_(False)
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("name", DEPENDING)
-def test_other_losses_may_call_modules(name: str, engine: Any) -> None:
+def test_losses_that_depend_on_their_parameters_may_call_modules(name: str, engine: Any) -> None:
     params = pa.functional(NET).params
     for size in (None, 2):
         pa.grad(DEPENDING[name], microbatch_size=size, engine=engine)(params, X)

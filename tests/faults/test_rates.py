@@ -193,7 +193,7 @@ def test_members_of_an_ensemble_have_rates_of_their_own(rates: list[float]) -> N
             assert (pa.unstack(new)[i].params != state.params).all(), rate
 
 
-def test_a_tensor_whose_gradient_is_wanted() -> None:
+def test_a_rate_that_is_learned_has_gradient_zero_where_it_is_bad() -> None:
     """A rate that is learned: where it is bad the parameters do not depend on it."""
 
     def after(rate: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def test_an_optimizer_alone_computes_with_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "partition" not in kind])
-def test_a_number_that_the_parameters_cannot_hold(kind: str) -> None:
+def test_a_rate_that_the_parameters_cannot_hold_is_refused(kind: str) -> None:
     params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
     opt = KINDS[kind](1e308)
     words = "lr is 1e+308", "params['b'] in torch.float32", "at most 3.4e+38"
@@ -305,7 +305,7 @@ def test_each_label_of_a_partition_has_dtypes_of_its_own() -> None:
         assert opt.ready(opt.init(params), params).sound is fits
 
 
-def test_whole_numbers_larger_than_any_float() -> None:
+def test_rates_larger_than_any_float_are_refused() -> None:
     with refused(ValueError, "lr is ", "finite and not negative"):
         pa.sgd(10**400)
     with refused(ValueError, "value is ", "finite and not negative"):

@@ -146,7 +146,7 @@ def test_raise_names_a_loss(engine: Any) -> None:
 @engines
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("leaf", ["w", "large"])
-def test_raise_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
+def test_raise_names_the_leaf_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
     """The old state is whole, or says that a bad gradient went into it."""
     acc = pa.accumulator(make_bad(leaf), nonfinite="raise", engine=engine)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch(2))

@@ -35,7 +35,9 @@ def data(seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @given(seeds(), st.integers(1, 12), st.integers(1, 13))
-def test_each_word(transform: str, seed: int, rows: int, size: int) -> None:
+def test_each_word_reduces_as_its_loop_does(
+    transform: str, seed: int, rows: int, size: int
+) -> None:
     """As a prefix tree: one word for a whole subtree, and words inside a tuple."""
 
     def loss(w: Tensor, x: Tensor) -> Any:

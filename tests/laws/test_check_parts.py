@@ -298,7 +298,7 @@ def test_a_report_says_what_was_done():
     assert (report.dtype, report.reference) == ("float32", "float64")
 
 
-def test_a_table_by_hand():
+def test_a_report_is_the_table_made_by_hand():
     leaves = (
         Leaf("value", 0.5, (), 0.0),
         Leaf("params", 12345.0, ((0, 3), (5,)), math.nan),

@@ -86,7 +86,7 @@ LOOPS = {
     "complex_",
     [pytest.param(False, id="real"), pytest.param(True, id="complex", marks=pytest.mark.slow)],
 )
-def test_the_mistake_is_found(kind, shares, found, complex_):
+def test_each_mistake_of_a_loop_is_found(kind, shares, found, complex_):
     def loss(w, batch):
         return LOSSES[kind](w.real + w.imag if complex_ else w, batch)
 
@@ -103,7 +103,7 @@ def test_the_mistake_is_found(kind, shares, found, complex_):
     assert report.fits == (found is None)
 
 
-def test_the_factor_is_named():
+def test_the_factor_of_a_loop_is_named():
     report = check_accumulation(
         LOSSES["mean"],
         W,

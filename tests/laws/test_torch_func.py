@@ -123,7 +123,9 @@ def test_batch_argnums_say_what_is_cut(batch_argnums: Any, seed: int, size: int)
 @pytest.mark.parametrize("size", [None, 2, 8])
 @pytest.mark.parametrize("transform", ["grad", "grad_and_value"])
 @pytest.mark.parametrize("argnums", [0, (0,)], ids=str)
-def test_what_has_aux_returns(transform: str, argnums: Any, size: int | None) -> None:
+def test_aux_is_returned_as_torch_func_returns_it(
+    transform: str, argnums: Any, size: int | None
+) -> None:
     """``(grads, aux)`` and ``(grads, (value, aux))``."""
 
     def loss(w: Tensor, x: Tensor) -> Any:

@@ -64,12 +64,12 @@ def disagrees(rank: int, world: int) -> None:
             step(new, x)
 
 
-def test_gpus_that_disagree():
+def test_gpus_that_disagree_all_raise():
     ends = run_on_ranks(torch.cuda.device_count(), disagrees, backend="nccl")
     assert not [end.failure for end in ends if end.failure]
 
 
-def test_nothing_waits_for_the_device():
+def test_ranks_do_not_wait_for_the_device():
     """One rank, in this process: a reduction is put on the stream, and that is all."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

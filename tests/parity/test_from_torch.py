@@ -327,7 +327,7 @@ def test_a_number_in_the_group_can_be_replaced() -> None:
 # Refusals -------------------------------------------------------------------------------
 
 
-def test_a_class_that_needs_a_closure() -> None:
+def test_a_class_that_needs_a_closure_is_refused() -> None:
     with refused(ValueError, "LBFGS cannot", "closure", "line search"):
         pa.from_torch(torch.optim.LBFGS)
 
@@ -339,12 +339,12 @@ def test_only_classes_that_need_a_closure_are_refused() -> None:
 
 
 @pytest.mark.parametrize("what", [None, "Adam", torch.nn.Linear, pa.adam])
-def test_what_is_no_class(what: Any) -> None:
+def test_what_is_no_class_is_refused(what: Any) -> None:
     with refused(TypeError, f"from_torch got {what!r}", "from_torch(torch.optim.RMSprop"):
         pa.from_torch(what)
 
 
-def test_an_object_in_place_of_its_class() -> None:
+def test_an_object_in_place_of_its_class_is_refused() -> None:
     with refused(TypeError, "from_torch got", "expected a class"):
         pa.from_torch(torch.optim.Adam([torch.ones(1)]))  # pyright: ignore
 
@@ -353,7 +353,7 @@ SENTENCE = ("from_torch(Adagrad)", "cannot run under a torch.func transform, tor
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
-def test_transforms_are_refused(transform: str) -> None:
+def test_from_torch_is_refused_under_a_transform(transform: str) -> None:
     params = torch.ones(3)
     opt = pa.from_torch(torch.optim.Adagrad)
     state = opt.init(params)
@@ -371,7 +371,7 @@ def test_transforms_are_refused(transform: str) -> None:
                 torch.func.jvp(func, (torch.ones(3),), (torch.ones(3),))
 
 
-def test_the_compiler_is_refused() -> None:
+def test_from_torch_is_refused_by_the_compiler() -> None:
     params = torch.ones(3)
     opt = pa.from_torch(torch.optim.Adagrad)
     state = opt.init(params)

@@ -111,7 +111,7 @@ def test_a_gradient_may_be_nan_where_the_loss_is_not(
 
 @engines
 @pytest.mark.parametrize("value", [3, 2.5, True, 1 + 0j, None], ids=repr)
-def test_a_batch_with_leaves_that_all_rows_share(engine: Any, value: Any) -> None:
+def test_a_batch_may_hold_leaves_that_all_rows_share(engine: Any, value: Any) -> None:
     """Python scalars and None reach every microbatch as they are; integers and bools are cut."""
     batch = {
         "x": torch.randint(-7, 8, (7, 3)).float(),

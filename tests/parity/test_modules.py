@@ -50,7 +50,7 @@ def summed(module: nn.Module, **knobs: Any) -> Any:
 
 @engines
 @pytest.mark.parametrize("vocabulary", [5, 2**16])  # the latter is added by a hook: 1 MiB
-def test_tied_and_unused_parameters(engine: Any, vocabulary: int) -> None:
+def test_tied_and_unused_parameters_have_their_gradients(engine: Any, vocabulary: int) -> None:
     """One key for a tied tensor gets the sum over its uses; what is unused gets zeros."""
     module = integer_(Tied(vocabulary))
     other = deepcopy(module)  # functional_call spoils modules that are shared: see test_hazards
@@ -86,7 +86,7 @@ def test_one_tensor_under_two_keys_is_two_leaves(engine: Any, width: int) -> Non
 @pytest.mark.parametrize(
     "parametrization", [parametrizations.weight_norm, parametrizations.orthogonal]
 )
-def test_parametrized_weights(engine: Any, parametrization: Any) -> None:
+def test_parametrized_weights_have_their_gradients(engine: Any, parametrization: Any) -> None:
     """Against ``.backward()`` in float64: sqrt(u) of the sum of the norms of the terms."""
     module = parametrization(nn.Linear(4, 4)).double()
     params = {name: p.detach() for name, p in module.named_parameters()}
@@ -103,7 +103,7 @@ def test_parametrized_weights(engine: Any, parametrization: Any) -> None:
 
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_params_of_mixed_dtypes(engine: Any, dtype: torch.dtype) -> None:
+def test_params_may_have_mixed_dtypes(engine: Any, dtype: torch.dtype) -> None:
     """Each leaf is summed in its own width and comes back in its own dtype; exact data."""
     params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(3), "c": torch.ones((), dtype=dtype)}
     x = torch.randint(-15, 16, (7, 3)).float()

@@ -114,7 +114,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_skipped(
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_sparse_gradient_of_a_batch_that_is_not_cut(weighted: bool) -> None:
+def test_a_sparse_gradient_of_a_batch_that_is_not_cut_is_the_dense_one(weighted: bool) -> None:
     """A mean over everything, against the dense gradient."""
     params, batch = make(0, 6, 4)
     batch["mask"] = torch.ones(4)

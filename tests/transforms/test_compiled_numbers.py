@@ -111,7 +111,7 @@ def test_a_number_in_the_batch_may_change_at_every_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", [pytest.param("loop", marks=pytest.mark.slow), "stream"])
-def test_a_number_in_other_forms(form: str) -> None:
+def test_a_number_may_change_in_every_form_of_a_step(form: str) -> None:
     settings, graphs = counting()
 
     def loss(params: Any, batch: Any) -> Tensor:
@@ -135,7 +135,7 @@ def test_a_number_in_other_forms(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [half, itself])
-def test_by_inductor(number: Any) -> None:
+def test_a_number_may_change_by_inductor(number: Any) -> None:
     ours, eager = pair(mean, pa.sgd(0.01), compile=True)
     state = ours.init(torch.ones(3, 1))
     for i in range(3):
@@ -166,7 +166,7 @@ KNOWN: dict[str, Callable[[Tensor, Any], Tensor]] = {
 @pytest.mark.parametrize(
     "name", [n if n == "a branch" else pytest.param(n, marks=pytest.mark.slow) for n in KNOWN]
 )
-def test_a_number_that_the_loss_has_to_know(name: str) -> None:
+def test_a_number_that_the_loss_has_to_know_is_compiled_anew(name: str) -> None:
     ours, eager = pair(KNOWN[name], pa.sgd(0.01))
     state = ours.init(torch.ones(3, 1))
     for i in (1, 2, 3, 1):
@@ -177,7 +177,7 @@ def test_a_number_that_the_loss_has_to_know(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["a range", pytest.param("a function of numbers", marks=pytest.mark.slow)]
 )
-def test_such_a_number_has_few_values(name: str) -> None:
+def test_a_number_that_the_loss_has_to_know_has_few_values(name: str) -> None:
     """Each is compiled, up to torch's limit (here two); the sentence says what to do."""
     ours, _ = pair(KNOWN[name], pa.sgd(0.01))
     state = ours.init(torch.ones(3, 1))

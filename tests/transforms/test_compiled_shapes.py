@@ -67,7 +67,9 @@ class Ones(nn.Module):
         pytest.param("loop", 2, ROWS, marks=pytest.mark.slow),
     ],
 )
-def test_dropout_at_any_number_of_lengths_and_widths(form: str, size: Any, table: int) -> None:
+def test_dropout_compiles_at_any_number_of_lengths_and_widths(
+    form: str, size: Any, table: int
+) -> None:
     """Each has a graph of its own, so torch's limit (here one) is none."""
     step, state = dropping(net(), size, "eager", table)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -78,14 +80,14 @@ def test_dropout_at_any_number_of_lengths_and_widths(form: str, size: Any, table
 
 
 @pytest.mark.slow
-def test_dropout_at_a_second_length_by_inductor() -> None:
+def test_dropout_compiles_at_a_second_length_by_inductor() -> None:
     step, state = dropping(net(), 2, "inductor")
     for shape in ((10, 10), (4, 25)):
         check(step(state, torch.ones(8, *shape))[1], 8)
 
 
 @pytest.mark.slow
-def test_dropout_in_a_second_model() -> None:
+def test_dropout_compiles_in_a_second_model() -> None:
     """In one process; torch remembers the sizes of the first by the same lines of ours."""
     for width in (3, 5):
         module = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -98,7 +100,7 @@ def test_dropout_in_a_second_model() -> None:
     ("size", "table", "all_rows", "limit"),
     [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
 )
-def test_dropout_in_any_number_of_rows(
+def test_dropout_compiles_at_any_number_of_rows(
     size: Any, table: int, all_rows: tuple[int, ...], limit: int
 ) -> None:
     """A graph for any number of rows does not compile, and one for each of them does."""
@@ -109,7 +111,7 @@ def test_dropout_in_any_number_of_rows(
 
 
 @pytest.mark.slow
-def test_dropout_in_a_ragged_stream() -> None:
+def test_dropout_compiles_in_a_ragged_stream() -> None:
     step, state = dropping(net(), None, "eager")
     window = step.begin(state)
     for rows in (2, 3, 4, 3):

@@ -223,7 +223,9 @@ def uncut(func: Any, _size: Any, **_: Any) -> Any:
 @pytest.mark.parametrize("outer", NESTS)
 @examples(1 / 4, fewest=12)  # each is ten nests: 0.3 s
 @given(st.sampled_from(FORMS), cuts, seeds())
-def test_every_nest_of_two(outer: str, form: str, cut: Any, seed: int) -> None:
+def test_every_nest_of_two_is_that_of_plain_code(
+    outer: str, form: str, cut: Any, seed: int
+) -> None:
     args = double(seed)
     for inner in NESTS if outer in ("backward", "remat") else FUNC:
         got, want = (NESTS[outer](NESTS[inner](coupled(m, form, cut))) for m in (cut_in, uncut))
@@ -233,7 +235,9 @@ def test_every_nest_of_two(outer: str, form: str, cut: Any, seed: int) -> None:
 @pytest.mark.parametrize("outer", FUNC)
 @examples(1 / 3)
 @given(st.data(), st.sampled_from(FORMS), cuts, seeds())
-def test_nests_of_three(outer: str, data: st.DataObject, form: str, cut: Any, seed: int) -> None:
+def test_nests_of_three_are_those_of_plain_code(
+    outer: str, data: st.DataObject, form: str, cut: Any, seed: int
+) -> None:
     names = *data.draw(st.tuples(*[st.sampled_from(FUNC)] * 2)), outer
     results = []
     for m in (cut_in, uncut):
@@ -251,7 +255,9 @@ def test_nests_of_three(outer: str, data: st.DataObject, form: str, cut: Any, se
 @pytest.mark.parametrize("name", ["contrastive", "experts", "batch_norms"])
 @examples(1 / 8)
 @given(st.sampled_from(["grad", "value"]), seeds(), cuts)
-def test_a_transform_of_a_loss(transform: Any, name: str, by: str, seed: int, cut: Any) -> None:
+def test_each_transform_of_a_coupled_loss_is_that_of_plain_code(
+    transform: Any, name: str, by: str, seed: int, cut: Any
+) -> None:
     """By ``pa.grad`` and ``pa.value``: ``jvp`` is a Hessian product, ``grad`` a meta-gradient."""
     params, batch = params_of(seed, wide=4), batch_of(seed, ROWS)
     batch["scale"] = torch.ones(ROWS, dtype=torch.float64)

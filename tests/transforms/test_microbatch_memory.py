@@ -142,7 +142,7 @@ def grows(nest: str, form: Any, cut: bool) -> bool:
 @pytest.mark.parametrize(
     "form", [rows, *(pytest.param(f, marks=pytest.mark.slow) for f in (sums, captured))]
 )
-def test_the_memory_of_one_microbatch(nest: str, form: Any) -> None:
+def test_a_nest_of_transforms_takes_the_memory_of_one_microbatch(nest: str, form: Any) -> None:
     assert not grows(nest, form, cut=True)
 
 
