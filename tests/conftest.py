@@ -1,6 +1,7 @@
-"""Hypothesis profiles, and a torch that behaves the same on every machine.
+"""Profiles, and a torch that behaves the same on every machine.
 
-``dev`` is quick, ``ci`` always draws the same examples, ``thorough`` runs at night.
+``dev`` is quick, ``ci`` runs everything and always draws the same examples, ``thorough`` runs at
+night.
 """
 
 import os
@@ -10,9 +11,9 @@ import torch
 from hypothesis import Phase, settings
 
 
-settings.register_profile("dev", max_examples=25, deadline=None, print_blob=True)
+settings.register_profile("dev", max_examples=8, deadline=None, print_blob=True)
 settings.register_profile(
-    "ci", max_examples=6, deadline=None, print_blob=True, derandomize=True, database=None
+    "ci", max_examples=25, deadline=None, print_blob=True, derandomize=True, database=None
 )
 settings.register_profile("thorough", max_examples=1000, deadline=None, print_blob=True)
 # For copies of the package with a fault in them: to fail is enough, the smallest example is not
@@ -25,7 +26,8 @@ settings.register_profile(
     database=None,
     phases=[Phase.explicit, Phase.generate],
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+settings.load_profile(PROFILE)
 
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless told one or the other
@@ -38,13 +40,11 @@ def seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("HYPOTHESIS_PROFILE") == "ci":
+    if PROFILE == "dev":
+        left_out = pytest.mark.skip(reason="slow: HYPOTHESIS_PROFILE=ci and =thorough run it")
         for item in items:
-            if item.get_closest_marker("nightly"):
-                reason = (
-                    "nightly: left out of HYPOTHESIS_PROFILE=ci for time, and run by all others"
-                )
-                item.add_marker(pytest.mark.skip(reason=reason))
+            if item.get_closest_marker("slow"):
+                item.add_marker(left_out)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

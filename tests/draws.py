@@ -14,13 +14,13 @@ few = st.integers(1, 12)
 powers_of_two = st.sampled_from([1, 2, 4, 8, 16])
 
 
-FEWEST = 25  # examples of any property, under every profile that draws so many at all
+def examples(share: float, fewest: int = 25) -> settings:
+    """A share of the profile's examples, for properties that are dear to check.
 
-
-def examples(share: float) -> settings:
-    """A share of the profile's examples, for properties that are dear to check."""
+    No fewer than ``fewest`` where the profile itself draws so many: under ``ci`` and ``thorough``.
+    """
     most = settings.default.max_examples
-    return settings(max_examples=max(round(share * most), FEWEST if most >= FEWEST else 1))
+    return settings(max_examples=max(round(share * most), fewest if most >= 25 else 1))
 
 
 def generator(seed: int) -> torch.Generator:

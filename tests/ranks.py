@@ -28,6 +28,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 from torch import multiprocessing
 
+from tests.draws import examples
 from tests.laws.planted import IMPORTED
 
 
@@ -66,10 +67,10 @@ def on_ranks(*worlds: int) -> Callable[[Any], Any]:
     return decorated
 
 
-def in_step(share: int = 1) -> settings:
-    """Settings of a property that all ranks check together, with fewer examples."""
+def in_step(share: float = 3 / 4, fewest: int = 25) -> settings:
+    """Settings of a property that all ranks check together, with a share of the examples."""
     return settings(
-        max_examples=max(1, settings.default.max_examples * 3 // (4 * share)),
+        examples(share, fewest),
         derandomize=True,
         database=None,
         phases=[Phase.explicit, Phase.generate],

@@ -12,6 +12,9 @@ from pureaccum.testing.strategies import histories
 from tests.bounds.rounding import UNIT, exact_sum, gamma
 
 
+pytestmark = pytest.mark.core
+
+
 PARAMS = torch.zeros(())
 
 

@@ -20,6 +20,9 @@ from tests.bounds.coupled import FAMILIES, ROWS, batch_of, params_of, pieces, to
 from tests.draws import examples
 
 
+pytestmark = pytest.mark.core
+
+
 BOUND = 1e-10
 MISSED = 1e-4  # at least, by what is no bound but a wrong gradient
 families = pytest.mark.parametrize("name", FAMILIES)
@@ -94,7 +97,7 @@ def test_plain_accumulation_is_far_off(name: str) -> None:
     assert used == {k for k, x in got.items() if x.norm() > 0}
 
 
-def test_the_case_that_grad_cache_was_written_for() -> None:
+def test_a_contrastive_loss_of_two_towers_is_the_full_batch_s() -> None:
     """InfoNCE over 4,096 pairs, in microbatches of 32."""
 
     def one_way(params: Any, batch: Any, cut: Any = whole) -> Tensor:

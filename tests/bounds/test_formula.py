@@ -26,6 +26,9 @@ from tests.draws import examples, generator
 from tests.optimizers import clones, normal, unread
 
 
+pytestmark = pytest.mark.optim
+
+
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 SLACK = 1.001
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
@@ -232,7 +235,7 @@ def test_one_compiled_graph_is_the_kernel_up_to_rounding(kind: str, given: Any) 
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_several_members_are_each_alone(kind: str) -> None:
+def test_several_members_under_vmap_have_the_bits_of_each_alone(kind: str) -> None:
     """Learning rates, counts and flags of their own, in one vmap: the bits of one member alone."""
     opt, random = MAKE[kind](0.1), generator(1)
     members = []

@@ -17,6 +17,9 @@ from tests.bounds.rounding import UNIT, exact_sum, gamma, ulps
 from tests.draws import examples, generator
 
 
+pytestmark = pytest.mark.core
+
+
 REAL = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,

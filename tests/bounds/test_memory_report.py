@@ -16,6 +16,9 @@ from tests.draws import generator
 from tests.faults.refusals import saying
 
 
+pytestmark = pytest.mark.step
+
+
 def allocated(call: Callable[[], Any], file: Path) -> int:
     """The most that torch's CPU allocator gave out, kernels' own memory included."""
     with profile(
@@ -71,7 +74,9 @@ def made(name: str, engine: Any = "func", **knobs: Any) -> tuple[Any, Any, Tenso
 @pytest.mark.parametrize(
     ("name", "engine"), [("mlp", "func"), ("convnet", "func"), ("transformer", "autograd")]
 )
-def test_real_networks(name: str, engine: Any, tmp_path: Path) -> None:
+def test_of_real_networks_what_is_predicted_is_counted_and_measured(
+    name: str, engine: Any, tmp_path: Path
+) -> None:
     """To the bytes of a few 0-d tensors, that kernels make and that only some of the three see.
 
     A convolution's kernel also allocates its own; of that the report is a lower bound.
@@ -90,7 +95,7 @@ def test_real_networks(name: str, engine: Any, tmp_path: Path) -> None:
         assert abs(measured.beyond_arguments - truth) <= 64
 
 
-def test_what_is_what() -> None:
+def test_each_number_of_a_report_is_what_it_is_named() -> None:
     """A product of a row and a matrix, of which nothing is kept but what the square needs."""
     step = pa.make_step(lambda w, x: ((x @ w) ** 2).mean(), pa.adamw(), microbatch_size=16)
     state = step.init(torch.ones(128, 64).bfloat16())
@@ -124,7 +129,7 @@ def everything(params: Any, batch: Any, buffers: Any, keys: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_steps_of_all_kinds(donate: bool) -> None:
+def test_what_is_predicted_of_steps_of_all_kinds_is_counted(donate: bool) -> None:
     step = pa.make_step(
         everything,
         pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1, momentum=0.9)),
@@ -148,7 +153,7 @@ def test_steps_of_all_kinds(donate: bool) -> None:
     step(state, batch)  # still whole
 
 
-def test_a_step_whose_loss_cuts_its_batch() -> None:
+def test_a_loss_that_cuts_its_batch_is_predicted() -> None:
     embed = pa.microbatch(lambda params, batch: torch.tanh(batch @ params), microbatch_size=8)
 
     def loss(params: Any, batch: Tensor) -> Tensor:
@@ -161,7 +166,7 @@ def test_a_step_whose_loss_cuts_its_batch() -> None:
     assert predicted.activations >= 32 * 16 * 4  # the rows
 
 
-def test_views_of_what_a_loss_captures_are_not_new() -> None:
+def test_views_of_what_a_loss_captures_take_no_memory() -> None:
     """A linear layer transposes its weight at every call, and that is as large as all else here."""
     frozen = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
     step = pa.make_step(
@@ -172,7 +177,7 @@ def test_views_of_what_a_loss_captures_are_not_new() -> None:
     assert report.predicted.beyond_arguments < 64 * 64 * 4
 
 
-def test_a_model_that_does_not_fit() -> None:
+def test_a_model_that_does_not_fit_is_predicted() -> None:
     """16 TiB of parameters: only on the meta device, and only predicted."""
     step = pa.make_step(lambda w, x: (torch.tanh(x @ w) ** 2).mean(), pa.adamw(), microbatch_size=8)
     state = step.init(torch.empty(2**21, 2**21, device="meta"))

@@ -25,6 +25,9 @@ from tests.faults.refusals import refused
 from tests.transforms.problems import U64, Problem, make, total, weight
 
 
+pytestmark = pytest.mark.samples
+
+
 ROOT_U = U64**0.5
 engines, policies = st.sampled_from(["func", "autograd"]), st.sampled_from(["propagate", "skip"])
 kinds = st.sampled_from(["mean", "weighted"])
@@ -78,7 +81,9 @@ def folded(acc: Any, params: Any, parts: Any, donate: bool = False) -> Any:
 
 
 @given(problems, st.data(), engines, st.booleans())
-def test_any_history(problem: Problem, data: Any, engine: Any, donate: bool) -> None:
+def test_any_history_has_the_moments_of_its_microbatches(
+    problem: Problem, data: Any, engine: Any, donate: bool
+) -> None:
     """Ragged ones, empty ones, without weight, in any order, in states merged along any tree."""
     history = data.draw(histories(len(problem.batch["x"])))
     acc = pa.accumulator(problem.loss, nonfinite=problem.nonfinite, engine=engine, squares=True)
@@ -88,7 +93,9 @@ def test_any_history(problem: Problem, data: Any, engine: Any, donate: bool) -> 
 
 @examples(1 / 2)
 @given(problems, st.sampled_from([None, 1, 3]), st.integers(0, 2))
-def test_samples_are_microbatches_of_one_row(problem: Problem, chunk: Any, cut: int) -> None:
+def test_samples_are_taken_as_microbatches_of_one_row(
+    problem: Problem, chunk: Any, cut: int
+) -> None:
     loss, params, batch, rows = problem.loss, problem.params, problem.batch, len(problem.batch["x"])
     knobs = {"keep_batch_dim": True, "chunk_size": chunk}
     acc = pa.per_sample_accumulator(loss, squares=True, **knobs)
@@ -118,7 +125,7 @@ def test_what_is_left_out_adds_nothing(
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_a_leaf_that_is_added_by_a_hook(engine: Any, nonfinite: Any) -> None:
+def test_a_leaf_that_is_added_by_a_hook_has_its_squares(engine: Any, nonfinite: Any) -> None:
     """A mebibyte; with ``skip``, in a copy of the sum. Gradient: the mean of x times a vector."""
     by, sizes, x = torch.arange(2.0**17).double().cos(), [1, 2, 2], torch.arange(5).double() ** 2
     params = {"big": torch.zeros_like(by), "small": torch.zeros(2).double()}
@@ -138,7 +145,9 @@ def test_a_leaf_that_is_added_by_a_hook(engine: Any, nonfinite: Any) -> None:
 @given(problems, st.integers(1, 9), engines, st.integers(-20, 20))
 @example(make("weighted", "propagate", 0, 7, 2), 1, "func", 3)  # the fourth row has no weight
 @example(make("mean", "propagate", 0, 7, 2), 2, "autograd", 0)  # which could add by itself
-def test_a_step(problem: Problem, size: int, engine: Any, exponent: int) -> None:
+def test_a_step_gives_the_noise_of_its_microbatches(
+    problem: Problem, size: int, engine: Any, exponent: int
+) -> None:
     """Whole, as a stream, donated, under vmap; and no bit of it depends on the loss scale."""
     rule = {"microbatch_size": size, "nonfinite": problem.nonfinite, "engine": engine}
     step = pa.make_step(problem.loss, pa.sgd(0.1), noise=True, **rule)

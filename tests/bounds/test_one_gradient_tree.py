@@ -16,6 +16,9 @@ from pureaccum._core.auto_size import counting
 from tests.purity.calls import ENGINES
 
 
+pytestmark = pytest.mark.core
+
+
 SIDE, ROWS = 512, 4
 LEAF = SIDE * SIDE * 4  # 1 MiB, from which on each is added by itself
 
@@ -52,7 +55,9 @@ def update(loss: Any, params: Any, x: Tensor, engine: Any) -> Callable[[], Any]:
 @pytest.mark.parametrize("loss", [mean, weighted])
 @pytest.mark.parametrize("form", [whole, cut, step, update])
 @pytest.mark.parametrize("leaves", [4, 12])
-def test_whatever_the_number_of_leaves(form: Any, loss: Any, engine: str, leaves: int) -> None:
+def test_one_gradient_tree_is_alive_whatever_the_number_of_leaves(
+    form: Any, loss: Any, engine: str, leaves: int
+) -> None:
     """Of a donated update the sums were there before; the rest are rows, and they are few."""
     params = [torch.full((SIDE, SIDE), 2.0**-9) for _ in range(leaves)]
     run = form(loss, params, torch.ones(ROWS, SIDE), engine)

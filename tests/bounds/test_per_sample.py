@@ -30,6 +30,9 @@ from tests.bounds.rounding import UNIT, gamma
 from tests.draws import examples
 
 
+pytestmark = pytest.mark.samples
+
+
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
 ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 
@@ -106,7 +109,9 @@ def expected(grads, weights, max_norm, dtype):
 @DTYPES
 @examples(1 / 5)
 @given(seeds(), st.booleans(), st.none() | st.integers(1, ROWS + 1))
-def test_reduced_gradients(network, engine, dtype, seed, weighted, size):
+def test_reduced_gradients_are_those_of_a_loop_over_the_samples(
+    network, engine, dtype, seed, weighted, size
+):
     params, batch = params_of(seed, dtype), batch_of(seed, dtype)
     loss = loss_of(network, weighted)
     knobs = {"chunk_size": size, "keep_batch_dim": True, "engine": engine}
@@ -135,7 +140,7 @@ def test_reduced_gradients(network, engine, dtype, seed, weighted, size):
 
 
 @DTYPES
-def test_what_is_wrong_lies_outside(dtype):
+def test_wrong_reductions_lie_outside_of_the_bound(dtype):
     params, batch = params_of(0, dtype), batch_of(0, dtype)
     grads = looped(loss_of("gelu_mlp", weighted=False), params, batch)
     weights, norms = torch.ones(ROWS, dtype=torch.float64), norms_of(grads)

@@ -25,6 +25,9 @@ from tests.draws import generator
 from tests.parity.test_functional import through
 
 
+pytestmark = pytest.mark.step
+
+
 DTYPES = (torch.float32, torch.float64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 MOMENTA = (0.1, 0.75, 1.0, None)
@@ -125,7 +128,7 @@ kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @given(cuts, st.sampled_from(MOMENTA), st.sampled_from([0.0, 1000.0]), seeds())
 @example([2, 2], None, 1000.0, 0)
 @example([5, 2, 6], 1.0, 1000.0, 0)
-def test_any_cut_gives_the_full_batch_s(
+def test_any_cut_gives_the_statistics_of_the_full_batch(
     dtype: torch.dtype,
     kind: Kind,
     sizes: list[int],
@@ -143,7 +146,7 @@ def test_any_cut_gives_the_full_batch_s(
 @dtypes
 @kinds
 @given(cuts, st.data(), seeds())
-def test_microbatches_that_do_not_count(
+def test_microbatches_that_do_not_count_leave_no_trace_in_the_statistics(
     dtype: torch.dtype, kind: Kind, sizes: list[int], data: st.DataObject, seed: int
 ) -> None:
     """They are NaN; the full batch is the rest. Where there is none, all stays as it was."""
@@ -161,7 +164,7 @@ def test_microbatches_that_do_not_count(
 
 
 @given(cuts, seeds())
-def test_counting_all_is_not_asking(sizes: list[int], seed: int) -> None:
+def test_to_count_all_microbatches_is_not_to_ask_which_count(sizes: list[int], seed: int) -> None:
     kind = KINDS["2d"]
     fn = functional(make(kind, 0.1, torch.float32, seed))
     parts = batch(kind, sum(sizes), 0.0, torch.float32, seed).split(sizes)
@@ -181,7 +184,7 @@ def test_an_empty_microbatch_adds_nothing(dtype: torch.dtype) -> None:
     check(kind, net, x, got)
 
 
-def test_two_layers_and_a_tree_of_modules() -> None:
+def test_two_layers_side_by_side_each_get_their_statistics() -> None:
     """Side by side, so neither lies above the other; their buffers in dicts of a dict."""
     kind = KINDS["1d"]
     nets = {name: make(kind, 0.25, torch.float64, i) for i, name in enumerate("ba")}
@@ -201,7 +204,7 @@ def test_two_layers_and_a_tree_of_modules() -> None:
         check(kind, net, x, got[name])
 
 
-def test_one_below_another_gets_other_statistics_than_the_full_batch() -> None:
+def test_a_layer_above_another_gets_other_statistics_than_the_full_batch() -> None:
     """What reaches it was normalised with the statistics of a microbatch."""
     upper = KINDS["1d"]
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3)).double()

@@ -15,6 +15,9 @@ from pureaccum._pure import keys as random_keys
 from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 
 
+pytestmark = pytest.mark.pure
+
+
 SIGMAS = 6.0
 N = 2**16
 SEED = 20

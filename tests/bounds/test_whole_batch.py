@@ -23,6 +23,9 @@ from tests.bounds import resnets
 from tests.draws import examples, generator
 
 
+pytestmark = pytest.mark.pure
+
+
 PROMISED = 1e-10
 Size = int | Sequence[int]
 Loss = Callable[[Any, Any], Tensor]  # of what the module returns, and the batch
@@ -270,13 +273,13 @@ NETWORKS = {
 
 @ways
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_of_other_shapes(name, way):
+def test_networks_of_other_shapes_are_the_full_batch_s(name, way):
     make, batch = NETWORKS[name]
     check(make().double(), batch, [1, 2, 4, 7, 11, (3, 7, 1)], way=way)
 
 
 @ways
-def test_arguments_by_name_and_some_that_are_no_tensors(way):
+def test_arguments_may_have_names_and_be_no_tensors(way):
     batch = {"x": X, "side": torch.randn(11, 2, dtype=torch.float64)}
 
     def by_name(module: Any, batch: Any) -> Any:
@@ -297,7 +300,7 @@ def test_one_function_takes_flags_of_all_kinds_in_turn():
         torch.testing.assert_close(out, want, rtol=PROMISED, atol=PROMISED)
 
 
-def test_several_outputs_from_all_levels():
+def test_a_module_may_have_outputs_from_all_levels():
     """The output has the module's own containers, and what it was given comes back as it is."""
     module = resnets.Several().double()
     fn = pa.functional(module, microbatch_size=4)
@@ -320,12 +323,12 @@ def pa_leaves(out: Any) -> list[Tensor]:
     return [out["deep"][0], *out["deep"][1], out["early"], out["input"]]
 
 
-def test_sizes_that_depend_on_the_number_of_rows():
+def test_sizes_may_depend_on_the_number_of_rows():
     """Each microbatch has its own, the shorter last one too."""
     check(resnets.Reshaping().double(), X4, [4, 3, (3, 7, 1)])
 
 
-def test_weighted_by_tokens():
+def test_a_loss_may_weigh_rows_by_tokens():
     """A weight for each row, and no mean of the rows."""
     module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.GELU(), nn.Linear(5, 1)).double()
     weight = torch.arange(11.0, dtype=torch.float64)  # the first row weighs nothing
@@ -343,13 +346,13 @@ def test_in_eval_mode_a_batch_norm_without_running_statistics_looks_at_the_batch
     check(nn.Sequential(nn.Linear(4, 3), norm, nn.Tanh()).double(), X, [3, 11])
 
 
-def test_running_statistics_that_are_not_tracked_any_more():
+def test_running_statistics_may_be_tracked_no_more():
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
     module[1].track_running_stats = False
     check(module, X, [3, 11])
 
 
-def test_frozen_parameters_and_some_that_are_not_given():
+def test_parameters_may_be_frozen_or_left_out():
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
     module[0].requires_grad_(False)
     module[1].weight.requires_grad_(False)
@@ -423,7 +426,7 @@ def gradients(size: int | None) -> Any:
     return torch.func.grad(lambda p: fit(fn.apply(p, fn.buffers, X)[0], X))
 
 
-def test_second_derivatives_in_all_orders():
+def test_second_derivatives_are_right_in_all_orders():
     """Moments, and what is handed on, have tangents and second derivatives too."""
     params = pa.functional(SMALL).params
     along = {name: p.cos() for name, p in params.items()}
@@ -443,7 +446,7 @@ def test_second_derivatives_in_all_orders():
     assert apart(torch.func.grad(slope)(params), want) <= PROMISED
 
 
-def test_an_ensemble_under_vmap():
+def test_an_ensemble_under_vmap_is_its_members():
     """Members on one batch, and each on its own, with running statistics each of its own."""
     members = [resnets.Shared().double() for _ in range(3)]
     batches = torch.stack([X, X.sin(), X + 1])
@@ -467,14 +470,14 @@ def test_an_ensemble_under_vmap():
             assert apart(mine[1], {name: new[name] for name in mine[1]}) <= PROMISED
 
 
-def test_no_gradient_is_wanted():
+def test_a_call_under_no_grad_is_that_of_the_module():
     fn = pa.functional(SMALL, microbatch_size=3)
     with torch.no_grad():
         out, _ = fn.apply(fn.params, fn.buffers, X)
     torch.testing.assert_close(out, deepcopy(SMALL)(X).detach(), rtol=PROMISED, atol=0)
 
 
-def test_gradients_of_the_inputs():
+def test_gradients_of_the_inputs_are_the_full_batch_s():
     x = X.clone().requires_grad_()
     fn = pa.functional(SMALL, microbatch_size=3)
     fit(fn.apply(fn.params, fn.buffers, x)[0], X).backward()
@@ -483,7 +486,7 @@ def test_gradients_of_the_inputs():
     assert apart({"x": x.grad}, {"x": y.grad}) <= PROMISED
 
 
-def test_inside_a_compiled_function():
+def test_inside_a_compiled_function_it_is_one_graph():
     """Where the compiler decides what to keep."""
     fn = pa.functional(SMALL, microbatch_size=3)
     func = torch.compile(

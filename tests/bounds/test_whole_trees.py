@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -16,6 +17,9 @@ import pureaccum as pa
 from pureaccum.testing.strategies import dtypes, seeds, shapes, trees
 from tests.bounds.rounding import UNIT, gamma
 from tests.draws import generator
+
+
+pytestmark = pytest.mark.base
 
 
 @st.composite

@@ -19,7 +19,7 @@ from tests.faults.shortage import few_to_collect
 
 WIDTH = 64
 
-pytestmark = pytest.mark.usefixtures(few_to_collect.__name__)
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures(few_to_collect.__name__)]
 
 
 class Counted:
@@ -60,7 +60,7 @@ def made(loss: Any, budget: int | None = None) -> Any:
 
 @examples(1 / 3)
 @given(few, few)
-def test_the_largest_of_the_halves_that_the_budget_allows(rows: int, fits: int) -> None:
+def test_the_largest_half_that_the_budget_allows_is_taken(rows: int, fits: int) -> None:
     """And one byte less than it needs is too little."""
     batch = make_batch(8 * rows)
     sizes = [8 * rows]
@@ -230,7 +230,7 @@ def test_a_proven_size_is_not_counted() -> None:
         assert seen[-1] == counted
 
 
-def test_a_batch_without_rows() -> None:
+def test_a_step_over_a_batch_without_rows_is_not_applied() -> None:
     loss = Counted()
     step = made(loss)
     state, info = step(step.init(PARAMS), make_batch(0))
@@ -264,7 +264,9 @@ def test_a_stream_takes_what_it_is_given() -> None:
         (TypeError, {"microbatch_size": "all"}, ("microbatch_size is 'all', a str", "int")),
     ],
 )
-def test_refused(error: Any, knobs: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_knobs_that_do_not_fit_auto_are_refused(
+    error: Any, knobs: dict[str, Any], words: tuple[str, ...]
+) -> None:
     with saying(error, *words):
         pa.make_step(Counted(), pa.sgd(0.1), **{"microbatch_size": "auto"} | knobs)
 
@@ -272,7 +274,7 @@ def test_refused(error: Any, knobs: dict[str, Any], words: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     "transform", [torch.func.grad, torch.func.vmap, torch.func.jacfwd], ids=lambda it: it.__name__
 )
-def test_transforms_are_refused(transform: Any) -> None:
+def test_auto_is_refused_under_a_transform(transform: Any) -> None:
     loss = Counted()
 
     batch = make_batch(3)

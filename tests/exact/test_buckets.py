@@ -4,6 +4,7 @@ import math
 import struct
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given
@@ -18,6 +19,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 from tests.exact.linear_loss import every_kind_of_leaf
 from tests.ranks import in_step, on_ranks
+
+
+pytestmark = pytest.mark.distributed
 
 
 bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])
@@ -82,7 +86,7 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
 
 
 @on_ranks(2)
-def test_one_collective_and_no_more_bytes_than_needed(rank, world):
+def test_a_sum_is_one_collective_of_no_more_bytes_than_needed(rank, world):
     sent: list[Tensor] = []
     plain = dist.all_reduce
 

@@ -27,6 +27,9 @@ from tests.draws import generator
 from tests.states import STATES
 
 
+pytestmark = pytest.mark.checkpoint
+
+
 # Without those of which torch itself cannot copy or print tensors, or warns.
 ODD = re.compile("q|bits|int[1-7]$|complex32")
 DTYPES = sorted(
@@ -78,7 +81,7 @@ def again(path: str | Path, tree: Any, like: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
-def test_every_state(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_every_state_is_loaded_as_it_was_saved(make: Callable[[], Any], tmp_path: Path) -> None:
     state = make()
     again(tmp_path / "run", state, optree.tree_map(torch.zeros_like, state, namespace="pureaccum"))
     # and every other reader of the format reads the same
@@ -136,7 +139,7 @@ def blank(x: Any) -> Any:
 @example({})
 @example(torch.tensor([math.nan, -math.nan, -0.0]))
 @example(())
-def test_any_tree(tree: Any) -> None:
+def test_any_tree_is_loaded_as_it_was_saved(tree: Any) -> None:
     with TemporaryDirectory() as folder:
         xs, spec = flat(tree)
         again(f"{folder}/run", tree, optree.tree_unflatten(spec, [blank(x) for x in xs]))
@@ -148,7 +151,9 @@ def test_scalars_are_exact(x: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.bits16])
-def test_dtypes_that_torch_can_only_hold(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtypes_that_torch_can_only_hold_are_loaded_as_saved(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     x = torch.arange(8, dtype=torch.uint8)
     pa.save(tmp_path / "run", x.view(dtype))
     loaded = pa.load(tmp_path / "run", torch.zeros_like(x).view(dtype))
@@ -223,7 +228,7 @@ def test_the_order_in_memory_is_kept_as_like_does_not_have_it(tmp_path: Path) ->
         assert loaded.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_torch_has_not_computed_yet(tmp_path: Path) -> None:
+def test_conjugates_that_torch_has_not_computed_yet_are_saved(tmp_path: Path) -> None:
     """Conjugates and negatives are only bits of a tensor, until somebody asks."""
     z = torch.complex(torch.arange(6.0), torch.ones(6)).reshape(2, 3)
     tree = [z.conj(), z[0, 0].conj().imag, z.mT.conj(), z.conj()[:, ::2]]

@@ -28,6 +28,9 @@ from tests.laws.exactly import (
 )
 
 
+pytestmark = pytest.mark.step
+
+
 EAGER = {"backend": "eager"}
 LR = 0.25
 # A form follows from how large the gradients are and from how many microbatches there are; the
@@ -83,8 +86,8 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
     [
         ("mean", "scan"),
         ("sum", "scan"),
-        pytest.param("weighted", "scan", marks=pytest.mark.nightly),
-        pytest.param("sum", "unrolled", marks=pytest.mark.nightly),
+        pytest.param("weighted", "scan", marks=pytest.mark.slow),
+        pytest.param("sum", "unrolled", marks=pytest.mark.slow),
         ("weighted", "unrolled"),
         ("mean", "loop"),
     ],
@@ -105,7 +108,7 @@ def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:
 
 
 @pytest.mark.slow
-def test_inductor() -> None:
+def test_by_inductor_a_step_is_the_full_batch_update() -> None:
     """The default compiler; twice, since the second call takes what the first has made."""
     for seed in (0, 1):
         check("weighted", "scan", make_params(seed), make_batch(seed, 11), settings=True)
@@ -121,7 +124,7 @@ def test_inductor() -> None:
 @example(torch.nan, {0}, True, 0)
 @example(torch.nan, set(range(11)), False, 0)
 @example(torch.inf, {10}, False, 0)  # in the tail
-def test_skipped_microbatches_and_those_without_weight(
+def test_skipped_microbatches_and_those_without_weight_are_the_eager_step_s(
     number: float, bad: set[int], masked: bool, seed: int
 ) -> None:
     """Of a loss that is NaN where all is masked; counts, weights and bits are the eager step's."""
@@ -165,8 +168,8 @@ def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
     ("form", "nonfinite", "keys"),
     [
         ("scan", "propagate", False),
-        ("scan", "skip", True),
-        pytest.param("loop", "skip", False, marks=pytest.mark.nightly),
+        pytest.param("scan", "skip", True, marks=pytest.mark.slow),
+        pytest.param("loop", "skip", False, marks=pytest.mark.slow),
     ],
 )
 def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, keys: bool) -> None:
@@ -215,6 +218,7 @@ def reading(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
+@pytest.mark.slow
 def test_groups_and_what_is_left_of_them_are_counted() -> None:
     """In a scan of groups of two; of a batch that is poisoned in one place the count is known."""
     ours, eager = (
@@ -233,7 +237,7 @@ def test_groups_and_what_is_left_of_them_are_counted() -> None:
     assert "vmap" in GRAPHS[0]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_groups_of_microbatches_get_their_own_keys_and_weights() -> None:
     """Seven are three groups of two, in a scan, and one that is left; then there is a tail."""
     step, eager = (
@@ -290,7 +294,7 @@ def test_an_overflow_in_a_group_lowers_the_loss_scale() -> None:
 # A stream ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
     """In microbatches of any size; a window that was not donated can be gone on with."""
     ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)

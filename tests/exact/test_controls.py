@@ -13,6 +13,9 @@ from tests.draws import examples, few, generator
 from tests.laws.exactly import integers
 
 
+pytestmark = [pytest.mark.core, pytest.mark.testing]
+
+
 def squared(w, batch):
     return ((batch["x"] @ w - batch["y"]) ** 2).sum()
 

@@ -19,7 +19,7 @@ from tests.exact.linear_loss import (
 )
 
 
-pytestmark = pytest.mark.parametrize("engine", ["func", "autograd"])
+pytestmark = [pytest.mark.core, pytest.mark.parametrize("engine", ["func", "autograd"])]
 
 
 @pytest.mark.parametrize("kind", KINDS)

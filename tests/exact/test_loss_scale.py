@@ -18,6 +18,9 @@ from pureaccum._step.loss_scale import LossScale
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.step
+
+
 FINITE = torch.tensor(True)
 
 
@@ -78,7 +81,7 @@ def nearest(x: Fraction) -> float:
 
 
 @pytest.mark.parametrize("e", [-149, -140, -130, -127])
-def test_a_scale_below_the_normal_numbers(e: int) -> None:
+def test_a_scale_below_the_normal_numbers_is_undone(e: int) -> None:
     """Its reciprocal is inf, or nearly; the quotient is not."""
     loss_scale = pa.dynamic_loss_scale(2.0**e, min_scale=2.0**-149)
     state = loss_scale.init()
@@ -92,7 +95,7 @@ def test_a_scale_below_the_normal_numbers(e: int) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_a_small_scale_on_cuda(where: str) -> None:
+def test_a_small_scale_is_undone_on_cuda(where: str) -> None:
     """CUDA multiplies by the reciprocal where the divisor lies on the host."""
     loss_scale = pa.dynamic_loss_scale(2.0**-130, min_scale=2.0**-149)
     state = loss_scale.init(where)
@@ -101,7 +104,7 @@ def test_a_small_scale_on_cuda(where: str) -> None:
 
 
 @pytest.mark.cuda
-def test_nothing_waits_for_the_device() -> None:
+def test_a_loss_scale_does_not_wait_for_the_device() -> None:
     loss_scale = pa.dynamic_loss_scale(hysteresis=2)
     x = torch.ones(2, device="cuda")
     before = torch.cuda.get_sync_debug_mode()
@@ -202,7 +205,9 @@ def after_overflows(count: int) -> tuple[float, float]:
         (200, 0.0, math.nan),
     ],
 )
-def test_after_overflows_in_a_row(count: int, scale: float, param: float) -> None:
+def test_after_overflows_in_a_row_the_scale_is_that_of_torch_or_its_floor(
+    count: int, scale: float, param: float
+) -> None:
     """From 2**16 on, with the defaults of both."""
     theirs = after_overflows(count)
     assert torch.tensor(theirs).tolist() == pytest.approx([scale, param], rel=0, abs=0, nan_ok=True)
@@ -223,7 +228,7 @@ def scaled(loss_scale: LossScale, state: pa.LossScaleState) -> Any:
     return loss
 
 
-def test_an_overflow_that_only_the_unscaled_gradient_shows() -> None:
+def test_an_overflow_that_only_the_unscaled_gradient_shows_is_seen() -> None:
     """At scale 2**-120 a gradient of 2**130 is scaled to 2**10, and unscaled to inf."""
     gradient = torch.tensor([2.0**10, 1.0])  # of the scaled loss
     loss_scale = pa.dynamic_loss_scale(2.0**-120, min_scale=2.0**-120)

@@ -20,7 +20,7 @@ from tests.laws.exactly import integers
 
 
 # of embedding bags, which take vmap's slow path
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+pytestmark = [pytest.mark.samples, pytest.mark.filterwarnings("ignore:There is a performance drop")]
 engines = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 models, chunks = few.flatmap(losses), st.none() | st.integers(1, 14)
 
@@ -102,7 +102,7 @@ def test_without_chunks_it_is_torch_func_untouched(network):
 @pytest.mark.parametrize("kind", ["mean", "weighted"])
 @examples(1 / 2)
 @given(models, st.data(), chunks)
-def test_second_moments_to_the_bit(kind, engine, model, data, size):
+def test_second_moments_have_the_bits_of_a_loop(kind, engine, model, data, size):
     """In float64 squares of whole numbers below 2**24 are exact, and so are halves of them."""
     model = model._replace(batch=model.batch | {"mask": model.batch["mask"].clamp(max=2)})
     knobs = {"chunk_size": size, "keep_batch_dim": True, "engine": engine, "dtype": torch.float64}
@@ -120,7 +120,9 @@ def test_second_moments_to_the_bit(kind, engine, model, data, size):
 @engines
 @examples(1 / 2)
 @given(models, st.data(), chunks)
-def test_signs_projections_and_reductions_of_ones_own(engine, model, data, size):
+def test_signs_projections_and_a_user_s_reductions_have_the_bits_of_a_loop(
+    engine, model, data, size
+):
     """The largest number of each leaf, and how many samples have a large one."""
     history, each = data.draw(histories(model.rows)), each_row(model)
 
@@ -160,7 +162,7 @@ def test_signs_projections_and_reductions_of_ones_own(engine, model, data, size)
 @engines
 @examples(1 / 2)
 @given(st.lists(st.tuples(st.integers(-99, 99), st.integers(-99, 99)), min_size=1), chunks)
-def test_norms_and_squares_to_the_bit(engine, rows, size):
+def test_norms_and_squares_have_the_bits_of_a_loop(engine, rows, size):
     """Of leaves with one number each; (3k, 4k) has the norm 5k."""
     params = {"a": torch.zeros(()), "b": torch.zeros(1)}
     s, t = torch.tensor(rows, dtype=torch.float32).unbind(1)
@@ -226,7 +228,7 @@ def test_a_sample_without_weight_adds_nothing_though_its_gradient_is_nan(engine,
 
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
-def test_sums_are_wide(engine, dtype):
+def test_sums_of_samples_are_wide(engine, dtype):
     """60 times 255 is no bfloat16, and its square no float16."""
     x = torch.randint(-255, 256, (60, 7), generator=generator(0)).to(dtype)
     x = x + 1j * x.flip(0) if dtype.is_complex else x.abs()

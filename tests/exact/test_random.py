@@ -18,6 +18,9 @@ from pureaccum.testing.strategies import compositions
 from tests.draws import examples, slices
 
 
+pytestmark = pytest.mark.pure
+
+
 WORD = 2**32 - 1
 DTYPES = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 words = st.integers(0, WORD)
@@ -76,7 +79,7 @@ def reference(words: tuple[int, int], count: int) -> list[int]:
         ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
     ],
 )
-def test_known_answers(
+def test_the_cipher_gives_the_known_answers(
     words: tuple[int, int], counter: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     assert threefry(words, counter) == expected
@@ -124,7 +127,9 @@ def test_numbers_are_the_words_in_order(words: tuple[int, int], count: int, p: f
     assert dropout(torch.ones(count), p, k).bool().tolist() == kept
 
 
-def test_the_largest_and_the_smallest_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_and_the_smallest_numbers_are_finite_and_below_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As if a block were all zeros or all ones: below 1, and finite."""
     for word in (0, -1):
         monkeypatch.setattr(
@@ -165,7 +170,9 @@ def test_a_longer_draw_begins_with_the_shorter(
 
 
 @given(seed=seeds, shape=small, dtype=st.sampled_from([*DTYPES]))
-def test_the_shape_only_arranges(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_shape_only_arranges_the_numbers(
+    seed: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     for draw in uniform, normal:
         flat = draw(key(seed), (math.prod(shape),), dtype)
         assert_trees_bitwise_equal(draw(key(seed), shape, dtype), flat.reshape(shape))
@@ -173,7 +180,9 @@ def test_the_shape_only_arranges(seed: int, shape: tuple[int, ...], dtype: torch
 
 @examples(1 / 2)
 @given(seed=seeds, rows=st.integers(0, 5), count=st.integers(0, 40), piece=st.integers(1, 9))
-def test_pieces_do_not_show(seed: int, rows: int, count: int, piece: int) -> None:
+def test_numbers_do_not_show_the_pieces_that_they_were_drawn_in(
+    seed: int, rows: int, count: int, piece: int
+) -> None:
     keys = fold_in(key(seed), torch.arange(rows))
     whole = [draw(keys, (count,), dtype) for draw in (uniform, normal) for dtype in DTYPES]
     with pytest.MonkeyPatch.context() as patch:
@@ -211,16 +220,16 @@ def everything(k: Tensor, x: Tensor) -> list[Tensor]:
     return [key(-7), dropout(x, 0.3, k), dropout(x, 0.3, rows), *(d(k) for d in DRAWS.values())]
 
 
-@pytest.mark.nightly
-def test_one_graph() -> None:
+@pytest.mark.slow
+def test_draws_compile_into_one_graph() -> None:
     torch.compiler.reset()
     k, x = key(2**40 + 9), torch.arange(12.0).reshape(4, 3)
     compiled = torch.compile(everything, fullgraph=True, backend="aot_eager")
     assert_trees_bitwise_equal(compiled(k, x), everything(k, x))
 
 
-@pytest.mark.nightly
-def test_one_graph_of_a_map() -> None:
+@pytest.mark.slow
+def test_draws_under_vmap_compile_into_one_graph() -> None:
     torch.compiler.reset()
 
     def draw(k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +255,7 @@ def test_one_graph_for_sizes_and_steps_that_change() -> None:
 
 
 @pytest.mark.slow
-def test_inductor() -> None:
+def test_by_inductor_dropout_has_the_bits_of_eager_code() -> None:
     torch.compiler.reset()
 
     k, x = key(2**40 + 9), torch.arange(1.0, 1001.0)
@@ -271,7 +280,7 @@ def test_cuda_has_the_bits_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.cuda
-def test_the_host_never_waits() -> None:
+def test_the_host_never_waits_for_a_draw() -> None:
     x = torch.ones(4, 3, device="cuda", requires_grad=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -285,7 +294,7 @@ def test_the_host_never_waits() -> None:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_nothing_else_is_touched(name: str) -> None:
+def test_a_draw_touches_no_generator_and_no_key(name: str) -> None:
     k = key(11)
     before, version, state = k.clone(), k._version, torch.get_rng_state()
     first = DRAWS[name](k)
@@ -335,7 +344,7 @@ def test_what_is_dropped_is_zero_whatever_it_was(bad: float) -> None:
     assert torch.equal(out == 0, ones == 0)
 
 
-def test_none_and_all() -> None:
+def test_dropout_drops_none_or_all_if_told_to() -> None:
     x = torch.tensor([1.0, -0.0, math.nan, math.inf], requires_grad=True)
     assert dropout(x, 0, key(0)) is x
     out = dropout(x, 1.0, key(0))
@@ -345,7 +354,7 @@ def test_none_and_all() -> None:
     assert x.grad.tolist() == [0.0] * 4
 
 
-def test_derivatives_are_the_mask() -> None:
+def test_derivatives_of_dropout_are_the_mask() -> None:
     x, k = torch.full((32,), 3.0), key(8)
     mask = dropout(torch.ones(32), 0.25, k)
     assert set(mask.tolist()) == {0.0, torch.tensor(4 / 3).item()}
@@ -399,6 +408,8 @@ K, X = key(0), torch.ones(4, 3)
         (lambda: dropout(X[0, 0], 0.5, K[None]), ValueError, r"key has shape \(1, 2\)"),
     ],
 )
-def test_errors(call: Callable[[], Any], error: type[Exception], says: str) -> None:
+def test_arguments_that_make_no_sense_are_refused(
+    call: Callable[[], Any], error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         call()

@@ -23,6 +23,9 @@ from tests.draws import few, generator, powers_of_two
 from tests.ranks import in_step, on_ranks
 
 
+pytestmark = [pytest.mark.distributed, pytest.mark.step]
+
+
 kinds = st.sampled_from(KINDS)
 
 
@@ -244,7 +247,7 @@ def test_batch_norm_pools_over_ranks(rank, world, data, size):
 @on_ranks(2)
 @in_step()
 @given(data=st.data(), reduce=st.sampled_from(["sum", "mean", "moments", "largest"]))
-def test_samples_of_all_ranks(rank, world, data, reduce):
+def test_samples_of_all_ranks_are_reduced_as_those_of_one(rank, world, data, reduce):
     largest = pa.Reducer(
         torch.zeros_like,
         lambda state, grads, weight: torch.maximum(state, grads.abs().amax(0)),
@@ -272,7 +275,7 @@ def test_samples_of_all_ranks(rank, world, data, reduce):
 @on_ranks(2)
 @in_step()
 @given(data=st.data())
-def test_the_noise_of_all_ranks(rank, world, data):
+def test_the_noise_of_all_ranks_is_that_of_one(rank, world, data):
     rows = data.draw(st.integers(2, 8))
     x = torch.randint(-7, 8, (rows, 3), generator=generator(rows)).float()
     shares = shared_out(data, x, rows, world)
@@ -298,11 +301,12 @@ def test_the_noise_of_all_ranks(rank, world, data):
     in_every_rank(came)
 
 
+@pytest.mark.slow
 @on_ranks(2)
-@in_step(7)  # each compiles
+@in_step(1 / 9, fewest=3)  # each compiles on every rank: ten seconds
 @given(data=st.data(), size=st.sampled_from([3, None, 1, 2, 5]), donate=st.booleans())
 @example(data=None, size=3, donate=True)
-def test_a_compiled_step_of_all_ranks(rank, world, data, size, donate):
+def test_a_compiled_step_of_all_ranks_is_that_of_one(rank, world, data, size, donate):
     """Each row has the key that it has on one rank; in the example both ranks have some."""
     rows = data.draw(st.sampled_from([2, 4, 8])) if data else 8
     x = torch.randint(1, 9, (rows, 4), generator=generator(rows)).float()

@@ -23,6 +23,9 @@ from tests.draws import examples, take
 from tests.states import a_row, batch_of, first_state, full_step
 
 
+pytestmark = [pytest.mark.checkpoint, pytest.mark.step]
+
+
 STEPS, PARTS = 5, 3
 CUTS = [slice(0, 4), slice(4, 8), slice(8, 10)]
 
@@ -83,7 +86,7 @@ positions = st.tuples(st.integers(0, STEPS - 1), st.integers(0, PARTS - 1))
 
 @given(at=positions, engine=st.sampled_from(["func", "autograd"]), donate=st.booleans())
 @examples(1 / 2)
-def test_a_run_stopped_anywhere(at: Position, engine: str, donate: bool) -> None:
+def test_a_run_that_was_stopped_anywhere_goes_on(at: Position, engine: str, donate: bool) -> None:
     knobs = {"engine": engine, "donate": donate}
     with TemporaryDirectory() as folder:
         before = saved(f"{folder}/run", at, **knobs)
@@ -98,7 +101,7 @@ def test_a_run_stopped_anywhere(at: Position, engine: str, donate: bool) -> None
 
 @given(at=st.integers(0, STEPS - 1))
 @examples(1 / 4)
-def test_whole_steps(at: int) -> None:
+def test_a_run_that_was_stopped_after_each_step_goes_on(at: int) -> None:
     """And stopped after each step, at that."""
 
     def steps(state: Any, numbers: range, path: str | None = None) -> Any:
@@ -116,7 +119,7 @@ def test_whole_steps(at: int) -> None:
         assert_trees_bitwise_equal(got, steps(first, range(STEPS - at, STEPS + 3)))
 
 
-def test_in_another_process(tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_process(tmp_path: Path) -> None:
     at = (3, 2)
     before = saved(str(tmp_path / "run"), at)
     program = (
@@ -143,7 +146,7 @@ ACCUMULATORS = {
 
 @pytest.mark.parametrize("make", ACCUMULATORS.values(), ids=ACCUMULATORS)
 @pytest.mark.parametrize("at", range(4))
-def test_a_sum_stopped_anywhere(make: Any, at: int, tmp_path: Path) -> None:
+def test_a_sum_that_was_stopped_anywhere_goes_on(make: Any, at: int, tmp_path: Path) -> None:
     w = batch_of(3)["x"][:, :2]
 
     def add(state: Any, numbers: range) -> Any:
@@ -159,7 +162,7 @@ def test_a_sum_stopped_anywhere(make: Any, at: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", optimizers.KINDS)
-def test_every_optimizer(kind: str, tmp_path: Path) -> None:
+def test_every_optimizer_goes_on_from_what_was_saved(kind: str, tmp_path: Path) -> None:
     params = optimizers.make_params()
 
     def update(params: Any, state: Any, numbers: range) -> Any:

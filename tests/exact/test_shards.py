@@ -18,7 +18,11 @@ from tests.draws import generator
 from tests.ranks import End, run_on_ranks
 
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
+pytestmark = [
+    pytest.mark.checkpoint,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
+]
 SEEDS = range(4)
 WORLDS = (1, 2, 3, 4)
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

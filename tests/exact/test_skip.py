@@ -27,6 +27,9 @@ from tests.exact.linear_loss import (
 )
 
 
+pytestmark = pytest.mark.core
+
+
 class Faulty(NamedTuple):
     """A batch and, for every row, whether it has a fault."""
 

@@ -14,6 +14,9 @@ from pureaccum.testing.strategies import KINDS, ExactModel, histories, losses, r
 from tests.draws import examples, few, powers_of_two
 
 
+pytestmark = pytest.mark.core
+
+
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 

@@ -3,6 +3,7 @@
 Exact data, and a learning rate and loss scales that are powers of two.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import optree
@@ -17,6 +18,10 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import KINDS, ExactModel, compositions, losses, pieces, reduction
 from tests.draws import examples, few, powers_of_two, slices, take
 from tests.laws.exactly import copied, same
+from tests.tables import each_once
+
+
+pytestmark = pytest.mark.step
 
 
 scales = st.integers(-10, 60).map(lambda e: 2.0**e)
@@ -138,7 +143,7 @@ def test_all_cuts_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
 
 @examples(1 / 2)
 @given(losses(13, sparse=True), st.integers(13, 15))
-def test_a_single_microbatch_is_torch_func_untouched(model, size):
+def test_a_step_of_one_microbatch_is_torch_func_untouched(model, size):
     step = pa.make_step(model.loss("mean"), pa.sgd(0.25), microbatch_size=size)
     grads, value = model.full_batch("mean")
     new, info = step(step.init(model.params), model.batch)
@@ -202,7 +207,7 @@ def test_the_norm_is_unscaled_and_from_before_clipping():
 @kinds
 @examples(1 / 2)
 @given(data=st.data())
-def test_aux_is_reduced(kind, data):
+def test_aux_of_a_step_is_reduced(kind, data):
     model = data.draw(models(kind))
     plain = model.loss(kind)
 
@@ -390,10 +395,15 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("buffers", ["freeze", "sequential", "pooled"])
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+KNOBS = {
+    f"{scaled}-{donate}-{buffers}": (scaled, donate, buffers)
+    for scaled, donate, buffers in itertools.product(
+        (False, True), (False, True), ("freeze", "sequential", "pooled")
+    )
+}
+
+
+@each_once("optimizer, scaled, donate, buffers", OPTIMIZERS, KNOBS)
 def test_a_step_not_applied_changes_no_bit(optimizer, scaled, donate, buffers):
     step = pa.make_step(
         with_buffers,

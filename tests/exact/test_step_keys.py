@@ -18,6 +18,9 @@ from tests.draws import examples, generator, take
 from tests.laws.exactly import integers
 
 
+pytestmark = pytest.mark.step
+
+
 ROWS = 8
 FEATURES = 4
 kinds = pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])

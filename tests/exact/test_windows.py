@@ -17,6 +17,9 @@ from tests.draws import generator
 from tests.ranks import run_on_ranks
 
 
+pytestmark = [pytest.mark.distributed, pytest.mark.step]
+
+
 W = torch.tensor([1.0, -2.0, 4.0])
 FN = pa.functional(nn.BatchNorm1d(3, affine=False, momentum=0.25, dtype=torch.float64))
 
@@ -99,7 +102,7 @@ def test_squares_of_windows_add_up():
     assert_trees_bitwise_equal(step.merge(a, b).accum.squares, whole.accum.squares)
 
 
-def test_windows_that_do_not_merge():
+def test_windows_of_different_kinds_do_not_merge():
     step, state = begun("plain")
     window = step.begin(state)
     with pytest.raises(TypeError, match="the second window is a TrainState; this step expects"):

@@ -22,6 +22,9 @@ from tests.draws import examples, generator
 from tests.laws.exactly import integers
 
 
+pytestmark = pytest.mark.core
+
+
 ROWS = 8
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 
@@ -96,7 +99,9 @@ def square(tree: Any) -> Tensor:
 @words
 @examples(1 / 2)
 @given(st.data(), seeds())
-def test_a_word_in_value_gradient_and_hessian(name: str, data_: st.DataObject, seed: int) -> None:
+def test_each_word_has_the_value_gradient_and_hessian_of_the_full_batch(
+    name: str, data_: st.DataObject, seed: int
+) -> None:
     func, word, whole = WORDS[name]
     sizes = rows_of(data_.draw(cuts))
     if name == "mean":
@@ -115,7 +120,7 @@ def test_a_word_in_value_gradient_and_hessian(name: str, data_: st.DataObject, s
 
 @pytest.mark.parametrize("word", ["max", "min"])
 @given(cuts, seeds())
-def test_the_largest_and_the_smallest(word: str, cut: Any, seed: int) -> None:
+def test_the_largest_and_the_smallest_of_all_rows_are_found(word: str, cut: Any, seed: int) -> None:
     w, x = data(seed)
     func = lambda w, x: {"float": (f := getattr(rows(w, x), "a" + word)(0)), "int": f.long()}  # noqa: E731
     got = pa.microbatch(func, microbatch_size=cut, reduce=word)(w, x)
@@ -123,7 +128,7 @@ def test_the_largest_and_the_smallest(word: str, cut: Any, seed: int) -> None:
 
 
 @given(cuts, seeds())
-def test_a_reducer_of_the_user_s(cut: Any, seed: int) -> None:
+def test_a_reducer_of_the_user_s_is_applied(cut: Any, seed: int) -> None:
     """It is given one value a microbatch, and the rows of that as its weight."""
     w, x = data(seed)
     best = pa.Reducer(
@@ -144,7 +149,7 @@ def test_a_reducer_of_the_user_s(cut: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("dim", [1, -1, -2])
 @given(cuts, seeds())
-def test_rows_along_another_dim(dim: int, cut: Any, seed: int) -> None:
+def test_rows_may_lie_along_another_dim(dim: int, cut: Any, seed: int) -> None:
     """-2 is the first of two dims and the second of three."""
     w, x = data(seed)
     batch = x.movedim(0, dim)
@@ -161,7 +166,7 @@ def test_rows_along_another_dim(dim: int, cut: Any, seed: int) -> None:
 
 
 @given(cuts, seeds())
-def test_batches_by_position_and_by_name(cut: Any, seed: int) -> None:
+def test_batches_are_given_by_position_and_by_name(cut: Any, seed: int) -> None:
     w, x = data(seed)
 
     def func(x: Any, w: Tensor, scale: float, *, y: Tensor, name: str = "") -> Tensor:
@@ -174,7 +179,7 @@ def test_batches_by_position_and_by_name(cut: Any, seed: int) -> None:
 
 
 @given(cuts, seeds())
-def test_integers_and_what_is_no_tensor(cut: Any, seed: int) -> None:
+def test_outputs_may_be_integers_and_no_tensors(cut: Any, seed: int) -> None:
     """Integer rows in and out, indices of rows, numbers that are summed, and constants."""
     w, x = data(seed)
     batch = {"i": (x[:, 0].abs()).long() % 3, "x": x, "none": None}
@@ -214,7 +219,7 @@ NO_DERIVATIVE: dict[str, tuple[Callable[..., Any], Any]] = {
 
 @pytest.mark.parametrize("name", NO_DERIVATIVE)
 @pytest.mark.parametrize("remat", [False, True])
-def test_what_has_no_derivative_beside_what_has(name: str, remat: bool) -> None:
+def test_outputs_without_a_derivative_stand_beside_those_with_one(name: str, remat: bool) -> None:
     """It comes out where a gradient is wanted, and the gradient of the rest is what it is."""
     func, words = NO_DERIVATIVE[name]
     w, x = data(0)
@@ -235,7 +240,7 @@ def test_what_has_no_derivative_beside_what_has(name: str, remat: bool) -> None:
 
 
 @given(cuts, seeds())
-def test_complex_rows(cut: Any, seed: int) -> None:
+def test_rows_may_be_complex(cut: Any, seed: int) -> None:
     w, x = data(seed)
     w, x = torch.complex(w, w.flip(0)), torch.complex(x, x.flip(1))
     micro = pa.microbatch(rows, microbatch_size=cut)
@@ -251,7 +256,7 @@ def test_complex_rows(cut: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
-def test_a_batch_without_rows(order: int) -> None:
+def test_a_function_of_a_batch_without_rows_is_the_plain_one(order: int) -> None:
     """One call of no rows, since only that tells what comes out."""
     w, x = data(0)
     micro = pa.microbatch(
@@ -291,7 +296,7 @@ def mask_of(seed: int, without: set[int]) -> Tensor:
 @pytest.mark.parametrize("transform", ["value", "grad", "backward", "fr", "rf", "rr", "ff", "vmap"])
 @examples(1 / 2)
 @given(cuts, seeds(), *[st.sets(st.integers(0, ROWS - 1), max_size=ROWS - 1)] * 2)
-def test_several_weighted_means(
+def test_several_weighted_means_are_each_the_full_batch_s(
     transform: str, cut: Any, seed: int, one: set[int], other: set[int]
 ) -> None:
     """Each with its own weight; microbatches that have none add nothing, at any order."""
@@ -330,7 +335,7 @@ def test_several_weighted_means(
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_a_weighted_mean_beside_one_without_a_gradient(order: int, first: bool) -> None:
+def test_a_weighted_mean_stands_beside_one_without_a_gradient(order: int, first: bool) -> None:
     """Whether a microbatch counts is said by the mean that is differentiated, at every order."""
     x, mask = torch.arange(1.0, 5), torch.tensor([1.0, 1, 0, 0])
 
@@ -352,7 +357,7 @@ def test_a_weighted_mean_beside_one_without_a_gradient(order: int, first: bool) 
     assert torch.equal(ours(torch.tensor(2.0)), plain(torch.tensor(2.0)))
 
 
-def test_a_batch_without_any_weight() -> None:
+def test_the_mean_of_a_batch_without_any_weight_is_nan() -> None:
     """Is NaN, as is its gradient: a step over it is not applied."""
     w, x = data(0)
     micro = pa.microbatch(weighted, microbatch_size=3, batch_argnums=(1, 2, 3))
@@ -376,7 +381,7 @@ def test_weights_beside_sums_are_the_law_of_an_outer_cut(cut: list[int], seed: i
     assert_trees_bitwise_equal(got, want)
 
 
-def test_sums_are_wide() -> None:
+def test_sums_of_outputs_are_wide() -> None:
     """Of shares and of gradients: in bfloat16 the sum of 256 and one more is 256."""
     w, x = torch.ones(1, dtype=torch.bfloat16), torch.ones(300, 1, dtype=torch.bfloat16)
     micro = pa.microbatch(lambda w, x: (w * x).sum(0), microbatch_size=1, reduce="sum")
@@ -413,7 +418,7 @@ def test_words_of_a_batch_go_to_every_microbatch() -> None:
 
 @pytest.mark.parametrize("word", ["concat", "sum"])
 @given(cut=cuts, seed=seeds())
-def test_a_sparse_gradient(word: str, cut: Any, seed: int) -> None:
+def test_a_gradient_may_be_sparse(word: str, cut: Any, seed: int) -> None:
     """Of an embedding: laid beside rows, or of a ``Weighted`` that does not count everywhere."""
     g = generator(seed)
     table, ids = integers(g, 6, 2, bound=3), torch.randint(6, (ROWS,), generator=g)

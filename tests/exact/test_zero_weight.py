@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -13,6 +12,9 @@ from pureaccum.testing.strategies import histories, seeds
 from tests.draws import examples, generator
 from tests.exact.linear_loss import LARGE
 from tests.laws.exactly import integers
+
+
+pytestmark = pytest.mark.core
 
 
 ROWS = 8
@@ -103,17 +105,3 @@ def test_a_batch_of_weight_zero_has_gradient_zero_and_value_nan(engine, size):
     assert_trees_bitwise_equal(grads, zeros)
     assert value.isnan()
     assert pa.value(nan_where_masked, microbatch_size=size)(params, batch).isnan()
-
-
-@pytest.mark.parametrize("size", [None, 2, 8])
-def test_a_total_of_no_weight_is_no_value(size: int | None) -> None:
-    """NaN also where the loss gives a total all the same; 5 / 0 would be inf."""
-
-    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
-        return pa.Weighted((w * x).sum(), 0.0)
-
-    w, x = torch.ones(()), torch.arange(5.0)
-    grad, value = pa.grad_and_value(loss, microbatch_size=size)(w, x)
-    assert torch.equal(grad, torch.zeros(()))
-    assert value.isnan()
-    assert pa.value(loss, microbatch_size=size)(w, x).isnan()

@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def told_by(program: str, *arguments: object) -> Any:
-    """The JSON that it prints."""
+    """What it prints, read as JSON."""
     command = [sys.executable, "-m", f"tests.faults.{program}", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)

@@ -127,7 +127,11 @@ RECEIVERS = {
 }
 
 
+def receivers_but(*names: str) -> dict[str, Receiver]:
+    return {name: to for name, to in RECEIVERS.items() if name not in names}
+
+
 def receivers(*but: str) -> Any:
     """Parametrize over all receivers but some."""
-    names = [name for name in RECEIVERS if name not in but]
-    return pytest.mark.parametrize("to", [RECEIVERS[name] for name in names], ids=names)
+    to = receivers_but(*but)
+    return pytest.mark.parametrize("to", to.values(), ids=to)

@@ -23,6 +23,9 @@ from pureaccum.testing.strategies import exact_trees
 from tests.faults.refusals import PACKAGE
 
 
+pytestmark = pytest.mark.testing
+
+
 NAN, INF = math.nan, math.inf
 A = torch.tensor([[1.25, -2.5], [3.75, 7.5]])
 
@@ -65,7 +68,7 @@ SAME: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("got", "want"), SAME.values(), ids=SAME)
-def test_the_same_passes(got: Any, want: Any) -> None:
+def test_trees_that_are_the_same_pass(got: Any, want: Any) -> None:
     assert_trees_bitwise_equal(got, want)
     assert_trees_bitwise_equal({"in": [got, (want,)]}, {"in": [want, (got,)]})
 
@@ -136,7 +139,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize(("got", "want", "words"), DIFFERENT.values(), ids=DIFFERENT)
-def test_what_differs_is_named(got: Any, want: Any, words: str) -> None:
+def test_leaves_that_differ_are_named(got: Any, want: Any, words: str) -> None:
     assert words in said(got, want)
 
 
@@ -189,7 +192,7 @@ WITHIN: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize(("got", "want", "bound"), WITHIN.values(), ids=WITHIN)
-def test_what_is_near_enough_passes(got: Any, want: Any, bound: Any) -> None:
+def test_trees_that_are_near_enough_pass(got: Any, want: Any, bound: Any) -> None:
     assert_trees_within_bound(got, want, bound)
     assert_trees_within_bound(want, got, bound)
 

@@ -11,6 +11,9 @@ import pureaccum as pa
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
 
 
+pytestmark = pytest.mark.core
+
+
 Aux = Callable[[Tensor], Any]
 ELSE = ("'sum'", "'mean'", "'stack'", "'last'")
 NOT_REDUCED: dict[str, tuple[str, Aux, type[Exception], tuple[str, ...]]] = {
@@ -59,7 +62,7 @@ def run(transform: Any, loss: Any, how: Any, rows: int) -> Any:
 
 @transforms()
 @pytest.mark.parametrize(("how", "aux", "error", "words"), NOT_REDUCED.values(), ids=NOT_REDUCED)
-def test_a_leaf_that_is_not_of_its_kind(
+def test_a_leaf_that_is_not_of_its_kind_is_refused(
     transform: Any, how: str, aux: Aux, error: Any, words: Any
 ) -> None:
     """Seen at the first microbatch."""
@@ -70,7 +73,9 @@ def test_a_leaf_that_is_not_of_its_kind(
 
 @transforms()
 @pytest.mark.parametrize(("how", "aux", "shapes"), NOT_ALIKE.values(), ids=NOT_ALIKE)
-def test_a_leaf_whose_shape_changes(transform: Any, how: str, aux: Aux, shapes: str) -> None:
+def test_a_leaf_whose_shape_changes_is_refused(
+    transform: Any, how: str, aux: Aux, shapes: str
+) -> None:
     """Broadcasting two rows against one would be silently wrong."""
     words = (f"aux['a'][0] has shape {shapes}", repr(how), "one row per sample takes 'concat'")
     with refused(ValueError, *words, given=PARAMS):
@@ -79,14 +84,14 @@ def test_a_leaf_whose_shape_changes(transform: Any, how: str, aux: Aux, shapes: 
 
 @transforms()
 @pytest.mark.parametrize("how", [{"ok": "sum"}, {"ok": "sum", "b": "sum"}, {"ok": ["sum"]}])
-def test_a_tree_of_words_that_is_no_prefix(transform: Any, how: Any) -> None:
+def test_a_tree_of_words_that_is_no_prefix_is_refused(transform: Any, how: Any) -> None:
     loss = with_aux(lambda x: x.sum())
     words = (f"aux_reduction={how!r} is no prefix", "aux")
     with refused(ValueError, *words, given=PARAMS, loss=loss, calls=1):
         run(transform, loss, how, 5)
 
 
-def test_a_tree_of_words_without_an_aux() -> None:
+def test_a_tree_of_words_without_an_aux_is_refused() -> None:
     """A loss with buffers returns a pair all the same."""
 
     def loss(params: Any, batch: Any, buffers: Any) -> Any:
@@ -103,14 +108,14 @@ def test_a_tree_of_words_without_an_aux() -> None:
 @pytest.mark.parametrize(
     "changed", [lambda a: {"a": a, "b": a}, lambda a: [a], lambda a: None], ids=["leaf", "list", ""]
 )
-def test_an_aux_that_changes_its_structure(transform: Any, changed: Any) -> None:
+def test_an_aux_that_changes_its_structure_is_refused(transform: Any, changed: Any) -> None:
     loss = Loss(lambda p, b: (squares(p, b), changed(b["x"]) if loss.calls > 1 else {"a": b["x"]}))
     with refused(ValueError, "another structure", "aux", given=PARAMS, loss=loss, calls=2):
         transform(loss, has_aux=True, microbatch_size=2)(PARAMS, make_batch(5))
 
 
 @transforms()
-def test_an_aux_of_no_rows(transform: Any) -> None:
+def test_an_aux_of_no_rows_is_refused(transform: Any) -> None:
     """The loss is never called: nobody knows what its aux would look like."""
     loss = with_aux(lambda x: x)
     words = ("no rows", "no aux", "has_aux=True")

@@ -12,7 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
+from tests.faults.refusals import (
+    PARAMS,
+    RECEIVERS,
+    Loss,
+    Receiver,
+    make_batch,
+    receivers,
+    refused,
+    squares,
+)
+from tests.tables import each_once
+
+
+pytestmark = pytest.mark.core
 
 
 X = make_batch()["x"]
@@ -51,9 +64,10 @@ UNCOUNTED = {
 }
 
 
-@receivers()
-@pytest.mark.parametrize(("batch", "error", "words"), UNCUT.values(), ids=UNCUT)
-def test_a_leaf_that_cannot_be_cut(to: Receiver, batch: Any, error: Any, words: Any) -> None:
+@each_once("to, batch, error, words", RECEIVERS, UNCUT)
+def test_a_leaf_that_cannot_be_cut_is_refused(
+    to: Receiver, batch: Any, error: Any, words: Any
+) -> None:
     loss = Loss(squares)
     named = (to.batch + words[0], *words[1:])
     with refused(error, *named, given=(PARAMS, batch), loss=loss):
@@ -62,7 +76,7 @@ def test_a_leaf_that_cannot_be_cut(to: Receiver, batch: Any, error: Any, words: 
 
 @receivers("update", "donated update")
 @pytest.mark.parametrize(("batch", "came"), UNCOUNTED.values(), ids=UNCOUNTED)
-def test_a_batch_without_rows_to_cut(to: Receiver, batch: Any, came: str) -> None:
+def test_a_batch_without_rows_to_cut_is_refused(to: Receiver, batch: Any, came: str) -> None:
     loss = Loss(squares)
     with refused(ValueError, "holds no tensor", came, "one row per sample", loss=loss):
         to.run(loss, PARAMS, batch)
@@ -70,7 +84,9 @@ def test_a_batch_without_rows_to_cut(to: Receiver, batch: Any, came: str) -> Non
 
 @pytest.mark.parametrize(("batch", "came"), UNCOUNTED.values(), ids=UNCOUNTED)
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_mean_over_rows_that_nobody_counts(batch: Any, came: str, donate: bool) -> None:
+def test_a_mean_over_rows_that_nobody_counts_is_refused(
+    batch: Any, came: str, donate: bool
+) -> None:
     """A stream need not cut: only a mean asks for rows, once the loss is seen to be one."""
     loss = Loss(lambda params, batch: params["b"] * 2)
     acc = pa.accumulator(loss)
@@ -151,9 +167,18 @@ def a_value(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
     return lambda batch: pa.grad_and_value(loss, reduction="sum", **knobs)(PARAMS, batch)[1]
 
 
-@pytest.mark.parametrize(("root", "run"), CUTTING.values(), ids=CUTTING)
-@pytest.mark.parametrize(("x", "words"), WHOLE.values(), ids=WHOLE)
-def test_a_tensor_that_torch_does_not_split(root: str, run: Any, x: Any, words: Any) -> None:
+UNCUTTING = {
+    "a value": a_value,
+    "a step": a_step,
+    "a stream": a_stream,
+    "a stream of a step": a_stream_of_a_step,
+}
+
+
+@each_once("root, run, x, words", CUTTING, WHOLE)
+def test_a_tensor_that_torch_does_not_split_is_refused(
+    root: str, run: Any, x: Any, words: Any
+) -> None:
     loss = Loss(scaled)
     first, *rest = words
     with refused(TypeError, f"{root}['x'] {first}", *rest, "microbatch_size=None", loss=loss):
@@ -161,14 +186,13 @@ def test_a_tensor_that_torch_does_not_split(root: str, run: Any, x: Any, words: 
 
 
 @pytest.mark.parametrize("x", [JAGGED, DENSE.to_sparse()])
-def test_nor_does_a_compiled_step(x: torch.Tensor) -> None:
+def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x: torch.Tensor) -> None:
     with refused(TypeError, "batch['x'] is a", f"layout {x.layout}"):
         a_step(scaled, microbatch_size=2, compile={"backend": "eager"})({"x": x})
 
 
-@pytest.mark.parametrize("whole", [a_value, a_step, a_stream, a_stream_of_a_step])
-@pytest.mark.parametrize("x", [x for x, _ in WHOLE.values()], ids=WHOLE)
-def test_is_taken_where_nothing_is_cut(x: Any, whole: Any) -> None:
+@each_once("x, whole", {name: x for name, (x, _) in WHOLE.items()}, UNCUTTING)
+def test_a_tensor_that_torch_does_not_split_is_taken_whole(x: Any, whole: Any) -> None:
     """By the engine that can, which the error of the other one names."""
     batch, knobs = {"x": x}, {}
     if (x.is_nested and x.layout != torch.jagged) or x.layout in COMPRESSED:
@@ -203,7 +227,7 @@ def test_whichever_leaf_disagrees_is_named(to: Receiver, data: st.DataObject) ->
         to.run(squares, PARAMS, batch)
 
 
-def test_several_batches_disagree_by_the_names_of_their_arguments() -> None:
+def test_several_batches_that_disagree_are_named_by_their_arguments() -> None:
     with refused(ValueError, "args[2] has 3 rows", "args[1]['x'] has 4"):
         pa.grad(squares, batch_argnums=(1, 2), microbatch_size=2)(
             PARAMS, make_batch(), torch.ones(3)

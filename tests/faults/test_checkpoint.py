@@ -20,6 +20,9 @@ from tests.optimizers import Unread
 from tests.states import batch_of, first_state, full_step
 
 
+pytestmark = pytest.mark.checkpoint
+
+
 np = pytest.importorskip("numpy")
 OLD = {"w": torch.arange(3.0)}
 
@@ -51,7 +54,7 @@ UNSAVABLE: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", UNSAVABLE)
-def test_what_cannot_be_saved_is_named(what: str, path: str) -> None:
+def test_a_leaf_that_cannot_be_saved_is_named(what: str, path: str) -> None:
     tree = {"a": torch.ones(2), "bad": [UNSAVABLE[what]()]}
     with refused(TypeError, "tree['bad'][0] is a", what, "expected"):
         pa.save(path, tree)
@@ -93,7 +96,7 @@ def test_two_leaves_of_one_name_are_refused(path: str) -> None:
     assert_untouched(path)
 
 
-def test_under_a_transform(path: str) -> None:
+def test_to_save_or_load_under_a_transform_is_refused(path: str) -> None:
     def saves(x: Tensor) -> Tensor:
         pa.save(path, x)
         return x.sum()
@@ -111,7 +114,7 @@ def test_under_a_transform(path: str) -> None:
 # The path -----------------------------------------------------------------------------------
 
 
-def test_paths_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_that_are_no_files_are_refused(tmp_path: Path) -> None:
     with saying(FileNotFoundError, "nowhere"):
         pa.load(tmp_path / "nowhere", OLD)
     with saying(FileNotFoundError, "nowhere"):
@@ -211,7 +214,7 @@ def test_rights_are_those_of_open(mode: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on Windows")
-def test_what_only_has_the_name_of_a_leftover(path: str) -> None:
+def test_a_file_that_only_has_the_name_of_a_leftover_stays(path: str) -> None:
     """It stays, it is not waited for, and what it leads to stays too."""
     folder = Path(path).parent
     precious = folder / "precious"
@@ -234,7 +237,7 @@ def test_what_only_has_the_name_of_a_leftover(path: str) -> None:
     assert os.listdir(precious) == ["work"]
 
 
-def test_an_int_that_python_does_not_read(path: str) -> None:
+def test_an_int_that_python_does_not_read_is_refused(path: str) -> None:
     pa.save(path, {"seed": 10**4300 - 1})
     assert pa.load(path, {"seed": 0})["seed"] == 10**4300 - 1
     pa.save(path, OLD)
@@ -243,7 +246,7 @@ def test_an_int_that_python_does_not_read(path: str) -> None:
     assert_untouched(path)
 
 
-def test_a_full_disk(path: str) -> None:
+def test_a_full_disk_leaves_the_old_file(path: str) -> None:
     """A file may not grow beyond 64 KiB here: a real error in the middle of a real write."""
     resource = pytest.importorskip("resource", reason="Windows has no such limits")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -276,7 +279,7 @@ def test_every_leaf_that_is_off_is_named(path: str) -> None:
     ]
 
 
-def test_not_more_lines_than_one_reads(path: str) -> None:
+def test_no_more_leaves_are_named_than_one_reads(path: str) -> None:
     pa.save(path, [torch.ones(1)] * 50)
     with saying(ValueError, "50 leaves") as caught:
         pa.load(path, [torch.ones(2)] * 50)
@@ -285,7 +288,7 @@ def test_not_more_lines_than_one_reads(path: str) -> None:
     assert lines[-1] == "  and 30 more"
 
 
-def test_other_trees_of_many_leaves(path: str) -> None:
+def test_other_trees_of_many_leaves_are_refused(path: str) -> None:
     """The work grows with their number: with its square it would take a quarter of an hour."""
     tree = {f"l{i}": 0.5 for i in range(100_000)}
     pa.save(path, tree)
@@ -298,7 +301,7 @@ def test_other_trees_of_many_leaves(path: str) -> None:
         pa.load(path, like)
 
 
-def test_a_run_with_another_loss_scale(path: str) -> None:
+def test_a_run_with_another_loss_scale_is_refused(path: str) -> None:
     state = first_state(full_step())
     pa.save(path, state)
     with refused(ValueError, "tree.loss_scale.scale is only in the file", "3 leaves"):

@@ -15,6 +15,9 @@ import pureaccum as pa
 from pureaccum.__main__ import main
 
 
+pytestmark = pytest.mark.testing
+
+
 FILE = """\
 import torch
 
@@ -107,7 +110,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize(("target", "says"), TARGETS.values(), ids=TARGETS)
-def test_a_badly_typed_target(target: str, says: str, capsys: Capture) -> None:
+def test_a_badly_typed_target_is_named(target: str, says: str, capsys: Capture) -> None:
     write("make = 1", "notes.txt")
     assert refused(capsys, target).startswith(f"{target}: {says}")
 
@@ -149,7 +152,9 @@ FILES = {
 
 
 @pytest.mark.parametrize(("code", "says"), FILES.values(), ids=FILES)
-def test_a_file_that_fails(code: str, says: str | None, capsys: Capture) -> None:
+def test_the_line_of_a_file_that_fails_is_shown(
+    code: str, says: str | None, capsys: Capture
+) -> None:
     Path("mine.py").write_bytes(code.encode(errors="surrogatepass"))
     line = refused(capsys, "mine.py:make")
     # Where nothing of the file itself was running, a file beside it was.
@@ -167,19 +172,19 @@ def test_a_file_elsewhere_is_shown_in_full(tmp_path: Path, capsys: Capture) -> N
     )
 
 
-def test_a_module_that_fails(capsys: Capture) -> None:
+def test_the_line_of_a_module_that_fails_is_shown(capsys: Capture) -> None:
     write("def make():\n    return 1 / 0", "package/mine.py")
     line = refused(capsys, "package.mine:make")
     assert line == f"{Path('package/mine.py')}:2: ZeroDivisionError: division by zero"
 
 
-def test_our_own_lines_say_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_our_own_lines_are_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Not even where they lie beside the target."""
     monkeypatch.chdir(Path(pa.__file__).parents[1])
     assert refused(capsys, "pureaccum.testing:no_such").startswith("pureaccum.testing:no_such: ")
 
 
-def test_interrupts_pass() -> None:
+def test_interrupts_come_through() -> None:
     write("raise KeyboardInterrupt")
     path = sys.path[:]
     with pytest.raises(KeyboardInterrupt):
@@ -219,18 +224,20 @@ GIVEN = {
 
 
 @pytest.mark.parametrize(("body", "says"), GIVEN.values(), ids=GIVEN)
-def test_a_factory_that_gives_something_else(body: str, says: str, capsys: Capture) -> None:
+def test_a_factory_that_gives_something_else_is_refused(
+    body: str, says: str, capsys: Capture
+) -> None:
     write(f"from train import *\ndef mine():\n    {body}")
     assert refused(capsys, "mine.py:mine").startswith(f"mine.py:mine: {says}")
 
 
-def test_neither_factory_nor_tuple(capsys: Capture) -> None:
+def test_a_target_that_is_neither_factory_nor_tuple_is_refused(capsys: Capture) -> None:
     write("mine = {}")
     line = refused(capsys, "mine.py:mine")
     assert line.startswith("mine.py:mine: it is a dict; expected a factory, or a tuple (loss_fn, ")
 
 
-def test_the_loss_itself(capsys: Capture) -> None:
+def test_a_target_that_is_the_loss_itself_is_refused(capsys: Capture) -> None:
     """The factory that is shown is one."""
     assert check("train.py:loss") == 2
     out, err = capsys.readouterr()
@@ -250,19 +257,19 @@ def test_arguments_that_need_not_be_given() -> None:
     assert check("mine.py:mine") == 0
 
 
-def test_an_empty_batch(capsys: Capture) -> None:
+def test_an_empty_batch_is_refused(capsys: Capture) -> None:
     write("from train import *\ndef mine(): return loss, tensors()[0], {'x': torch.ones(0, 2)}")
     assert "row" in refused(capsys, "mine.py:mine")
 
 
-def test_settings_out_of_range(capsys: Capture) -> None:
+def test_settings_out_of_range_are_refused(capsys: Capture) -> None:
     assert "splits" in refused(capsys, "train.py:make", "--splits", "-1")
 
 
 # What is printed -------------------------------------------------------------------------
 
 
-def test_a_traceback_if_asked_for(capsys: Capture) -> None:
+def test_a_traceback_is_shown_if_asked_for(capsys: Capture) -> None:
     write("def mine():\n    return 1 / 0")
     assert check("mine.py:mine", "--traceback") == 2
     err = capsys.readouterr().err
@@ -277,7 +284,7 @@ def as_json(capsys: Capture, target: str, *options: str) -> tuple[int, Any]:
     return status, json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-def test_json(capsys: Capture) -> None:
+def test_the_report_is_json_if_asked_for(capsys: Capture) -> None:
     status, fits = as_json(capsys, "train.py:make")
     assert (status, fits["fits"], fits["rows"]) == (0, True, 4)
     assert {leaf["path"] for leaf in fits["leaves"]} == {"value", "params['w']"}
@@ -287,7 +294,7 @@ def test_json(capsys: Capture) -> None:
     assert as_json(capsys, "train.py") == (2, {"error": f"train.py: {TARGETS['no name'][1]}"})
 
 
-def test_json_lacks_inf(capsys: Capture) -> None:
+def test_the_json_of_a_report_holds_no_inf(capsys: Capture) -> None:
     write("""\
         from train import *
         def whole(params, batch):
@@ -300,7 +307,7 @@ def test_json_lacks_inf(capsys: Capture) -> None:
     assert "inf" in {leaf["error"] for leaf in report["leaves"]}
 
 
-def test_the_way_out_is_in_the_line(capsys: Capture) -> None:
+def test_the_line_says_what_to_do(capsys: Capture) -> None:
     """A loss for which float64 is no dtype to compare in."""
     write("""\
         from train import *
@@ -315,7 +322,7 @@ def test_the_way_out_is_in_the_line(capsys: Capture) -> None:
     assert check("mine.py:mine", "--reference", "native") == 0
 
 
-def test_what_the_file_prints_is_not_json(capsys: Capture) -> None:
+def test_what_the_file_prints_stays_out_of_the_json(capsys: Capture) -> None:
     write("""\
         from train import *
         print("imported")
@@ -342,7 +349,7 @@ def test_warnings_are_left_alone(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("target", ["make", "make_total", "ready"])
-def test_what_fits(target: str, capsys: Capture) -> None:
+def test_a_loss_that_fits_is_said_to_fit(target: str, capsys: Capture) -> None:
     assert check(f"train.py:{target}") == 0
     assert capsys.readouterr().out.startswith("fits")
 
@@ -359,7 +366,7 @@ def test_options_override_the_file(capsys: Capture) -> None:
     assert len(splits) == 2
 
 
-def test_weights_by_name() -> None:
+def test_weights_are_given_by_name() -> None:
     """A mask that masks nothing hides what the loss makes of one."""
     write("""\
         from train import *
@@ -371,7 +378,7 @@ def test_weights_by_name() -> None:
     assert check("mine.py:mine", "--weights", "mask") == 1
 
 
-def test_a_module_by_its_name(capsys: Capture) -> None:
+def test_a_module_is_given_by_its_name(capsys: Capture) -> None:
     write("from .helper import make", "package/mine.py")
     write(FILE, "package/helper.py")
     assert check("package.mine:make") == 0
@@ -415,7 +422,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("file", ["mine.py", "random.py", "01.mine-too.py"])
-def test_the_file_feels_at_home(file: str) -> None:
+def test_a_file_finds_what_lies_beside_it(file: str) -> None:
     random = sys.modules["random"]
     for scale in (1, 2):  # other files of the same names
         folder = f"folder{scale}"
@@ -456,7 +463,7 @@ def process(*argv: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_exit_status() -> None:
+def test_the_exit_status_tells_a_misfit_from_an_error() -> None:
     status, out, err = process("train.py:make")
     assert (status, out[:4], err) == (0, "fits", "")
     status, out, err = process("train.py:make_masked", "--json")

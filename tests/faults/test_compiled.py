@@ -23,6 +23,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
 
 
+pytestmark = pytest.mark.step
+
+
 EAGER = {"backend": "eager"}
 IN_PLACE = {"backend": "aot_eager"}
 
@@ -54,7 +57,7 @@ def test_compile_is_true_or_settings(compile: Any) -> None:
         ({"nonfinite": "raise"}, ["nonfinite='raise' came with compile", "'skip' or 'propagate'"]),
     ],
 )
-def test_what_does_not_go_with_compile(knobs: Any, words: list[str]) -> None:
+def test_knobs_that_do_not_go_with_compile_are_refused(knobs: Any, words: list[str]) -> None:
     with refused(ValueError, *words):
         make(**knobs, compile=True)
 
@@ -134,7 +137,7 @@ def test_the_line_that_does_not_compile_is_named(loss: Any, line: str, why: str)
     assert make(loss=loss, compile=False)(state, batch)[1].applied
 
 
-def test_optimizers_of_torch() -> None:
+def test_an_optimizer_of_torch_is_refused() -> None:
     """In the words in which they refuse transforms."""
     step = make(pa.from_torch(torch.optim.RMSprop, lr=0.1), microbatch_size=None)
     with pytest.raises(CompileError) as caught:
@@ -213,7 +216,7 @@ SAME: dict[str, tuple[dict[str, Any], Change]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_words_are_those_of_the_eager_step(name: str) -> None:
+def test_errors_have_the_words_of_the_eager_step(name: str) -> None:
     """And a state that was to be given up is as good as before."""
     knobs, change = SAME[name]
     ours, eager = (make(**knobs, donate=True, compile=c) for c in (EAGER, False))
@@ -227,8 +230,8 @@ def test_the_words_are_those_of_the_eager_step(name: str) -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.nightly
-def test_a_batch_norm_that_is_given_one_row() -> None:
+@pytest.mark.slow
+def test_a_batch_norm_that_is_given_one_row_has_the_words_of_the_eager_step() -> None:
     """After other numbers of rows have been compiled."""
     said = []
     for compile in (EAGER, False):
@@ -248,7 +251,9 @@ STATISTICS = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
 
 
 @pytest.mark.parametrize(("mine", "other"), [("pooled", "sequential"), ("sequential", "pooled")])
-def test_the_window_of_another_kind_of_buffers(mine: Any, other: Any) -> None:
+def test_a_window_of_another_kind_of_buffers_is_refused_by_a_compiled_step(
+    mine: Any, other: Any
+) -> None:
     """Inside a graph no structures are compared."""
 
     def loss(params: Any, batch: Any, buffers: Any) -> Any:
@@ -308,7 +313,7 @@ def tied(params: Any, batch: Any) -> Tensor:
     return ((batch["x"] @ params["a"] @ params["b"].T) ** 2).mean()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_tied_leaves_are_not_written_to_twice() -> None:
     step, eager = (
         make(pa.sgd(0.25, momentum=0.5), tied, donate=donate, compile=c)
@@ -325,7 +330,7 @@ def test_tied_leaves_are_not_written_to_twice() -> None:
     assert type(shared) is Donated
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_without_donation_no_memory_is_shared() -> None:
     step = make(pa.sgd(0.1, momentum=0.5), compile=IN_PLACE, **SCALED)
     state, batch = step.init(PARAMS), make_batch(7)
@@ -356,7 +361,7 @@ def failing(graph: Any, inputs: Any) -> Any:
     return run
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
     step = make(donate=True, loss=raises, compile={"backend": failing})
     good = make(donate=True, compile={"backend": failing})
@@ -379,7 +384,7 @@ def test_only_a_graph_that_failed_while_it_ran_spoils_a_window() -> None:
     assert good(state, batch)[1].applied
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_donated_window_is_given_up() -> None:
     step = make(donate=True, compile=IN_PLACE)
     state = step.init(PARAMS)

@@ -25,9 +25,13 @@ from tests.faults.refusals import (
     squares,
 )
 from tests.laws.exactly import same
+from tests.tables import each_once
 
 
-KINDS = ("grad", "stream", "donated stream")
+pytestmark = pytest.mark.core
+
+
+KINDS = {kind: kind for kind in ("grad", "stream", "donated stream")}
 LossOf = Callable[[Tensors, Any], Tensor]
 
 
@@ -100,7 +104,7 @@ def test_autocast_around_chunks_of_samples_holds_on_to_weights(name: str) -> Non
         ({"engine": "autograd"}, ("engine='autograd'", "engine='func'")),
     ],
 )
-def test_what_has_to_look_cannot_under_a_transform(
+def test_a_knob_that_has_to_look_is_refused_under_a_transform(
     kind: str, transform: str, knobs: Any, words: Any
 ) -> None:
     loss, batch = Loss(squares), make_batch()
@@ -290,7 +294,6 @@ REFUSED = {
         writes_to_the_batch, "mutate a captured Tensor", ("x = x.clone()", "was given")
     ),
 }
-each_refused = pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
 
 
 def advised(case: Refused, run: Callable[[], object]) -> None:
@@ -300,24 +303,20 @@ def advised(case: Refused, run: Callable[[], object]) -> None:
     assert not [word for word in case.advice if word not in note], note
 
 
-@each_refused
-@pytest.mark.parametrize("kind", KINDS)
+@each_once("kind, case", KINDS, REFUSED)
 def test_the_error_of_torch_func_comes_with_our_advice(kind: str, case: Refused) -> None:
     batch = make_batch()
     with unchanged(PARAMS, batch, NORM):
         advised(case, lambda: gradient(case.loss, PARAMS, batch, kind))
 
 
-@each_refused
-@pytest.mark.parametrize("transform", [pa.grad, pa.grad_and_value])
-def test_also_where_nothing_is_cut(transform: Any, case: Refused) -> None:
+@each_once("transform, case", {"grad": pa.grad, "grad_and_value": pa.grad_and_value}, REFUSED)
+def test_the_advice_comes_also_where_nothing_is_cut(transform: Any, case: Refused) -> None:
     advised(case, lambda: transform(case.loss)(PARAMS, make_batch()))
 
 
-@pytest.mark.parametrize("name", [name for name, case in REFUSED.items() if case.plain])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_advice_is_good(kind: str, name: str) -> None:
-    case = REFUSED[name]
+@each_once("kind, case", KINDS, {name: case for name, case in REFUSED.items() if case.plain})
+def test_the_advice_is_good(kind: str, case: Refused) -> None:
     found = gradient(case.loss, PARAMS, make_batch(), kind, engine="autograd")
     assert_trees_bitwise_equal(found, gradient(case.plain, PARAMS, make_batch(), kind))
 

@@ -22,6 +22,9 @@ from tests.draws import generator
 from tests.ranks import cases_on_ranks
 
 
+pytestmark = [pytest.mark.distributed, pytest.mark.step]
+
+
 PARAMS = {"a": torch.ones(2), "w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
 BATCH = torch.randint(1, 9, (8, 2), generator=generator(0)).float()
 LARGE = 2**16  # more numbers than travel in a first collective
@@ -381,12 +384,12 @@ CASES: dict[str, Callable[[], object]] = (
 )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def told(request: pytest.FixtureRequest) -> Any:
     return cases_on_ranks(request.param, CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_disagree(told: Any, name: str) -> None:
+def test_ranks_that_disagree_all_raise_and_keep_their_states(told: Any, name: str) -> None:
     failed = [text for text in told[name] if text]
     assert not failed, "\n\n".join(failed)

@@ -13,6 +13,9 @@ from pureaccum._step.buffers import begin_buffers, check_policy, collect_buffers
 from tests.faults.refusals import refused
 
 
+pytestmark = pytest.mark.pure
+
+
 class Net(nn.Module):
     """Tied, and with a BatchNorm in a layer below."""
 
@@ -47,7 +50,7 @@ NO_MODULES: dict[str, Any] = {"function": torch.relu, "class": nn.Linear, "state
 
 
 @pytest.mark.parametrize("what", NO_MODULES.values(), ids=NO_MODULES)
-def test_no_module(what: Any) -> None:
+def test_what_is_no_module_is_refused(what: Any) -> None:
     with refused(TypeError, type(what).__name__, "expected a torch.nn.Module"):
         functional(what)
 
@@ -81,7 +84,7 @@ WRAPPERS = {
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize("below", [False, True])
 @pytest.mark.parametrize(("name", "words"), WRAPPERS.items(), ids=WRAPPERS)
-def test_wrapped_modules(name: str, words: tuple[str, ...], below: bool) -> None:
+def test_wrapped_modules_are_refused(name: str, words: tuple[str, ...], below: bool) -> None:
     """Also where only a part is wrapped."""
     module, path = wrapped(name, Net()), "module"
     if below:
@@ -97,7 +100,7 @@ def test_nothing_of_torch_distributed_is_imported(monkeypatch: pytest.MonkeyPatc
     assert "torch.distributed.fsdp" not in sys.modules
 
 
-def test_a_lazy_module() -> None:
+def test_a_lazy_module_is_refused() -> None:
     lazy = nn.Sequential(nn.LazyLinear(2))
     with refused(ValueError, "0.weight has no shape yet", "call the lazy module once"):
         functional(lazy)
@@ -148,7 +151,7 @@ STRANGERS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("change", "words"), STRANGERS.values(), ids=STRANGERS)
-def test_a_state_that_does_not_fit(change: Any, words: tuple[str, ...]) -> None:
+def test_a_state_that_does_not_fit_is_refused(change: Any, words: tuple[str, ...]) -> None:
     refuses(change, ValueError, *words)
 
 
@@ -161,7 +164,7 @@ NO_STATES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("change", "words"), NO_STATES.values(), ids=NO_STATES)
-def test_what_is_no_state(change: Any, words: tuple[str, ...]) -> None:
+def test_what_is_no_state_of_a_module_is_refused(change: Any, words: tuple[str, ...]) -> None:
     if isinstance(change({}, {})[0], nn.Module):
         net, module = functional(Net()), Net()
         with refused(TypeError, *words, given=module):
@@ -170,7 +173,7 @@ def test_what_is_no_state(change: Any, words: tuple[str, ...]) -> None:
     refuses(change, TypeError, *words)
 
 
-def test_a_prefix_of_a_module_without_parameters() -> None:
+def test_a_parameter_that_a_module_does_not_have_is_refused() -> None:
     with refused(ValueError, "params['w'] is no parameter of the module. The state of another"):
         functional(nn.ReLU()).apply({"w": X}, (), X)
 
@@ -204,7 +207,7 @@ RETURNED: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]
 
 @pytest.mark.parametrize("policy", ["freeze", "sequential", "pooled"])
 @pytest.mark.parametrize(("change", "error", "words"), RETURNED.values(), ids=RETURNED)
-def test_new_buffers_are_like_buffers(
+def test_new_buffers_that_are_not_like_buffers_are_refused(
     policy: Any, change: Any, error: type[Exception], words: tuple[str, ...]
 ) -> None:
     buffers = {"n": torch.tensor(3), "x": torch.ones(2)}
@@ -254,7 +257,7 @@ def test_statistics_that_are_not_returned_are_not_pooled(how: Any) -> None:
         pooled(module, **how)
 
 
-def test_nor_are_those_under_another_name() -> None:
+def test_statistics_under_another_name_are_not_pooled() -> None:
     buffers = {"mean": torch.zeros(2), "var": torch.ones(2)}
     with watching("pooled") as seen:
         nn.functional.batch_norm(X, *buffers.values(), training=True)

@@ -4,27 +4,31 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.faults.programs import told_by
 
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "fork"), reason="runs are forks of one process: not on Windows"
-)
-IN_CI = os.environ.get("HYPOTHESIS_PROFILE") == "ci"
+pytestmark = [
+    pytest.mark.checkpoint,
+    pytest.mark.skipif(
+        not hasattr(os, "fork"), reason="runs are forks of one process: not on Windows"
+    ),
+]
+KILLS = 3 * min(100, settings.default.max_examples)  # 24 in dev, 75 in ci
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_again_and_again_goes_on(tmp_path: Path) -> None:
     """A training run finds a whole file, and ends as one that was not killed."""
-    kills = 66 if IN_CI else 201
-    counts = told_by("killed", tmp_path, kills)
-    assert counts["killed"] == kills
-    assert counts["writing"] >= kills // 3
+    counts = told_by("killed", tmp_path, KILLS)
+    assert counts["killed"] == KILLS
+    assert counts["writing"] >= KILLS // 3
     assert counts["leftovers"] == 1
 
 
-def test_ranks_that_are_killed_while_they_save(tmp_path: Path) -> None:
-    kills = 12 if IN_CI else 72
+@pytest.mark.slow  # three seconds for each
+def test_ranks_that_are_killed_while_they_save_leave_whole_checkpoints(tmp_path: Path) -> None:
+    kills = KILLS // 4
     counts = told_by("killed_ranks", tmp_path, kills)
     assert counts["killed"] == kills
     assert counts["whole"] >= kills

@@ -10,6 +10,10 @@ import torch
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
+from tests.tables import each_once
+
+
+pytestmark = pytest.mark.core
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -115,17 +119,13 @@ TAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("two", TWOS.values(), ids=TWOS)
-@pytest.mark.parametrize("name", TAKES)
-def test_whatever_has_an_index_is_an_int(name: str, two: Any) -> None:
-    _, takes = TAKES[name]
+@each_once("takes, two", {name: takes for name, (_, takes) in TAKES.items()}, TWOS)
+def test_whatever_has_an_index_is_an_int(takes: Any, two: Any) -> None:
     assert_trees_bitwise_equal(takes(two), takes(2))
 
 
-@pytest.mark.parametrize(("value", "came"), NONE.values(), ids=NONE)
-@pytest.mark.parametrize("name", TAKES)
-def test_and_nothing_else_is(name: str, value: Any, came: str) -> None:
-    root, takes = TAKES[name]
+@each_once("root, takes, value, came", TAKES, NONE)
+def test_what_has_no_index_is_no_int(root: str, takes: Any, value: Any, came: str) -> None:
     with refused(TypeError, f"{root} is {came}", "expected an int"):
         takes(value)
 
@@ -138,28 +138,28 @@ def test_a_microbatch_size_is_a_positive_int(make: Any, size: Any, error: Any) -
 
 
 @pytest.mark.parametrize(("size", "error"), [*SIZES, (None, TypeError)])
-def test_so_is_the_size_of_microbatches(size: Any, error: Any) -> None:
+def test_the_size_of_microbatches_is_a_positive_int(size: Any, error: Any) -> None:
     """Refused by the call, before the first ``next``."""
     with refused(error, f"size is {size!r}", "an int of at least 1", "rows"):
         pa.microbatches(make_batch(), size)
 
 
 @pytest.mark.parametrize(("k", "error"), [*SIZES, (None, TypeError)])
-def test_and_the_number_of_microbatches_in_a_window(k: Any, error: Any) -> None:
+def test_the_number_of_microbatches_in_a_window_is_a_positive_int(k: Any, error: Any) -> None:
     with refused(error, f"k is {k!r}", "an int of at least 1", "microbatches of a window"):
         pa.windows([1, 2, 3], k)
 
 
 @makers()
 @pytest.mark.parametrize("word", ["average", "", None, ["mean"], 1])
-def test_an_unknown_reduction(make: Any, word: Any) -> None:
+def test_an_unknown_reduction_is_refused(make: Any, word: Any) -> None:
     with refused(ValueError, f"reduction is {word!r}", "'mean' or 'sum'"):
         make(squares, reduction=word)
 
 
 @makers("grad", "grad_and_value", "accumulator")
 @pytest.mark.parametrize("word", ["ignore", None, True])
-def test_unknown_words_of_the_engine(make: Any, word: Any) -> None:
+def test_unknown_words_of_the_engine_are_refused(make: Any, word: Any) -> None:
     with refused(ValueError, f"nonfinite is {word!r}", "'propagate' or 'skip' or 'raise'"):
         make(squares, nonfinite=word)
     with refused(ValueError, f"engine is {word!r}", "'func' or 'autograd'"):
@@ -168,7 +168,7 @@ def test_unknown_words_of_the_engine(make: Any, word: Any) -> None:
 
 @makers("grad", "grad_and_value", "value")
 @pytest.mark.parametrize("reduction", ["join", ["concat", "join"], {"a": ("join",)}])
-def test_an_unknown_aux_reduction(make: Any, reduction: Any) -> None:
+def test_an_unknown_aux_reduction_is_refused(make: Any, reduction: Any) -> None:
     with refused(ValueError, "aux_reduction is 'join'", "'concat' or 'sum'"):
         make(squares, has_aux=True, aux_reduction=reduction)
 
@@ -186,14 +186,14 @@ def said_of(name: str, argnums: Any) -> str:
 
 @makers("grad", "grad_and_value")
 @pytest.mark.parametrize("argnums", ["0", 0.0, None, True, [0], (0, "1"), (0, False)])
-def test_argnums_that_are_no_ints(make: Any, argnums: Any) -> None:
+def test_argnums_that_are_no_ints_are_refused(make: Any, argnums: Any) -> None:
     with refused(TypeError, said_of("argnums", argnums), "an int or a tuple of ints"):
         make(squares, argnums)
 
 
 @makers()
 @pytest.mark.parametrize("argnums", ["1", 1.0, None, True, [1], (1, "2")])
-def test_batch_argnums_that_are_no_ints(make: Any, argnums: Any) -> None:
+def test_batch_argnums_that_are_no_ints_are_refused(make: Any, argnums: Any) -> None:
     with refused(TypeError, said_of("batch_argnums", argnums), "an int or a tuple of ints"):
         make(squares, batch_argnums=argnums)
 
@@ -208,7 +208,9 @@ def test_nothing_is_both_differentiated_and_cut(make: Any, wrt: Any, cut: Any) -
 @makers("grad", "grad_and_value")
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize(("wrt", "cut"), [(0, -2), (-1, 1), ((0, -1), (1,))])
-def test_nor_when_it_is_counted_from_the_right(make: Any, size: Any, wrt: Any, cut: Any) -> None:
+def test_nothing_counted_from_the_right_is_both_differentiated_and_cut(
+    make: Any, size: Any, wrt: Any, cut: Any
+) -> None:
     """That can only be seen at the call, which is early enough."""
     loss, args = Loss(squares), (PARAMS, make_batch())
     with refused(ValueError, "argument", *BOTH, given=args, loss=loss):
@@ -217,7 +219,7 @@ def test_nor_when_it_is_counted_from_the_right(make: Any, size: Any, wrt: Any, c
 
 @makers("grad", "grad_and_value")
 @pytest.mark.parametrize("wrt", [2, -3, (0, 5)])
-def test_argnums_out_of_range(make: Any, wrt: Any) -> None:
+def test_argnums_out_of_range_are_refused(make: Any, wrt: Any) -> None:
     loss, args = Loss(squares), (PARAMS, make_batch())
     asked = max(wrt, key=abs) if isinstance(wrt, tuple) else wrt
     with refused(ValueError, f"argnums names argument {asked}", "got 2 positional", loss=loss):
@@ -226,7 +228,7 @@ def test_argnums_out_of_range(make: Any, wrt: Any) -> None:
 
 @makers("grad", "grad_and_value", "value")
 @pytest.mark.parametrize("cut", [2, -3, (1, 7)])
-def test_batch_argnums_out_of_range(make: Any, cut: Any) -> None:
+def test_batch_argnums_out_of_range_are_refused(make: Any, cut: Any) -> None:
     loss, args = Loss(squares), (PARAMS, make_batch())
     words = ("batch_argnums names argument", "got 2 positional", "batch_argnums=()")
     with refused(ValueError, *words, given=args, loss=loss):
@@ -247,7 +249,7 @@ def test_an_accumulator_does_not_cut_params(cut: Any) -> None:
 
 
 @pytest.mark.parametrize(("cut", "words"), [(-2, "params"), (4, "argument 4"), (-4, "argument -4")])
-def test_nor_when_counted_from_the_right(cut: Any, words: str) -> None:
+def test_an_accumulator_does_not_cut_params_counted_from_the_right(cut: Any, words: str) -> None:
     loss, batch = Loss(squares), make_batch()
     acc = pa.accumulator(loss, batch_argnums=cut)
     state = acc.init(PARAMS)

@@ -7,7 +7,19 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
+from tests.faults.refusals import (
+    PARAMS,
+    Loss,
+    Receiver,
+    make_batch,
+    receivers_but,
+    refused,
+    squares,
+)
+from tests.tables import each_once
+
+
+pytestmark = pytest.mark.core
 
 
 def rows(params: Any, batch: Any) -> Any:
@@ -49,19 +61,26 @@ WEIGHTS: dict[str, tuple[Any, str]] = {
     "string": ("2", "a str"),
     "list": ([2], "a list"),
 }
-every_receiver = receivers("microbatches")
+NO_PAIRS = {
+    "a loss": (squares, "a tensor of shape ()"),
+    "None": (lambda p, b: None, "None"),
+    "a list": (lambda p, b: [squares(p, b), 1], "a list"),
+    "one": (lambda p, b: (squares(p, b),), "a tuple of 1"),
+    "three": (lambda p, b: (squares(p, b), 1, 2), "a tuple of 3"),
+    "Weighted": (lambda p, b: pa.Weighted(squares(p, b), 2), "a Weighted"),
+}
+TRANSFORMS = {"grad": pa.grad, "grad_and_value": pa.grad_and_value, "value": pa.value}
+ALL = receivers_but("microbatches")
 
 
-@every_receiver
-@pytest.mark.parametrize(("returns", "error", "words"), BAD.values(), ids=BAD)
+@each_once("to, returns, error, words", ALL, BAD)
 def test_a_loss_is_a_real_scalar(to: Receiver, returns: Any, error: Any, words: Any) -> None:
     loss, batch = Loss(returns), make_batch(2)
     with refused(error, *words, given=(PARAMS, batch), loss=loss, calls=1):
         to.run(loss, PARAMS, batch)
 
 
-@every_receiver
-@pytest.mark.parametrize(("weight", "came"), WEIGHTS.values(), ids=WEIGHTS)
+@each_once("to, weight, came", ALL, WEIGHTS)
 def test_a_weight_is_a_real_number(to: Receiver, weight: Any, came: str) -> None:
     loss = Loss(lambda p, b: pa.Weighted(squares(p, b), weight))
     words = ("the weight of Weighted is " + came, "real 0-d tensor or a number", "mask")
@@ -69,19 +88,8 @@ def test_a_weight_is_a_real_number(to: Receiver, weight: Any, came: str) -> None
         to.run(loss, PARAMS, make_batch(2))
 
 
-@every_receiver
-@pytest.mark.parametrize(
-    ("returns", "came"),
-    [
-        (squares, "a tensor of shape ()"),
-        (lambda p, b: None, "None"),
-        (lambda p, b: [squares(p, b), 1], "a list"),
-        (lambda p, b: (squares(p, b),), "a tuple of 1"),
-        (lambda p, b: (squares(p, b), 1, 2), "a tuple of 3"),
-        (lambda p, b: pa.Weighted(squares(p, b), 2), "a Weighted"),
-    ],
-)
-def test_with_aux_it_is_a_pair(to: Receiver, returns: Any, came: str) -> None:
+@each_once("to, returns, came", ALL, NO_PAIRS)
+def test_a_loss_with_aux_is_a_pair(to: Receiver, returns: Any, came: str) -> None:
     """``Weighted`` is a pair of another kind."""
     loss = Loss(returns)
     words = (f"the loss returned {came}", "has_aux=True", "(loss, aux)", "Weighted")
@@ -89,9 +97,10 @@ def test_with_aux_it_is_a_pair(to: Receiver, returns: Any, came: str) -> None:
         to.run(loss, PARAMS, make_batch(2), has_aux=True)
 
 
-@pytest.mark.parametrize("transform", [pa.grad, pa.grad_and_value, pa.value])
-@pytest.mark.parametrize(("returns", "error", "words"), BAD.values(), ids=BAD)
-def test_uncut_it_is_no_other(transform: Any, returns: Any, error: Any, words: Any) -> None:
+@each_once("transform, returns, error, words", TRANSFORMS, BAD)
+def test_a_loss_that_is_not_cut_is_a_real_scalar(
+    transform: Any, returns: Any, error: Any, words: Any
+) -> None:
     loss = Loss(returns)
     with refused(error, *words, given=PARAMS, loss=loss, calls=1):
         transform(loss)(PARAMS, make_batch(2))
@@ -131,7 +140,7 @@ FROZEN = torch.nn.Linear(2, 1).requires_grad_(False)
 
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("name", DEPENDING)
-def test_other_losses_may_call_modules(name: str, engine: Any) -> None:
+def test_losses_that_depend_on_their_parameters_may_call_modules(name: str, engine: Any) -> None:
     params = pa.functional(NET).params
     for size in (None, 2):
         pa.grad(DEPENDING[name], microbatch_size=size, engine=engine)(params, X)

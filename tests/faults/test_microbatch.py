@@ -10,6 +10,9 @@ import pureaccum as pa
 from tests.faults.refusals import Loss, refused, saying
 
 
+pytestmark = pytest.mark.core
+
+
 W = torch.tensor([1.0, -2.0])
 X = torch.arange(8.0).reshape(4, 2)
 
@@ -26,7 +29,7 @@ def micro(func: Any = rows, size: Any = 2, **knobs: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", [None, "rows", W], ids=["None", "str", "tensor"])
-def test_what_is_no_function(what: Any) -> None:
+def test_what_is_no_function_is_refused(what: Any) -> None:
     with refused(TypeError, "func is", "expected a function"):
         micro(what)
 
@@ -48,7 +51,7 @@ def test_sizes_are_positive_ints(size: Any, error: Any, words: list[str]) -> Non
 
 @pytest.mark.parametrize("sizes", [(2, 1), [4, 1], ()], ids=str)
 @pytest.mark.parametrize("of", [pa.microbatch, pa.grad, pa.grad_and_value, pa.value])
-def test_sizes_that_are_not_the_batch_s(of: Any, sizes: Any) -> None:
+def test_sizes_that_are_not_the_batch_s_are_refused(of: Any, sizes: Any) -> None:
     func = Loss(lambda w, x: rows(w, x).sum())
     knobs = {"reduce": "sum"} if of is pa.microbatch else {}
     words = (f"microbatch_size={list(sizes)}", f"{sum(sizes)} rows", "the batch has 4")
@@ -57,19 +60,19 @@ def test_sizes_that_are_not_the_batch_s(of: Any, sizes: Any) -> None:
 
 
 @pytest.mark.parametrize("word", ["average", 1, ["sum", "all"]], ids=repr)
-def test_words_that_there_are_not(word: Any) -> None:
+def test_unknown_words_are_refused(word: Any) -> None:
     with refused(ValueError, "reduce is", "'concat' or 'sum'", "Reducer"):
         micro(reduce=word)
 
 
-def test_a_name_that_is_no_argument() -> None:
+def test_a_name_that_is_no_argument_is_refused() -> None:
     func = Loss(rows)
     run = micro(func, batch_argnums=(), batch_argnames="x")
     with refused(ValueError, "batch_argnames names 'x'", "batch_argnums", given=(W, X), loss=func):
         run(W, X)
 
 
-def test_a_position_that_is_not_there() -> None:
+def test_a_position_that_is_not_there_is_refused() -> None:
     func = Loss(rows)
     with refused(ValueError, "batch_argnums", given=W, loss=func):
         micro(func)(W)
@@ -86,7 +89,7 @@ NO_BATCH: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", NO_BATCH)
-def test_what_is_no_batch(what: str) -> None:
+def test_what_is_no_batch_is_refused(what: str) -> None:
     """Before any work."""
     batch, words = NO_BATCH[what]
     func = Loss(lambda w, b: b["x"])
@@ -95,7 +98,7 @@ def test_what_is_no_batch(what: str) -> None:
     assert func.calls == 0
 
 
-def test_a_dim_that_is_not_there() -> None:
+def test_a_dim_that_is_not_there_is_refused() -> None:
     func = Loss(rows)
     with refused(ValueError, "args[1]", "(4, 2)", "dim 2", given=(W, X), loss=func):
         micro(func, dim=2)(W, X)
@@ -112,31 +115,31 @@ NO_ROWS = {
 
 
 @pytest.mark.parametrize("what", NO_ROWS)
-def test_what_is_not_rows(what: str) -> None:
+def test_outputs_that_are_not_rows_are_refused(what: str) -> None:
     func, shape = NO_ROWS[what]
     words = (f"has shape {shape}", "one row per sample", "'sum'", "'mean'", "'stack'", "Weighted")
     with refused(ValueError, *words, given=(W, X)):
         micro(func, 3)(W, X)
 
 
-def test_a_sum_of_rows() -> None:
+def test_a_sum_that_still_has_rows_is_refused() -> None:
     """Of as many rows as the first microbatch; a ragged one tells."""
     with refused(ValueError, "(1, 2)", "(3, 2)", "'concat'", given=(W, X)):
         micro(size=3, reduce="sum")(W, X)
 
 
-def test_words_that_are_no_prefix() -> None:
+def test_words_that_are_no_prefix_are_refused() -> None:
     with refused(ValueError, "reduce=", "prefix of what func returned", given=(W, X)):
         micro(reduce={"a": "sum"})(W, X)
 
 
-def test_another_structure_in_another_microbatch() -> None:
+def test_another_structure_in_another_microbatch_is_refused() -> None:
     func = lambda w, x: {"a": x} if x[0, 0] == 0 else {"a": x, "b": x}  # noqa: E731
     with refused(ValueError, "another structure for microbatch 1", given=(W, X)):
         micro(func)(W, X)
 
 
-def test_a_constant_that_varies() -> None:
+def test_a_constant_that_varies_is_refused() -> None:
     func = lambda w, x: (x, "first" if x[0, 0] == 0 else "other")  # noqa: E731
     with refused(TypeError, "'other' after 'first'", given=(W, X)):
         micro(func)(W, X)
@@ -164,7 +167,7 @@ BEST = pa.Reducer(
 @pytest.mark.parametrize("by", GRADIENTS)
 @pytest.mark.parametrize("reduce", ["max", "min", BEST], ids=["max", "min", "Reducer"])
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_gradient_of_what_has_none(by: str, reduce: Any, captured: bool) -> None:
+def test_a_gradient_of_what_has_none_is_refused(by: str, reduce: Any, captured: bool) -> None:
     """Whether what it would be taken for is given or captured."""
 
     def f(w: Tensor) -> Tensor:
@@ -179,7 +182,7 @@ def test_a_gradient_of_what_has_none(by: str, reduce: Any, captured: bool) -> No
     assert (torch.func.grad(lambda w: (f(w).detach() * w).sum())(W) == f(W)).all()
 
 
-def test_a_function_that_is_not_pure() -> None:
+def test_a_function_that_is_not_pure_is_refused() -> None:
     """It counts its calls, and leaves a captured tensor out where it is run again."""
     calls = 0
 
@@ -195,7 +198,7 @@ def test_a_function_that_is_not_pure() -> None:
         torch.func.grad(loss)(W)
 
 
-def test_auto_under_a_transform() -> None:
+def test_auto_is_refused_under_a_transform() -> None:
     """To look for a size takes calls of its own, which a transform would see."""
     run = micro(size="auto")
     with refused(RuntimeError, "'auto'"):
@@ -204,7 +207,7 @@ def test_auto_under_a_transform() -> None:
 
 @pytest.mark.parametrize("reduce", ["concat", "stack", "sum", "mean", "max"])
 @pytest.mark.parametrize("what", ["shape", "dtype"])
-def test_microbatches_of_another_look(reduce: str, what: str) -> None:
+def test_microbatches_of_another_look_are_refused(reduce: str, what: str) -> None:
     """One that would be broadcast or cast to what came before is refused, as torch.cat would."""
 
     def func(x: Tensor) -> Tensor:
@@ -220,7 +223,7 @@ def test_microbatches_of_another_look(reduce: str, what: str) -> None:
         pa.microbatch(func, microbatch_size=2, batch_argnums=0, reduce=reduce)(x)
 
 
-def test_rows_along_a_dim_that_an_output_does_not_have() -> None:
+def test_rows_along_a_dim_that_an_output_does_not_have_are_refused() -> None:
     def func(x: Tensor) -> Tensor:
         return x[0, 0]
 

@@ -17,6 +17,9 @@ from tests.faults.refusals import refused, saying
 from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal, unread
 
 
+pytestmark = pytest.mark.optim
+
+
 DONATE = pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 MAKERS = pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
 PARAMS = make_params()
@@ -30,7 +33,7 @@ def lr_is(value: Any) -> tuple[str, ...]:
 
 
 @MAKERS
-def test_learning_rates(make: Any) -> None:
+def test_learning_rates_that_make_no_sense_are_refused(make: Any) -> None:
     for value in (-0.1, math.nan, math.inf):
         with refused(ValueError, *lr_is(value), "not negative"):
             make(value)
@@ -48,7 +51,7 @@ def torchs_scheduler() -> Any:
 @pytest.mark.parametrize(
     "make", [pa.sgd, pa.adam, pa.adamw, lambda lr: pa.from_torch(torch.optim.Adam, lr=lr)]
 )
-def test_a_scheduler_of_torch_in_place_of_a_learning_rate(make: Any) -> None:
+def test_a_scheduler_of_torch_in_place_of_a_learning_rate_is_refused(make: Any) -> None:
     for value in (torchs_scheduler(), lr_scheduler.StepLR):
         with refused(TypeError, "lr is a scheduler of torch, StepLR", "a schedule", "cosine_decay"):
             make(value)
@@ -78,7 +81,7 @@ def test_numbers_of_other_libraries_are_numbers(kind: Any) -> None:
 @MAKERS
 @pytest.mark.parametrize("name", ["weight_decay", "eps", "momentum"])
 @pytest.mark.parametrize("value", [-1e-3, math.inf, math.nan, None, "1"])
-def test_settings_below_zero_or_no_numbers(make: Any, name: str, value: Any) -> None:
+def test_settings_below_zero_or_no_numbers_are_refused(make: Any, name: str, value: Any) -> None:
     if name not in {pa.sgd: ("weight_decay", "momentum")}.get(make, ("weight_decay", "eps")):
         return
     with refused(ValueError, f"{name} is {value!r}", "a number of at least 0"):
@@ -90,7 +93,7 @@ def test_settings_below_zero_or_no_numbers(make: Any, name: str, value: Any) -> 
     "betas",
     [(b, 0.9) for b in (-0.1, 1.0, 1.5, math.nan, "a")] + [(0.9, 1.0), (0.9,), (0.9,) * 3, 0.9],
 )
-def test_betas_out_of_range(make: Any, betas: Any) -> None:
+def test_betas_out_of_range_are_refused(make: Any, betas: Any) -> None:
     with refused(ValueError, f"betas is {betas!r}", "two numbers from 0 to less than 1"):
         make(0.1, betas)
 
@@ -103,7 +106,7 @@ def test_nesterov_needs_momentum_and_no_dampening(momentum: float, dampening: fl
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, None, True, "1"])
-def test_a_norm_that_clips_nothing_right(value: Any) -> None:
+def test_a_norm_that_clips_nothing_right_is_refused(value: Any) -> None:
     with refused(ValueError, f"max_norm is {value!r}", "a number above zero"):
         pa.clip_by_global_norm(value)
 
@@ -124,7 +127,7 @@ STATEFUL: dict[str, tuple[Any, str]] = {
 @DONATE
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("state", [None, (), {}, 3, pa.accumulator(lambda p, x: p).init(PARAMS)])
-def test_a_state_of_another_kind(kind: str, state: Any, donate: bool) -> None:
+def test_a_state_of_another_kind_is_refused(kind: str, state: Any, donate: bool) -> None:
     opt = STATEFUL[kind][0]
     expected = type(opt.init(PARAMS)).__name__
     with refused(TypeError, f"state is a {type(state).__name__}", expected, OTHER, given=PARAMS):
@@ -132,7 +135,7 @@ def test_a_state_of_another_kind(kind: str, state: Any, donate: bool) -> None:
 
 
 @DONATE
-def test_states_of_each_other(donate: bool) -> None:
+def test_states_of_each_other_are_refused(donate: bool) -> None:
     params = make_params()
     sgd, adam = pa.sgd(0.1), pa.adam(0.1)
     given = (params, sgd.init(params), adam.init(params))
@@ -148,7 +151,9 @@ def test_states_of_each_other(donate: bool) -> None:
 @DONATE
 @MAKERS
 @pytest.mark.parametrize(("ours", "theirs"), [(0.1, torch.tensor(0.1)), (pa.constant(0.1), 0.2)])
-def test_a_rate_where_none_is_kept(make: Any, ours: Any, theirs: Any, donate: bool) -> None:
+def test_a_rate_where_none_is_kept_is_refused(
+    make: Any, ours: Any, theirs: Any, donate: bool
+) -> None:
     params, opt = make_params(), make(ours)
     state = make(theirs).init(params)
     words = (f"state.lr is {state.lr!r}", "made with lr=", "A number is kept in the state", OTHER)
@@ -189,7 +194,7 @@ def test_shapes_of_another_model_are_named_leaf_by_leaf(kind: str, donate: bool)
 
 @DONATE
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_trees_of_another_model(kind: str, donate: bool) -> None:
+def test_trees_of_another_model_are_refused(kind: str, donate: bool) -> None:
     opt, name = STATEFUL[kind]
     params = make_params()
     state = opt.init(params)
@@ -213,7 +218,7 @@ def test_trees_of_another_model(kind: str, donate: bool) -> None:
 
 
 @DONATE
-def test_a_state_that_lacks_a_tree(donate: bool) -> None:
+def test_a_state_that_lacks_a_tree_is_refused(donate: bool) -> None:
     params = make_params()
     for less, more, name in (
         (pa.sgd(0.1), pa.sgd(0.1, 0.9), "momentum"),
@@ -225,7 +230,7 @@ def test_a_state_that_lacks_a_tree(donate: bool) -> None:
 
 
 @DONATE
-def test_a_state_with_a_tree_too_many(donate: bool) -> None:
+def test_a_state_with_a_tree_too_many_is_refused(donate: bool) -> None:
     """It would come along for ever, shared by every state after it."""
     params = make_params()
     for less, more, name in (
@@ -238,7 +243,7 @@ def test_a_state_with_a_tree_too_many(donate: bool) -> None:
 
 
 @DONATE
-def test_a_state_of_from_torch_for_fewer_leaves(donate: bool) -> None:
+def test_a_state_of_from_torch_for_fewer_leaves_is_refused(donate: bool) -> None:
     opt, params = pa.from_torch(torch.optim.Adam), make_params()
     state = opt.init({"w": params["w"]})
     words = ("state.per_leaf has 1 entries for 3 leaves of params", "made from by init")
@@ -269,7 +274,7 @@ class Strange(torch.optim.SGD):
 
 
 @DONATE
-def test_a_class_whose_state_changes_its_structure(donate: bool) -> None:
+def test_a_class_whose_state_changes_its_structure_is_refused(donate: bool) -> None:
     """Where its step has written to what was given up, nobody can take that for parameters."""
     opt, params = pa.from_torch(Growing, lr=0.1), make_params()
     state = opt.init(params)
@@ -283,7 +288,7 @@ def test_a_class_whose_state_changes_its_structure(donate: bool) -> None:
             x + 1
 
 
-def test_a_class_that_keeps_what_is_no_number() -> None:
+def test_a_class_that_keeps_what_is_no_number_is_refused() -> None:
     words = ("the optimizer keeps 'x' under", "'name'", "tensors and numbers")
     with refused(TypeError, *words, given=PARAMS):
         pa.from_torch(Strange, lr=0.1).init(PARAMS)
@@ -293,7 +298,7 @@ def test_a_class_that_keeps_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("kind", [*STATEFUL, "from_torch", "partition", "chain"])
-def test_parameters_that_cannot_be(kind: str) -> None:
+def test_parameters_that_cannot_be_optimized_are_refused(kind: str) -> None:
     opt = {
         "from_torch": pa.from_torch(torch.optim.Adam),
         "partition": pa.partition({"a": pa.sgd(0.1)}, lambda path: "a"),
@@ -310,7 +315,9 @@ def test_parameters_that_cannot_be(kind: str) -> None:
 @DONATE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_fused_sgd_in_half_precision_on_a_cpu(dtype: Any, momentum: float, donate: bool) -> None:
+def test_fused_sgd_in_half_precision_on_a_cpu_is_refused(
+    dtype: Any, momentum: float, donate: bool
+) -> None:
     """torch's kernel would skip most parameters; its Adam is fine."""
     opt, params = pa.sgd(0.1, momentum, fused=True), torch.randn(65).to(dtype)
     state = opt.init(params)
@@ -336,7 +343,7 @@ def test_the_fused_kernels_know_no_complex_numbers(make: Any, donate: bool) -> N
 @DONATE
 @pytest.mark.parametrize("flag", [None, torch.tensor(True), unread(torch.tensor(True))])
 @pytest.mark.parametrize("make", [lambda: pa.sgd(0.1, 0.9), lambda: pa.adam(0.1)])
-def test_an_error_in_the_middle_of_the_leaves(
+def test_an_error_in_the_middle_of_the_leaves_loses_nothing(
     make: Any, flag: Any, donate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's kernels know no float8. Nobody can take parameters of two steps for those of one."""
@@ -367,7 +374,7 @@ TAKEN = pytest.mark.parametrize(("take", "name"), TAKERS.values(), ids=TAKERS)
 
 @TAKEN
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.RMSprop])
-def test_torchs_own_optimizers(take: Any, name: str, cls: Any) -> None:
+def test_torchs_own_optimizers_are_refused(take: Any, name: str, cls: Any) -> None:
     words = (f"{name} is torch's {cls.__name__}", "in place", f"from_torch({cls.__name__}, lr=...)")
     for given in (cls, cls([torch.ones(1)])):
         with refused(TypeError, *words):
@@ -387,7 +394,9 @@ def test_torchs_own_optimizers(take: Any, name: str, cls: Any) -> None:
         (torch.nn.Linear(1, 1), "a Linear"),
     ],
 )
-def test_what_is_no_optimizer(take: Any, name: str, given: Any, came: str) -> None:
+def test_what_is_no_optimizer_is_refused_by_chain_and_partition(
+    take: Any, name: str, given: Any, came: str
+) -> None:
     with refused(
         TypeError,
         f"{name} is {came}",
@@ -399,12 +408,12 @@ def test_what_is_no_optimizer(take: Any, name: str, given: Any, came: str) -> No
 
 
 @TAKEN
-def test_a_class_in_place_of_its_object(take: Any, name: str) -> None:
+def test_a_class_in_place_of_its_object_is_refused(take: Any, name: str) -> None:
     with refused(TypeError, f"{name} is the class Polyak"):
         take(Polyak)
 
 
-def test_parts_of_a_chain() -> None:
+def test_what_is_no_part_of_a_chain_is_refused() -> None:
     with refused(ValueError, "chain() got nothing", "gradient maps and, last, an optimizer"):
         pa.chain()
     for part, came in ((0.1, "a float"), (torch.relu, "a builtin_function_or_method")):
@@ -425,7 +434,7 @@ def test_parts_of_a_chain() -> None:
 
 @DONATE
 @pytest.mark.parametrize("state", [(), ((),), ((), (), ()), [(), ()], {}, None])
-def test_states_of_other_chains(state: Any, donate: bool) -> None:
+def test_states_of_other_chains_are_refused(state: Any, donate: bool) -> None:
     opt, params, grads = (
         pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1)),
         make_params(),
@@ -469,7 +478,7 @@ class Shrinks(Polyak):
 
 
 @DONATE
-def test_what_a_users_own_parts_return(donate: bool) -> None:
+def test_what_a_users_own_parts_return_is_checked(donate: bool) -> None:
     params, grads = make_params(), make_params(1)
     for parts, words in (
         ((Loses(), pa.sgd(0.1)), ("its grads", "['b'] is missing", "update of a Loses has to")),
@@ -487,18 +496,18 @@ def test_what_a_users_own_parts_return(donate: bool) -> None:
 
 
 @pytest.mark.parametrize("label", ["none", None, 3])
-def test_a_label_without_an_optimizer(label: Any) -> None:
+def test_a_label_without_an_optimizer_is_refused(label: Any) -> None:
     opt = pa.partition({"a": pa.sgd(0.1), "b": pa.sgd(0.1)}, lambda path: label)
     with refused(ValueError, f"label_of_path('b') is {label!r}", "one of ['a', 'b']", given=PARAMS):
         opt.init(PARAMS)
 
 
-def test_a_partition_of_nothing() -> None:
+def test_a_partition_of_nothing_is_refused() -> None:
     with refused(ValueError, "partition got no optimizers", "one for each label"):
         pa.partition({}, str)
 
 
-def test_two_leaves_of_one_path() -> None:
+def test_two_leaves_of_one_path_are_refused() -> None:
     """Keys with dots in them: one of the leaves would be left out without a word."""
     params = {"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}
     opt = pa.partition({"x": pa.sgd(0.1)}, lambda path: "x")
@@ -507,7 +516,7 @@ def test_two_leaves_of_one_path() -> None:
 
 
 @DONATE
-def test_states_of_other_partitions(donate: bool) -> None:
+def test_states_of_other_partitions_are_refused(donate: bool) -> None:
     params, grads = make_params(), make_params(1)
     opt = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
     state = opt.init(params)
@@ -525,7 +534,7 @@ def test_states_of_other_partitions(donate: bool) -> None:
 
 
 @DONATE
-def test_an_error_in_the_last_part(donate: bool) -> None:
+def test_a_state_that_does_not_fit_the_last_part_loses_nothing(donate: bool) -> None:
     """A state that does not fit is found before the first part has done anything."""
     params, grads = make_params(), make_params(1)
     opt = pa.partition({"a": pa.sgd(0.1), "z": pa.adam(0.1)}, lambda path: "az"[path == "w"])
@@ -543,7 +552,7 @@ class Fails(Polyak):
 
 
 @DONATE
-def test_an_error_in_the_middle_of_a_partition(donate: bool) -> None:
+def test_an_error_in_the_middle_of_a_partition_loses_nothing(donate: bool) -> None:
     """Where the first part has used the memory that it was given, every later use says so."""
     params, grads = make_params(), make_params(1)
     opt = pa.partition({"a": pa.sgd(0.1, 0.9), "z": Fails()}, lambda path: "az"[path == "w"])

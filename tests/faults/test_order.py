@@ -11,6 +11,9 @@ from pureaccum.testing import check_accumulation
 from tests.faults.refusals import PARAMS, make_batch, refused, squares
 
 
+pytestmark = [pytest.mark.core, pytest.mark.step]
+
+
 class Case(NamedTuple):
     """A public function, good arguments, and what is said of a first one that is no such thing."""
 

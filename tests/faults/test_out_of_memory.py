@@ -22,7 +22,7 @@ from tests.faults.shortage import Point, failing, few_to_collect, inside, shorta
 
 ROWS = 8
 
-pytestmark = pytest.mark.usefixtures(few_to_collect.__name__)
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures(few_to_collect.__name__)]
 Tensors = dict[str, Tensor]
 
 
@@ -149,7 +149,7 @@ def check(name: str, *points: Point, **knobs: Any) -> None:
 @pytest.mark.parametrize("name", MADE)
 @examples(1 / 4)
 @given(st.data())
-def test_at_any_operation(name: str, data: st.DataObject) -> None:
+def test_memory_may_run_out_at_any_operation(name: str, data: st.DataObject) -> None:
     first = data.draw(st.integers(1, operations(name, ROWS)))
     points = [first]
     if data.draw(st.booleans()):
@@ -189,7 +189,7 @@ PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_in_every_place(place: str) -> None:
+def test_memory_may_run_out_in_every_place(place: str) -> None:
     SEEN.clear()
     name, points = PLACES[place]
     check(name, *points)
@@ -241,7 +241,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("error", [*map(RuntimeError, TEXTS), MemoryError()], ids=repr)
-def test_what_out_of_memory_is(error: Exception) -> None:
+def test_errors_that_say_out_of_memory_are_told(error: Exception) -> None:
     check("plain", 30, error=lambda: error)
 
 
@@ -255,7 +255,7 @@ def test_what_out_of_memory_is(error: Exception) -> None:
     ],
     ids=repr,
 )
-def test_what_it_is_not(error: BaseException) -> None:
+def test_other_errors_are_not_taken_for_out_of_memory(error: BaseException) -> None:
     """The very same error comes out, as it is, after one try."""
     step, state = MADE["plain"].step("auto"), started("plain")
     with (
@@ -310,7 +310,7 @@ def called(kind: str, size: Any, params: Tensors, batch: Tensors) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["grad", "grad_and_value", "value"])
-def test_transforms_too(kind: str) -> None:
+def test_memory_may_run_out_under_transforms(kind: str) -> None:
     params, batch = make_params(), make_batch()
     torch.manual_seed(1)
     with unchanged(params, batch, draws=True), shortage(12, 20) as tries:
@@ -351,7 +351,7 @@ print(sizes[0], rows, torch.equal(found.params, again))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc are Linux's")
-def test_the_allocator_itself() -> None:
+def test_memory_may_run_out_in_the_allocator_itself() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

@@ -10,6 +10,9 @@ from pureaccum._base.trees import check_same_structure
 from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
 
 
+pytestmark = pytest.mark.core
+
+
 W = PARAMS["w"]
 NOT_DIFFERENTIABLE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "int": (W.int(), (" is torch.int32", "floating-point or complex", "another argument")),
@@ -40,25 +43,29 @@ def refuses(to: Receiver, params: Any, error: type[Exception], *words: str) -> N
 
 @pytest.mark.parametrize(("leaf", "words"), NOT_DIFFERENTIABLE.values(), ids=NOT_DIFFERENTIABLE)
 @receivers("microbatches", "value")
-def test_a_leaf_without_gradient(to: Receiver, leaf: Any, words: tuple[str, ...]) -> None:
+def test_a_leaf_without_gradient_is_refused(
+    to: Receiver, leaf: Any, words: tuple[str, ...]
+) -> None:
     refuses(to, {"b": W, "w": leaf}, TypeError, f"{to.params}['w']" + words[0], *words[1:])
 
 
 @pytest.mark.parametrize(("leaf", "words"), NOT_DIFFERENTIABLE.values(), ids=NOT_DIFFERENTIABLE)
 @pytest.mark.parametrize("to", EVERY, ids=["init", "uncut"])
-def test_nor_in_init_or_uncut(to: Receiver, leaf: Any, words: tuple[str, ...]) -> None:
+def test_a_leaf_without_gradient_is_refused_in_init_and_uncut(
+    to: Receiver, leaf: Any, words: tuple[str, ...]
+) -> None:
     refuses(to, [{"w": leaf}], TypeError, f"{to.params}[0]['w']" + words[0], *words[1:])
     refuses(to, leaf, TypeError, to.params + words[0], *words[1:])
 
 
 @receivers("microbatches", "value")
 @pytest.mark.parametrize("params", [None, {}, [None, ()]], ids=["None", "empty", "deep"])
-def test_nothing_to_differentiate(to: Receiver, params: Any) -> None:
+def test_nothing_to_differentiate_is_refused(to: Receiver, params: Any) -> None:
     refuses(to, params, ValueError, "no leaves", "nothing to differentiate")
 
 
 @pytest.mark.parametrize("to", EVERY, ids=["init", "uncut"])
-def test_nothing_to_begin_with(to: Receiver) -> None:
+def test_nothing_to_begin_with_is_refused(to: Receiver) -> None:
     refuses(to, {"w": None}, ValueError, "no leaves", "nothing to differentiate")
 
 
@@ -96,7 +103,7 @@ def test_states_that_are_merged_fit_each_other(params: Any, words: tuple[str, ..
 
 @pytest.mark.parametrize("what", [None, PARAMS, (PARAMS, 1.0), "pair"])
 @pytest.mark.parametrize("call", ["update", "merge first", "merge second", "finalize"])
-def test_what_is_no_state(what: Any, call: str) -> None:
+def test_what_is_no_state_of_an_accumulator_is_refused(what: Any, call: str) -> None:
     """The pair that ``update`` returns with ``has_aux`` above all."""
     acc = pa.accumulator(squares)
     state = acc.init(PARAMS)

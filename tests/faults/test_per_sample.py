@@ -15,6 +15,9 @@ from tests.draws import generator
 from tests.faults.refusals import PARAMS, Loss, Old, make_batch, refused, saying
 
 
+pytestmark = pytest.mark.samples
+
+
 STATISTICS = "normalises with the statistics of a whole batch"
 ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 BATCH = make_batch(5)
@@ -50,7 +53,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_vmap_refuses_the_other_engine_runs(name):
+def test_losses_that_vmap_refuses_run_by_the_other_engine(name):
     with refused(RuntimeError, "engine='autograd'", "torch said", given=(PARAMS, BATCH)):
         pa.per_sample_grad(REFUSED[name])(PARAMS, BATCH)
     one_by_one = pa.per_sample_grad(REFUSED[name], chunk_size=3, engine="autograd")
@@ -178,7 +181,7 @@ def test_bad_arguments_are_named(name, reduce):
 
 
 @ENGINES
-def test_a_batch_without_rows(engine):
+def test_samples_of_a_batch_without_rows_have_gradient_zero(engine):
     empty, called = make_batch(0), Loss(loss)
     zeros, none = ({k: p.new_zeros((*n, *p.shape)) for k, p in PARAMS.items()} for n in ((), (0,)))
     for reduce, want in (("sum", zeros), ("mean", zeros), ("concat", none)):

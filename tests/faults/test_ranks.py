@@ -18,11 +18,14 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import End, on_ranks, run_on_ranks
 
 
+pytestmark = [pytest.mark.distributed, pytest.mark.step]
+
+
 def loss(w: Any, x: Any) -> Any:
     return (w * x).mean()
 
 
-def test_without_a_group():
+def test_a_group_that_is_not_there_is_refused():
     state = pa.accumulator(loss).init(torch.ones(2))
     with pytest.raises(RuntimeError, match=r"init_process_group\(\.\.\.\) first"):
         distributed.all_reduce(state)
@@ -31,18 +34,18 @@ def test_without_a_group():
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_shard_of_no_rank(rank, world):
+def test_a_shard_of_no_rank_is_refused(rank, world):
     with pytest.raises(ValueError, match=f"rank is {rank} and world {world}; expected a rank from"):
         distributed.shard_batch(torch.ones(4), rank, world)
 
 
-def test_a_shard_of_what_has_no_rows():
+def test_a_shard_of_what_has_no_rows_is_refused():
     with pytest.raises(ValueError, match="a 0-d tensor"):
         distributed.shard_batch(torch.tensor(1.0), 0, 2)
 
 
 @on_ranks(2)
-def test_what_is_refused(rank, world):
+def test_what_ranks_cannot_do_is_refused(rank, world):
     everyone = dist.group.WORLD
     acc = pa.accumulator(loss)
     state = acc.init(torch.ones(2))
@@ -90,7 +93,7 @@ def test_what_is_refused(rank, world):
 
 
 @on_ranks(2)
-def test_ranks_that_begin_apart(rank, world):
+def test_ranks_that_begin_apart_all_raise(rank, world):
     """The error comes on all of them, and names the leaf."""
     step = pa.make_step(loss, pa.sgd(), group=dist.group.WORLD)
     apart = {"a": torch.ones(2), "b": torch.tensor([1.0, 2.0 + rank])}
@@ -207,27 +210,27 @@ def do_not_meet(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_raises(world):
+def test_after_a_rank_raised_the_others_raise_and_can_go_on(world):
     first, *others = run_on_ranks(world, raises_in_mid_window)
     assert "a fault of rank 0" in first.failure
     assert others == [End()] * (world - 1), others
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_dies(world, tmp_path):
+def test_after_a_rank_died_in_mid_window_the_others_can_go_on(world, tmp_path):
     dying = functools.partial(dies_in_mid_window, str(tmp_path))
     first, second, *others = run_on_ranks(world, dying)
     assert second.failure == "died with exit code -9"
     assert {first, *others} == {End()}, [first, *others]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_do_not_meet(world):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_do_not_meet_raise_and_can_go_on(world):
     assert run_on_ranks(world, do_not_meet) == [End()] * world
 
 
 @on_ranks(2)
-def test_a_group_that_was_destroyed(rank, world):
+def test_a_group_that_was_destroyed_is_refused(rank, world):
     group = dist.new_group()
     step = pa.make_step(loss, pa.sgd(0.5), group=group)
     state = step.init(torch.ones(2))

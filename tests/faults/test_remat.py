@@ -13,6 +13,9 @@ from tests.draws import generator
 from tests.faults.refusals import refused, saying
 
 
+pytestmark = pytest.mark.core
+
+
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))
 x = X[0]
 
@@ -35,7 +38,7 @@ def leaf() -> Tensor:
     return W.clone().requires_grad_()
 
 
-def test_what_is_constant_under_no_grad_may_be_captured() -> None:
+def test_a_constant_under_no_grad_may_be_captured() -> None:
     """The level of vjp records, and the one below it, to which the parameter belongs, does not."""
     lean = pa.remat(lambda w: INSIDE.part(x @ w))
     with torch.no_grad():
@@ -62,13 +65,13 @@ def writing(x: Tensor) -> Tensor:
     ],
     ids=["alone", "autograd", "grad", "vmap", "grad(vmap)", "vmap(grad)"],
 )
-def test_an_argument_that_is_written_to(run: Any) -> None:
+def test_an_argument_that_is_written_to_is_refused(run: Any) -> None:
     """The second run would start from what the first one left."""
     with refused(RuntimeError, "writes to args[0]", "in place", given=[W, X]):
         run(pa.remat(writing))
 
 
-def test_an_input_that_is_written_to_afterwards() -> None:
+def test_an_input_that_is_written_to_afterwards_is_refused() -> None:
     """As torch says of any function that needs its inputs."""
     y = leaf() * 1
     out = pa.remat(torch.sin)(y)
@@ -104,7 +107,7 @@ def test_an_error_of_the_second_run_comes_as_it_is(transform: str) -> None:
     assert torch.equal(after, torch.rand(2))
 
 
-def test_a_backward_pass_a_second_time() -> None:
+def test_a_second_backward_pass_has_to_be_announced() -> None:
     out = pa.remat(torch.sin)(leaf()).sum()
     out.backward(retain_graph=True)
     out.backward()
@@ -130,7 +133,9 @@ def test_a_backward_pass_a_second_time() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_bad_usage(error: Any, words: tuple[str, ...], make: Any) -> None:
+def test_arguments_that_make_no_sense_are_refused(
+    error: Any, words: tuple[str, ...], make: Any
+) -> None:
     with refused(error, *words):
         make()
 

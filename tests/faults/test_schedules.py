@@ -11,6 +11,9 @@ from pureaccum._optim.schedules import check_rate, rate_at
 from tests.faults.refusals import refused, saying
 
 
+pytestmark = pytest.mark.optim
+
+
 COUNT = torch.tensor(3)
 PARTS: dict[str, Any] = {
     "constant": (pa.constant, "value"),
@@ -26,14 +29,14 @@ EVERY = pytest.mark.parametrize(("take", "name"), PARTS.values(), ids=PARTS)
 
 @EVERY
 @pytest.mark.parametrize("value", [-0.1, -1, math.nan, math.inf])
-def test_a_number_that_is_no_rate(take: Any, name: str, value: Any) -> None:
+def test_a_number_that_is_no_rate_is_refused(take: Any, name: str, value: Any) -> None:
     with refused(ValueError, f"{name} is {value!r}", "expected a float", "finite", "not negative"):
         take(value)
 
 
 @EVERY
 @pytest.mark.parametrize("value", [True, None, "0.1", [0.1], 1j])
-def test_what_is_no_number(take: Any, name: str, value: Any) -> None:
+def test_what_is_no_number_is_refused(take: Any, name: str, value: Any) -> None:
     words = (f"{name} is {value!r}", type(value).__name__, "expected a float", "a 0-d tensor")
     with refused(TypeError, *words):
         take(value)
@@ -41,7 +44,7 @@ def test_what_is_no_number(take: Any, name: str, value: Any) -> None:
 
 @EVERY
 @pytest.mark.parametrize("value", [torch.ones(1), torch.tensor(1j), torch.tensor(True)], ids=str)
-def test_a_tensor_that_is_no_rate(take: Any, name: str, value: Any) -> None:
+def test_a_tensor_that_is_no_rate_is_refused(take: Any, name: str, value: Any) -> None:
     words = (f"{name} is a tensor", str(tuple(value.shape)), str(value.dtype), "0-d tensor", "real")
     with refused(ValueError, *words, given=value):
         take(value)
@@ -56,7 +59,7 @@ def test_a_rate_says_that_it_may_be_a_schedule() -> None:
 @pytest.mark.parametrize(
     "lr", [0, 0.0, 1, 1e-3, torch.tensor(-1.0), torch.tensor(1), pa.constant(1)]
 )
-def test_what_is_a_rate(lr: Any) -> None:
+def test_numbers_tensors_and_schedules_are_rates(lr: Any) -> None:
     """The numbers of a tensor are not looked at: that would wait for the device."""
     check_rate(lr)
     rate_at(lr, COUNT)
@@ -81,7 +84,7 @@ A = pa.constant(0.1)
 @pytest.mark.parametrize(
     ("schedules", "boundaries"), [([A], [1]), ([A, A], []), ([A, A], [1, 2]), ([], [])]
 )
-def test_one_schedule_more_than_boundaries(schedules: Any, boundaries: Any) -> None:
+def test_there_is_one_schedule_more_than_boundaries(schedules: Any, boundaries: Any) -> None:
     words = (f"{len(schedules)} schedules", f"{len(boundaries)} boundaries", "one schedule more")
     with refused(ValueError, *words):
         pa.join_schedules(schedules, boundaries)
@@ -102,7 +105,7 @@ def test_boundaries_are_positive_ints() -> None:
             pa.join_schedules([A, A, A], [1, boundary])
 
 
-def test_a_number_among_the_schedules() -> None:
+def test_a_number_among_the_schedules_is_refused() -> None:
     with refused(TypeError, "schedules[1] is 0.1, a float", "constant(rate)"):
         pa.join_schedules([A, 0.1], [2])
 
@@ -134,7 +137,9 @@ def test_the_count_is_a_tensor(schedule: Any, count: Any) -> None:
         (torch.tensor(True), ValueError, ["()", "torch.bool"]),
     ],
 )
-def test_what_a_schedule_returns(result: Any, error: Any, words: Any, joined: bool) -> None:
+def test_a_schedule_that_returns_no_rate_is_refused(
+    result: Any, error: Any, words: Any, joined: bool
+) -> None:
     schedule = pa.join_schedules([A, lambda count: result], [2]) if joined else lambda count: result
     with refused(error, "the schedule returned", *words, "expected", "0-d tensor"):
         rate_at(schedule, COUNT)
@@ -142,7 +147,9 @@ def test_what_a_schedule_returns(result: Any, error: Any, words: Any, joined: bo
 
 @pytest.mark.parametrize("number", [0.5, 1])
 @pytest.mark.parametrize("joined", [False, True])
-def test_the_compiler_would_keep_a_number_for_ever(number: Any, joined: bool) -> None:
+def test_a_number_that_the_compiler_would_keep_for_ever_is_refused(
+    number: Any, joined: bool
+) -> None:
     schedule = pa.join_schedules([A, lambda count: number], [2]) if joined else lambda count: number
     torch.compiler.reset()
     compiled = torch.compile(lambda c: rate_at(schedule, c), fullgraph=True, backend="eager")

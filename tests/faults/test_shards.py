@@ -23,7 +23,11 @@ from tests.faults.refusals import saying
 from tests.ranks import End, run_on_ranks
 
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
+pytestmark = [
+    pytest.mark.checkpoint,
+    pytest.mark.distributed,
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
+]
 TREE: dict[str, Any] = {
     "w": torch.arange(24.0).reshape(8, 3) + 1,
     "v": torch.arange(6, dtype=torch.float64) + 1,
@@ -74,12 +78,12 @@ def assert_refused(run: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_that_is_missing(run: Path, shard: str) -> None:
+def test_a_shard_that_is_missing_is_named(run: Path, shard: str) -> None:
     (run / shard).unlink()
     assert_refused(run, f"{shard} is missing")
 
 
-def test_all_but_one_missing(run: Path) -> None:
+def test_of_many_missing_shards_the_first_is_named(run: Path) -> None:
     for shard in NAMES[1:]:
         (run / shard).unlink()
     assert_refused(run, f"{NAMES[1]} is missing")
@@ -88,7 +92,7 @@ def test_all_but_one_missing(run: Path) -> None:
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_that_is_cut(run: Path, shard: str) -> None:
+def test_a_shard_that_is_cut_is_named(run: Path, shard: str) -> None:
     whole = (run / shard).read_bytes()
     for end in {len(whole) * i // 64 for i in range(64)}:
         (run / shard).write_bytes(whole[:end])
@@ -98,7 +102,7 @@ def test_a_shard_that_is_cut(run: Path, shard: str) -> None:
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_with_any_byte_flipped(run: Path, shard: str) -> None:
+def test_a_shard_with_any_byte_flipped_is_named(run: Path, shard: str) -> None:
     """Of the header, of numbers and of checksums."""
     whole = (run / shard).read_bytes()
     with open(run / shard, "r+b", buffering=0) as file:
@@ -110,14 +114,14 @@ def test_a_shard_with_any_byte_flipped(run: Path, shard: str) -> None:
 
 
 @pytest.mark.parametrize("shard", NAMES)
-def test_a_shard_of_another_run(run: Path, saved: Path, shard: str) -> None:
+def test_a_shard_of_another_run_is_named(run: Path, saved: Path, shard: str) -> None:
     shutil.copy(saved / "other" / shard, run / shard)
     assert_refused(run, shard, "of another save")
 
 
 @pytest.mark.parametrize("one", NAMES)
 @pytest.mark.parametrize("other", NAMES)
-def test_shards_in_each_other_s_places(run: Path, one: str, other: str) -> None:
+def test_shards_in_each_other_s_places_are_named(run: Path, one: str, other: str) -> None:
     if one == other:
         return
     both = (run / one).read_bytes(), (run / other).read_bytes()
@@ -127,7 +131,7 @@ def test_shards_in_each_other_s_places(run: Path, one: str, other: str) -> None:
     assert_refused(run, "it was written as shard")
 
 
-def test_folders_of_two_numbers_of_ranks(run: Path) -> None:
+def test_a_folder_of_two_numbers_of_ranks_is_refused(run: Path) -> None:
     shutil.copy(run / NAMES[0], run / name(5, 4))
     assert_refused(run, f"{name(5, 4)} is one too many")
     (run / name(5, 4)).unlink()
@@ -159,7 +163,7 @@ def test_what_is_no_shard_does_not_matter(run: Path) -> None:
     assert_trees_bitwise_equal(pa.load(run, LIKE), TREE)
 
 
-def test_another_tree(run: Path) -> None:
+def test_another_tree_than_like_is_refused(run: Path) -> None:
     like = {name: x for name, x in LIKE.items() if name != "w"} | {"v": torch.zeros(7), "x": 1}
     with saying(
         ValueError,
@@ -200,7 +204,7 @@ def by_hand(folder: Path, pieces: list[Any]) -> None:
             write_file(file, it, {}, Part("0" * 32, i, len(pieces)))
 
 
-def test_a_number_and_a_tensor_of_one_name(tmp_path: Path) -> None:
+def test_a_number_and_a_tensor_of_one_name_are_refused(tmp_path: Path) -> None:
     for i, first in enumerate((True, False)):
         folder = tmp_path / str(i)
         folder.mkdir()
@@ -218,13 +222,13 @@ def part(shard: int) -> Part:
 
 
 @pytest.mark.parametrize("how", BY_HAND)
-def test_parts_that_are_not_the_whole(tmp_path: Path, how: str) -> None:
+def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path, how: str) -> None:
     by_hand(tmp_path / "run", BY_HAND[how])
     with saying(ValueError, str(tmp_path / "run"), "tree['w']"):
         pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})
 
 
-def test_parts_that_are(tmp_path: Path) -> None:
+def test_parts_that_are_the_whole_are_loaded(tmp_path: Path) -> None:
     by_hand(tmp_path / "run", [piece(ROWS[:3], 0), piece(ROWS[3:], 3), piece(ROWS[:0], 8)])
     assert torch.equal(pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})["w"], ROWS)
 
@@ -293,7 +297,7 @@ def holds_another_tree(folder: str, rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_hold_another_tree(tmp_path: Path, world: int) -> None:
+def test_ranks_that_hold_another_tree_all_raise(tmp_path: Path, world: int) -> None:
     ends = run_on_ranks(world, partial(holds_another_tree, str(tmp_path)))
     assert not [end.failure for end in ends if end.failure], ends
     number, tensor, leaf = ends[0].returned
@@ -313,7 +317,7 @@ def loads_another(folder: str, rank: int, world: int) -> None:
     assert_trees_bitwise_equal(pa.load(f"{folder}/run", like)["w"].full_tensor(), TREE["w"])
 
 
-def test_ranks_that_load_another(tmp_path: Path) -> None:
+def test_ranks_that_load_another_tree_all_raise(tmp_path: Path) -> None:
     assert run_on_ranks(2, partial(loads_another, str(tmp_path))) == [End()] * 2
 
 
@@ -331,7 +335,7 @@ def dies_in_a_save(folder: str, rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_that_dies(tmp_path: Path, world: int) -> None:
+def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path: Path, world: int) -> None:
     """The others hear of it; nothing of the save is there, and what was before is whole."""
     *others, last = run_on_ranks(world, partial(dies_in_a_save, str(tmp_path)))
     assert last.failure == "died with exit code -9"
@@ -357,7 +361,7 @@ def full_on_one(folder: str, rank: int, world: int) -> str:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_full_disk_of_one_rank(tmp_path: Path, world: int) -> None:
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path, world: int) -> None:
     pytest.importorskip("resource", reason="Windows has no such limits")
     *others, last = run_on_ranks(world, partial(full_on_one, str(tmp_path)))
     assert "too large" in last.returned
@@ -367,7 +371,7 @@ def test_a_full_disk_of_one_rank(tmp_path: Path, world: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_is_what_a_note_is(saved: Path) -> None:
+def test_notes_are_json(saved: Path) -> None:
     """For readers of other programs: which part of which leaf a tensor is."""
     content = (saved / "run" / NAMES[1]).read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])

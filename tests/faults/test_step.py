@@ -13,6 +13,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squares
 
 
+pytestmark = pytest.mark.step
+
+
 BATCH = make_batch(4)
 BUFFERS = {"n": torch.tensor([1.0, 2.0])}
 ANOTHER = "A state of another configuration?"
@@ -70,7 +73,7 @@ def test_torchs_optimizers_go_through_from_torch(where: str, instance: bool) -> 
     ("optimizer", "came"),
     [(pa.clip_by_global_norm(1.0), "a GradientMap"), (pa.sgd, "a function"), (0.1, "a float")],
 )
-def test_what_is_no_optimizer(optimizer: Any, came: str) -> None:
+def test_what_is_no_optimizer_is_refused_by_a_step(optimizer: Any, came: str) -> None:
     with refused(TypeError, f"optimizer is {came}", "init(params)", "chain(*maps, optimizer)"):
         make(optimizer)
 
@@ -111,7 +114,9 @@ def test_a_policy_computes_in_one_way() -> None:
         ({"aux_reduction": {"a": "avg"}}, ValueError, ["aux_reduction is 'avg'", "'concat'"]),
     ],
 )
-def test_knobs(knobs: dict[str, Any], error: Any, words: list[str]) -> None:
+def test_knobs_that_make_no_sense_are_refused(
+    knobs: dict[str, Any], error: Any, words: list[str]
+) -> None:
     with refused(error, *words):
         make(**knobs)
 
@@ -119,14 +124,14 @@ def test_knobs(knobs: dict[str, Any], error: Any, words: list[str]) -> None:
 # init -------------------------------------------------------------------------------------
 
 
-def test_buffers_are_missing() -> None:
+def test_missing_buffers_are_refused() -> None:
     step = threading()
     for absent in ({}, {"buffers": None}, {"buffers": ()}):
         with refused(ValueError, "buffers='sequential'", "missing", "step.init(", given=PARAMS):
             step.init(PARAMS, **absent)
 
 
-def test_buffers_are_not_expected() -> None:
+def test_unexpected_buffers_are_refused() -> None:
     words = ("make_step was not told", "'freeze'", "'sequential'", "'pooled'")
     with refused(ValueError, *words, given=(PARAMS, BUFFERS)):
         make().init(PARAMS, BUFFERS)
@@ -183,7 +188,7 @@ def entries(step: Any, window: Any) -> list[Callable[[Any], Any]]:
     ],
     ids=["state and info", "window", "opt_state", "params", "plain tuple", "None"],
 )
-def test_what_is_no_train_state(pick: Any, came: str, donate: bool) -> None:
+def test_what_is_no_train_state_is_refused(pick: Any, came: str, donate: bool) -> None:
     loss = Loss(squares)
     step = make(loss=loss, donate=donate)
     state = step.init(PARAMS)
@@ -196,7 +201,7 @@ def test_what_is_no_train_state(pick: Any, came: str, donate: bool) -> None:
 
 
 @donations
-def test_a_loss_scale_is_there_or_not(donate: bool) -> None:
+def test_a_state_with_or_without_a_loss_scale_belongs_to_a_step_like_it(donate: bool) -> None:
     plain, scaled = (make(loss_scale=s, donate=donate) for s in (None, pa.dynamic_loss_scale()))
     for step, state, word in (
         (plain, scaled.init(PARAMS), "without"),
@@ -221,7 +226,7 @@ def test_a_window_that_looked_at_other_norms_is_refused(noise: bool) -> None:
 
 
 @donations
-def test_buffers_are_there_or_not(donate: bool) -> None:
+def test_a_state_with_or_without_buffers_belongs_to_a_step_like_it(donate: bool) -> None:
     plain, threaded = make(donate=donate), threading(donate=donate)
     without, held = plain.init(PARAMS), threaded.init(PARAMS, BUFFERS)
     for call in entries(threaded, threaded.begin(held)):
@@ -235,7 +240,7 @@ def test_buffers_are_there_or_not(donate: bool) -> None:
 
 
 @pytest.mark.parametrize("key", [7, None, torch.tensor(1), torch.zeros(3, dtype=torch.int64)])
-def test_a_key_is_a_key(key: Any) -> None:
+def test_what_is_no_key_is_refused(key: Any) -> None:
     step = make()
     state = step.init(PARAMS)
     with refused(TypeError, "state.key is ", "expected a key", "key(seed)"):
@@ -268,7 +273,7 @@ SGD, MOMENTUM, ADAM = pa.sgd(0.1), pa.sgd(0.1, momentum=0.9), pa.adam(0.1)
         (pa.adam(0.1, amsgrad=True), ADAM, ValueError, ["max_exp_avg_sq['b'] is missing"]),
     ],
 )
-def test_the_state_of_another_optimizer(
+def test_the_state_of_another_optimizer_is_refused(
     optimizer: Any, other: Any, error: Any, words: list[str], donate: bool
 ) -> None:
     step = make(optimizer, donate=donate)
@@ -291,7 +296,7 @@ def test_the_state_of_another_optimizer(
         ({"w": torch.ones(2)}, ["['b'] is missing", "(1 leaves came, 2 were expected)"]),
     ],
 )
-def test_the_optimizer_state_of_another_model(
+def test_the_optimizer_state_of_another_model_is_refused(
     optimizer: Any, params: Any, words: list[str], donate: bool
 ) -> None:
     step = make(optimizer, donate=donate)
@@ -304,7 +309,7 @@ def test_the_optimizer_state_of_another_model(
 
 
 @donations
-def test_the_state_of_another_model(donate: bool) -> None:
+def test_the_state_of_another_model_is_refused(donate: bool) -> None:
     """The module knows its names and shapes."""
     fn = pa.functional(nn.Linear(2, 1))
     wrapped = pa.functional(nn.Sequential(nn.Linear(2, 1)))
@@ -335,7 +340,7 @@ def test_the_state_of_another_model(donate: bool) -> None:
     ],
     ids=["accumulator", "window and aux", "None"],
 )
-def test_what_is_no_window(wrong: Any, came: str, donate: bool) -> None:
+def test_what_is_no_window_is_refused(wrong: Any, came: str, donate: bool) -> None:
     loss = Loss(squares)
     step = make(loss=loss, donate=donate)
     state = step.init(PARAMS)
@@ -349,7 +354,7 @@ def test_what_is_no_window(wrong: Any, came: str, donate: bool) -> None:
 
 
 @donations
-def test_the_window_of_another_model(donate: bool) -> None:
+def test_the_window_of_another_model_is_refused(donate: bool) -> None:
     step = make(donate=donate)
     state = step.init(PARAMS)
     window = step.begin(step.init(OTHER_PARAMS))
@@ -374,7 +379,9 @@ NORM = {"running_mean": torch.zeros(2), "running_var": torch.ones(2)}
         ("sequential", "pooled"),
     ],
 )
-def test_the_window_of_another_kind_of_buffers(mine: Any, other: Any, donate: bool) -> None:
+def test_the_window_of_another_kind_of_buffers_is_refused(
+    mine: Any, other: Any, donate: bool
+) -> None:
     """A pooled window holds moments; without them running statistics would go wrong in silence."""
 
     def loss(params: Any, batch: Any, **named: Any) -> Any:
@@ -478,7 +485,9 @@ def test_with_buffers_a_loss_returns_a_pair(wrong: Any, donate: bool) -> None:
         ({"n": 1.0}, TypeError, ["new_buffers['n'] is a float", "tensor"]),
     ],
 )
-def test_new_buffers_are_like_buffers(new: Any, error: Any, words: list[str], donate: bool) -> None:
+def test_new_buffers_of_another_kind_are_refused(
+    new: Any, error: Any, words: list[str], donate: bool
+) -> None:
     step = make(
         loss=lambda p, b, buffers: (squares(p, b), new), buffers="sequential", donate=donate
     )
@@ -501,7 +510,7 @@ def test_new_buffers_are_like_buffers(new: Any, error: Any, words: list[str], do
         ({"a": torch.ones(2)}, {"b": "sum"}, ValueError, ["is no prefix of the aux"]),
     ],
 )
-def test_aux_that_cannot_be_reduced(
+def test_aux_that_cannot_be_reduced_is_refused(
     aux: Any, how: Any, error: Any, words: list[str], donate: bool
 ) -> None:
     step = make(
@@ -552,7 +561,7 @@ def test_raise_cannot_look_under_vmap() -> None:
         torch.func.vmap(step, (None, 0))(state, batches)
 
 
-def test_an_autocast_cache_around_a_step() -> None:
+def test_an_autocast_cache_around_a_step_is_refused() -> None:
     step = make()
     state = step.init(PARAMS)
     window = step.begin(state)

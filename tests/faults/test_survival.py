@@ -22,6 +22,9 @@ from tests.purity.calls import (
 )
 
 
+pytestmark = pytest.mark.core
+
+
 PARAMS = make_params()
 SPOILED = ("given up with donate=True", "failed in the middle", "state that was not donated")
 engines = pytest.mark.parametrize("engine", ENGINES)
@@ -143,7 +146,7 @@ def test_raise_names_a_loss(engine: Any) -> None:
 @engines
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("leaf", ["w", "large"])
-def test_raise_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
+def test_raise_names_the_leaf_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
     """The old state is whole, or says that a bad gradient went into it."""
     acc = pa.accumulator(make_bad(leaf), nonfinite="raise", engine=engine)
     state = acc.update(acc.init(PARAMS), PARAMS, make_batch(2))

@@ -14,6 +14,9 @@ from tests.faults.refusals import PARAMS, Loss, Tensors, make_batch, squares
 from tests.purity.calls import ENGINES, NONFINITE
 
 
+pytestmark = pytest.mark.core
+
+
 BAD = (-1.0, -0.5, -1e300, torch.nan, torch.inf, -torch.inf)
 engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)
@@ -63,7 +66,7 @@ def test_a_weight_that_is_none_makes_all_nan(
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_python_number_is_as_bad(bad: float) -> None:
+def test_a_python_number_that_is_no_weight_makes_all_nan(bad: float) -> None:
     def loss(params: Tensors, batch: Any) -> pa.Weighted:
         return pa.Weighted(squares(params, batch), bad)
 
@@ -102,7 +105,9 @@ def test_a_sum_over_no_rows_is_zero(engine: Any, nonfinite: Any) -> None:
 
 @pytest.mark.parametrize(("reduction", "value"), [("mean", torch.nan), ("sum", 0.0)])
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_state_that_saw_nothing(reduction: Any, value: float, donate: bool) -> None:
+def test_a_state_that_saw_nothing_has_gradient_zero(
+    reduction: Any, value: float, donate: bool
+) -> None:
     acc = pa.accumulator(squares, reduction=reduction)
     grads, came = acc.finalize(acc.init(PARAMS), donate=donate)
     assert optree.tree_all(optree.tree_map(_zeros_like, grads, PARAMS))
@@ -125,7 +130,7 @@ def test_an_empty_microbatch_of_a_stream_changes_no_mean(
 
 
 @pytest.mark.parametrize("batch", [torch.ones(0), {"x": torch.ones(0, 3), "training": True}])
-def test_no_rows_no_microbatches(batch: Any) -> None:
+def test_a_batch_without_rows_has_no_microbatches(batch: Any) -> None:
     assert list(pa.microbatches(batch, 2)) == []
 
 

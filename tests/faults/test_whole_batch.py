@@ -15,6 +15,9 @@ from tests.bounds import resnets
 from tests.faults.refusals import refused, saying
 
 
+pytestmark = pytest.mark.pure
+
+
 X = torch.arange(12.0).reshape(4, 3).sin()
 
 
@@ -58,7 +61,7 @@ def refuses(module: nn.Module, *words: str, error: type[Exception] = ValueError)
     assert not ran
 
 
-def test_what_cannot_be_copied():
+def test_a_module_that_cannot_be_copied_is_refused():
     """It is a copy that torch.fx is given."""
     refuses(Of(lambda self, x: x, lock=threading.Lock()), "module (Of) cannot be cut", "copy")
 
@@ -84,7 +87,7 @@ def test_a_branch_on_numbers_names_the_module_and_the_line():
     )
 
 
-def test_a_loop_over_a_shape_is_a_branch_too():
+def test_a_loop_over_a_shape_is_refused_as_a_branch():
     module = Of(lambda self, x: sum(x[i] for i in range(x.shape[0])))
     refuses(module, "module (Of) cannot be cut", "for i in range(x.shape[0])")
 
@@ -94,7 +97,7 @@ def gate(x: Tensor) -> Tensor:
     return x + 1 if x.sum() > 0 else x
 
 
-def test_the_way_out_is_a_wrapped_function():
+def test_a_branch_in_a_wrapped_function_is_taken():
     module = Of(lambda self, x: gate(x))
     grads, _, buffers = calls(module)
     assert grads["body.0.weight"].isfinite().all()
@@ -112,7 +115,7 @@ def autocast(self: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("func", [no_grad, autocast])
-def test_modes_that_forward_enters_would_be_lost(func):
+def test_modes_that_forward_enters_are_refused(func):
     refuses(Of(func), "module (Of)", "under no_grad or autocast, which is not recorded")
 
 
@@ -149,7 +152,7 @@ def appends(self: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("func", "calls"), [(assigns, 0), (counts, 0), (appends, [])], ids=["new", "old", "list"]
 )
-def test_attributes_that_forward_assigns_would_be_lost(func, calls):
+def test_attributes_that_forward_assigns_are_refused(func, calls):
     module = Of(func, calls=calls)
     before = dict(vars(module))
     refuses(module, "module (Of) assigns its attribute '", "in forward")
@@ -157,14 +160,14 @@ def test_attributes_that_forward_assigns_would_be_lost(func, calls):
     assert module.calls in (0, [])
 
 
-def test_random_numbers_that_do_not_depend_on_the_input_would_be_drawn_once():
+def test_random_numbers_that_do_not_depend_on_the_input_are_refused():
     module = Of(lambda self, x: x * torch.rand(3))
     state = torch.get_rng_state()
     refuses(module, "module (Of)", "random numbers", "rand_like(x)")
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_python_s_random_numbers_too():
+def test_python_s_random_numbers_are_refused():
     module = Of(lambda self, x: x * random.random())
     state = random.getstate()
     refuses(module, "module (Of)", "random numbers")
@@ -195,7 +198,7 @@ def test_another_thread_s_random_numbers_are_not_its_own():
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
 @pytest.mark.parametrize("at", ["", "1", "2"], ids=["module", "norm", "inner"])
-def test_hooks_on_what_is_taken_apart_would_not_run(kind, at):
+def test_hooks_on_what_is_taken_apart_are_refused(kind, at):
     module = norm(nn.Sequential(nn.ReLU()))
     getattr(module.get_submodule(at), f"register_{kind}")(lambda *args: None)
     name = kind.removeprefix("full_").replace("_", " ")
@@ -221,14 +224,14 @@ def test_hooks_that_come_later_are_found():
 # BatchNorm that is not there to be cut --------------------------------------------------------
 
 
-def test_torch_batch_norm_called_as_a_function():
+def test_batch_norm_called_as_a_function_of_torch_is_refused():
     refuses(
         Of(lambda self, x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False)),
         "module (Of) calls batch_norm with training=True",
     )
 
 
-def test_running_statistics_that_are_no_buffers():
+def test_running_statistics_that_are_no_buffers_are_refused():
     def func(self: Any, x: Any) -> Any:
         return F.batch_norm(x, self.zero * 1, self.zero + 1, training=True)
 
@@ -240,7 +243,7 @@ def normalised(x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
-def test_batch_norm_in_a_function_that_is_not_looked_into():
+def test_batch_norm_in_a_function_that_is_not_looked_into_is_refused():
     with saying(RuntimeError, "torch.fx.wrap calls batch_norm with training=True"):
         calls(Of(lambda self, x: normalised(x)))
 
@@ -258,7 +261,7 @@ class Closed(nn.Module):
         return self.norm(x)
 
 
-def test_batch_norm_inside_a_leaf():
+def test_batch_norm_inside_a_leaf_is_refused():
     refuses(
         norm(Closed()),
         "module.2.norm (BatchNorm1d) lies inside module.2 (Closed), which torch.fx does not look",
@@ -271,11 +274,11 @@ class ByHand(nn.BatchNorm1d):
         return (input - input.mean(0)) / input.std(0)
 
 
-def test_batch_norm_with_a_formula_of_its_own():
+def test_batch_norm_with_a_formula_of_its_own_is_refused():
     refuses(norm(ByHand(3)), "module.2 (ByHand) has a forward of its own which does not call")
 
 
-def test_batch_norm_of_parameters():
+def test_batch_norm_of_parameters_is_refused():
     """Without running statistics it is a function of parameters as any other."""
     module = Of(
         lambda self, x: x @ self.norm(self.w), w=nn.Parameter(X[:3]), norm=nn.BatchNorm1d(3)
@@ -285,14 +288,14 @@ def test_batch_norm_of_parameters():
     calls(module)
 
 
-def test_a_scripted_batch_norm():
+def test_a_scripted_batch_norm_is_refused():
     module = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.BatchNorm1d(3)))
     with saying(ValueError, "module.1 is scripted"):
         pa.functional(module, microbatch_size=3)
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_lazy(affine):
+def test_a_lazy_module_is_refused(affine):
     lazy = nn.LazyBatchNorm1d(affine=affine, track_running_stats=affine)
     with saying(ValueError, "lazy module" if affine else "module.2 is a LazyBatchNorm1d"):
         pa.functional(norm(lazy), microbatch_size=3)
@@ -305,7 +308,7 @@ def test_a_branch_is_no_hindrance_where_no_batch_norm_looks_at_the_batch():
     torch.testing.assert_close(out[:3], module(X[:3]))
 
 
-def test_knobs():
+def test_knobs_that_make_no_sense_are_refused():
     module = norm()
     for size in (0, 2.0, "few", [3, 0]):
         with refused((TypeError, ValueError), "microbatch_size"):
@@ -319,7 +322,7 @@ def test_knobs():
 # A cut around a cut ---------------------------------------------------------------------------
 
 
-def test_a_cut_around_a_cut():
+def test_a_cut_around_a_cut_is_refused():
     """It would be the gradient of parts that are each normalised by themselves."""
     module = norm()
     fn = pa.functional(module, microbatch_size=1)
@@ -358,7 +361,7 @@ class Inside(nn.Module):
 # What is written to --------------------------------------------------------------------------
 
 
-def test_other_buffers_that_change():
+def test_other_buffers_that_change_are_refused():
     module = nn.Sequential(nn.Conv1d(3, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True))
     words = "buffers['1.running_mean'] is written to in forward"
     with refused(RuntimeError, words, given=module.state_dict()):
@@ -375,7 +378,7 @@ def test_other_buffers_that_change():
     calls(norm(module[2].eval()))
 
 
-def test_buffers_and_parameters_that_forward_writes_to():
+def test_buffers_and_parameters_that_forward_writes_to_are_refused():
     count = {"n": nn.Buffer(torch.zeros(3))}
     for func in (lambda self, x: x + self.n.add_(1), lambda self, x: (self.n[0].add_(1), x)[1]):
         refuses(Of(func, **count), "module (Of) writes in place (add_) to its own module.n")
@@ -403,7 +406,7 @@ def names(self: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("func", [views, parts, names])
-def test_what_is_written_to_and_read_under_another_name(func):
+def test_a_tensor_written_to_and_read_under_another_name_is_refused(func):
     refuses(Of(func), "module (Of) writes in place (", "is read again as '", "x = x + y in place")
 
 
@@ -417,7 +420,7 @@ def doubles(x: Tensor) -> Tensor:
     return doubled_(x)
 
 
-def test_a_function_that_is_not_looked_into_and_writes_to_what_it_is_given():
+def test_a_function_that_writes_to_what_it_is_given_unseen_is_refused():
     with saying(RuntimeError, "doubles, which torch.fx does not look into, writes in place"):
         calls(Of(lambda self, x: doubles(x)))
 
@@ -425,7 +428,7 @@ def test_a_function_that_is_not_looked_into_and_writes_to_what_it_is_given():
 # What it is called with ----------------------------------------------------------------------
 
 
-def test_parameters_and_buffers():
+def test_parameters_and_buffers_that_do_not_fit_are_refused():
     module = norm()
     fn = pa.functional(module, microbatch_size=3)
     params, buffers = fn.params, fn.buffers
@@ -453,7 +456,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_arguments(mode):
+def test_arguments_that_do_not_fit_are_refused(mode):
     def called(*args: Any, **named: Any) -> Any:
         return calls(getattr(Masked(), mode)(), *args, **named)
 
@@ -491,13 +494,13 @@ class Returning(nn.Module):
         (lambda x: (x, x.shape[0]), "out[1]", "is 2"),
     ],
 )
-def test_what_is_returned_has_rows(mode, func, name, came):
+def test_outputs_without_rows_are_refused(mode, func, name, came):
     module = getattr(Returning(func), mode)()
     with refused(ValueError, f"{name}, which the module returned for ", came, "plain code after"):
         calls(module, X, size=2)
 
 
-def test_what_is_handed_on_has_rows():
+def test_tensors_between_levels_without_rows_are_refused():
     module = nn.Sequential(norm(), nn.BatchNorm1d(3))
     module.insert(1, Of(lambda self, x: x.repeat(2, 1)))
     with saying(
@@ -506,7 +509,7 @@ def test_what_is_handed_on_has_rows():
         calls(module)
 
 
-def test_shapes_that_batch_norm_refuses():
+def test_shapes_that_batch_norm_refuses_are_refused_in_its_words():
     with refused(ValueError, "module.1 (BatchNorm1d): expected 2D or 3D input (got 4D input)"):
         calls(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)), X[..., None, None])
     with refused(ValueError, "module.1 (BatchNorm1d) normalises 1 channels, but its input has"):
@@ -514,7 +517,7 @@ def test_shapes_that_batch_norm_refuses():
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_too_few_rows(rows):
+def test_too_few_rows_are_refused(rows):
     words = ("more than one value per channel", "a batch without rows")[rows == 0]
     module = norm()
     with refused(ValueError, "module.1 (BatchNorm1d)", words):

@@ -20,6 +20,9 @@ from tests.faults.refusals import Loss, refused
 from tests.purity.calls import ENGINES, NONFINITE
 
 
+pytestmark = pytest.mark.core
+
+
 PARAMS = {"a": torch.tensor([1.0, -2.0, 4.0]), "b": torch.tensor(3.0)}
 
 numbers = st.integers(-8, 8) | st.booleans() | st.sampled_from([0.5, -4.0]) | st.none()
@@ -117,7 +120,7 @@ STREAMS = [name for name, form in FORMS.items() if form.stream]
     engine=st.sampled_from(ENGINES),
     nonfinite=st.sampled_from(NONFINITE),
 )
-def test_it_counts_as_one_microbatch(
+def test_a_batch_without_tensors_counts_as_one_microbatch(
     form: str, batches: list[Any], kind: str, engine: Any, nonfinite: Any
 ) -> None:
     """Whole, and in a stream: there the mean alone is refused, since it needs a weight."""
@@ -142,7 +145,7 @@ def test_it_counts_as_one_microbatch(
     engine=st.sampled_from(ENGINES),
     data=st.data(),
 )
-def test_nothing_cuts_it(
+def test_a_batch_without_tensors_is_never_cut(
     form: str, batch: Any, kind: str, engine: Any, data: st.DataObject
 ) -> None:
     """Whatever the size: one that would take it whole, too."""
@@ -156,7 +159,7 @@ def test_nothing_cuts_it(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("word", ["sum", "mean", "stack", "last"])
-def test_its_aux_is_that_of_one_microbatch(kind: str, word: str) -> None:
+def test_the_aux_of_a_batch_without_tensors_is_that_of_one_microbatch(kind: str, word: str) -> None:
     loss = loss_of(kind)
 
     def with_aux(params: Any, batch: Any) -> Any:

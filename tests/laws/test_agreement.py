@@ -24,6 +24,9 @@ from pureaccum._base.agreement import (
 from tests.states import STATES
 
 
+pytestmark = [pytest.mark.base, pytest.mark.distributed]
+
+
 HERE = torch.device("cpu")
 trees = {name: make() for name, make in STATES.items()}
 
@@ -100,7 +103,7 @@ def test_all_is_read_at_the_first_call_and_more_and_more_seldom():
     assert new.bits != NOT_READ  # of another structure
 
 
-def test_what_nobody_looks_at_is_compared_on_the_device():
+def test_claims_that_nobody_looks_at_are_compared_on_the_device():
     one, other = claimed(trees["first"]), claimed(trees["trained"])
     unseen = one._replace(look=False)
     of_all = torch.stack([one.numbers(), one.numbers()])
@@ -139,7 +142,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_an_optimizer_was_made_with(name):
+def test_what_an_optimizer_was_made_with_is_compared(name):
     optimizer, want = OPTIMIZERS[name]
     found = settings_of(optimizer, "optimizer")
     assert {f"optimizer.{key}": text for key, text in want.items()}.items() <= found.items()

@@ -16,6 +16,9 @@ from tests.draws import generator
 from tests.laws.exactly import integers
 
 
+pytestmark = pytest.mark.core
+
+
 UNIT = Fraction(1, 2**24)  # u of float32
 TRANSFORMS = ("grad", "value")
 
@@ -32,7 +35,9 @@ def data(seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @given(seeds(), st.integers(1, 12), st.integers(1, 13))
-def test_each_word(transform: str, seed: int, rows: int, size: int) -> None:
+def test_each_word_reduces_as_its_loop_does(
+    transform: str, seed: int, rows: int, size: int
+) -> None:
     """As a prefix tree: one word for a whole subtree, and words inside a tuple."""
 
     def loss(w: Tensor, x: Tensor) -> Any:

@@ -18,6 +18,9 @@ from tests.draws import examples, generator
 from tests.optimizers import Count, Polyak, Torchs, by_name, clones, leaves, make_params, normal
 
 
+pytestmark = pytest.mark.optim
+
+
 def clipped_by_torch(grads: list[Tensor], max_norm: float, foreach: bool) -> list[Tensor]:
     params = [torch.zeros_like(g).requires_grad_() for g in grads]
     for param, grad in zip(params, grads, strict=True):
@@ -68,7 +71,7 @@ def test_the_norm_is_that_of_all_leaves() -> None:
     assert pa.global_norm(got) < 1.0
 
 
-def test_clipping_under_transforms() -> None:
+def test_clipping_goes_through_transforms() -> None:
     """vmap: a norm for each member; grad: through the norm."""
     clip = pa.clip_by_global_norm(1.0)
     grads = {"w": torch.randn(4, 3) * torch.tensor([[0.01], [0.1], [1.0], [10.0]])}
@@ -196,7 +199,7 @@ def test_a_partition_is_torch_with_groups(name: str, seed: int, donate: bool) ->
         assert_trees_bitwise_equal(params, named(module))
 
 
-def test_a_partition_of_partitions() -> None:
+def test_a_partition_of_partitions_is_one() -> None:
     """Inside, a path is that of the whole tree: leaves come as a flat dict from path to leaf."""
     seen: list[str] = []
 
@@ -228,7 +231,7 @@ def test_a_partition_of_partitions() -> None:
     assert set(seen) == {"in.0", "w"}
 
 
-def test_one_label_is_the_optimizer_itself() -> None:
+def test_a_partition_of_one_label_is_the_optimizer_itself() -> None:
     for opt in (pa.adamw(0.1), pa.from_torch(torch.optim.NAdam, lr=0.1), pa.chain(Polyak())):
         part = pa.partition({"all": opt, "unused": pa.sgd(0.1)}, lambda path: "all")
         params = make_params()
@@ -266,7 +269,7 @@ def test_partitions_go_through_vmap() -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_torchs_groups_of_a_class_that_pureaccum_does_not_have() -> None:
+def test_a_partition_serves_classes_of_torch() -> None:
     """One from_torch a label."""
     params, grads = make_params(), make_params(1)
     cls = torch.optim.RMSprop

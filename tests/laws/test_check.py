@@ -24,6 +24,9 @@ from pureaccum.testing.strategies import KINDS, losses, reduction
 from tests.draws import examples
 
 
+pytestmark = pytest.mark.testing
+
+
 W = torch.tensor([1.0, -2.0, 0.5])
 X = torch.linspace(-1, 2, 24).reshape(8, 3)
 models = st.integers(2, 12).flatmap(losses)
@@ -297,7 +300,7 @@ def test_a_loop_on_a_module_of_its_own_is_compared_natively():
     assert net.weight.grad is None
 
 
-def test_has_aux():
+def test_a_loss_may_return_aux():
     def loss(w, x):
         return squares(w, x), {"rows": len(x)}
 
@@ -361,7 +364,7 @@ def test_a_buffer_that_is_assigned_in_every_call_is_state():
     assert any(d.kind == "state" and "writes to net.ema" in d.says for d in report.diagnoses)
 
 
-def test_it_works_whatever_mode_it_is_called_in():
+def test_a_check_works_whatever_mode_it_is_called_in():
     for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
         with mode:
             assert report_of(squares).fits
@@ -371,7 +374,7 @@ def test_it_works_whatever_mode_it_is_called_in():
 # In another dtype -------------------------------------------------------------------------
 
 
-def test_everything_takes_part_in_the_dtype():
+def test_everything_that_a_loss_holds_takes_part_in_the_dtype():
     """Captured tensors, casts, dtypes named, those of new tensors, and what is composed of them."""
     captured, net = torch.ones(3), nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)).eval()
     for dtype in (torch.float64, torch.float32):

@@ -37,6 +37,9 @@ from pureaccum.testing._check.trials import (
 from tests.draws import generator
 
 
+pytestmark = pytest.mark.testing
+
+
 W = torch.tensor([1.0, -2.0, 0.5])
 X = torch.linspace(-1, 2, 24).reshape(8, 3)
 
@@ -295,7 +298,7 @@ def test_a_report_says_what_was_done():
     assert (report.dtype, report.reference) == ("float32", "float64")
 
 
-def test_a_table_by_hand():
+def test_a_report_is_the_table_made_by_hand():
     leaves = (
         Leaf("value", 0.5, (), 0.0),
         Leaf("params", 12345.0, ((0, 3), (5,)), math.nan),

@@ -3,6 +3,7 @@
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,9 @@ from tests.laws.exactly import (
     row_losses,
     sizes,
 )
+
+
+pytestmark = pytest.mark.core
 
 
 engines = st.sampled_from(["func", "autograd"])
@@ -111,7 +115,7 @@ def test_a_power_of_two_goes_through_exactly(
 
 
 @given(seeds(), st.integers(2, 12), st.data())
-def test_linear_in_the_loss(seed: int, rows: int, data: st.DataObject) -> None:
+def test_the_gradient_is_linear_in_the_loss(seed: int, rows: int, data: st.DataObject) -> None:
     """The gradient of ``a * f + b * g`` is that combination of the gradients of f and of g."""
     params, batch = make_params(seed), make_batch(seed, rows)
     size = data.draw(st.integers(1, rows - 1))

@@ -8,6 +8,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 
+pytestmark = pytest.mark.project
+
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -71,7 +74,7 @@ def test_there_are_links() -> None:
     )
 
 
-def test_what_links_are_found() -> None:
+def test_links_are_found_as_markdown_writes_them() -> None:
     page = (
         "[a](a.md) ![b](b.png 'title') [`c`](c.md#d) [e [f]](#g)\n[h]: i.md\n<https://j.org>\n"
         "`[no](no.md)`\n```sh\n[no](no.md) http://no.org\n```\nhttp://k.org\n"
@@ -109,5 +112,5 @@ def test_anchors_are_those_of_github() -> None:
         ("https://user@arxiv.org", "no such host"),
     ],
 )
-def test_what_is_wrong_with_a_link(link: str, why: str | None) -> None:
+def test_what_is_wrong_with_a_link_is_said(link: str, why: str | None) -> None:
     assert wrong(link, ROOT / "README.md") == why

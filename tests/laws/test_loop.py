@@ -7,6 +7,9 @@ import pureaccum as pa
 from pureaccum.testing import check_accumulation
 
 
+pytestmark = pytest.mark.testing
+
+
 W, X = torch.tensor([1.0, -2.0, 0.5, 3.0]), torch.linspace(-1, 2, 48).reshape(12, 4).sin()
 BATCH = {"x": X, "mask": torch.tensor([1, 2, 1, 3, 1, 1, 2, 1, 1, 1, 2, 1])}
 
@@ -81,9 +84,9 @@ LOOPS = {
 @pytest.mark.parametrize(("kind", "shares", "found"), LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize(
     "complex_",
-    [pytest.param(False, id="real"), pytest.param(True, id="complex", marks=pytest.mark.nightly)],
+    [pytest.param(False, id="real"), pytest.param(True, id="complex", marks=pytest.mark.slow)],
 )
-def test_the_mistake_is_found(kind, shares, found, complex_):
+def test_each_mistake_of_a_loop_is_found(kind, shares, found, complex_):
     def loss(w, batch):
         return LOSSES[kind](w.real + w.imag if complex_ else w, batch)
 
@@ -100,7 +103,7 @@ def test_the_mistake_is_found(kind, shares, found, complex_):
     assert report.fits == (found is None)
 
 
-def test_the_factor_is_named():
+def test_the_factor_of_a_loop_is_named():
     report = check_accumulation(
         LOSSES["mean"],
         W,

@@ -19,6 +19,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.laws.exactly import copied
 
 
+pytestmark = pytest.mark.step
+
+
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 NO_BOUNDS = {"min_scale": SMALLEST, "max_scale": LARGEST}
 
@@ -38,7 +41,7 @@ def rounded(x: float) -> float:
 # Beside GradScaler ----------------------------------------------------------------------
 
 
-def test_what_is_not_said_is_as_in_torch() -> None:
+def test_knobs_that_are_not_said_are_as_in_torch() -> None:
     ours = inspect.signature(pa.dynamic_loss_scale).parameters
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))  # it has no scale before
@@ -208,7 +211,7 @@ def test_floor_ceiling_and_hysteresis(knobs: Knobs, flags: list[bool]) -> None:
     assert all(knobs.min_scale <= state.scale <= knobs.max_scale for state in states)
 
 
-def test_what_each_knob_does() -> None:
+def test_each_knob_does_what_it_says() -> None:
     """The model could share a fault with the code; a reader sees these numbers."""
     loss_scale = pa.dynamic_loss_scale(4.0, 2.0, 0.5, 2, min_scale=2.0, max_scale=8.0, hysteresis=2)
     flags = [False, False, False, True, True, True, True, False, True, False, False]
@@ -259,7 +262,9 @@ def stacked(states: list[pa.LossScaleState]) -> pa.LossScaleState:
 
 
 @given(knobs(), st.lists(flags, min_size=1, max_size=4), st.data())
-def test_many_states_at_once(knobs: Knobs, histories: list[list[bool]], data: Any) -> None:
+def test_many_states_update_at_once_under_vmap(
+    knobs: Knobs, histories: list[list[bool]], data: Any
+) -> None:
     loss_scale = knobs.loss_scale()
     states = [run(loss_scale, loss_scale.init(), history)[-1] for history in histories]
     finite = torch.tensor([data.draw(st.booleans()) for _ in states])
@@ -279,7 +284,7 @@ def test_many_states_at_once(knobs: Knobs, histories: list[list[bool]], data: An
 
 @KINDS
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_one_graph(loss_scale: LossScale, backend: str) -> None:
+def test_a_loss_scale_compiles_into_one_graph(loss_scale: LossScale, backend: str) -> None:
     """Scale, unscale and update compile into one graph, the same for every state."""
 
     def step(state: pa.LossScaleState, x: Tensor) -> Any:

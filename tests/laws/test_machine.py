@@ -27,6 +27,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.exactly import copied
 
 
+pytestmark = pytest.mark.core
+
+
 MOST = 256  # microbatches in a state: 256 * 3 rows * 2 * 3 * 315 * 7 < 2**24
 
 

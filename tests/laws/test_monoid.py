@@ -15,6 +15,9 @@ from pureaccum.testing.strategies import Fault, faults, merge_along, merge_trees
 from tests.laws.exactly import LOSSES, Loss, copied, folded, losses, make_batch, make_params, sizes
 
 
+pytestmark = pytest.mark.core
+
+
 class World:
     """An accumulator, its params, and microbatches, of which one may be spoilt."""
 
@@ -98,7 +101,7 @@ def test_a_state_survives_both_tree_libraries(world: World) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 @given(seeds(), sizes)
-def test_counts(loss: Loss, seed: int, sizes: list[int]) -> None:
+def test_a_state_counts_its_microbatches(loss: Loss, seed: int, sizes: list[int]) -> None:
     """What a state says of itself, by hand."""
     batch = make_batch(seed, sum(sizes))
     parts = pieces(batch, sizes)

@@ -18,6 +18,9 @@ from pureaccum.testing.mutants import MUTANTS, plant
 from tests.laws.planted import run_tests
 
 
+pytestmark = pytest.mark.testing
+
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,16 +65,18 @@ KILLERS = {
         "purity/test_shells.py::test_a_module_that_leads_back_to_itself_sees_what_it_is_given"
     ),
     "writes not watched": "purity/test_writes.py::test_a_write_is_refused_before_it_happens",
-    "late writes not seen": (
-        "purity/test_writes.py::test_a_write_in_a_later_microbatch_raises[cut]"
-    ),
+    "late writes not seen": "purity/test_writes.py::test_a_write_in_a_later_microbatch_raises[cut]",
     "a new mode not watched": "purity/test_writes.py::test_a_new_mode_is_looked_at_again",
     "numbers as they lie in memory": (
         "exact/test_checkpoint.py::test_the_library_s_own_reader_reads_every_dtype"
     ),
-    "a checksum that nobody compares": "faults/test_corrupted.py::test_any_byte_flipped",
-    "parts with holes between them": "faults/test_shards.py::test_parts_that_are_not_the_whole",
-    "shards of two saves": "faults/test_shards.py::test_a_shard_of_another_run",
+    "a checksum that nobody compares": (
+        "faults/test_corrupted.py::test_a_file_with_any_byte_flipped_is_refused"
+    ),
+    "parts with holes between them": (
+        "faults/test_shards.py::test_parts_that_are_not_the_whole_are_refused"
+    ),
+    "shards of two saves": "faults/test_shards.py::test_a_shard_of_another_run_is_named",
     "one rank goes on without the others": (
         "faults/test_shards.py::test_an_error_on_one_rank_is_one_on_all"
     ),
@@ -96,7 +101,10 @@ KILLERS = {
         "purity/test_random.py::test_a_window_that_is_done_again_draws_the_same_numbers_once"
     ),
     "large leaves not summed": "exact/test_leaves.py::test_any_history_sums_every_kind_of_leaf",
-    "second-order terms dropped": "transforms/test_derivatives.py::test_one_transform[grad]",
+    "second-order terms dropped": (
+        "transforms/test_derivatives.py"
+        "::test_each_transform_of_pa_grad_is_that_of_torch_func_grad[grad]"
+    ),
     "the caller's sums changed": "laws/test_machine.py::TestAccumulation",
     "a donated state not marked": (
         "purity/test_donation.py::test_whatever_the_history_only_donated_states_are_gone"
@@ -148,10 +156,13 @@ KILLERS = {
         "parity/test_optimizers.py::test_every_combination_of_flags_has_the_bits_of_the_class"
     ),
     "moments pooled without what lies between means": (
-        "bounds/test_pooled.py::test_any_cut_gives_the_full_batch_s"
+        "bounds/test_pooled.py::test_any_cut_gives_the_statistics_of_the_full_batch"
     ),
-    "one round of the cipher less": "exact/test_random.py::test_known_answers",
-    "a loss scale without a floor": "exact/test_loss_scale.py::test_after_overflows_in_a_row",
+    "one round of the cipher less": "exact/test_random.py::test_the_cipher_gives_the_known_answers",
+    "a loss scale without a floor": (
+        "exact/test_loss_scale.py"
+        "::test_after_overflows_in_a_row_the_scale_is_that_of_torch_or_its_floor"
+    ),
     "a check that forgives too much": (
         "laws/test_check_parts.py::test_the_bound_is_the_root_of_a_unit_and_what_float32_loses"
     ),
@@ -184,16 +195,18 @@ KILLERS = {
         "transforms/test_compiled_step.py::test_what_a_loss_captures_may_change"
     ),
     "a captured gradient silently zero": (
-        "transforms/test_remat.py::test_captured_tensors[in grad, beside an input]"
+        "transforms/test_remat.py"
+        "::test_captured_tensors_have_their_gradients_or_are_refused[in grad, beside an input]"
     ),
     "a Function with something captured unseen": (
         "transforms/test_captured.py::test_a_captured_tensor_that_is_handed_on"
     ),
     "rematerialised with other random numbers": (
-        "parity/test_remat.py::test_a_module_to_the_bit[func-dropout]"
+        "parity/test_remat.py::test_a_rematerialised_module_has_its_bits[func-dropout]"
     ),
     "run again with the modules' own parameters": (
-        "transforms/test_remat.py::test_captured_tensors[a module called with others]"
+        "transforms/test_remat.py"
+        "::test_captured_tensors_have_their_gradients_or_are_refused[a module called with others]"
     ),
     "run again in another mode": "purity/test_remat.py::test_modes_are_those_of_the_first_run",
     "a write before the derivative unseen": (
@@ -203,7 +216,9 @@ KILLERS = {
     "a sum of gradients as narrow as a piece": (
         "exact/test_narrow.py::test_gradients_of_a_microbatched_function_are_summed_wide"
     ),
-    "NaN * 0 of a piece without weight": "exact/test_words.py::test_several_weighted_means",
+    "NaN * 0 of a piece without weight": (
+        "exact/test_words.py::test_several_weighted_means_are_each_the_full_batch_s"
+    ),
     "a gradient taken early in float16": (
         "exact/test_narrow.py::test_no_gradient_is_taken_early_in_float16"
     ),
@@ -212,18 +227,24 @@ KILLERS = {
         "exact/test_narrow.py::test_a_cast_that_was_written_to_is_a_tensor_of_its_own"
     ),
     "merged without the distance of the means": (
-        "parity/test_batch_norm.py::test_in_float64_it_is_the_full_batch_s"
+        "parity/test_batch_norm.py::test_in_float64_batch_norm_in_microbatches_is_the_full_batch_s"
     ),
     "moments taken for constants": (
-        "parity/test_batch_norm.py::test_in_float64_it_is_the_full_batch_s"
+        "parity/test_batch_norm.py::test_in_float64_batch_norm_in_microbatches_is_the_full_batch_s"
     ),
-    "samples summed without their factor": "bounds/test_per_sample.py::test_reduced_gradients",
+    "samples summed without their factor": (
+        "bounds/test_per_sample.py::test_reduced_gradients_are_those_of_a_loop_over_the_samples"
+    ),
     "samples without weight by multiplication": (
         "exact/test_per_sample.py"
         "::test_a_sample_without_weight_adds_nothing_though_its_gradient_is_nan"
     ),
-    "second moments of terms": "exact/test_per_sample.py::test_second_moments_to_the_bit",
-    "noise over all microbatches": "bounds/test_noise_scale.py::test_any_history",
+    "second moments of terms": (
+        "exact/test_per_sample.py::test_second_moments_have_the_bits_of_a_loop"
+    ),
+    "noise over all microbatches": (
+        "bounds/test_noise_scale.py::test_any_history_has_the_moments_of_its_microbatches"
+    ),
     "averages that begin at zero": (
         "bounds/test_noise_scale.py::test_averages_are_corrected_for_their_beginning"
     ),
@@ -231,7 +252,7 @@ KILLERS = {
         "bounds/test_noise_scale.py::test_what_is_left_out_adds_nothing"
     ),
     "a divisor that meta-gradients do not see": (
-        "transforms/test_meta_gradients.py::test_through_updates_by_hand"
+        "transforms/test_meta_gradients.py::test_derivatives_go_through_updates_by_hand"
     ),
     "members that share memory": (
         "transforms/test_ensembles.py::test_a_member_that_is_given_up_leaves_the_others"
@@ -240,7 +261,7 @@ KILLERS = {
         "laws/test_agreement.py::test_small_leaves_are_seen_at_every_call"
     ),
     "settings of ranks not compared": (
-        "laws/test_agreement.py::test_what_an_optimizer_was_made_with"
+        "laws/test_agreement.py::test_what_an_optimizer_was_made_with_is_compared"
     ),
     "windows merged without their rows": (
         "exact/test_windows.py::test_a_window_of_two_is_the_window_of_all[plain]"
@@ -251,10 +272,7 @@ KILLERS = {
 # Under the profile ci every third: what this tests is the other tests.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if i % 3 else ())
-        for i, name in enumerate(KILLERS)
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if i % 3 else ()) for i, name in enumerate(KILLERS)],
 )
 def test_the_fault_is_found(name: str, tmp_path: Path) -> None:
     plant(name, tmp_path)

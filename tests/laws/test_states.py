@@ -25,6 +25,9 @@ from tests.optimizers import Counted
 from tests.states import FN, STATES, a_row, batch_of, full_step
 
 
+pytestmark = pytest.mark.base
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: pa.sgd(0.1),
     "sgd with everything": lambda: pa.sgd(pa.linear_warmup(0.1, 3), 0.9, 0.0, 0.01, True),
@@ -151,7 +154,7 @@ leaf = st.builds(
     donate=st.booleans(),
     x=st.sampled_from([1.0, torch.nan]),
 )
-def test_a_run_of_states(
+def test_every_state_of_a_run_is_tensors_of_its_own(
     optimizer: Any,
     params: Any,
     scale: Any,
@@ -300,7 +303,7 @@ def test_tied_params_are_two_in_the_state() -> None:
     assert torch.equal(new.params["b"], torch.full((2,), 2.0))
 
 
-def test_what_is_none_would_be_seen() -> None:
+def test_none_in_a_state_would_be_seen() -> None:
     with pytest.raises(AssertionError):
         check({"a": None})
     with pytest.raises(AssertionError):

@@ -13,6 +13,7 @@ first, which rounds: that is compared in float64, to a bound, one step at a time
 import copy
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -24,6 +25,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.laws.exactly import copied
+
+
+pytestmark = pytest.mark.step
 
 
 ROOT_U64 = 2.0**-26.5

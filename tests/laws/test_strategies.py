@@ -43,6 +43,9 @@ from pureaccum.testing.strategies import (
 from tests.draws import examples, few
 
 
+pytestmark = pytest.mark.testing
+
+
 def smallest(strategy: st.SearchStrategy[Any], shows: Callable[[Any], Any]) -> Any:
     """What hypothesis would show of a fault; the same in every run and profile."""
     knobs = settings(max_examples=2000, database=None, phases=[Phase.generate, Phase.shrink])
@@ -138,7 +141,7 @@ def test_every_merge_tree_is_drawn() -> None:
         ),  # depends on the grouping
     ],
 )
-def test_a_merge_that_is_wrong(merge: Callable[[int, int], int], shown: Any) -> None:
+def test_a_merge_that_is_wrong_is_shown(merge: Callable[[int, int], int], shown: Any) -> None:
     def wrong(tree: Any) -> bool:
         states = [2**i for i in range(1 + max(optree.tree_leaves(tree)))]
         return merge_along(tree, states, merge) != sum(states)
@@ -185,7 +188,7 @@ def test_a_history_is_run_as_it_says(donate: bool, data: st.DataObject, n: int) 
         ("microbatches must come in order", History([1, 1], [[1, 0]], 0)),
     ],
 )
-def test_a_faulty_accumulator(fault: str, shown: History) -> None:
+def test_a_faulty_accumulator_is_shown(fault: str, shown: History) -> None:
     w = torch.tensor(1.0)
     acc = pa.accumulator(lambda w, x: (w * x).mean())
     right = acc
@@ -280,7 +283,7 @@ def test_a_narrow_sum_is_shown_by_the_first_integer_it_lacks(
     assert (first.item(), second.item()) == (0.0, shown)
 
 
-def test_the_most_terms_and_too_many() -> None:
+def test_the_most_terms_are_exact_and_more_are_refused() -> None:
     drawn = smallest(
         exact_trees(1, 2**8, torch.bfloat16),
         lambda drawn: torch.is_tensor(drawn[0]) and drawn[0].abs().sum() > 0,
@@ -331,7 +334,7 @@ def test_shapes_dtypes_and_seeds_are_what_torch_takes(
     assert all(n <= 4 for n in x.shape)
 
 
-def test_the_simplest_of_them() -> None:
+def test_the_simplest_draws_are_the_simplest_there_are() -> None:
     assert smallest(shapes(), lambda shape: True) == ()
     assert smallest(shapes(), lambda shape: 0 not in shape and len(shape) == 2) == (1, 1)
     assert smallest(dtypes(complex=True), lambda dtype: True) == torch.float32
@@ -382,7 +385,7 @@ def test_weights_are_whole_and_not_negative(n: int, data: st.DataObject) -> None
         (lambda ws: not any(ws) and len(ws) == 8, [0] * 8),
     ],
 )
-def test_faults_in_weighing(wrong: Callable[[list[int]], bool], shown: list[int]) -> None:
+def test_faults_in_weighing_are_shown(wrong: Callable[[list[int]], bool], shown: list[int]) -> None:
     assert smallest(up_to(weights, 8), wrong) == shown
 
 
@@ -425,12 +428,12 @@ def test_a_fault_spoils_one_microbatch_and_changes_none(data: st.DataObject, par
         (lambda x: x.isfinite().all(), Fault(0, "overflow")),  # looks at the data, not at the loss
     ],
 )
-def test_faults_that_are_not_seen(unseen: Callable[[Tensor], bool], shown: Fault) -> None:
+def test_faults_that_are_not_seen_are_shown(unseen: Callable[[Tensor], bool], shown: Fault) -> None:
     parts = list(torch.ones(3, 2))
     assert smallest(faults(3), lambda fault: all(map(unseen, fault.spoil(parts)))) == shown
 
 
-def test_a_last_microbatch_that_nobody_looks_at() -> None:
+def test_a_last_microbatch_that_nobody_looks_at_is_shown() -> None:
     parts = list(torch.ones(3, 2))
     shown = smallest(faults(3), lambda fault: torch.stack(fault.spoil(parts)[:-1]).isfinite().all())
     assert shown == Fault(2, "nan")
@@ -495,7 +498,7 @@ def test_every_kind_of_model_is_drawn(word: str) -> None:
         (lambda: faults(0), "parts is 0; expected at least one microbatch"),
     ],
 )
-def test_nothing_to_draw_from(make: Callable[[], Any], says: str) -> None:
+def test_nothing_to_draw_from_is_refused(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make()
 

@@ -1,5 +1,6 @@
 """``Weighted`` is total / weight of the whole batch, in every form, whatever it is cut into."""
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,9 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples
 from tests.faults.refusals import refused
 from tests.laws.exactly import RATIO, ROWS, copied, full_batch, make_batch, make_params
+
+
+pytestmark = pytest.mark.core
 
 
 def _gradient(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
@@ -91,16 +95,15 @@ def unmasked(w: Tensor, batch: dict[str, Tensor]) -> pa.Weighted:
 
 @forms
 @pytest.mark.parametrize("loss", [masked, unmasked])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("size", [1, 4, 9])
-def test_a_batch_of_no_weight_has_no_value(form: str, loss: Any, reduction: str, size: int) -> None:
+def test_a_batch_of_no_weight_has_no_value(form: str, loss: Any) -> None:
     """Nor a gradient, and no step is applied; both whatever the cut and the reduction."""
     w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.zeros(5)}
-    grads, value = FORMS[form](loss, size, w, batch, reduction=reduction)
-    assert value.isnan()
-    assert grads == (w if form == "step" else 0.0)
-    assert pa.value(loss, microbatch_size=size, reduction=reduction)(w, batch).isnan()
-    assert pa.value(loss, reduction=reduction)(w, batch).isnan()
+    for reduction, size in itertools.product(("mean", "sum"), (1, 4, 9)):
+        grads, value = FORMS[form](loss, size, w, batch, reduction=reduction)
+        assert value.isnan()
+        assert grads == (w if form == "step" else 0.0)
+        assert pa.value(loss, microbatch_size=size, reduction=reduction)(w, batch).isnan()
+        assert pa.value(loss, reduction=reduction)(w, batch).isnan()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

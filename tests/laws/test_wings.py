@@ -4,11 +4,17 @@ CONTRIBUTING.md has the picture.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import pureaccum
+
+
+pytestmark = pytest.mark.project
 
 
 LINES = (  # lowest first; wings on one line do not know each other
@@ -119,6 +125,15 @@ def test_a_file_is_one_idea() -> None:
 def test_private_names_of_torch_live_in_one_file() -> None:
     found = {name: set(private(tree)) for name, tree in TREES.items()}
     assert {name for name, names in found.items() if names} == {"_base.torch_internals"}, found
+
+
+def test_every_test_file_is_marked_by_the_wings_that_it_tests() -> None:
+    """So that ``pytest -m samples`` runs all that there is about samples."""
+    wings = {wing.strip("_") for wings in LINES[:5] for wing in wings} | {"testing", "project"}
+    for file in Path(__file__).parents[1].rglob("test_*.py"):
+        nodes = ast.parse(file.read_text()).body
+        marks = [ast.unparse(node) for node in nodes if ast.unparse(node).startswith("pytestmark")]
+        assert wings.intersection(re.findall(r"pytest\.mark\.(\w+)", " ".join(marks))), file
 
 
 def test_the_house_is_small() -> None:

@@ -22,6 +22,9 @@ from tests.bounds.rounding import UNIT, gamma
 from tests.draws import examples, generator
 
 
+pytestmark = pytest.mark.pure
+
+
 ROWS, CHANNELS = 12, 3
 SHAPES = {"1d": (), "3d": (5,), "2d": (4, 3)}
 FACTOR = 4.0  # as many roundings as that, where torch has one
@@ -83,7 +86,7 @@ def distance(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 @shapes
 @examples(1 / 2)
 @given(st.data(), seeds(), st.sampled_from([0.0, 3.0]))
-def test_in_float64_it_is_the_full_batch_s(
+def test_in_float64_batch_norm_in_microbatches_is_the_full_batch_s(
     shape: Any, data_: st.DataObject, seed: int, shift: float
 ) -> None:
     params, batch = data(seed, shape, shift, torch.float64)
@@ -97,7 +100,7 @@ def test_in_float64_it_is_the_full_batch_s(
 
 @shapes
 @pytest.mark.parametrize("size", [1, 5, 12])
-def test_a_thousand_deviations_from_zero(shape: Any, size: int) -> None:
+def test_a_thousand_deviations_from_zero_it_is_as_near_to_the_truth(shape: Any, size: int) -> None:
     """Over seeds, since one may be lucky; both are compared with the truth in float64."""
     ours = full = 0.0
     for seed in range(8):
@@ -117,7 +120,7 @@ def test_a_thousand_deviations_from_zero(shape: Any, size: int) -> None:
     st.sampled_from([0.0, 1000.0]),
     st.sampled_from([*SHAPES.values()]),
 )
-def test_moments_in_any_grouping(
+def test_moments_merge_in_any_grouping(
     dtype: torch.dtype, cut: Any, seed: int, shift: float, shape: Any
 ) -> None:
     """Of numbers of size A, each mean is off by u A; squares of deviations by a few u of them."""
@@ -148,7 +151,7 @@ def test_moments_in_any_grouping(
     assert ((got.var * n - squares).abs() <= allowed).all()
 
 
-def test_sums_of_squares_would_not_do() -> None:
+def test_sums_of_squares_would_be_far_off() -> None:
     """The control for the two above: a third of the variance is lost."""
     x = data(0, (), 1000.0, torch.float32)[1]["x"]
     var = x.double().var(0, correction=0)
@@ -221,7 +224,7 @@ def stepping(
 
 
 @pytest.mark.parametrize(("policy", "weight"), [("sequential", 0.0), ("freeze", None)])
-def test_statistics_stay(policy: str, weight: Any) -> None:
+def test_statistics_stay_without_a_weight_or_frozen(policy: str, weight: Any) -> None:
     """Where a step has no weight, and where buffers are frozen."""
     params, batch = data(0, (), 1.0, torch.float32)
     buffers = {"mean": torch.zeros(CHANNELS), "var": torch.ones(CHANNELS)}
@@ -236,7 +239,7 @@ def test_statistics_stay(policy: str, weight: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @shapes
-def test_narrow_boundaries(dtype: torch.dtype, shape: Any) -> None:
+def test_boundaries_may_be_narrow(dtype: torch.dtype, shape: Any) -> None:
     """Moments are wide, whatever the rows are; rows are rounded once."""
     params, batch = data(0, shape, 3.0, torch.float32)
     batch = {k: x.to(dtype) for k, x in batch.items()}
@@ -271,7 +274,7 @@ def test_narrow_boundaries(dtype: torch.dtype, shape: Any) -> None:
 
 @pytest.mark.parametrize("names", ["both", "weight", "bias", "neither"])
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
-def test_affine_and_eps(names: str, eps: float) -> None:
+def test_affine_and_eps_are_those_of_torch(names: str, eps: float) -> None:
     params, batch = data(1, (2,), 1.0, torch.float64)
     module = Norm(params, names=names, eps=eps)
     ours, full = (pa.functional(module, microbatch_size=size) for size in (5, None))
@@ -282,7 +285,7 @@ def test_affine_and_eps(names: str, eps: float) -> None:
     assert distance(grads, want) <= 1e-10
 
 
-def test_one_value_a_channel_is_refused_as_torch_does() -> None:
+def test_one_value_for_each_channel_is_refused_as_torch_does() -> None:
     params, batch = data(1, (), 1.0, torch.float64)
     loss = cut(params, 1)
     with pytest.raises(ValueError, match="more than one value per channel"):

@@ -12,9 +12,10 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.exactly import LOSSES, Loss, full_batch, make_batch, make_params
 from tests.parity.models import MODELS, problem
+from tests.tables import each_once
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.core, pytest.mark.cuda]
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
@@ -34,11 +35,15 @@ def on_cuda(tree: Any) -> Any:
     return optree.tree_map(lambda x: x.cuda(), tree)
 
 
-@engines
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-@pytest.mark.parametrize("size", [1, 3, 5, 11])
-def test_the_full_batch_in_bits(loss: Loss, size: int, nonfinite: Any, engine: Any) -> None:
+@each_once(
+    "loss, size, nonfinite, engine",
+    {loss.name: loss for loss in LOSSES},
+    {f"{size} rows": size for size in (1, 3, 5, 11)},
+    {f"{e}-{n}": (n, e) for n in ("propagate", "skip", "raise") for e in ("func", "autograd")},
+)
+def test_on_cuda_the_gradient_has_the_bits_of_the_full_batch(
+    loss: Loss, size: int, nonfinite: Any, engine: Any
+) -> None:
     params, batch = make_params(size), make_batch(size, 12)
     gradient = pa.grad(
         loss.call,
@@ -56,7 +61,9 @@ def test_the_full_batch_in_bits(loss: Loss, size: int, nonfinite: Any, engine: A
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "attention"])
-def test_nothing_waits_for_the_device(name: str, nonfinite: Any, donate: bool, engine: Any) -> None:
+def test_an_accumulator_does_not_wait_for_the_device(
+    name: str, nonfinite: Any, donate: bool, engine: Any
+) -> None:
     """Weighted with its weight on the device, one microbatch all masked and one not finite."""
     given = problem(name, 0, 6, device="cuda")
     given.batch["mask"][:2] = 0
@@ -83,7 +90,7 @@ def test_nothing_waits_for_the_device(name: str, nonfinite: Any, donate: bool, e
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "embedding"])
-def test_engines_agree_in_bits(name: str) -> None:
+def test_engines_agree_in_bits_on_cuda(name: str) -> None:
     """Without atomics, two runs of the same kernels are the same."""
     given = problem(name, 0, 7, device="cuda")
     grads = [
@@ -95,7 +102,7 @@ def test_engines_agree_in_bits(name: str) -> None:
 
 @engines
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_fp16_autocast_inside_the_loss(nonfinite: Any, engine: Any) -> None:
+def test_fp16_autocast_may_be_inside_the_loss(nonfinite: Any, engine: Any) -> None:
     """2,048 tokens of gradient 64 each: their sum overflows fp16, where their mean does not."""
     w, x = torch.ones(4, 1, device="cuda"), torch.full((4096, 4), 64.0, device="cuda")
 

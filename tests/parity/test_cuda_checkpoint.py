@@ -11,6 +11,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.states import batch_of, first_state, full_step
 
 
+pytestmark = pytest.mark.checkpoint
+
+
 @pytest.mark.cuda
 def test_a_state_goes_to_the_device_of_like(tmp_path: Path) -> None:
     step = full_step()

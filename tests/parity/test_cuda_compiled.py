@@ -10,7 +10,7 @@ from torch import Tensor
 import pureaccum as pa
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.step, pytest.mark.cuda]
 
 TABLES = {"scan": 8, "unrolled": 40_000, "loop": 300_000}  # rows of 8: to 9.6 MB
 
@@ -56,7 +56,7 @@ def make(compile: Any, dtype: torch.dtype, **knobs: Any) -> Any:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("form", TABLES)
-def test_the_numbers_of_the_eager_step(form: str, donate: bool) -> None:
+def test_a_compiled_step_has_the_numbers_of_the_eager_one_on_cuda(form: str, donate: bool) -> None:
     """In float64, where a fused sum in another order is far below what a fault would be."""
     dtype = torch.float64
     ours, eager = make(True, dtype, donate=donate), make(False, dtype)
@@ -85,7 +85,7 @@ def test_the_numbers_of_the_eager_step(form: str, donate: bool) -> None:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("form", ["scan", "loop"])
-def test_nothing_waits_for_the_device(form: str, donate: bool) -> None:
+def test_a_compiled_step_does_not_wait_for_the_device(form: str, donate: bool) -> None:
     """Once it is compiled."""
     dtype = torch.float32
     step = make(True, dtype, donate=donate)

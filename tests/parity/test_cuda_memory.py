@@ -10,7 +10,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.cuda]
 ROWS, WIDTH = 64, 2**20  # an activation of the whole batch is 256 MiB
 
 
@@ -46,7 +46,7 @@ def test_a_size_is_found_and_the_result_is_that_of_the_size() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), after)
 
 
-def test_what_is_predicted_is_allocated() -> None:
+def test_what_is_predicted_is_allocated_on_cuda() -> None:
     """Up to the allocator's blocks of 512 bytes, for some hundred tensors."""
     params, batch = given()
     step = pa.make_step(loss, pa.adamw(1e-3), microbatch_size=16)

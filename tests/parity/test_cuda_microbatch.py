@@ -11,7 +11,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.core, pytest.mark.cuda]
 where = pytest.mark.parametrize("keep", ["device", "host"])
 
 
@@ -35,7 +35,9 @@ def exact(size: int, keep: Any) -> Any:
 @where
 @pytest.mark.parametrize("size", [1, 5, 11])
 @pytest.mark.parametrize("gradient", [pa.grad, torch.func.grad], ids=["pa", "torch"])
-def test_the_full_batch_in_bits(size: int, keep: Any, gradient: Any) -> None:
+def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(
+    size: int, keep: Any, gradient: Any
+) -> None:
     g = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-3, 4, shape, generator=g).float()  # noqa: E731
     params, batch = {"a": draw(5, 6), "b": draw(6, 4)}, {"x": draw(12, 5), "y": draw(12, 4)}
@@ -46,7 +48,7 @@ def test_the_full_batch_in_bits(size: int, keep: Any, gradient: Any) -> None:
 
 
 @where
-def test_nothing_waits_for_the_device(keep: Any) -> None:
+def test_a_microbatched_function_does_not_wait_for_the_device(keep: Any) -> None:
     """With numbers drawn inside, weights, and a sum that the loss divides."""
     net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.ReLU()).cuda()
     fn, x = pa.functional(net), torch.randn(64, 5, device="cuda")
@@ -71,7 +73,7 @@ def test_nothing_waits_for_the_device(keep: Any) -> None:
 
 
 @where
-def test_it_draws_the_same_numbers_again(keep: Any) -> None:
+def test_a_recomputation_on_cuda_draws_the_same_numbers(keep: Any) -> None:
     """The gradient of a sum of kept elements is the number of those that were seen as kept."""
     drop = pa.microbatch(
         lambda w, x: nn.functional.dropout(w * x, 0.5), microbatch_size=16, keep=keep
@@ -81,7 +83,7 @@ def test_it_draws_the_same_numbers_again(keep: Any) -> None:
     assert torch.equal(got, value)
 
 
-def test_memory_on_the_host_is_less() -> None:
+def test_rows_kept_on_the_host_take_no_memory_of_the_device() -> None:
     """Rows of the whole batch, which a chain of functions hands on, are not on the device."""
     weights, x = torch.ones(4, device="cuda"), torch.ones(256, 64, 64, device="cuda")
     peaks = {}

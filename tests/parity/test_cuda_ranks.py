@@ -13,7 +13,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import run_on_ranks
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.distributed, pytest.mark.step, pytest.mark.cuda]
 
 
 def shares_a_batch(donate: bool, compile: bool, rank: int, world: int) -> None:
@@ -64,12 +64,12 @@ def disagrees(rank: int, world: int) -> None:
             step(new, x)
 
 
-def test_gpus_that_disagree():
+def test_gpus_that_disagree_all_raise():
     ends = run_on_ranks(torch.cuda.device_count(), disagrees, backend="nccl")
     assert not [end.failure for end in ends if end.failure]
 
 
-def test_nothing_waits_for_the_device():
+def test_ranks_do_not_wait_for_the_device():
     """One rank, in this process: a reduction is put on the stream, and that is all."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

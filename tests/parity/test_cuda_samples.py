@@ -11,7 +11,7 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.samples, pytest.mark.cuda]
 
 
 def moved(tree: Any, device: str) -> Any:
@@ -30,14 +30,14 @@ def loss(params: Any, sample: Any) -> Tensor:
 
 @pytest.mark.parametrize("reduce", ["concat", "sum", "moments"])
 @pytest.mark.parametrize("engine", ["vmap", "autograd"])
-def test_the_bits_of_the_cpu(reduce: str, engine: Any) -> None:
+def test_samples_on_cuda_have_the_bits_of_the_cpu(reduce: str, engine: Any) -> None:
     params, batch = problem()
     of = pa.per_sample_grad(loss, chunk_size=4, reduce=reduce, engine=engine)
     got = of(moved(params, "cuda"), moved(batch, "cuda"))
     assert_trees_bitwise_equal(moved(got, "cpu"), of(params, batch))
 
 
-def test_nothing_waits() -> None:
+def test_samples_do_not_wait_for_the_device() -> None:
     params, batch = (moved(tree, "cuda") for tree in problem())
     acc = pa.per_sample_accumulator(loss, chunk_size=4, transform="normalize", squares=True)
     step = pa.make_step(lambda p, b: loss(p, b) / 11, pa.sgd(0.1), microbatch_size=4, noise=True)

@@ -12,7 +12,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.optimizers import COMBINATIONS
 
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.optim, pytest.mark.step, pytest.mark.cuda]
 
 RATES = {
     "a number": 1e-2,
@@ -51,7 +51,7 @@ def loss(params: Any, batch: Any, keys: Any) -> pa.Weighted:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", MAKE)
-def test_nothing_waits_for_the_device(
+def test_a_step_does_not_wait_for_the_device(
     name: str, rate: str, fused: bool, nonfinite: Any, donate: bool
 ) -> None:
     params, batch = given()
@@ -92,7 +92,7 @@ def test_nothing_waits_for_the_device(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize("name", MAKE)
-def test_a_step_not_applied_changes_no_bit(
+def test_a_step_not_applied_changes_no_bit_on_cuda(
     name: str, applied: bool, fused: bool, donate: bool
 ) -> None:
     params, _ = given()
@@ -146,7 +146,9 @@ def test_an_update_changes_no_argument(name: str, switches: Any, fused: bool) ->
     ],
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_bits_of_torch(ours: Any, theirs: Any, settings: Any, fused: bool) -> None:
+def test_optimizers_on_cuda_have_the_bits_of_torch(
+    ours: Any, theirs: Any, settings: Any, fused: bool
+) -> None:
     params, _ = given()
     optimizer = ours(1e-2, fused=fused, **settings)
     variant = {"fused": True} if fused else {"foreach": True}

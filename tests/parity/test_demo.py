@@ -10,6 +10,9 @@ import pureaccum as pa
 from pureaccum.__main__ import main
 
 
+pytestmark = pytest.mark.project
+
+
 ESCAPE = "\x1b"
 
 
@@ -88,7 +91,7 @@ def test_the_demo_writes_through_no_link(capsys: pytest.CaptureFixture[str]) -> 
     assert precious.read_text() == "precious"
 
 
-def test_nor_through_one_that_came_while_it_trained(
+def test_the_demo_writes_through_no_link_that_came_while_it_trained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _demo = the_demo()
@@ -138,7 +141,7 @@ def test_the_picture_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPa
     assert [path.name for path in Path().iterdir()] == ["demo.png"]
 
 
-def test_what_the_demo_needs_is_named(
+def test_packages_that_the_demo_lacks_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("pureaccum._demo.find_spec", lambda name: None)

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 
+pytestmark = pytest.mark.project
+
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -29,25 +32,25 @@ def check_language_model(model: str) -> None:
     assert last < first
 
 
-def test_language_model() -> None:
+def test_the_language_model_learns() -> None:
     check_language_model("Transformer")
 
 
 @pytest.mark.hf
-@pytest.mark.nightly  # to import transformers takes seven seconds
-def test_language_model_of_transformers() -> None:
+@pytest.mark.slow  # to import transformers takes seven seconds
+def test_a_language_model_of_transformers_learns() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     check_language_model("Llama")
 
 
 @pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
-def test_coupled_losses(name: str) -> None:
+def test_the_examples_of_coupled_losses_learn(name: str) -> None:
     main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
     first, last = main(steps=8, rows=96)
     assert last < first
 
 
-def test_tiled() -> None:
+def test_tiles_of_a_head_are_the_whole_head() -> None:
     """Cut or not, the same is learned, up to sums in another order."""
     seen = runpy.run_path(str(EXAMPLES / "tiled.py"))["main"](rows=2, length=32, words=64, width=4)
     rounding = torch.finfo(torch.float32).eps ** 0.5
@@ -55,7 +58,7 @@ def test_tiled() -> None:
     assert seen["losses"] < rounding
 
 
-def test_per_sample() -> None:
+def test_samples_with_wrong_labels_are_found() -> None:
     """Wrong labels are a tenth: what is said of many more than that is no chance."""
     seen = runpy.run_path(str(EXAMPLES / "per_sample.py"))["main"](rows=400, steps=40)
     assert seen["found"] > 0.5
@@ -63,13 +66,13 @@ def test_per_sample() -> None:
     assert 2 * seen["plain"] < seen["clipped"]
 
 
-def test_fine_tuning() -> None:
+def test_fine_tuning_trains_what_it_says() -> None:
     seen = runpy.run_path(str(EXAMPLES / "fine_tuning.py"))["main"](steps=10, rows=96)
     assert seen["apart"] < 2**-14  # AdamW divides by the root of small numbers
     assert max(seen["last"], seen["adapted"]) < seen["first"]
 
 
-def test_meta_learning() -> None:
+def test_meta_learning_learns() -> None:
     """Differences are off by a h² + b h⁴ + …, and without the first term by 16 times less at h / 2.
 
     So what two of these differ by is 15 times what the better one is off, up to the next term.
@@ -81,7 +84,7 @@ def test_meta_learning() -> None:
     assert abs(nearer - exact) < abs(nearer - farther) / 8 < abs(d4 - exact) / 8
 
 
-def test_accelerate_toy() -> None:
+def test_the_toy_of_accelerate_is_trained_exactly() -> None:
     """Whole numbers until the last multiplication: the same bits."""
     weights = runpy.run_path(str(EXAMPLES / "accelerate_toy.py"))["main"]()
     assert torch.equal(weights["by 2"], weights["without"])
@@ -90,7 +93,7 @@ def test_accelerate_toy() -> None:
     assert f"{weights['usual, by 3'].item():.5f}" == "2.31556"  # (14/3 + 77/3 + 113/2) / 3 * 0.08
 
 
-def test_amp_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_amp_training_has_the_numbers_of_the_full_batch(capsys: pytest.CaptureFixture[str]) -> None:
     said = runpy.run_path(str(EXAMPLES / "amp_training.py"))["main"](epochs=1)
     # input, weights and outputs of two layers, forward and backward, are each rounded to fp16
     rounding = 8 * 2.0**-11
@@ -103,7 +106,7 @@ def test_amp_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 of 4 microbatches skipped" in capsys.readouterr().out
 
 
-def test_batchnorm_exact() -> None:
+def test_batch_norm_is_exact_in_microbatches() -> None:
     off = runpy.run_path(str(EXAMPLES / "batchnorm_exact.py"))["main"](rows=32, size=8)
     rounding = torch.finfo(torch.float64).eps ** 0.5
     for name in ("BatchNorm, full batch", "BatchNorm, exact", "GroupNorm"):
@@ -112,7 +115,8 @@ def test_batchnorm_exact() -> None:
         assert min(off[name]) > rounding, name
 
 
-def test_resnet101() -> None:
+@pytest.mark.slow
+def test_resnet101_is_exact_in_microbatches() -> None:
     """Of one block a group: 13 convolutions."""
     main = runpy.run_path(str(EXAMPLES / "resnet101.py"))["main"]
     infos = main(8, 3, layers=(1, 1, 1, 1), width=4, steps=1)
@@ -127,8 +131,8 @@ def test_resnet101() -> None:
     assert (parts.microbatches, whole.microbatches) == (3, 1)
 
 
-@pytest.mark.nightly
-def test_which_method(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_the_methods_are_off_as_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
     off = runpy.run_path(str(EXAMPLES / "which_method.py"))["main"](
         rows=8, size=4, length=4, depth=1
     )
@@ -145,7 +149,8 @@ def test_which_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  gradients zeroed: " in said
 
 
-def test_distributed() -> None:
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process() -> None:
     """By torchrun, in double precision: rows in the wrong place, or twice, would show."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", str(EXAMPLES / "distributed.py")]
@@ -158,7 +163,7 @@ def test_distributed() -> None:
     assert "10 microbatches on 2 ranks" in run.stdout
 
 
-def test_three_ways() -> None:
+def test_the_three_ways_are_off_as_the_readme_says() -> None:
     """Ours is off by rounding, the usual loop by as much as the README says."""
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     found = runpy.run_path(str(EXAMPLES / "three_ways.py"))["main"]()

@@ -22,6 +22,9 @@ from pureaccum._step.buffers import (
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.pure
+
+
 class Counting(nn.Module):
     """Buffers that are assigned anew, written in place, absent, and not saved."""
 
@@ -155,7 +158,7 @@ def test_a_call_is_the_module_s(name: str, train: bool) -> None:
 
 
 @every_module
-def test_gradients(name: str) -> None:
+def test_gradients_are_the_module_s(name: str) -> None:
     fn, other = make(name)
     x = rows()
 
@@ -180,7 +183,7 @@ def test_sequentially_is_a_loop_of_calls(name: str) -> None:
 
 
 @every_module
-def test_sequentially_but_for_one_that_does_not_count(name: str) -> None:
+def test_sequentially_a_microbatch_that_does_not_count_leaves_no_trace(name: str) -> None:
     """It may be NaN."""
     fn, other = make(name)
     x = rows(11)
@@ -200,7 +203,7 @@ def test_frozen_buffers_stay(name: str) -> None:
     assert_trees_bitwise_equal(buffers, before)
 
 
-def test_what_is_not_batch_norm_goes_sequentially_when_pooled() -> None:
+def test_layers_that_are_not_batch_norm_go_sequentially_when_pooled() -> None:
     fn, other = make("instance norm")
     parts = rows(9).split(3)
     _, buffers = through(fn, "pooled", fn.params, fn.buffers, parts)
@@ -209,14 +212,14 @@ def test_what_is_not_batch_norm_goes_sequentially_when_pooled() -> None:
     assert_trees_bitwise_equal(buffers, own(other)[1])
 
 
-def test_nor_is_a_layer_changed_that_is_not_training() -> None:
+def test_a_layer_that_is_not_training_is_not_changed_when_pooled() -> None:
     fn = functional(nn.BatchNorm1d(3).eval())
     buffers = {**fn.buffers, "running_var": torch.full((3,), torch.inf)}
     _, left = through(fn, "pooled", fn.params, buffers, rows(9).split(3))
     assert_trees_bitwise_equal(left, buffers)
 
 
-def test_part_of_the_parameters() -> None:
+def test_part_of_the_parameters_may_be_given() -> None:
     """The others are the module's own."""
     fn, other = make("1d")
     x, head = rows(), {k: p * 2 for k, p in fn.params.items() if k.startswith("3.")}
@@ -236,7 +239,7 @@ def test_tied_parameters_are_one_leaf() -> None:
     assert "nothing" not in functional(Counting()).buffers
 
 
-def test_keywords_and_several_outputs() -> None:
+def test_a_module_may_have_keywords_and_several_outputs() -> None:
     class Pair(nn.Module):
         def forward(self, params: Tensor, *, buffers: Tensor) -> Any:
             return {"both": (params, buffers)}
@@ -276,7 +279,7 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert (got[k] - x).double().norm() <= 2**-26.5 * scale, k
 
 
-def test_jvp() -> None:
+def test_a_linear_layer_has_its_tangent() -> None:
     """A linear layer is linear in its parameters."""
     fn, x = functional(nn.Linear(3, 2)), rows()
     tangents = {k: torch.randn_like(p) for k, p in fn.params.items()}
@@ -289,7 +292,7 @@ RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 @policies
 @pytest.mark.skipif(RELEASE < (2, 12), reason="dynamo cannot compare structures before")
-def test_one_graph(policy: Threading) -> None:
+def test_microbatches_through_a_module_compile_into_one_graph(policy: Threading) -> None:
     fn, _ = make("1d")
     parts = rows(9).split([4, 5])
 

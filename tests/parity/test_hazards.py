@@ -12,6 +12,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.parity.models import MODELS, problem
 
 
+pytestmark = pytest.mark.core
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_lean_vjp_is_grad_bit_for_bit(name: str) -> None:
     """``retain_graph=False`` frees activations as the pass goes and changes no number."""

@@ -13,12 +13,16 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.laws.exactly import copied
+from tests.tables import each_once
+
+
+pytestmark = pytest.mark.core
 
 
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 widths = pytest.mark.parametrize("width", [3, 2**18])  # the latter is added by a hook
 COUNTS = ("microbatches", "skipped", "nonfinite", "weighted")
-policies = pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
+NONFINITE = ("propagate", "skip", "raise")
 
 
 def whole(g: torch.Generator, *shape: int) -> Tensor:
@@ -27,11 +31,15 @@ def whole(g: torch.Generator, *shape: int) -> Tensor:
 
 @engines
 @widths
-@policies
-@examples(1 / 20)
-@example(seed=1, rows=5, size=2)
-@given(seed=seeds(), rows=st.integers(2, 6), size=st.integers(1, 5))
-def test_complex_parameters(
+@examples(1 / 4)
+@example(nonfinite="propagate", seed=1, rows=5, size=2)
+@given(
+    nonfinite=st.sampled_from(NONFINITE),
+    seed=seeds(),
+    rows=st.integers(2, 6),
+    size=st.integers(1, 5),
+)
+def test_gradients_of_complex_parameters_are_summed(
     engine: Any, width: int, nonfinite: Any, seed: int, rows: int, size: int
 ) -> None:
     """Exact integers, also where the gradient arrives as a lazy conjugate."""
@@ -103,7 +111,7 @@ def test_a_gradient_may_be_nan_where_the_loss_is_not(
 
 @engines
 @pytest.mark.parametrize("value", [3, 2.5, True, 1 + 0j, None], ids=repr)
-def test_a_batch_with_leaves_that_all_rows_share(engine: Any, value: Any) -> None:
+def test_a_batch_may_hold_leaves_that_all_rows_share(engine: Any, value: Any) -> None:
     """Python scalars and None reach every microbatch as they are; integers and bools are cut."""
     batch = {
         "x": torch.randint(-7, 8, (7, 3)).float(),
@@ -125,6 +133,7 @@ def test_a_batch_with_leaves_that_all_rows_share(engine: Any, value: Any) -> Non
     assert_trees_bitwise_equal(gradient(w, batch), torch.func.grad(loss)(w, batch))
 
 
+POLICIES = {f"{e}-{n}": (e, n) for n in NONFINITE for e in ("func", "autograd")}
 LAYOUTS = {
     "transposed": lambda n: torch.arange(float(n * 4)).view(n, 4).t(),
     "strided": lambda n: torch.arange(float(n * 8)).view(4, n * 2)[:, ::2],
@@ -134,15 +143,13 @@ LAYOUTS = {
 }
 
 
-@engines
-@policies
+@each_once("layout, engine, nonfinite", LAYOUTS, POLICIES)
 @pytest.mark.parametrize("columns", [2, 2**16])  # the latter is added by a hook
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_leaves_that_are_not_contiguous(
-    layout: str, columns: int, nonfinite: Any, engine: Any
+def test_leaves_need_not_be_contiguous(
+    layout: Any, columns: int, nonfinite: Any, engine: Any
 ) -> None:
     """Params and batch; Weighted too, whose large gradients are added in pieces."""
-    w = LAYOUTS[layout](columns)
+    w = layout(columns)
     x = (torch.arange(5 * 4) % 7 - 3.0).view(4, 5).t()
 
     def loss(w: Tensor, x: Tensor) -> pa.Weighted:
@@ -155,10 +162,8 @@ def test_leaves_that_are_not_contiguous(
     assert torch.equal(gradient(w, x), expected / 6)
 
 
-@engines
-@policies
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_leaves_of_no_dimension_and_of_no_elements(
+@each_once("reduction, engine, nonfinite", {"mean": "mean", "sum": "sum"}, POLICIES)
+def test_leaves_may_have_no_dimension_and_no_elements(
     engine: Any, nonfinite: Any, reduction: Any
 ) -> None:
     params = {"scalar": torch.tensor(2.0), "none": torch.zeros(0, 3), "one": torch.ones(1, 1)}

@@ -13,6 +13,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.core
+
+
 ENGINES = ("func", "autograd")
 engines = pytest.mark.parametrize("engine", ENGINES)
 
@@ -47,7 +50,7 @@ def summed(module: nn.Module, **knobs: Any) -> Any:
 
 @engines
 @pytest.mark.parametrize("vocabulary", [5, 2**16])  # the latter is added by a hook: 1 MiB
-def test_tied_and_unused_parameters(engine: Any, vocabulary: int) -> None:
+def test_tied_and_unused_parameters_have_their_gradients(engine: Any, vocabulary: int) -> None:
     """One key for a tied tensor gets the sum over its uses; what is unused gets zeros."""
     module = integer_(Tied(vocabulary))
     other = deepcopy(module)  # functional_call spoils modules that are shared: see test_hazards
@@ -83,7 +86,7 @@ def test_one_tensor_under_two_keys_is_two_leaves(engine: Any, width: int) -> Non
 @pytest.mark.parametrize(
     "parametrization", [parametrizations.weight_norm, parametrizations.orthogonal]
 )
-def test_parametrized_weights(engine: Any, parametrization: Any) -> None:
+def test_parametrized_weights_have_their_gradients(engine: Any, parametrization: Any) -> None:
     """Against ``.backward()`` in float64: sqrt(u) of the sum of the norms of the terms."""
     module = parametrization(nn.Linear(4, 4)).double()
     params = {name: p.detach() for name, p in module.named_parameters()}
@@ -100,7 +103,7 @@ def test_parametrized_weights(engine: Any, parametrization: Any) -> None:
 
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_params_of_mixed_dtypes(engine: Any, dtype: torch.dtype) -> None:
+def test_params_may_have_mixed_dtypes(engine: Any, dtype: torch.dtype) -> None:
     """Each leaf is summed in its own width and comes back in its own dtype; exact data."""
     params = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(3), "c": torch.ones((), dtype=dtype)}
     x = torch.randint(-15, 16, (7, 3)).float()
@@ -134,3 +137,40 @@ def test_params_that_require_grad_get_no_grad(engine: Any) -> None:
     assert all(p.grad is None and p.requires_grad for p in params.values())
     (module(batch["x"]) * batch["y"]).sum().backward()
     assert_trees_bitwise_equal(result, {name: p.grad for name, p in params.items()})
+
+
+# Recurrent networks -----------------------------------------------------------------------
+
+
+def by_func(loss: Any, params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    total, pull = torch.func.vjp(lambda params: loss(params, x), params)
+    with torch.no_grad():  # with a graph of the backward pass, torch takes another kernel
+        return list(pull(torch.ones_like(total))[0].values())
+
+
+def by_autograd(loss: Any, params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    return list(torch.autograd.grad(loss(leaves, x), list(leaves.values())))
+
+
+@pytest.mark.parametrize(("engine", "alone"), [("func", by_func), ("autograd", by_autograd)])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_microbatches_of_recurrent_networks_are_summed_in_bits(
+    kind: Any, mode: Any, engine: Any, alone: Any
+) -> None:
+    """Their float32 kernels on a CPU ask for the grad mode below torch.func: under no_grad that of
+    the LSTM saves nothing for its backward pass, which then fails.
+    """
+    net = kind(3, 4, batch_first=True)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x = torch.randn(6, 3, 3)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (torch.func.functional_call(net, params, (x,))[0] ** 2).sum()
+
+    with mode():
+        grads = pa.grad(loss, microbatch_size=4, reduction="sum", engine=engine)(params, x)
+    first, second = alone(loss, params, x[:4]), alone(loss, params, x[4:])
+    for name, a, b in zip(params, first, second, strict=True):
+        assert torch.equal(grads[name], a + b), name

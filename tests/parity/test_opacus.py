@@ -18,7 +18,10 @@ import pureaccum as pa
 
 pytest.importorskip("opacus", reason="opacus, which is compared with, is not installed")
 # of the hooks of Opacus on modules whose inputs need no gradient
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+pytestmark = [
+    pytest.mark.samples,
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+]
 
 ROWS = 9
 ROOT_OF_UNIT = {torch.float32: 2.0**-12, torch.float64: 2.0**-26.5}
@@ -64,7 +67,9 @@ def setup(name: str, dtype: torch.dtype) -> tuple[nn.Module, Params, tuple[Tenso
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("engine", ["vmap", "autograd"])
 @DTYPES
-def test_norms_and_clipped_sums(name: str, engine: Any, dtype: torch.dtype) -> None:
+def test_norms_and_clipped_sums_are_those_of_opacus(
+    name: str, engine: Any, dtype: torch.dtype
+) -> None:
     from opacus import GradSampleModule
     from opacus.optimizers.optimizer import DPOptimizer
 
@@ -91,7 +96,7 @@ def test_norms_and_clipped_sums(name: str, engine: Any, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("name", NETWORKS)
 @DTYPES
-def test_ghost_norms(name: str, dtype: torch.dtype) -> None:
+def test_ghost_norms_are_those_of_opacus(name: str, dtype: torch.dtype) -> None:
     """Of what goes into a layer and what comes back: a third way, without gradients of samples."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 

@@ -20,6 +20,9 @@ from tests.draws import examples, generator
 from tests.optimizers import COMBINATIONS, Torchs, clones, leaves, normal
 
 
+pytestmark = pytest.mark.optim
+
+
 STEPS = 10
 NAMES = {
     "momentum": "momentum_buffer",
@@ -146,9 +149,8 @@ def check(
 
 
 @COMBINATIONS
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@examples(1 / 15)
-@given(st.data(), rates, seeds(), st.booleans(), st.booleans())
+@examples(1 / 4)
+@given(st.booleans(), st.data(), rates, seeds(), st.booleans(), st.booleans())
 def test_every_combination_of_flags_has_the_bits_of_the_class(
     name: str,
     switches: Any,
@@ -175,13 +177,12 @@ def test_every_combination_of_flags_has_the_bits_of_the_class(
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("kind", RATES)
-@pytest.mark.parametrize("donate", [False, True])
-def test_every_kind_of_learning_rate(name: str, kind: str, donate: bool) -> None:
+def test_every_kind_of_learning_rate_is_that_of_the_class(name: str, kind: str) -> None:
     """Twenty steps, so that a schedule passes all its pieces."""
     rate, kinds = RATES[kind](0.3), [((5,), torch.float32), ((), torch.float64)]
     for fused in (False, True):
         theirs = [{"fused": True}] if fused else [{"foreach": False}, {"foreach": True}]
-        check(name, {}, theirs, kinds, rate, 1, True, donate, fused, steps=20)
+        check(name, {}, theirs, kinds, rate, 1, True, donate=fused, fused=fused, steps=20)
 
 
 def test_the_learning_rate_in_the_state_is_the_one_that_counts() -> None:

@@ -12,6 +12,9 @@ from torch.overrides import TorchFunctionMode
 from pureaccum._base import torch_internals
 
 
+pytestmark = pytest.mark.base
+
+
 def test_the_wrappers_of_transforms_come_off() -> None:
     """And a write to what they wrap is counted there, which vmap's wrapper does not do."""
     x = torch.ones(2, 3)

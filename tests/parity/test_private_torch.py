@@ -9,6 +9,9 @@ from torch import nn
 from pureaccum._base import torch_internals
 
 
+pytestmark = pytest.mark.base
+
+
 def test_a_transform_is_seen_at_every_level() -> None:
     seen: list[bool] = []
 

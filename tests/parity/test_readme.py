@@ -18,6 +18,9 @@ import pytest
 import torch
 
 
+pytestmark = pytest.mark.project
+
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "examples" / "guide").glob("*.md"))]
@@ -59,7 +62,7 @@ def run(page: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_pages_run(page: Path) -> None:
+def test_pages_run_as_written(page: Path) -> None:
     differ = run(page.read_text(encoding="utf-8"), str(page))
     assert not differ, "\n".join(differ)
     assert not torch.distributed.is_initialized()
@@ -79,7 +82,7 @@ def test_the_readme_has_python() -> None:
     assert len(list(blocks(README.read_text(encoding="utf-8")))) >= 4
 
 
-def test_a_page_may_be_wrong() -> None:
+def test_a_page_that_is_wrong_is_found() -> None:
     page = "```python\nx = 2\n```\nand\n```py\nx = 3\n```\n```python\nprint(x, 0.12)\n```\n"
     assert not run(page, "right")
     assert not run(page + "\n```text\n2 0.1...\n```\n", "right")

@@ -21,6 +21,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.draws import generator
 
 
+pytestmark = pytest.mark.core
+
+
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 
 
@@ -43,7 +46,7 @@ def rematerialised(net: nn.Module) -> Any:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("engine", ["func", "autograd", "torch.func", "backward"])
-def test_a_module_to_the_bit(name: str, engine: Any) -> None:
+def test_a_rematerialised_module_has_its_bits(name: str, engine: Any) -> None:
     """Kernels with two formulas, and random numbers; the generator stands where it would."""
     make, shape = NETWORKS[name]
     net, rows = make(), torch.randn(shape)
@@ -71,7 +74,7 @@ def test_a_module_to_the_bit(name: str, engine: Any) -> None:
         assert_trees_bitwise_equal(run(first), expected)
 
 
-def test_dropout_with_keys_passed_or_captured() -> None:
+def test_keys_may_be_passed_or_captured() -> None:
     keys = pa.fold_in(pa.key(0), torch.arange(4))
 
     def loss(drop: Any) -> Any:
@@ -90,7 +93,7 @@ def test_dropout_with_keys_passed_or_captured() -> None:
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_the_random_numbers_of_a_vmap(randomness: str) -> None:
+def test_the_random_numbers_of_a_vmap_are_drawn_again(randomness: str) -> None:
     def run(drop: Any) -> Any:
         torch.manual_seed(1)
         each = vmap(grad(lambda x: (drop(x) ** 2).sum()), randomness=randomness)(X)

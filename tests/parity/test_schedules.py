@@ -17,6 +17,9 @@ from tests.draws import examples
 from tests.optimizers import Copies
 
 
+pytestmark = pytest.mark.optim
+
+
 rates = st.floats(1e-8, 1e3)
 lengths = st.integers(1, 40)
 COUNTS = torch.arange(12)
@@ -51,14 +54,14 @@ def assert_close(got: list[float], want: list[float]) -> None:
 
 
 @given(rates, lengths, st.floats(0.001, 1.0))
-def test_linear_warmup(peak: float, steps: int, factor: float) -> None:
+def test_linear_warmup_is_that_of_torch(peak: float, steps: int, factor: float) -> None:
     counts = steps + 3
     want = theirs(peak, counts, lambda o: torchs.LinearLR(o, factor, total_iters=steps))
     assert_close(ours(pa.linear_warmup(peak, steps, start=peak * factor), counts), want)
 
 
 @given(rates, lengths, st.floats(0.0, 0.9))
-def test_cosine_decay(peak: float, steps: int, factor: float) -> None:
+def test_cosine_decay_is_that_of_torch(peak: float, steps: int, factor: float) -> None:
     """CosineAnnealingLR goes up again where ours stays."""
     end = peak * factor
     want = theirs(peak, steps + 1, lambda o: torchs.CosineAnnealingLR(o, steps, eta_min=end))
@@ -68,7 +71,9 @@ def test_cosine_decay(peak: float, steps: int, factor: float) -> None:
 
 
 @given(rates, st.tuples(lengths, lengths), st.integers(1, 3))
-def test_joined(peak: float, steps: tuple[int, int], more: int) -> None:
+def test_joined_schedules_are_those_of_torch(
+    peak: float, steps: tuple[int, int], more: int
+) -> None:
     """SequentialLR starts each scheduler at the boundary, at its own count 0."""
     up, down = steps
 
@@ -133,7 +138,7 @@ def test_boundaries_are_read_once() -> None:
     assert ours(schedule, 4) == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_one_schedule_alone() -> None:
+def test_one_schedule_may_be_joined_alone() -> None:
     assert ours(pa.join_schedules([pa.linear_warmup(1.0, 2)], []), 4) == [0.0, 0.5, 1.0, 1.0]
 
 
@@ -156,14 +161,14 @@ KINDS = pytest.mark.parametrize("name", made_of(1.0))
 
 
 @KINDS
-def test_under_vmap(name: str) -> None:
+def test_a_schedule_goes_through_vmap(name: str) -> None:
     schedule = made_of(0.5)[name]
     got = torch.func.vmap(lambda count: rate_at(schedule, count))(COUNTS)
     assert torch.equal(got, torch.stack([schedule(count) for count in COUNTS]))
 
 
 @KINDS
-def test_in_one_graph(name: str) -> None:
+def test_a_schedule_compiles_into_one_graph(name: str) -> None:
     """The rate changes without a recompilation."""
     schedule = made_of(0.5)[name]
     torch.compiler.reset()
@@ -179,7 +184,7 @@ def test_in_one_graph(name: str) -> None:
 @KINDS
 @examples(1 / 5)
 @given(st.floats(0.1, 10.0))
-def test_the_derivative_with_respect_to_the_peak(name: str, peak: float) -> None:
+def test_a_schedule_has_a_derivative_with_respect_to_its_peak(name: str, peak: float) -> None:
     """A rate is linear in its parts: the slope is the difference."""
     for count in COUNTS:
 
@@ -193,7 +198,7 @@ def test_the_derivative_with_respect_to_the_peak(name: str, peak: float) -> None
             assert abs(got - slope) <= 64 * 2.0**-53 * (peak + 1)
 
 
-def test_what_is_not_chosen_has_no_derivative_either() -> None:
+def test_a_schedule_that_is_not_chosen_has_no_derivative() -> None:
     """sqrt(-1) is NaN, and NaN * 0 would be too."""
 
     def rate(peak: Tensor, count: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from tests.parity.sharded import CASES, checkpoints, in_mid_window
 from tests.ranks import cases_on_ranks
 
 
+pytestmark = [pytest.mark.base, pytest.mark.distributed]
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
 def test_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
     """One test, since processes are started once for all cases of a mesh."""

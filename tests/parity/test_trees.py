@@ -20,6 +20,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = [pytest.mark.base, pytest.mark.core]
+
+
 class Pair(NamedTuple):
     a: Any
     b: Any
@@ -87,7 +90,7 @@ def data() -> tuple[Tensor, ...]:
 
 @engines
 @kinds
-def test_params(kind: Kind, engine: Any) -> None:
+def test_params_may_be_any_tree(kind: Kind, engine: Any) -> None:
     a, b, x, y = data()
 
     def loss(params: Any, batch: Any) -> Tensor:
@@ -100,7 +103,7 @@ def test_params(kind: Kind, engine: Any) -> None:
 
 
 @kinds
-def test_streams(kind: Kind) -> None:
+def test_streams_take_any_tree(kind: Kind) -> None:
     """A state holds a tree like params; update, merge and finalize keep its kind."""
     a, b, x, y = data()
     params = kind.build(a, b)
@@ -115,7 +118,7 @@ def test_streams(kind: Kind) -> None:
 
 @engines
 @kinds
-def test_batches(kind: Kind, engine: Any) -> None:
+def test_a_batch_may_be_any_tree(kind: Kind, engine: Any) -> None:
     a, b, x, y = data()
 
     def loss(params: Any, batch: Any) -> Tensor:
@@ -128,7 +131,7 @@ def test_batches(kind: Kind, engine: Any) -> None:
 
 
 @kinds
-def test_aux(kind: Kind) -> None:
+def test_aux_may_be_any_tree(kind: Kind) -> None:
     a, b, x, y = data()
 
     def loss(params: Any, batch: Any) -> Any:

@@ -31,6 +31,9 @@ from tests.purity.networks import (
 )
 
 
+pytestmark = pytest.mark.core
+
+
 AMBIGUOUS = "two different sets of parameters"
 
 
@@ -53,7 +56,7 @@ def test_the_gradient_is_that_without_checkpoints(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("donate", [False, True])
-def test_so_it_is_in_a_stream(name: str, donate: bool) -> None:
+def test_the_gradient_of_a_stream_is_that_without_checkpoints(name: str, donate: bool) -> None:
     net, x = make(name), inputs(8)
     params = other_params(net)
     (expected,) = by_hand(square(net), [net], (params,), x, 3)
@@ -66,7 +69,7 @@ def test_so_it_is_in_a_stream(name: str, donate: bool) -> None:
     assert_trees_bitwise_equal(grads, expected)
 
 
-def test_two_modules_in_one_loss() -> None:
+def test_two_modules_in_one_loss_recompute_with_their_own_parameters() -> None:
     nets = [make("linear", 0), make("a method", 5)]
     params, x = tuple(other_params(net, i) for i, net in enumerate(nets)), inputs(5)
 
@@ -79,7 +82,7 @@ def test_two_modules_in_one_loss() -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_one_module_twice_with_the_same_parameters(name: str) -> None:
+def test_a_module_may_be_called_twice_with_the_same_parameters(name: str) -> None:
     """And with buffers of its own each time, which a gradient does not depend on."""
     net, x = make(name), inputs(6)
     params = (other_params(net),)
@@ -95,7 +98,7 @@ def test_one_module_twice_with_the_same_parameters(name: str) -> None:
 # torch 2.11 leaves the generator of an inner checkpoint to the garbage collector, which complains.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", ["linear", "a method", "lstm", "nested"])
-def test_one_module_twice_with_different_parameters_is_refused(name: str) -> None:
+def test_a_module_called_twice_with_different_parameters_is_refused(name: str) -> None:
     """A recomputation cannot tell whose it is: an error, never a wrong gradient."""
     net = make(name)
     params = (other_params(net, 1), other_params(net, 2))

@@ -12,6 +12,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
+pytestmark = pytest.mark.step
+
+
 EAGER = {"backend": "eager"}  # what a graph writes, it writes under any backend
 
 
@@ -60,7 +63,7 @@ def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate: bool) -> Non
     assert_trees_bitwise_equal(later, torch.ones(3) + batch_of(2).mean(0))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_no_batch_is_kept() -> None:
     """What is remembered of a kind of batches holds none of them."""
     step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=2, compile=EAGER)

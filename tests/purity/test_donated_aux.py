@@ -1,5 +1,6 @@
 """What a step with ``donate=True`` returned beside the state stays what it was in later steps."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.exactly import copied
+
+
+pytestmark = [pytest.mark.core, pytest.mark.step]
 
 
 X = torch.arange(12.0).view(6, 2) - 5
@@ -84,15 +88,13 @@ forms = pytest.mark.parametrize("forward", [over_batches, over_streams])
 
 
 @forms
-@pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("size", [None, 2])
-def test_what_came_beside_a_donated_state_stays(
-    forward: Any, engine: Any, optimizer: str, size: int | None
-) -> None:
-    check(forward, *step_of(optimizer, True, engine=engine, microbatch_size=size))
+def test_what_came_beside_a_donated_state_stays(forward: Any, optimizer: str) -> None:
+    for engine, size in itertools.product(("func", "autograd"), (None, 2)):
+        check(forward, *step_of(optimizer, True, engine=engine, microbatch_size=size))
 
 
+@pytest.mark.slow
 @forms
 def test_what_came_beside_a_donated_state_of_a_compiled_step_stays(forward: Any) -> None:
     torch.compiler.reset()

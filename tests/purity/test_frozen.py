@@ -16,6 +16,9 @@ from tests.faults.refusals import refused
 from tests.laws.exactly import copied
 
 
+pytestmark = [pytest.mark.pure, pytest.mark.step]
+
+
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
 
@@ -131,7 +134,7 @@ def test_a_policy_casts_what_is_frozen_too(dtype: torch.dtype, engine: Any) -> N
             assert torch.equal(state.params[name], fn.params[name] - p.grad.float())
 
 
-def test_a_teacher_that_is_frozen_as_a_whole() -> None:
+def test_a_teacher_may_be_frozen_as_a_whole() -> None:
     student, teacher = (
         pa.functional(nn.Linear(4, 3)),
         pa.functional(transfer().requires_grad_(False)),
@@ -168,7 +171,7 @@ def test_members_that_are_frozen_apart_are_not_taken_for_one_another() -> None:
         torch.testing.assert_close(shared[i], apply(fn.params, (), X)[0])
 
 
-def test_an_ensemble_of_states_that_are_frozen_apart() -> None:
+def test_an_ensemble_may_be_frozen_apart() -> None:
     """Their frozen parts ride along as rows do not: by an argument of the loss."""
     members = [pa.functional(Lora()) for _ in range(2)]
     step = pa.make_step(loss_of(members[0]), pa.sgd(0.1), microbatch_size=4)
@@ -177,7 +180,7 @@ def test_an_ensemble_of_states_that_are_frozen_apart() -> None:
         torch.func.vmap(step, (0, None))(stacked, (X, Y))
 
 
-def test_samples_are_no_members() -> None:
+def test_samples_are_not_taken_for_members() -> None:
     """Under a vmap over rows alone nobody has to say anything."""
     fn = pa.functional(Lora())
 

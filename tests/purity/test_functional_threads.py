@@ -29,6 +29,9 @@ from tests.purity.networks import Checkpointed, Tied
 from tests.purity.test_functional import Twice
 
 
+pytestmark = pytest.mark.pure
+
+
 T = TypeVar("T")
 Job = Callable[[], Any]
 
@@ -272,7 +275,7 @@ def test_threads_that_call_one_functional_get_what_each_gets_alone(name: str) ->
     assert torch.equal(by_itself(module), own)
 
 
-def test_two_functionals_that_share_a_layer_and_one_of_that_layer() -> None:
+def test_threads_may_call_functionals_that_share_a_layer() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
     nets = [module, module, module[0], nn.Sequential(module[0], module[0])]
     jobs = [
@@ -340,7 +343,7 @@ class Asking(nn.Module):
         return self.layer(out)
 
 
-def test_a_call_inside_a_call_of_the_same_functional() -> None:
+def test_a_functional_may_be_called_inside_its_own_call() -> None:
     module = Asking()
     fn = pa.functional(module)
     module.ask = fn.apply
@@ -576,9 +579,9 @@ def test_a_snapshot_is_evaluated_while_another_thread_trains(engine: str, width:
 # Processes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_workers_of_a_loader_call_it(context: str) -> None:
+def test_workers_of_a_loader_may_call_a_functional(context: str) -> None:
     """The forked ones begin while a thread of their parent is in the middle of a call."""
     if context not in multiprocessing.get_all_start_methods():
         pytest.skip(f"this system cannot {context}")

@@ -21,6 +21,9 @@ from tests.purity.calls import (
 )
 
 
+pytestmark = pytest.mark.core
+
+
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 KINDS = {
     "parameters": lambda p: {k: torch.nn.Parameter(x) for k, x in p.items()},
@@ -40,11 +43,8 @@ def test_results_require_no_grad(name: str, knobs: Any, kind: Any) -> None:
 
 
 @every_call
-@every_kind
-def test_neither_do_they_where_the_loss_captures_a_parameter(
-    name: str, knobs: Any, kind: Any
-) -> None:
-    params, captured = make_params(), kind({"s": torch.ones(2)})["s"]
+def test_results_require_no_grad_where_the_loss_captures_a_parameter(name: str, knobs: Any) -> None:
+    params, captured = make_params(), torch.nn.Parameter(torch.ones(2))
 
     def loss(params: Tensors, batch: Tensors) -> Tensor:
         return mean_loss(params | {"w": params["w"] * captured}, batch)
@@ -78,8 +78,7 @@ def test_aux_requires_no_grad_whatever_it_is_made_from(engine: Any, reduction: s
 
 
 @every_call
-@every_kind
-def test_no_activation_outlives_the_call(name: str, knobs: Any, kind: Any) -> None:
+def test_no_activation_outlives_the_call(name: str, knobs: Any) -> None:
     """With all results still held, and before any collection of garbage."""
     activations: list[weakref.ref[Tensor]] = []
 
@@ -88,7 +87,7 @@ def test_no_activation_outlives_the_call(name: str, knobs: Any, kind: Any) -> No
         activations.append(weakref.ref(out))
         return mean_loss(params, batch) + torch.sin(out).mean()  # sin keeps what it was given
 
-    params, batch = kind(make_params()), make_batch()
+    params, batch = KINDS["parameters"](make_params()), make_batch()
     result = CALLS[name].run(loss, params, batch, **knobs)
     assert activations
     assert not [x for x in activations if x() is not None]

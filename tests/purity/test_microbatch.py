@@ -23,6 +23,9 @@ from tests.draws import examples
 from tests.purity.calls import BoomError, Explodes
 
 
+pytestmark = pytest.mark.core
+
+
 ROWS = 6
 
 
@@ -201,7 +204,7 @@ def test_what_is_written_to_before_the_backward_pass_is_refused(what: str) -> No
         z.sum().backward()
 
 
-def test_a_module_that_holds_other_parameters_by_then() -> None:
+def test_a_recomputation_has_the_parameters_of_the_first_run() -> None:
     """The recomputation sees those of the forward pass."""
     net, x = nn.Linear(3, 4), torch.ones(ROWS, 3, requires_grad=True)
     z = pa.microbatch(lambda x: net(x).square(), microbatch_size=4, batch_argnums=0)(x)
@@ -216,7 +219,7 @@ def test_a_module_that_holds_other_parameters_by_then() -> None:
 @pytest.mark.parametrize("order", [0, 1, 2])
 @examples(1 / 2)
 @given(st.integers(0, 2**31), compositions(ROWS))
-def test_it_draws_the_same_again(order: int, seed: int, sizes: list[int]) -> None:
+def test_a_recomputation_draws_the_same_numbers(order: int, seed: int, sizes: list[int]) -> None:
     """Masks double or drop, so all is exact; those of the way forward are those of a derivative.
 
     What is drawn is what plain code draws, microbatch by microbatch, and so is the generator after.
@@ -286,7 +289,7 @@ def test_an_error_where_it_is_computed_again_puts_the_generator_back() -> None:
 # Threads -------------------------------------------------------------------------------------
 
 
-def test_threads_do_not_see_each_other() -> None:
+def test_threads_do_not_see_each_other_s_microbatches() -> None:
     """One network, four threads, each with parameters of its own, forward and backward."""
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     fn, x = pa.functional(net), torch.randn(ROWS, 3, dtype=torch.float64)

@@ -13,6 +13,9 @@ from tests.purity.calls import CALLS, ENGINES, BoomError, combinations
 from tests.purity.networks import call, inputs, make, other_params, switch
 
 
+pytestmark = pytest.mark.core
+
+
 Tensors = dict[str, Tensor]
 NAMES = ("linear", "lstm", "parametrized", "batch norm", "tied", "nested")
 some_calls = pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_a_call_leaves_the_module_as_it_was(name: str, knobs: Any, network: str)
 
 @pytest.mark.parametrize("network", NAMES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_afterwards_it_computes_with_its_own(network: str, engine: Any) -> None:
+def test_after_a_call_a_module_computes_with_its_own_parameters(network: str, engine: Any) -> None:
     net = module(network).eval()
     params, x = other_params(net), inputs(6)
     before = net(x)
@@ -56,7 +59,7 @@ def test_afterwards_it_computes_with_its_own(network: str, engine: Any) -> None:
 
 @some_calls
 @pytest.mark.parametrize("network", NAMES)
-def test_so_does_a_call_that_fails(name: str, knobs: Any, network: str) -> None:
+def test_a_call_that_fails_leaves_the_module_as_it_was(name: str, knobs: Any, network: str) -> None:
     """Inside the module, at the second microbatch."""
     net = module(network)
     params, batch = other_params(net), {"x": inputs(6)}

@@ -15,6 +15,9 @@ import pureaccum as pa
 from tests.purity.calls import ENGINES, NONFINITE
 
 
+pytestmark = pytest.mark.core
+
+
 def squares(w: Tensor, x: Tensor) -> Tensor:
     """Integers doubled or dropped: exact, and the gradient tells which were dropped."""
     return (dropout(x * w, 0.5) ** 2).sum()

@@ -17,6 +17,9 @@ from tests.draws import generator
 from tests.faults.refusals import Old
 
 
+pytestmark = pytest.mark.core
+
+
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 x = X[0]
 
@@ -45,7 +48,7 @@ def test_any_tree_goes_in_and_out() -> None:
     assert not out["i"].requires_grad
 
 
-def test_an_output_or_an_input_that_is_not_used() -> None:
+def test_an_output_or_an_input_may_be_unused() -> None:
     w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
     first, second = pa.remat(lambda w, y: (w.exp(), (w @ w).detach()))(w, y)
     grads = torch.autograd.grad(first.sum(), (w, y), allow_unused=True, retain_graph=True)
@@ -53,7 +56,7 @@ def test_an_output_or_an_input_that_is_not_used() -> None:
     assert torch.autograd.grad(second.sum(), w, allow_unused=True)[0] is None
 
 
-def test_what_needs_no_gradient_costs_none() -> None:
+def test_inputs_without_a_gradient_cost_none() -> None:
     """The rows do not: no product is computed for them."""
     seen: list[tuple[bool, ...]] = []
 
@@ -66,7 +69,7 @@ def test_what_needs_no_gradient_costs_none() -> None:
 
 
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
-def test_one_tensor_as_two_arguments_and_outputs_that_are_inputs(transform: str) -> None:
+def test_one_tensor_may_be_two_arguments_and_an_output(transform: str) -> None:
     whole = torch.arange(-4.0, 5.0).reshape(3, 3)
 
     def func(a: Tensor, b: Tensor) -> Any:
@@ -91,7 +94,7 @@ def test_what_comes_out_may_be_written_to() -> None:
     assert_trees_bitwise_equal(grads, 2.0 * (W > 0))
 
 
-def test_no_output_and_no_tensor() -> None:
+def test_a_function_may_have_no_output_and_no_tensor() -> None:
     assert pa.remat(lambda x: ())(W.clone().requires_grad_()) == ()
     assert pa.remat(lambda n: n + 1)(1) == 2
 
@@ -103,7 +106,7 @@ def test_without_gradients_it_is_the_function(mode: Any) -> None:
         assert_trees_bitwise_equal(pa.remat(module)(x), module(x))
 
 
-def test_a_function_that_torch_func_cannot_run() -> None:
+def test_a_function_that_torch_func_cannot_run_is_rematerialised_by_autograd() -> None:
     """Plain autograd runs the backward pass where no transform is active."""
 
     y = x.clone().requires_grad_()
@@ -238,7 +241,7 @@ def map_to_list(f: Any, n: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_in_a_step(donate: bool) -> None:
+def test_a_step_rematerialises_its_loss(donate: bool) -> None:
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
     params = [{k: v.detach() for k, v in b.named_parameters()} for b in blocks]
     fs = [lambda p, x, b=b: functional_call(b, p, (x,)) for b in blocks]

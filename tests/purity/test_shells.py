@@ -12,6 +12,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import saying
 
 
+pytestmark = pytest.mark.pure
+
+
 X = torch.arange(6.0).view(3, 2)
 
 

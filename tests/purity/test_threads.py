@@ -14,6 +14,9 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.networks import by_hand, call, inputs, make, other_params, square, switch
 
 
+pytestmark = pytest.mark.core
+
+
 REPEATS = 15
 
 
@@ -39,7 +42,9 @@ def work(seed: int, engine: str, nonfinite: str) -> tuple[Any, Callable[[], Any]
 @pytest.mark.parametrize(
     "engines", [("func", "func"), ("autograd", "autograd"), ("func", "autograd")], ids="-".join
 )
-def test_two_threads_on_two_modules(engines: tuple[str, str], nonfinite: str) -> None:
+def test_two_threads_on_two_modules_do_not_see_each_other(
+    engines: tuple[str, str], nonfinite: str
+) -> None:
     nets, calls = zip(*(work(i, e, nonfinite) for i, e in enumerate(engines)), strict=True)
     expected = [run() for run in calls]
     together = Barrier(2)

@@ -16,6 +16,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_pure, unchanged
 
 
+pytestmark = pytest.mark.testing
+
+
 Change = Callable[[nn.Module, Tensor], Any]
 
 
@@ -44,14 +47,14 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_it_notices(change: Change) -> None:
+def test_a_change_is_noticed(change: Change) -> None:
     module, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.zeros(2)
     with pytest.raises(AssertionError), unchanged(module, [x]):
         change(module, x)
 
 
 @pytest.mark.parametrize("name", ["pre_hook", "hook"])
-def test_it_notices_hooks_of_all_modules(name: str) -> None:
+def test_hooks_of_all_modules_are_noticed(name: str) -> None:
     register = getattr(nn.modules.module, f"register_module_forward_{name}")
     handles: list[Any] = []
     with pytest.raises(AssertionError), unchanged():
@@ -59,7 +62,7 @@ def test_it_notices_hooks_of_all_modules(name: str) -> None:
     handles[0].remove()
 
 
-def test_it_notices_a_mode_also_when_an_error_comes() -> None:
+def test_a_mode_is_noticed_also_when_an_error_comes() -> None:
     def leave_a_mode() -> None:
         torch.set_grad_enabled(False)
         raise RuntimeError
@@ -71,7 +74,7 @@ def test_it_notices_a_mode_also_when_an_error_comes() -> None:
         torch.set_grad_enabled(True)
 
 
-def test_it_lets_be_what_does_not_change() -> None:
+def test_what_does_not_change_is_let_be() -> None:
     module, x = nn.Linear(2, 2), torch.full((2,), torch.nan)
     with unchanged(module, {"x": x}):
         module(x)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +13,9 @@ import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.bounds import resnets
 from tests.draws import generator
+
+
+pytestmark = pytest.mark.pure
 
 
 X = torch.randn(6, 4, generator=generator(0))
@@ -48,7 +52,7 @@ def test_new_buffers_share_no_memory_with_those_that_were_given() -> None:
             assert x.data_ptr() != fn.buffers[name].data_ptr()
 
 
-def test_threads_with_parameters_of_their_own() -> None:
+def test_threads_get_the_gradients_of_their_own_parameters() -> None:
     """All of them begin with a module that nobody has traced yet."""
     fn = pa.functional(resnets.Shared(), microbatch_size=4)
     several = [scaled(fn.params, 1 + i / 4) for i in range(8)]

@@ -9,8 +9,11 @@ from tests.draws import generator
 from tests.laws.exactly import SUM, WEIGHTED, Loss, full_batch, make_batch, make_params
 
 
+pytestmark = [pytest.mark.core, pytest.mark.optim]
+
+
 @pytest.mark.parametrize(("loss", "nonfinite"), [(SUM, "propagate"), (WEIGHTED, "skip")])
-def test_one_graph(loss: Loss, nonfinite: str) -> None:
+def test_an_accumulation_compiles_into_one_graph(loss: Loss, nonfinite: str) -> None:
     gradient = pa.grad_and_value(
         loss.call, microbatch_size=3, reduction=loss.reduction, nonfinite=nonfinite
     )

@@ -20,6 +20,9 @@ from tests.transforms.test_compiled_step import counting, pair
 from tests.transforms.test_step import leaves
 
 
+pytestmark = pytest.mark.step
+
+
 STEPS = 11  # torch compiles the same code no more than eight times
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -89,7 +92,12 @@ def alike(got: Any, want: Any, dtype: torch.dtype) -> None:
         assert (x - y).double().norm() <= bound * y.double().norm() if bound else torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_SHORT = ("a float, microbatches together", "an int that is divided", "aux")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in IN_SHORT else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_a_number_in_the_batch_may_change_at_every_step(name: str) -> None:
     """It is compiled once, and 0 and 1 are numbers as others are."""
     case = CASES[name]
@@ -102,8 +110,8 @@ def test_a_number_in_the_batch_may_change_at_every_step(name: str) -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("form", [pytest.param("loop", marks=pytest.mark.nightly), "stream"])
-def test_a_number_in_other_forms(form: str) -> None:
+@pytest.mark.parametrize("form", [pytest.param("loop", marks=pytest.mark.slow), "stream"])
+def test_a_number_may_change_in_every_form_of_a_step(form: str) -> None:
     settings, graphs = counting()
 
     def loss(params: Any, batch: Any) -> Tensor:
@@ -126,9 +134,8 @@ def test_a_number_in_other_forms(form: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("number", [half, itself])
-def test_by_inductor(number: Any) -> None:
+def test_a_number_may_change_by_inductor(number: Any) -> None:
     ours, eager = pair(mean, pa.sgd(0.01), compile=True)
     state = ours.init(torch.ones(3, 1))
     for i in range(3):
@@ -157,9 +164,9 @@ KNOWN: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "a branch" else pytest.param(n, marks=pytest.mark.nightly) for n in KNOWN]
+    "name", [n if n == "a branch" else pytest.param(n, marks=pytest.mark.slow) for n in KNOWN]
 )
-def test_a_number_that_the_loss_has_to_know(name: str) -> None:
+def test_a_number_that_the_loss_has_to_know_is_compiled_anew(name: str) -> None:
     ours, eager = pair(KNOWN[name], pa.sgd(0.01))
     state = ours.init(torch.ones(3, 1))
     for i in (1, 2, 3, 1):
@@ -167,8 +174,10 @@ def test_a_number_that_the_loss_has_to_know(name: str) -> None:
         alike(ours(state, batch), eager(state, batch), F32)
 
 
-@pytest.mark.parametrize("name", ["a range", "a function of numbers"])
-def test_such_a_number_has_few_values(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["a range", pytest.param("a function of numbers", marks=pytest.mark.slow)]
+)
+def test_a_number_that_the_loss_has_to_know_has_few_values(name: str) -> None:
     """Each is compiled, up to torch's limit (here two); the sentence says what to do."""
     ours, _ = pair(KNOWN[name], pa.sgd(0.01))
     state = ours.init(torch.ones(3, 1))
@@ -233,6 +242,7 @@ def test_a_tensor_around_the_loss_may_change_at_every_step() -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_an_int_around_the_loss_may_change_at_every_step() -> None:
     """It is left open when it is seen to change."""
     settings, graphs = counting()

@@ -14,6 +14,9 @@ from tests.transforms.test_compiled_step import counting, pair
 from tests.transforms.test_step import assert_close
 
 
+pytestmark = pytest.mark.step
+
+
 ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 
@@ -59,12 +62,14 @@ class Ones(nn.Module):
 @pytest.mark.parametrize(
     ("form", "size", "table"),
     [
-        ("scan", 2, 0),
-        pytest.param("unrolled", None, 0, marks=pytest.mark.nightly),
-        pytest.param("loop", 2, ROWS, marks=pytest.mark.nightly),
+        pytest.param("scan", 2, 0, marks=pytest.mark.slow),
+        ("unrolled", None, 0),
+        pytest.param("loop", 2, ROWS, marks=pytest.mark.slow),
     ],
 )
-def test_dropout_at_any_number_of_lengths_and_widths(form: str, size: Any, table: int) -> None:
+def test_dropout_compiles_at_any_number_of_lengths_and_widths(
+    form: str, size: Any, table: int
+) -> None:
     """Each has a graph of its own, so torch's limit (here one) is none."""
     step, state = dropping(net(), size, "eager", table)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -75,13 +80,14 @@ def test_dropout_at_any_number_of_lengths_and_widths(form: str, size: Any, table
 
 
 @pytest.mark.slow
-def test_dropout_at_a_second_length_by_inductor() -> None:
+def test_dropout_compiles_at_a_second_length_by_inductor() -> None:
     step, state = dropping(net(), 2, "inductor")
     for shape in ((10, 10), (4, 25)):
         check(step(state, torch.ones(8, *shape))[1], 8)
 
 
-def test_dropout_in_a_second_model() -> None:
+@pytest.mark.slow
+def test_dropout_compiles_in_a_second_model() -> None:
     """In one process; torch remembers the sizes of the first by the same lines of ours."""
     for width in (3, 5):
         module = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -89,15 +95,12 @@ def test_dropout_in_a_second_model() -> None:
         assert step(state, torch.randn(8, width))[1].applied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "table", "all_rows", "limit"),
-    [
-        (4, 0, (14, 11), 1),
-        pytest.param(None, 0, (3, 4, 5, 6, 1), 2, marks=pytest.mark.nightly),
-        pytest.param(4, ROWS, (18, 19), 2, marks=pytest.mark.nightly),
-    ],
+    [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
 )
-def test_dropout_in_any_number_of_rows(
+def test_dropout_compiles_at_any_number_of_rows(
     size: Any, table: int, all_rows: tuple[int, ...], limit: int
 ) -> None:
     """A graph for any number of rows does not compile, and one for each of them does."""
@@ -107,7 +110,8 @@ def test_dropout_in_any_number_of_rows(
             check(step(state, torch.ones(rows, 10, 10))[1], rows)
 
 
-def test_dropout_in_a_ragged_stream() -> None:
+@pytest.mark.slow
+def test_dropout_compiles_in_a_ragged_stream() -> None:
     step, state = dropping(net(), None, "eager")
     window = step.begin(state)
     for rows in (2, 3, 4, 3):
@@ -132,7 +136,8 @@ def test_no_other_size_is_open() -> None:
     assert seen == [[]] * 4
 
 
-def test_who_asks_for_open_sizes_has_them() -> None:
+@pytest.mark.slow
+def test_open_sizes_are_had_for_the_asking() -> None:
     """``dynamic`` is torch's own word, and shapes then share a graph."""
     settings, graphs = counting()
     loss = lambda w, x: (x * w).square().mean()  # noqa: E731

@@ -28,6 +28,9 @@ from tests.transforms.test_step import (
 )
 
 
+pytestmark = pytest.mark.step
+
+
 EAGER = {"backend": "eager"}
 
 
@@ -104,7 +107,9 @@ FULL = pair(
 @example(0, [{0}, set(range(7)), set()], {0, 1})
 @example(1, [{6}, set()], set(range(7)))
 @example(2, [{2, 6}], {2, 3})
-def test_scales_masks_keys_and_bad_microbatches(seed: int, bad: Any, masked: Any) -> None:
+def test_a_step_with_scales_masks_and_keys_is_the_eager_one(
+    seed: int, bad: Any, masked: Any
+) -> None:
     """Bad microbatches come and go, some weigh nothing, and what is dropped is what eager drops."""
     mask = torch.ones(7, dtype=torch.float64)
     mask[list(masked)] = 0
@@ -115,8 +120,8 @@ def test_scales_masks_keys_and_bad_microbatches(seed: int, bad: Any, masked: Any
     alike(ours, eager, ours.init(make_params(seed), seed=seed), batches)
 
 
-@pytest.mark.nightly
-def test_the_same_where_gradients_are_large() -> None:
+@pytest.mark.slow
+def test_a_step_with_large_gradients_is_the_eager_one() -> None:
     """One graph for each microbatch, and one that applies them."""
     ours, eager = pair(
         token_loss,
@@ -156,8 +161,8 @@ def five_kinds(params: Any, batch: Any) -> Any:
     return pa.Weighted((rows * batch["mask"]).sum(), batch["mask"].sum()), aux
 
 
-@pytest.mark.parametrize("form", ["scan", pytest.param("loop", marks=pytest.mark.nightly)])
-def test_aux_is_reduced(form: str) -> None:
+@pytest.mark.parametrize("form", ["scan", pytest.param("loop", marks=pytest.mark.slow)])
+def test_aux_of_a_compiled_step_is_reduced(form: str) -> None:
     ours, eager = pair(five_kinds, pa.sgd(0.1), has_aux=True, aux_reduction=HOW, nonfinite="skip")
     params = {"w": make_params()["w"]}
     if form == "loop":
@@ -173,10 +178,8 @@ def test_aux_is_reduced(form: str) -> None:
         assert_close((new, info), (other, what))
 
 
-@pytest.mark.parametrize(
-    "buffers", [pytest.param("sequential", marks=pytest.mark.nightly), "pooled"]
-)
-def test_buffers(buffers: Any) -> None:
+@pytest.mark.parametrize("buffers", [pytest.param("sequential", marks=pytest.mark.slow), "pooled"])
+def test_buffers_of_a_compiled_step_are_those_of_the_eager_one(buffers: Any) -> None:
     """In a scan; then a batch that is not applied, which leaves them as they were."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     fn = pa.functional(module)
@@ -208,8 +211,8 @@ def odd_loss(params: Any, batch: Any) -> Tensor:
     return ((out - batch["y"]) ** 2).sum() + (w.abs() ** 2).sum() * picked.square().sum()
 
 
-@pytest.mark.nightly
-def test_complex_and_0d_parameters_in_nested_trees() -> None:
+@pytest.mark.slow
+def test_parameters_may_be_complex_0d_and_nested() -> None:
     """In place, where tensors without dimensions are a case of their own: three steps."""
     ours, eager = pair(
         odd_loss,
@@ -239,8 +242,8 @@ def test_complex_and_0d_parameters_in_nested_trees() -> None:
         assert mine.opt_state.lr == 0.1
 
 
-@pytest.mark.nightly
-def test_bfloat16_inside() -> None:
+@pytest.mark.slow
+def test_a_loss_may_compute_in_bfloat16() -> None:
     """Not grouped, so the operations are the same ones, and as close as any."""
     policy = pa.Policy(param=torch.float64, compute=torch.bfloat16)
     ours, eager = pair(loss, pa.sgd(0.1), policy=policy, nonfinite="skip")
@@ -265,7 +268,7 @@ def scaled(params: Any, batch: Any) -> Tensor:
     return value * params["table"][0, 0] if "table" in params else value
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "size", "rows", "most"),
     [
@@ -298,7 +301,7 @@ def test_twenty_sizes_are_a_handful_of_graphs(
     assert len(graphs) == made
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_ragged_streams_and_other_states_add_no_graphs() -> None:
     """Three for the microbatches (some number of rows, one, any) and one that applies."""
     settings, graphs = counting()
@@ -333,7 +336,7 @@ def test_ragged_streams_and_other_states_add_no_graphs() -> None:
     assert made[0] == made[1] <= 4
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_many_steps_of_one_loss_all_compile() -> None:
     """torch counts recompilations by the code of a function, up to a limit, here a small one."""
     settings, graphs = counting()
@@ -436,7 +439,7 @@ def test_nothing_changes_but_what_is_returned() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_stream_in_any_mode(mode: Any) -> None:
+def test_a_stream_may_run_in_any_mode(mode: Any) -> None:
     """What is cloned in between is no inference tensor."""
     ours, eager = pair(lambda p, b: (p["w"] ** 2).sum() * b["x"].mean(), pa.sgd(0.1))
     state, batch = ours.init(make_params()), make_batch()
@@ -447,8 +450,8 @@ def test_a_stream_in_any_mode(mode: Any) -> None:
     assert not any(x.is_inference() for x in leaves((window, new)))
 
 
-@pytest.mark.nightly
-def test_autocast_around_it() -> None:
+@pytest.mark.slow
+def test_autocast_around_a_compiled_step_is_seen_or_refused() -> None:
     """Without its cache a graph sees it; with it, it is refused as by the eager step."""
     ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
     state, batch = (

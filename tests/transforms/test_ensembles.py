@@ -24,6 +24,9 @@ from tests.laws import exactly
 from tests.transforms.test_step import assert_close, leaves, loss, make_batch, make_params, member
 
 
+pytestmark = pytest.mark.step
+
+
 MEMBERS = 3
 
 
@@ -112,7 +115,9 @@ def divided(lr: float) -> Any:
 @pytest.mark.parametrize("rule", [pa.adamw, divided], ids=["adamw", "divided"])
 @examples(1 / 4)
 @given(seeds(), st.sampled_from([None, 1, 2]), st.booleans())
-def test_seeds_rates_orders_and_scales(rule: Any, seed: int, size: Any, noise: bool) -> None:
+def test_members_have_seeds_rates_orders_and_scales_of_their_own(
+    rule: Any, seed: int, size: Any, noise: bool
+) -> None:
     """Each member beside a step that was made for it alone, on the data in its own order."""
     data = make_batch(seed, 12)
 

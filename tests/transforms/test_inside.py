@@ -3,6 +3,7 @@
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,12 @@ from tests.draws import examples
 from tests.transforms.problems import Problem, make, policies, problems, total
 
 
+pytestmark = pytest.mark.core
+
+
 @examples(1 / 3)
 @given(problems, st.integers(1, 8))
-def test_an_adapted_loss_differentiated_by_pa_grad(problem: Problem, outer_size: int) -> None:
+def test_a_loss_may_adapt_by_pa_grad(problem: Problem, outer_size: int) -> None:
     """Inner steps over one batch, an outer gradient over another: microbatched both, as MAML."""
     other = make(problem.kind, problem.nonfinite, 1, 6, outer_size)
 
@@ -41,7 +45,7 @@ def test_an_adapted_loss_differentiated_by_pa_grad(problem: Problem, outer_size:
 
 @examples(1 / 3)
 @given(problems)
-def test_a_penalty_on_the_gradient_norm(problem: Problem) -> None:
+def test_a_loss_may_penalise_the_norm_of_a_gradient(problem: Problem) -> None:
     """grad of ``|pa.grad|**2``: twice the Hessian times the gradient."""
 
     def penalty(gradient: Any) -> Any:
@@ -70,7 +74,7 @@ rowwise = st.builds(make, st.just("mean"), policies, seeds(), st.integers(1, 7),
 
 @examples(1 / 3)
 @given(rowwise)
-def test_per_sample_gradients(problem: Problem) -> None:
+def test_pa_grad_stands_beside_per_sample_gradients(problem: Problem) -> None:
     """vmap(pa.grad) over rows is vmap(torch.func.grad), and its mean is pa.grad of the batch."""
     samples = {key: column[:, None] for key, column in problem.batch.items()}
     ours = pa.grad(total, microbatch_size=1, **problem.knobs)
@@ -85,7 +89,7 @@ def test_per_sample_gradients(problem: Problem) -> None:
 
 @examples(1 / 3)
 @given(rowwise)
-def test_a_loss_that_maps_over_its_rows(problem: Problem) -> None:
+def test_a_loss_may_map_over_its_rows(problem: Problem) -> None:
     def loss(params: Any, batch: Any) -> Any:
         samples = {key: column[:, None] for key, column in batch.items()}
         return torch.func.vmap(total, (None, 0))(params, samples).mean()

@@ -6,6 +6,7 @@ Exact data, so every member is compared in bits with its own full batch.
 from typing import Any
 
 import optree
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples
 from tests.laws.exactly import WEIGHTED, Loss, full_batch, losses, make_batch, make_params
+
+
+pytestmark = pytest.mark.core
 
 
 MEMBERS = 3
@@ -31,7 +35,7 @@ def without(batch: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor
 
 @examples(1 / 2)
 @given(seeds(), losses, st.integers(2, 12), st.data(), st.booleans())
-def test_a_fault_in_one_member(
+def test_a_fault_in_one_member_stays_in_it(
     seed: int, loss: Loss, rows: int, data: st.DataObject, masked: bool
 ) -> None:
     """``skip`` leaves a microbatch out of one member; a mask of zeros does so by itself."""
@@ -94,7 +98,7 @@ def test_a_fault_propagates_in_its_member_alone(
 
 @examples(1 / 2)
 @given(seeds(), losses, st.integers(1, 3), st.integers(0, 3), st.integers(0, MEMBERS - 1))
-def test_a_stream_of_stacked_states(
+def test_a_stream_of_stacked_states_is_that_of_its_members(
     seed: int, loss: Loss, size: int, poisoned: int, bad: int
 ) -> None:
     """init, update, merge and finalize under vmap are those of each member alone."""
@@ -125,7 +129,9 @@ def test_a_stream_of_stacked_states(
 
 @examples(1 / 4)
 @given(seeds(), losses, st.integers(2, 12), st.data())
-def test_donation_is_without_effect(seed: int, loss: Loss, rows: int, data: st.DataObject) -> None:
+def test_donation_is_without_effect_under_vmap(
+    seed: int, loss: Loss, rows: int, data: st.DataObject
+) -> None:
     """Under a transform nothing is taken over: the old state lives, and the result is the same."""
     size = data.draw(st.integers(1, rows))
     acc = pa.accumulator(loss.call, reduction=loss.reduction)
@@ -165,7 +171,7 @@ def test_bf16_params_are_summed_in_float32(seed: int, rows: int, size: int) -> N
 
 
 @given(seeds(), st.integers(1, 8), st.integers(1, 8))
-def test_bf16_under_derivatives(seed: int, rows: int, size: int) -> None:
+def test_bf16_params_have_their_derivatives(seed: int, rows: int, size: int) -> None:
     """Second derivatives of bfloat16 params, all numbers below 2**8 and so exact."""
     x = torch.randint(-7, 8, (rows,), generator=torch.Generator().manual_seed(seed)).bfloat16()
     one = torch.ones((), dtype=torch.bfloat16)

@@ -25,6 +25,9 @@ from tests.draws import examples, generator
 from tests.transforms.problems import U64, Problem, tangent
 
 
+pytestmark = [pytest.mark.core, pytest.mark.step]
+
+
 ROWS, STEPS = 5, 3
 map_ = optree.tree_map
 
@@ -152,7 +155,9 @@ def check(ours: Outer, theirs: Outer, at: Given) -> None:
 @wraps
 @examples(1 / 2)
 @given(seeds(), st.sampled_from([None, 1, [2, 3], 2, ROWS + 3]), st.booleans())
-def test_through_updates_by_hand(wrap: Any, seed: int, size: Any, skip: bool) -> None:
+def test_derivatives_go_through_updates_by_hand(
+    wrap: Any, seed: int, size: Any, skip: bool
+) -> None:
     at, batches = make(seed)
     nonfinite = "skip" if skip else "propagate"
     gradient = pa.grad(weighted, microbatch_size=size, nonfinite=nonfinite)
@@ -169,14 +174,16 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @examples(1 / 4)
 @given(seeds(), st.sampled_from([None, 1, 2, ROWS + 3]), st.booleans())
-def test_through_steps(wrap: Any, rule: str, seed: int, size: Any, scaled: bool) -> None:
+def test_derivatives_go_through_steps(
+    wrap: Any, rule: str, seed: int, size: Any, scaled: bool
+) -> None:
     make_rule, by_hand = RULES[rule]
     at, batches = make(seed)
     knobs = {"loss_scale": pa.static_loss_scale(2.0**9)} if scaled else {}
     check(outer(batches, steps(make_rule, size, wrap, **knobs)), outer(batches, by_hand), at)
 
 
-def test_differences() -> None:
+def test_derivatives_through_steps_are_those_of_differences() -> None:
     """Central ones of our own values, along everything; and not what a constant weight has.
 
     They are off by ``c h**2``, of which those of ``2 h`` tell three times as much, and by the
@@ -200,7 +207,9 @@ def test_differences() -> None:
 
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("captured", ["rate", "theta"])
-def test_what_a_rematerialised_step_captures(size: Any, captured: str) -> None:
+def test_a_rematerialised_step_has_the_derivatives_of_what_it_captures(
+    size: Any, captured: str
+) -> None:
     """Its derivatives are those of the step as it is."""
     at, batches = make(0)
     gradient = pa.grad(weighted, microbatch_size=size)

@@ -17,6 +17,9 @@ import pureaccum as pa
 from pureaccum._core.auto_size import counting
 
 
+pytestmark = pytest.mark.core
+
+
 WIDTH, SIZE, LAYERS = 48, 16, 6
 Params = list[Tensor]
 Loss = Callable[[Params, Tensor], Tensor]
@@ -136,8 +139,10 @@ def grows(nest: str, form: Any, cut: bool) -> bool:
 
 
 @pytest.mark.parametrize("nest", NESTS)
-@pytest.mark.parametrize("form", [rows, sums, captured], ids=lambda f: f.__name__)
-def test_the_memory_of_one_microbatch(nest: str, form: Any) -> None:
+@pytest.mark.parametrize(
+    "form", [rows, *(pytest.param(f, marks=pytest.mark.slow) for f in (sums, captured))]
+)
+def test_a_nest_of_transforms_takes_the_memory_of_one_microbatch(nest: str, form: Any) -> None:
     assert not grows(nest, form, cut=True)
 
 

@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 
 
+pytestmark = pytest.mark.core
+
+
 BOUND = 1e-10
 Cut = Callable[..., Any]
 PROGRAMS: dict[str, Callable[[Cut], Any]] = {}
@@ -376,7 +379,7 @@ UNSEEN = ("a scripted module", "a traced module")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("size", [2, [1, 4]], ids=str)
 @pytest.mark.filterwarnings("ignore")
-def test_a_program(name: str, size: Any) -> None:
+def test_every_program_is_the_plain_one(name: str, size: Any) -> None:
     def cut(func: Any, **knobs: Any) -> Any:
         by = 2 if isinstance(size, list) and name == "a cut in a cut" else size
         return pa.microbatch(func, microbatch_size=by, **knobs)
@@ -397,7 +400,7 @@ def test_a_program(name: str, size: Any) -> None:
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("form", ["vmap of grad", "grad of vmap", "vmap of jvp", "vmap of both"])
-def test_dropout_under_vmap(form: str, randomness: str) -> None:
+def test_dropout_under_vmap_draws_again_what_it_drew(form: str, randomness: str) -> None:
     scales = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
 
     def run(f: Callable[[Tensor], Tensor]) -> Tensor:

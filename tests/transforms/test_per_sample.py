@@ -20,6 +20,9 @@ from tests.draws import examples
 from tests.transforms.problems import TRANSFORMS, Problem, kinds, make, total, weight
 
 
+pytestmark = pytest.mark.samples
+
+
 MAX_NORM = 0.75
 sizes = st.none() | st.integers(1, 6)
 problems = st.builds(make, kinds, st.just("propagate"), seeds(), st.integers(1, 5), sizes)
@@ -75,7 +78,9 @@ def addend(problem: Problem, what: str, i: int) -> Any:
 @pytest.mark.parametrize("what", WHAT)
 @examples(1 / 7)
 @given(problem=problems)
-def test_one_transform(transform: Any, what: str, problem: Problem) -> None:
+def test_each_transform_of_reduced_gradients_is_that_of_a_loop(
+    transform: Any, what: str, problem: Problem
+) -> None:
     args = problem.params, problem.batch
     terms = [addend(problem, what, i) for i in range(len(problem.batch["x"]))]
 
@@ -86,7 +91,7 @@ def test_one_transform(transform: Any, what: str, problem: Problem) -> None:
     problem.compare(got, transform(loop)(*args), [transform(term)(*args) for term in terms])
 
 
-def test_one_graph() -> None:
+def test_reduced_gradients_compile_into_one_graph() -> None:
     """Two chunks, of two rows and of one, on exact data: the bits of eager code."""
     w, x = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, -2.0], [3.0, 1.0], [0.0, 4.0]])
     summed = pa.clipped_sum(lambda w, x: (w * x).sum() ** 2, 1e9, chunk_size=2)

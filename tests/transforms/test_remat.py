@@ -30,6 +30,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 
 
+pytestmark = pytest.mark.core
+
+
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 x = X[0]
 
@@ -118,7 +121,7 @@ FIRST: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
 @functions
 @pytest.mark.parametrize("kind", FIRST)
-def test_first_derivatives_to_the_bit(kind: str, lean: Any, plain: Any) -> None:
+def test_first_derivatives_have_the_bits_of_the_function(kind: str, lean: Any, plain: Any) -> None:
     ours, torchs = FIRST[kind](lean), FIRST[kind](plain)
     assert any(leaf.any() for leaf in optree.tree_leaves(torchs))
     assert_trees_bitwise_equal(optree.tree_map(torch.detach, ours), torchs)
@@ -163,7 +166,7 @@ SECOND: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @functions
 @pytest.mark.parametrize("kind", SECOND)
-def test_higher_derivatives(kind: str, lean: Any, plain: Any) -> None:
+def test_higher_derivatives_are_those_of_the_function(kind: str, lean: Any, plain: Any) -> None:
     """Third ones are as large as 100: the bound is that of float64 with room for their sums."""
     ours, torchs = SECOND[kind](lean, x.double()), SECOND[kind](plain, x.double())
     for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(torchs), strict=True):
@@ -186,7 +189,7 @@ def test_a_tensor_that_is_mapped_may_be_captured() -> None:
 
 
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
-def test_compiled_in_one_graph(transform: str) -> None:
+def test_a_rematerialised_function_compiles_into_one_graph(transform: str) -> None:
     def run(f: Any) -> Any:
         if transform == "grad":
             return grad(squared(f))(W, x)
@@ -343,7 +346,7 @@ def chained(wrap: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CAPTURED)
-def test_captured_tensors(name: str) -> None:
+def test_captured_tensors_have_their_gradients_or_are_refused(name: str) -> None:
     """A Function knows of none: a naive one gives them no gradient, silently."""
     plain = CAPTURED[name](lambda f: f)
     assert any(leaf.any() for leaf in optree.tree_leaves(plain))
@@ -353,7 +356,7 @@ def test_captured_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_some_of_a_module_s_parameters(frozen: bool) -> None:
+def test_some_of_a_module_s_parameters_may_be_captured(frozen: bool) -> None:
     """The inner run and the outer one put in different ones; the others are the module's own."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     net.requires_grad_(not frozen)

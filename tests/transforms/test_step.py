@@ -21,6 +21,9 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 
 
+pytestmark = pytest.mark.step
+
+
 ROOT_U64 = 2.0**-26.5
 U64 = 2.0**-53
 Tensors = dict[str, Tensor]
@@ -132,9 +135,9 @@ def compiled(function: Callable[..., Any]) -> tuple[Any, list[int]]:
     return torch.compile(function, fullgraph=True, backend=backend), graphs
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_one_graph_for_a_whole_run(case: Callable[[], Case]) -> None:
+def test_a_whole_run_is_one_graph(case: Callable[[], Case]) -> None:
     """Good steps and bad ones, with other scales, rates and counts, and nothing is recompiled."""
     step, make, batch = case()
     bad = batch | {"y": batch["y"].clone()}
@@ -155,8 +158,8 @@ def test_one_graph_for_a_whole_run(case: Callable[[], Case]) -> None:
     assert len(graphs) == made
 
 
-@pytest.mark.nightly
-def test_a_stream_in_one_graph() -> None:
+@pytest.mark.slow
+def test_a_stream_of_a_step_is_one_graph() -> None:
     step, make, batch = plain(
         pa.sgd(WARMUP), loss_scale=pa.dynamic_loss_scale(), keys=True, nonfinite="skip"
     )
@@ -259,7 +262,7 @@ def test_an_ensemble_is_the_loop_over_its_members(
             assert many.loss_scale.scale[bad] == halved
 
 
-def test_a_skipped_microbatch_in_one_member() -> None:
+def test_a_skipped_microbatch_in_one_member_stays_in_it() -> None:
     """The other members count theirs."""
     step = pa.make_step(loss, pa.adam(0.1), microbatch_size=2, nonfinite="skip")
     state, batches = step.init(make_params()), [make_batch(i, 5) for i in range(3)]
@@ -271,7 +274,7 @@ def test_a_skipped_microbatch_in_one_member() -> None:
         assert_close((member(new, i), member(info, i)), step(state, batch))
 
 
-def test_a_stream_of_an_ensemble() -> None:
+def test_a_stream_of_an_ensemble_is_that_of_its_members() -> None:
     step = pa.make_step(loss, pa.adamw(0.1), keys=True, loss_scale=pa.dynamic_loss_scale(8.0))
     states = [step.init(make_params(i), seed=i) for i in range(3)]
     parts = [make_batch(i, rows) for i, rows in enumerate((2, 3, 1))]
@@ -333,7 +336,9 @@ def after_two_steps(rule: Any, size: int | None, knobs: dict[str, Any]) -> Calla
     ),
 )
 @example(seed=17020, size=None, knobs={})
-def test_derivatives_through_two_steps(rule: Any, size: Any, knobs: Any, seed: int) -> None:
+def test_derivatives_through_two_steps_are_those_of_differences(
+    rule: Any, size: Any, knobs: Any, seed: int
+) -> None:
     """Backwards and forwards, beside central differences of the eager run.
 
     A central difference is off by ``c * h**2``, which those of ``2 * h`` and ``4 * h`` tell (one of
@@ -386,7 +391,7 @@ def test_a_step_not_applied_has_the_derivative_of_the_identity() -> None:
     assert torch.equal(got, want)
 
 
-def test_many_learning_rates_differentiated_at_once() -> None:
+def test_many_learning_rates_are_differentiated_at_once() -> None:
     """vmap of grad through a step, as a search for a learning rate would."""
     run = after_two_steps(RULES["adamw"], 2, {})
     rates = torch.tensor([0.01, 0.1, 0.3], dtype=torch.float64)

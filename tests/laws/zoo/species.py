@@ -1,7 +1,8 @@
 """A zoo of losses: what each is, and what a check of its accumulation has to find.
 
-The good ones are sums over rows, whatever else they do. The bad ones are not, or are no functions,
-or are handed to a loop that does something else; each names the kind of its diagnosis.
+Those that fit are sums over rows, whatever else they do. The others are not (``coupled``,
+``weights``), or are no functions (``impure``), or are handed to a loop that does something else
+(``loops``); each names the kind of its diagnosis. No two share both a cause and a mechanism.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,17 @@ ROWS = 12
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 WIDE = (torch.float32, torch.float64)  # for what a CPU has no bfloat16 kernel of
 
-Recipe = Callable[[torch.dtype], tuple[Callable[..., Any], Any, Any]]
+Case = tuple[Any, Any, Any]  # a loss, its parameters and its batch
+Recipe = Callable[[torch.dtype], Case]
 
 
-class Animal(NamedTuple):
+class Species(NamedTuple):
     """One loss.
 
     Args:
         name: For people.
         recipe: Makes a loss, its parameters and its batch, in a dtype.
-        kind: What the diagnosis has to be; empty for a good loss.
+        kind: What the diagnosis has to be; empty for a loss that fits.
         says: What the diagnosis has to name: a module, a function, a variable.
         dtypes: In which the loss runs.
         knobs: For ``check_accumulation``.
@@ -44,18 +46,23 @@ class Animal(NamedTuple):
         return *self.recipe(dtype), self.knobs
 
 
-ZOO: list[Animal] = []
+ZOO: list[Species] = []
 
 
-def good(dtypes: tuple[torch.dtype, ...] = DTYPES, **knobs: Any) -> Callable[[Recipe], Recipe]:
-    return bad("", dtypes=dtypes, **knobs)
+def fits(dtypes: tuple[torch.dtype, ...] = DTYPES, **knobs: Any) -> Callable[[Recipe], Recipe]:
+    return fails("", dtypes=dtypes, **knobs)
 
 
-def bad(
-    kind: str, says: str = "", dtypes: tuple[torch.dtype, ...] = DTYPES, **knobs: Any
+def fails(
+    kind: str, says: str = "", dtypes: tuple[torch.dtype, ...] = DTYPES[:2], **knobs: Any
 ) -> Callable[[Recipe], Recipe]:
+    """A loss whose accumulation is wrong: the kind of the diagnosis, and what it has to name."""
+
     def enter(recipe: Recipe) -> Recipe:
-        ZOO.append(Animal(recipe.__name__, recipe, kind, says, dtypes, knobs))
+        species = Species(
+            name=recipe.__name__, recipe=recipe, kind=kind, says=says, dtypes=dtypes, knobs=knobs
+        )
+        ZOO.append(species)
         return recipe
 
     return enter

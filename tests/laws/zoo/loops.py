@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from tests.laws.zoo import affine, bad, good, linear
-
-
-Case = tuple[Any, Any, Any]
+from tests.laws.zoo.species import Case, affine, fails, fits, linear
 
 
 def _gradients(loss_fn: Any, params: Any, part: Any) -> dict[str, Tensor]:
@@ -72,32 +69,32 @@ def _square(params: Any, batch: Any) -> Tensor:
     return (affine(params, batch["x"]) - batch["y"]).square().mean()
 
 
-@good(loop=_averaged)
+@fits(loop=_averaged)
 def a_loop(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
 
-@bad("gradients zeroed", loop=_zeroing)
+@fails("gradients zeroed", loop=_zeroing)
 def loop_that_zeroes(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
 
-@bad("mean of means", loop=_mean_of_means)
+@fails("mean of means", loop=_mean_of_means)
 def loop_of_means(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
 
-@bad("mean as sum", loop=_undivided)
+@fails("mean as sum", loop=_undivided)
 def loop_that_does_not_divide(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
 
-@bad("tail dropped", loop=_without_the_tail)
+@fails("tail dropped", loop=_without_the_tail)
 def loop_without_the_tail(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
 
-@bad("wrong weights", loop=_clipped_one_by_one)
+@fails("wrong weights", loop=_clipped_one_by_one)
 def loop_that_clips(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
@@ -107,7 +104,7 @@ def _twice_divided(loss_fn: Any, params: Any, parts: Any) -> Any:
     return {k: g / len(parts) for k, g in _averaged(loss_fn, params, parts).items()}
 
 
-@bad("factor", loop=_twice_divided)
+@fails("factor", loop=_twice_divided)
 def loop_that_divides_twice(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
@@ -117,7 +114,7 @@ def _first_one_twice(loss_fn: Any, params: Any, parts: Any) -> Any:
     return _averaged(loss_fn, params, [parts[0], *parts])
 
 
-@bad("wrong weights", loop=_first_one_twice)
+@fails("wrong weights", loop=_first_one_twice)
 def loop_that_counts_one_twice(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
@@ -133,7 +130,7 @@ def _training(loss_fn: Any, params: Any, parts: Any) -> Any:
     return total
 
 
-@bad("unknown", loop=_training)
+@fails("unknown", loop=_training)
 def loop_that_trains(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
@@ -143,7 +140,7 @@ def _noisy(loss_fn: Any, params: Any, parts: Any) -> Any:
     return {k: g + 0.01 * torch.randn(g.shape) for k, g in grads.items()}
 
 
-@bad("randomness", loop=_noisy)
+@fails("randomness", loop=_noisy)
 def loop_that_draws(dtype: torch.dtype) -> Case:
     return _square, *linear(dtype)
 
@@ -158,7 +155,7 @@ def _never_zeroing(loss_fn: Any, params: Any, parts: Any) -> Any:
     return dict(_held)
 
 
-@bad("state", loop=_never_zeroing)
+@fails("state", loop=_never_zeroing)
 def loop_that_never_zeroes(dtype: torch.dtype) -> Case:
     _held.clear()
     return _square, *linear(dtype)

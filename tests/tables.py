@@ -1,0 +1,21 @@
+"""Parametrizations that are smaller than the product of their tables."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+
+def each_once(names: str, *tables: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """As many cases as the longest table has entries; every entry of every table is in one.
+
+    For tables whose entries matter one by one: what is refused, say, and the doors at which one and
+    the same check refuses it. An entry that is a plain tuple stands for several arguments.
+    """
+    cases = []
+    for i in range(max(map(len, tables))):
+        picked = [[*table.items()][i % len(table)] for table in tables]
+        entries = [entry if type(entry) is tuple else (entry,) for _, entry in picked]
+        id_ = "-".join(key for key, _ in picked)
+        cases.append(pytest.param(*(value for entry in entries for value in entry), id=id_))
+    return pytest.mark.parametrize(names, cases)
