@@ -157,8 +157,10 @@ def check_policy(policy: Threading | None) -> None:
         check_choice(policy, get_args(Threading), "buffers")
 
 
-def begin_buffers(policy: Threading, buffers: Tree) -> Carried:
-    """Before the first microbatch."""
+def begin_buffers(policy: Threading | None, buffers: Tree) -> Any:
+    """What the first microbatch is given: ``Carried``, or ``()`` where none are configured."""
+    if policy is None:
+        return ()
     leaves, spec = read_tensors(buffers, "buffers", _CAUSE)
     found = batch_norm_buffers(leaves, spec) if policy == "pooled" else []
     return Carried(buffers, layer_moments([None] * len(found), [leaves[at.mean] for at in found]))
@@ -297,7 +299,13 @@ class _Watch(TorchFunctionMode):
         out = func(**(call | {"running_mean": mean, "running_var": var, "momentum": 1.0}))
         elements = x.numel() // max(x.shape[1], 1)
         self.seen.append(
-            BatchNormCall(running_mean, elements, mean, var, call.get("momentum", 0.1))
+            BatchNormCall(
+                running_mean=running_mean,
+                elements=elements,
+                mean=mean,
+                var=var,
+                momentum=call.get("momentum", 0.1),
+            )
         )
         return out
 

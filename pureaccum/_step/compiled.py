@@ -6,7 +6,8 @@ the compiler first, and only if that goes well the compiler is to blame.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,111 +20,105 @@ from .._base import (
     flatten,
     is_limit,
     mark,
+    put_back,
     refuse_autocast_cache,
     refuse_sharded,
-    transform_active,
     tree_leaves,
     tree_map,
-    unflatten,
 )
 from .._core import (
     AuxState,
+    Batch,
+    Given,
     Rule,
+    cut,
     finish_aux,
     fold_stack,
+    guarding,
     knows,
     read_batch,
     rows_to_cut,
     stack_of_one,
 )
+from .buffers import begin_buffers
 from .graphs import (
     Freedom,
     Recipe,
     Shapes,
     form_of,
     has_cuda_graphs,
-    is_tensor,
     narrowed,
     programs,
     recipe_for,
     renewed,
     unit_of,
 )
-from .microbatch_loss import Numbers
+from .microbatch_loss import caller
 from .ranks import before_this_rank, window_of_all_ranks
-from .run import apply_window, check_window, first_row, look, step_whole, update_window
-from .state import Plan, StepInfo, StepWindow, TrainState, check_train_state
+from .state import (
+    Flat,
+    Plan,
+    StepInfo,
+    StepWindow,
+    TrainState,
+    check_window,
+    read_train_state,
+    recording,
+)
+from .windows import apply_window, first_row, step_whole, update_window
 
 
 SHAPES_REMEMBERED = 1000  # kinds of batches, and of microbatches
 
-Make = Callable[[Freedom | None], Recipe]
-
-
-class Compiled(NamedTuple):
-    """The functions of a step that compiles itself."""
-
-    update: Callable[..., Any]
-    apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
-    whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
-    form: Callable[[TrainState, Tree], str]
-
-
 _SHARDED = "compile=True makes graphs of plain tensors. Leave compile out."
 
 
-def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
-    """The functions of a plan; each graph is made when it is first needed."""
-    get = programs(plan, settings)
-    undonated = plan._replace(donate=False)
-    alone = undonated._replace(group=None)  # the other ranks do not run eagerly what fails here
-    recipes: dict[Any, Recipe] = {}
-    told_apart = not settings.get("dynamic")
-    of_batches, of_microbatches = Shapes({}, {}, told_apart), Shapes({}, {}, told_apart)
-    fitting: set[Any] = set()
-    recorded = has_cuda_graphs(settings)
+def compiling(eager: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a method of a step that compiles itself, for which ``eager`` stands in at transforms."""
 
-    def remembered(kind: Any, make: Make) -> Recipe:
-        if len(recipes) >= SHAPES_REMEMBERED:
-            recipes.clear()
-        return recipes.setdefault(kind, make(None))
+    def of(method: Callable[..., Any]) -> Callable[..., Any]:
+        return recording(method, lambda step, *args, **kw: eager(step.plan, *args, **kw))
 
-    def trying(kind: Any, recipe: Recipe, make: Make, run: Callable[[Recipe], Any]) -> Any:
-        """Run a recipe, and where the compiler fails on it one that leaves less open."""
-        while True:
-            try:
-                return run(recipe)
-            except CompileError as error:
-                free = None if is_limit(error.__cause__) else narrowed(recipe)
-                if free is None:
-                    raise
-            recipe = recipes[kind] = make(free)
+    return of
 
-    def whole_compiled(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
-        if transform_active() or not isinstance(state, TrainState):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return step_whole(plan, state, batch)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return whole_compiled(state, batch)
+
+class CompiledStep:
+    """The functions of a step that compiles itself; each graph is made when it is first needed."""
+
+    def __init__(self, plan: Plan, settings: Mapping[str, Any]) -> None:
+        self.plan = plan
+        # What fails in a graph is run so, to see whether the compiler is to blame; the other ranks,
+        # where nothing fails, do not run it.
+        self.alone = plan._replace(donate=False, group=None)
+        self.graph = programs(plan, settings)
+        self.recorded = has_cuda_graphs(settings)
+        told_apart = not settings.get("dynamic")
+        self.of_batches = Shapes({}, {}, told_apart)
+        self.of_microbatches = Shapes({}, {}, told_apart)
+        self.recipes: dict[Any, Recipe] = {}
+        self.fitting: set[Any] = set()  # kinds of states and windows
+
+    def form(self, state: TrainState, batch: Tree) -> str:
+        """The form in which the compiler gets a batch."""
+        check_state(state, TrainState, "this step")
+        return form_of(self.plan, state, read_batch(batch)).name
+
+    @compiling(step_whole)
+    def whole(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+        """One step over a whole batch."""
+        plan = self.plan
         leaves, spec = flatten(batch)
-        flat_state = flatten(state)
-        kind = flat_state[1], spec, *[x.shape if is_tensor(x) else type(x) for x in leaves]
-
-        def make(free: Freedom | None) -> Recipe:
-            return recipe_for(undonated, state, read_batch(batch), of_batches, free)
-
-        recipe = recipes.get(kind)
-        if recipe is None:  # all that is looked at is the same for the next of this kind
+        old = flatten(state)
+        kind = old[1], spec, *[x.shape if isinstance(x, Tensor) else type(x) for x in leaves]
+        if kind not in self.recipes:  # all that is looked at is the same for the next of this kind
+            read_train_state(plan, state, plan.optimizer.check)
             flat = read_batch(batch)
-            check_train_state(plan, state)
-            refuse_sharded([*leaves, *flat_state[0]], "the state or the batch", _SHARDED)
+            refuse_sharded([*leaves, *old[0]], "the state or the batch", _SHARDED)
             if plan.size is not None:
                 rows_to_cut(flat, "batch")
             if flat.rows == 0:
                 return step_whole(plan, state, batch)
-            look(plan, state, flat, "batch", plan.size)
-            recipe = remembered(kind, make)
-        elif not knows(plan.known, leaves, spec):
+        if kind not in self.recipes or not knows(plan.known, leaves, spec):
             look(plan, state, read_batch(batch), "batch", plan.size)
         refuse_autocast_cache([state.samples])
         began = state
@@ -131,19 +126,18 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
             rows = read_batch(batch).rows or 0
             first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
+        eagerly = partial(step_whole, self.alone, state, batch)
 
-        def eagerly() -> object:
-            return step_whole(alone, state, batch)
+        def make(free: Freedom | None) -> Recipe:
+            return recipe_for(plan, state, read_batch(batch), self.of_batches, free)
 
         def run(recipe: Recipe) -> Any:
             given = recipe.arrange(leaves)
             if recipe.form == "loop":
-                parts, numbers = given
-                return looped(began, recipe, parts, numbers, eagerly)
-            name = "scanned" if recipe.form == "scan" else "unrolled"
-            return finishing(name, recipe, state, flat_state, given, eagerly)
+                return self._looped(recipe, began, given, eagerly)
+            return self._finished(recipe.form, state, old, given, eagerly, recipe)
 
-        came = trying(kind, recipe, make, run)
+        came = self._run(kind, make, run)
         if isinstance(came[0], TrainState):
             return came
         window, aux = came
@@ -151,135 +145,152 @@ def compiled(plan: Plan, settings: Mapping[str, Any]) -> Compiled:
         if plan.group is not None:
             window = window_of_all_ranks(plan, state, window, unit_of(plan))
             name = "applied"
-        return finishing(name, None, state, flat_state, (window, aux), eagerly)
+        return self._finished(name, state, old, (window, aux), eagerly)
 
-    def finishing(
-        name: str,
-        recipe: Recipe | None,
-        state: TrainState,
-        flat_state: tuple[list[Tensor], Any],
-        rest: tuple[Any, ...],
-        eagerly: Callable[[], object],
-    ) -> tuple[TrainState, StepInfo]:
-        """What gives the next state: in place, if this one is given up and that saves anything."""
-        leaves, spec = flat_state
-        key, tiny = (recipe.key, recipe.tiny) if recipe else ((), False)
-        how = {"cpp": recipe.cpp, "static": not recipe.free.sizes} if recipe else {}
-        # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
-        # have to write where it was recorded.
-        distinct = len({*map(id, leaves)}) == len(leaves)
-        in_place = plan.donate and not tiny and not recorded and distinct
-        program = get(name, in_place, *key, **how)
-        new, info = attempt(program, (state, *rest), eagerly)
-        if in_place:
-            new = unflatten(spec, renewed(leaves, new))
-        if plan.donate:
-            mark(leaves)
-        return new, info
-
-    def looped(
-        began: TrainState,
-        recipe: Recipe,
-        pieces: tuple[Tree, ...],
-        numbers: Numbers,
-        eagerly: Callable[[], object],
-    ) -> tuple[StepWindow, Tree]:
-        """The sums of all microbatches, and their aux."""
-        static = not recipe.free.sizes
-        program = get("first_of_a_batch", False, *recipe.key, static=static)
-        window, out = attempt(program, (began, pieces[0], numbers), eagerly)
-        aux = folded(None, pieces[0], *out) if plan.has_aux else None
-        for part in pieces[1:]:
-            program = get("more_of_a_batch", True, *recipe.key, static=static)
-            left, out = attempt(program, (window, began, part, numbers), eagerly)
-            leaves, spec = flatten(window)
-            window = unflatten(spec, renewed(leaves, left))
-            if plan.has_aux:
-                aux = folded(aux, part, *out)
-        return window, () if aux is None else finish_aux(aux)
-
-    def folded(aux: AuxState | None, part: Tree, out: Tree, share: Tensor, ok: Any) -> AuxState:
-        stack = stack_of_one(out, share, ok if isinstance(ok, Tensor) else None)
-        return fold_stack(aux, stack, read_batch(part).rows or 0, plan.aux_reduction)
-
-    def fits(state: Any, window: Any) -> bool:
-        """Whether the two are what a graph may be given; the eager step says what is wrong."""
-        kind = flatten(state)[1], flatten(window)[1]
-        if kind not in fitting:
-            if not isinstance(state, TrainState) or not isinstance(window, StepWindow):
-                return False
-            check_window(plan, state, window)
-            refuse_sharded(tree_leaves(state), "the state", _SHARDED)
-            fitting.add(kind)
-        refuse_autocast_cache([state.samples])
-        return True
-
-    def update_compiled(
-        state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
+    @compiling(update_window)
+    def update(
+        self, state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
     ) -> Any:
-        if transform_active() or not fits(state, window):
-            return update_window(plan, state, window, microbatch, offset)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return update_compiled(state, window, microbatch, offset)
+        """The window with one more microbatch, or ``(window, aux)``."""
+        plan, old = self.plan, self._checked(state, window)
         flat = read_batch(microbatch, "microbatch")
         if not flat.rows:
             return update_window(plan, state, window, microbatch, offset)
-        at = first_row(plan, state, window, offset)
+        at = first_row(plan, window, offset)
         if not knows(plan.known, flat.leaves, flat.spec):
             look(plan, state, flat, "microbatch")
         rows = window.rows + flat.rows
         own = window if plan.donate else tree_map(torch.clone, window)
         own = own._replace(rows=at)
-        leaves, spec = flatten(own)
-
-        def eagerly() -> object:
-            return update_window(alone, state, window, microbatch)
+        given = flatten(own)
+        eagerly = partial(update_window, self.alone, state, window, microbatch)
 
         def make(free: Freedom | None) -> Recipe:
-            as_it_is = alone._replace(size=None)
-            return recipe_for(as_it_is, state, flat, of_microbatches, free)
+            as_it_is = self.alone._replace(size=None)
+            return recipe_for(as_it_is, state, flat, self.of_microbatches, free)
 
         def run(recipe: Recipe) -> Any:
             (part,), numbers = recipe.arrange(flat.leaves)
             args = own, state, part, numbers
-            program = get("more", True, *recipe.key, static=not recipe.free.sizes)
-            return attempt(program, args, eagerly, plan.donate)
+            return attempt(self.graph("more", True, recipe), args, eagerly, plan.donate)
 
-        each = [x.shape if is_tensor(x) else type(x) for x in flat.leaves]
-        kind = "more", flatten(state)[1], flat.spec, *each
-        left, aux = trying(kind, recipes.get(kind) or remembered(kind, make), make, run)
-        new = unflatten(spec, renewed(leaves, left))
+        each = [x.shape if isinstance(x, Tensor) else type(x) for x in flat.leaves]
+        left, aux = self._run(("more", old[1], flat.spec, *each), make, run)
+        new = renewed(given, left)
         if offset is not None:
             new = new._replace(rows=rows)
         if plan.donate:
-            mark(leaves)
+            mark(given[0])
         return (new, aux) if plan.has_aux else new
 
-    def apply_compiled(state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
-        if transform_active() or not fits(state, window):
-            return apply_window(plan, state, window)
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return apply_compiled(state, window)
-
-        def eagerly() -> object:
-            return apply_window(alone, state, window)
-
+    @compiling(apply_window)
+    def apply(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
+        """The next state, and what happened."""
+        plan, old = self.plan, self._checked(state, window)
         given = window
         if plan.group is not None:
             own = window if plan.donate else tree_map(torch.clone, window)
             given = window_of_all_ranks(plan, state, own)
-        result = finishing("applied", None, state, flatten(state), (given, ()), eagerly)
+        eagerly = partial(apply_window, self.alone, state, window)
+        result = self._finished("applied", state, old, (given, ()), eagerly)
         if plan.donate:
             mark(tree_leaves(window))
         return result
 
-    def form(state: TrainState, batch: Tree) -> str:
-        check_state(state, TrainState, "this step")
-        return form_of(plan, state, read_batch(batch)).name
+    def _checked(self, state: TrainState, window: StepWindow) -> Flat:
+        """A state, flattened, if a graph may be given it and the window."""
+        old = flatten(state)
+        kind = old[1], flatten(window)[1]
+        if kind not in self.fitting:
+            params, _ = read_train_state(self.plan, state, self.plan.optimizer.check)
+            check_window(self.plan, state, window, params)
+            refuse_sharded(old[0], "the state", _SHARDED)
+            self.fitting.add(kind)
+        refuse_autocast_cache([state.samples])
+        return old
 
-    return Compiled(update_compiled, apply_compiled, whole_compiled, form)
+    def _run(
+        self, kind: Any, make: Callable[[Freedom | None], Recipe], run: Callable[[Recipe], Any]
+    ) -> Any:
+        """Run the recipe of a kind, or where the compiler fails on it one that leaves less open."""
+        recipe = self.recipes.get(kind)
+        if recipe is None:
+            if len(self.recipes) >= SHAPES_REMEMBERED:
+                self.recipes.clear()
+            recipe = self.recipes[kind] = make(None)
+        while True:
+            try:
+                return run(recipe)
+            except CompileError as error:
+                free = None if is_limit(error.__cause__) else narrowed(recipe)
+                if free is None:
+                    raise
+            recipe = self.recipes[kind] = make(free)
+
+    def _looped(
+        self,
+        recipe: Recipe,
+        state: TrainState,
+        given: tuple[Any, ...],
+        eagerly: Callable[[], object],
+    ) -> tuple[StepWindow, Tree]:
+        """The sums of all microbatches, and their aux."""
+        parts, numbers = given
+        program = self.graph("first_of_a_batch", False, recipe)
+        window, out = attempt(program, (state, parts[0], numbers), eagerly)
+        aux = self._folded(None, parts[0], *out) if self.plan.has_aux else None
+        for part in parts[1:]:
+            program = self.graph("more_of_a_batch", True, recipe)
+            left, out = attempt(program, (window, state, part, numbers), eagerly)
+            window = renewed(flatten(window), left)
+            if self.plan.has_aux:
+                aux = self._folded(aux, part, *out)
+        return window, () if aux is None else finish_aux(aux)
+
+    def _folded(
+        self, aux: AuxState | None, part: Tree, out: Tree, share: Tensor, finite: Any
+    ) -> AuxState:
+        stack = stack_of_one(out, share, finite if isinstance(finite, Tensor) else None)
+        return fold_stack(aux, stack, read_batch(part).rows or 0, self.plan.aux_reduction)
+
+    def _finished(
+        self,
+        name: str,
+        state: TrainState,
+        old: Flat,
+        rest: tuple[Any, ...],
+        eagerly: Callable[[], object],
+        recipe: Recipe | None = None,
+    ) -> tuple[TrainState, StepInfo]:
+        """What a graph gives for the next state: in place, where that saves anything."""
+        leaves, _ = old
+        # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
+        # have to write where it was recorded.
+        distinct = len({*map(id, leaves)}) == len(leaves)
+        tiny = recipe is not None and recipe.tiny
+        in_place = self.plan.donate and not tiny and not self.recorded and distinct
+        new, info = attempt(self.graph(name, in_place, recipe), (state, *rest), eagerly)
+        if in_place:
+            new = renewed(old, new)
+        if self.plan.donate:
+            mark(leaves)
+        return new, info
+
+
+def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | None = None) -> None:
+    """Call the loss once for each kind of batch to see what it writes to: in a graph nobody can."""
+    leaves, spec = flatten(state.params)
+    call = caller(plan, state, spec)
+
+    def loss(leaves: list[Tensor]) -> Any:
+        part = next(cut(batch, size or batch.rows or 1))
+        return call(leaves, part, (begin_buffers(plan.buffers, state.buffers), state.samples))
+
+    given = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
+    with guarding(plan.known, *given) as guarded:
+        if (watched := guarded(loss)) is not loss:
+            with put_back(state.samples.device), torch.enable_grad():
+                watched([x.detach().requires_grad_() for x in leaves])
 
 
 def check_compilable(rule: Rule, settings: Any) -> None:

@@ -41,16 +41,16 @@ from .._base import (
 )
 from .._core import Batch, BatchInParts, cut, power_of_two, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
-from .run import apply_window, begin_window, step_over, updated_window
-from .scan import Stacked, how_many, one_of, tensors_of
-from .state import Plan, StepWindow, TrainState
+from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
+from .state import Flat, Plan, StepWindow, TrainState
+from .windows import apply_window, begin_window, step_over, updated_window
 
 
 Program = Callable[..., Any]
 
 
 def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
-    """``get(name, in_place, *key)``: each graph is made once, for each key of its own.
+    """``get(name, in_place, recipe)``: each graph is made once, for each recipe of its own.
 
     Graphs with separate keys never count towards one another's limit of recompilations.
     """
@@ -58,11 +58,11 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     size, unit = plan.size or 1, unit_of(plan)
     made: dict[Any, Program] = {}
 
-    def scanned(
+    def scan(
         state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int, numbers: Numbers
     ) -> Any:
-        cut = Stacked(some, rest, tail, size, together)
-        return step_over(with_numbers(plan, numbers), state, cut)
+        cut = Stacked(microbatches=some, rest=rest, tail=tail, size=size, together=together)
+        return step_over(with_numbers(plan, numbers), state, cut, fold_scanned)
 
     def unrolled(state: TrainState, pieces: list[Tree], numbers: Numbers) -> Any:
         cut = BatchInParts(pieces, plan.size, len(pieces) == 1)
@@ -87,21 +87,22 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     def applied_of_a_batch(state: TrainState, window: StepWindow, aux: Tree) -> Any:
         return apply_window(plan, state, window, unit, aux)
 
-    of_batches = (scanned, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
+    of_batches = (scan, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
     functions = {function.__name__: function for function in (*of_batches, more, applied)}
 
-    def get(
-        name: str, in_place: bool, *key: Any, cpp: bool = False, static: bool = False
-    ) -> Program:
-        if (known := made.get((name, in_place, *key))) is None:
-            function = functions[name]
+    def get(name: str, in_place: bool, recipe: Recipe | None = None) -> Program:
+        kind = name, in_place, recipe and recipe.key
+        if (known := made.get(kind)) is None:
+            function = _in_place(functions[name]) if in_place else functions[name]
+            static = recipe is not None and not recipe.free.sizes
+            given = {"dynamic": False, **settings} if static else settings
             # Inductor's C++ wrapper halves the time where kernels are small, and compiles for
             # half as long again.
-            given = {"dynamic": False, **settings} if static else settings
-            known = compile_anew(_in_place(function) if in_place else function, cpp, given)
+            cpp = recipe is not None and recipe.cpp and name == recipe.form
+            known = compile_anew(function, cpp, given)
             if has_cuda_graphs(settings):
                 known = _kept(known)
-            made[name, in_place, *key] = known
+            made[kind] = known
         return known
 
     return get
@@ -154,9 +155,11 @@ def written(old: Tree, new: Tree) -> list[Tensor | None]:
     return left
 
 
-def renewed(old: list[Tensor], left: list[Tensor | None]) -> list[Tensor]:
-    """After it: the new tensors, those that were written to under new names."""
-    return [x.detach() if y is None else y for x, y in zip(old, left, strict=True)]
+def renewed(old: Flat, left: list[Tensor | None]) -> Tree:
+    """After a graph: the new tree, what was written to under new names."""
+    leaves, spec = old
+    new = [x.detach() if y is None else y for x, y in zip(leaves, left, strict=True)]
+    return unflatten(spec, new)
 
 
 TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three
@@ -175,7 +178,7 @@ class Recipe(NamedTuple):
     """How batches of one shape go through the compiler."""
 
     form: str
-    key: tuple[Any, ...]  # of the graph
+    key: int  # of its graphs
     arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
     tiny: bool  # gradients
     cpp: bool  # wrapped in C++: faster for a graph of few leaves
@@ -258,7 +261,7 @@ def recipe_for(
             pieces[-1] = rows_of(here, count * size, vary[-1])
         return tuple(pieces), numbers
 
-    return Recipe(name, (key,), arrange, tiny, cpp, free)
+    return Recipe(form=name, key=key, arrange=arrange, tiny=tiny, cpp=cpp, free=free)
 
 
 def narrowed(recipe: Recipe) -> Freedom | None:

@@ -173,7 +173,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
 
     device = state.samples.device
     params, spec = flatten(state.params)
-    carried = begin_buffers(plan.buffers, state.buffers) if plan.buffers else (), state.samples
+    carried = begin_buffers(plan.buffers, state.buffers), state.samples
     try:
         leaves, numbers = taken_out(batch.leaves, dtypes, device)
         part = next(cut(batch._replace(leaves=leaves), plan.size or batch.rows or 1))

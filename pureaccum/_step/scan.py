@@ -129,10 +129,12 @@ class Stacked(NamedTuple):
     tail: Tree  # a shorter last one
     size: int
     together: int
+    untouched: bool = False  # there are several
 
 
-def fold_scanned(window: Accumulation, batch: Stacked) -> Accumulated:
-    """All microbatches, summed and not yet divided."""
+def fold_scanned(window: Accumulation) -> Accumulated:
+    """All microbatches of a batch that is ``Stacked``, summed and not yet divided."""
+    batch: Stacked = window.batch
     leaves, rule, size = window.leaves, window.rule, batch.size
     unit = power_of_two(size) if rule.reduction == "mean" else 1.0
     wrt = prepare(leaves, rule.engine, set())._replace(unit=unit, scale=window.scale)
@@ -172,7 +174,14 @@ def fold_scanned(window: Accumulation, batch: Stacked) -> Accumulated:
             aux = fold_aux(aux, entry, rows, window.aux_reduction, rule.nonfinite == "skip")
         state = counted(state._replace(grads=sums), [entry], rule)
     aux_tree = None if aux is None else finish_aux(aux)
-    return Accumulated(state, unit, carried, aux_tree, torch.float32, weighted)
+    return Accumulated(
+        state=state,
+        unit=unit,
+        carried=carried,
+        aux=aux_tree,
+        dtype=torch.float32,
+        weighted=weighted,
+    )
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:

@@ -1,13 +1,28 @@
 """What a training step takes and gives, and what it is made of."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import optree
+import torch
 from torch import Tensor
 
-from .._base import Agreement, Tree, check_state, loadable
-from .._core import AccumState, Known, Rule
+from .._base import (
+    Agreement,
+    Tree,
+    check_same_structure,
+    check_state,
+    flatten,
+    loadable,
+    read_params,
+    refuse_autocast_cache,
+    transform_active,
+)
+from .._core import AccumState, Known, Rule, check_belongs
 from .._optim import Optimizer
-from .buffers import Threading
+from ..distributed.collectives import check_group
+from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
 from .precision import Policy
 
@@ -123,9 +138,44 @@ class Plan(NamedTuple):
     agreed: Agreement | None = None  # … and what they have to agree on: see agreement.py
 
 
-def check_train_state(plan: Plan, state: Any) -> None:
-    """Check that a state is one, and of this plan."""
+# The door ------------------------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Flat = tuple[list[Tensor], optree.PyTreeSpec]  # parameters, or a whole state
+
+
+def recording(
+    function: Callable[P, T], under_transforms: Callable[P, T] | None = None
+) -> Callable[P, T]:
+    """The same function outside inference mode, in which autograd records nothing.
+
+    Under a transform or a compiler, which do not leave it, ``under_transforms`` may stand in.
+    """
+    stand_in = under_transforms or function
+
+    @wraps(function)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> T:
+        if transform_active():
+            return stand_in(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return entered
+
+
+def read_train_state(plan: Plan, state: TrainState, check: Callable[..., T]) -> tuple[Flat, T]:
+    """Check that a state is of this plan, and give its parameters and what ``check`` gives.
+
+    That is the optimizer's ``check``, or its ``ready`` where the step will be taken: they check the
+    optimizer's state, and nothing below does so again.
+    """
     check_state(state, TrainState, "this step")
+    if plan.group is not None:
+        check_group(plan.group)
     check_buffers(plan, state.buffers)
     scaled = isinstance(state.loss_scale, LossScaleState)
     if scaled != (plan.loss_scale is not None):
@@ -139,7 +189,20 @@ def check_train_state(plan: Plan, state: Any) -> None:
             f"state.key is {came!r}; expected a key of shape (2,), as key(seed) makes it. States "
             "that are stacked go through torch.func.vmap."
         )
-    plan.optimizer.check(state.opt_state, state.params, "state.opt_state")
+    leaves, spec = read_params(state.params, "state.params")
+    refuse_autocast_cache(leaves)
+    return (leaves, spec), check(state.opt_state, state.params, "state.opt_state")
+
+
+def check_window(plan: Plan, state: TrainState, window: StepWindow, params: Flat) -> None:
+    """Check that a window is of this plan and of this state, whose parameters are given."""
+    check_state(window, StepWindow, "this step", "the window")
+    check_belongs(window.accum, *params, plan.rule.squares)
+    if plan.buffers is None and window.buffers == ():
+        return
+    specs = flatten(begin_buffers(plan.buffers, state.buffers))[1], flatten(window.buffers)[1]
+    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
+    check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
 
 
 def check_buffers(plan: Plan, given: Tree) -> None:

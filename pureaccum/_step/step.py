@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._base import (
     Tree,
-    outside_inference_mode,
+    check_state,
     read_params,
     transform_active,
     tree_map,
@@ -39,13 +39,13 @@ from .._core import (
 from .._optim import as_optimizer
 from .._pure import key
 from ..distributed.collectives import check_group
-from .buffers import Threading, check_policy
-from .buffers import begin_buffers as begin_buffers
-from .compiled import check_compilable, compiled
+from .buffers import Threading, begin_buffers, check_policy
+from .compiled import CompiledStep, check_compilable
 from .loss_scale import LossScale
 from .precision import Policy, check_precision, under
 from .ranks import agreement_of, check_same
-from .run import (
+from .state import Plan, StepInfo, StepWindow, TrainState, check_buffers, recording
+from .windows import (
     apply_window,
     begin_window,
     merge_windows,
@@ -54,7 +54,6 @@ from .run import (
     step_whole,
     update_window,
 )
-from .state import Plan, StepInfo, StepWindow, TrainState, check_buffers, check_train_state
 
 
 class Functions(NamedTuple):
@@ -199,7 +198,15 @@ def make_step(
         ``grad_and_value``, ``chain``, ``dynamic_loss_scale``, ``functional`` and ``fold_in``, of
         which it is made; `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
-    rule = check_rule(Rule(has_aux or buffers is not None, reduction, nonfinite, engine, noise))
+    rule = check_rule(
+        Rule(
+            has_aux=has_aux or buffers is not None,
+            reduction=reduction,
+            nonfinite=nonfinite,
+            engine=engine,
+            squares=noise,
+        )
+    )
     check_reduce(aux_reduction, "aux_reduction")
     check_policy(buffers)
     given = {"donate": donate, "compile": compile, "noise": noise}
@@ -220,43 +227,42 @@ def make_step(
     if group is not None:
         _check_shared(group, buffers)
     plan = Plan(
-        under(policy, loss_fn),
-        as_optimizer(optimizer),
-        has_aux,
-        size,
-        rule,
-        aux_reduction,
-        loss_scale,
-        policy,
-        buffers,
-        keys,
-        donate,
-        set(),
-        known_of(loss_fn),
-        group,
+        loss_fn=under(policy, loss_fn),
+        optimizer=as_optimizer(optimizer),
+        has_aux=has_aux,
+        size=size,
+        rule=rule,
+        aux_reduction=aux_reduction,
+        loss_scale=loss_scale,
+        policy=policy,
+        buffers=buffers,
+        keys=keys,
+        donate=donate,
+        recomputes=set(),
+        known=known_of(loss_fn),
+        group=group,
     )
     if group is not None:
         plan = plan._replace(agreed=agreement_of(plan, compile))
-    shared: dict[str, Any] = {
-        "init": partial(_init, plan),
-        "begin": partial(begin_window, plan),
-        "merge": partial(merge_windows, plan),
-    }
+    step = Step(
+        init=partial(_init, plan),
+        begin=partial(begin_window, plan),
+        update=partial(update_window, plan),
+        apply=partial(apply_window, plan),
+        whole=partial(step_whole, plan),
+        merge=partial(merge_windows, plan),
+    )
     if compile is not False:
-        return Step(**shared, **compiled(plan, {} if compile is True else compile)._asdict())
-    over_batch = partial(step_whole, plan)
-    if is_auto(microbatch_size):
-        look = partial(_looked_at, plan)
-        if group is None:
-            over_batch = by_memory(partial(_in_size, plan), look, memory_budget)
-        else:
-            summed = by_memory(partial(rows_of_this_rank, plan), look, memory_budget)
-            over_batch = partial(step_of_ranks, plan, summed)
-    streaming: dict[str, Any] = {
-        "update": partial(update_window, plan),
-        "apply": partial(apply_window, plan),
-    }
-    return Step(**shared, **streaming, whole=over_batch)
+        graphs = CompiledStep(plan, {} if compile is True else compile)
+        return step._replace(
+            update=graphs.update, apply=graphs.apply, whole=graphs.whole, form=graphs.form
+        )
+    if not is_auto(microbatch_size):
+        return step
+    if group is None:
+        return step._replace(whole=by_memory(partial(_in_size, plan), _looked_at, memory_budget))
+    summed = by_memory(partial(rows_of_this_rank, plan), _looked_at, memory_budget)
+    return step._replace(whole=partial(step_of_ranks, plan, summed))
 
 
 def _check_shared(group: Any, buffers: Threading | None) -> None:
@@ -272,37 +278,37 @@ def _in_size(plan: Plan, size: int, state: TrainState, batch: Tree) -> tuple[Tra
     return step_whole(plan._replace(size=size), state, batch)
 
 
-def _looked_at(plan: Plan, state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
-    check_train_state(plan, state)
+def _looked_at(state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
+    check_state(state, TrainState, "this step")
     return batch, state.params
 
 
+@recording
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
     """The first state; it shares no memory with what it is made of."""
     leaves, _ = read_params(params)
     check_buffers(plan, buffers)
-    if plan.buffers:
-        begin_buffers(plan.buffers, buffers)  # names what is no tensor
+    begin_buffers(plan.buffers, buffers)  # names what is no tensor
+    buffers = () if buffers is None else buffers
     device = leaves[0].device
+    seeded = key(seed, device)
     if plan.agreed is not None:
         check_group(plan.group)
-        given = params, () if buffers is None else buffers, key(seed, device)
-        check_same(plan.agreed, *given, plan.group)
-    with outside_inference_mode():  # what is made there takes no gradient, ever
-        if plan.policy is not None:
-            params = plan.policy.cast_to_param(params)
-        params = tree_map(_own, params)
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        return TrainState(
-            params=params,
-            buffers=() if buffers is None else tree_map(_own, buffers),
-            opt_state=plan.optimizer.init(params),
-            loss_scale=() if plan.loss_scale is None else plan.loss_scale.init(device),
-            key=key(seed, device),
-            attempts=zero,
-            applied=zero.clone(),
-            samples=zero.clone(),
-        )
+        check_same(plan.agreed, params, buffers, seeded, plan.group)
+    if plan.policy is not None:
+        params = plan.policy.cast_to_param(params)
+    params = tree_map(_own, params)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return TrainState(
+        params=params,
+        buffers=tree_map(_own, buffers),
+        opt_state=plan.optimizer.init(params),
+        loss_scale=() if plan.loss_scale is None else plan.loss_scale.init(device),
+        key=seeded,
+        attempts=zero,
+        applied=zero.clone(),
+        samples=zero.clone(),
+    )
 
 
 def _own(x: Tensor) -> Tensor:

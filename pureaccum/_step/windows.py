@@ -1,0 +1,399 @@
+"""The window of a step: its microbatches, from a batch at hand or from a stream, and what follows.
+
+    sums = those of the gradients of the scaled loss, microbatch by microbatch
+    gradients = sums / weight / scale
+    applied = all of them are finite, there was any weight, and the learning rate is finite
+
+A step that is not applied leaves parameters, optimizer state, schedule and buffers bit for bit as
+they were. The loss scale learns from it all the same, but only from its gradients: a learning rate
+of NaN says nothing about the scale.
+
+Each function is given the plan of the step first. All are pure; where the plan donates, they use
+the memory of the state that they are given.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base import (
+    LARGEST_INT,
+    Spoiled,
+    Tree,
+    all_finite,
+    apart,
+    check_int,
+    check_same_structure,
+    check_state,
+    flatten,
+    global_norm,
+    hand_over,
+    mark,
+    moved,
+    norm,
+    resolved,
+    transform_active,
+    tree_leaves,
+    tree_map,
+    unflatten,
+    where,
+    zeros,
+)
+from .._core import (
+    AccumState,
+    Accumulated,
+    Accumulation,
+    Given,
+    Microbatch,
+    divided,
+    divisor,
+    empty,
+    accumulate,
+    mean_value,
+    need_rows,
+    plain_sum,
+    read_batch,
+    read_cut,
+    updated,
+)
+from .._core import merged as merge_states
+from .._samples import BatchNoise, noise_of
+from .buffers import begin_buffers, finish_buffers, merged_moments
+from .microbatch_loss import caller, onwards
+from .ranks import before_this_rank, of_all_ranks
+from .state import (
+    Flat,
+    Plan,
+    StepInfo,
+    StepWindow,
+    TrainState,
+    check_window,
+    read_train_state,
+    recording,
+)
+
+
+# A batch at hand -----------------------------------------------------------------------------
+
+
+@recording
+def step_whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+    """One step over a whole batch."""
+    check_state(state, TrainState, "this step")
+    if plan.group is not None:
+        return step_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
+    return step_over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
+
+
+def step_over(
+    plan: Plan,
+    state: TrainState,
+    cut: Any,
+    summing: Callable[[Accumulation], Accumulated] = accumulate,
+) -> tuple[TrainState, StepInfo]:
+    """One step over a batch that is cut, in a form that ``summing`` knows."""
+    params, ready = read_train_state(plan, state, plan.optimizer.ready)
+    sums = summing(_accumulation(plan, state, params, cut, state.samples))
+    # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
+    rows = cut.rows or 1 if cut.untouched and not sums.weighted else 1
+    return finished(
+        plan, state, ready, sums.state, sums.carried, sums.aux, sums.unit, float(rows), own=True
+    )
+
+
+@recording
+def step_of_ranks(
+    plan: Plan, summed: Callable[..., Accumulated], state: TrainState, batch: Tree
+) -> tuple[TrainState, StepInfo]:
+    """One step over a batch of which each rank has some rows; ``summed`` are those of this rank.
+
+    That may be tried more than once: no other rank is spoken to meanwhile.
+    """
+    rows = need_rows(read_batch(batch, "batch"), "batch")
+    _, ready = read_train_state(plan, state, plan.optimizer.ready)
+    first = state.samples
+    if plan.keys:
+        first = first + before_this_rank(plan, state, rows)
+    sums = summed(state, batch, first)
+    buffers, last = sums.carried
+    window = StepWindow(sums.state, buffers, last - first)
+    accum, carried = of_all_ranks(plan, state, window, sums.unit)
+    return finished(plan, state, ready, accum, carried, sums.aux, own=True)
+
+
+def rows_of_this_rank(
+    plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
+) -> Accumulated:
+    """The rows of this rank, summed; ``first`` is the number of their first in the run."""
+    cut = read_cut(batch, size, False, "batch")._replace(alone=False)
+    if not cut.rows:  # nothing to call the loss with
+        cut = cut._replace(size=1)
+    return accumulate(_accumulation(plan, state, flatten(state.params), cut, first))
+
+
+def _accumulation(
+    plan: Plan, state: TrainState, params: Flat, cut: Any, first: Tensor
+) -> Accumulation:
+    return Accumulation(
+        call=caller(plan, state, params[1]),
+        leaves=params[0],
+        spec=params[1],
+        batch=cut,
+        rule=plan.rule,
+        at_least=torch.float32,
+        aux_reduction=plan.aux_reduction,
+        known=plan.known,
+        roots=("state.params", "batch"),
+        scale=_scale(plan, state),
+        carried=(begin_buffers(plan.buffers, state.buffers), first),
+        advance=partial(onwards, plan),
+    )
+
+
+# A stream of microbatches --------------------------------------------------------------------
+
+
+@recording
+def begin_window(plan: Plan, state: TrainState) -> StepWindow:
+    """An empty window, with buffers to go through it."""
+    (leaves, _), _ = read_train_state(plan, state, plan.optimizer.check)
+    count = len(leaves) if plan.rule.squares else None
+    return StepWindow(
+        accum=empty(zeros(state.params), leaves[0].device, count),
+        buffers=tree_map(torch.clone, begin_buffers(plan.buffers, state.buffers)),
+        rows=torch.zeros_like(state.samples),
+    )
+
+
+@recording
+def update_window(
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    microbatch: Tree,
+    offset: int | None = None,
+) -> Any:
+    """The window with one more microbatch, or ``(window, aux)``."""
+    window, entry = updated_window(plan, state, window, microbatch, offset=offset)
+    return (window, entry.aux) if plan.has_aux else window
+
+
+def updated_window(
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    microbatch: Tree,
+    unit: float | None = None,
+    offset: int | None = None,
+) -> tuple[StepWindow, Microbatch]:
+    """The window with one more microbatch, and what that came to."""
+    (leaves, spec), _ = read_train_state(plan, state, plan.optimizer.check)
+    check_window(plan, state, window, (leaves, spec))
+    carried = window.buffers, window.rows
+    read = read_batch(microbatch, "microbatch")
+    call = caller(plan, state, spec)
+    at = first_row(plan, window, offset)
+
+    def loss(leaves: list[Tensor]) -> Any:
+        return call(leaves, microbatch, (window.buffers, state.samples + at))
+
+    accum, entry = updated(
+        window.accum,
+        loss,
+        leaves,
+        spec,
+        read.rows,
+        plan.rule,
+        plan.recomputes,
+        (
+            plan.known,
+            Given("state.params", leaves, spec),
+            Given("microbatch", read.leaves, read.spec),
+        ),
+        donate=plan.donate,
+        scale=_scale(plan, state),
+        unit=unit,
+    )
+    after, entry = onwards(plan, carried, entry, read.rows or 0)
+    if plan.donate and not transform_active():
+        given_up = state.params, state.buffers, window.buffers
+        entry = entry._replace(aux=apart(entry.aux, given_up))
+        new, carried_spec = flatten(after)
+        after = unflatten(carried_spec, hand_over(tree_leaves(carried), new))
+    else:  # no two states may share a tensor
+        after = tree_map(torch.clone, after)
+    return StepWindow(accum, *after), entry
+
+
+def first_row(plan: Plan, window: StepWindow, offset: int | None) -> Tensor:
+    """How many rows of the step come before those of the next microbatch."""
+    if offset is not None:
+        expected = "the rows of this step that come before this microbatch's, an int of at least 0"
+        return torch.full_like(
+            window.rows, check_int(offset, "offset", expected, 0, LARGEST_INT // 2)
+        )
+    if plan.keys and plan.group is not None:
+        raise ValueError(
+            "a step with keys over several ranks cannot know which rows of the batch a microbatch "
+            "holds, and rows of two ranks would get the same keys. Say how many rows come before "
+            "it, on all ranks: step.update(state, window, microbatch, offset=...)."
+        )
+    return window.rows
+
+
+@recording
+def merge_windows(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
+    """One window of two, of which the first came first."""
+    names = "the first window", "the second window"
+    for window, what in zip((a, b), names, strict=True):
+        check_state(window, StepWindow, "this step", what)
+    if plan.buffers == "sequential":
+        raise ValueError(
+            "this step was made with buffers='sequential', which go from one microbatch to the "
+            "next: two windows that began with the same buffers have none together. Expected "
+            "'pooled' or 'freeze'."
+        )
+    cause = "Windows that are merged come from the same step and state."
+    check_same_structure(flatten(a)[1], flatten(b)[1], *names, cause)
+    of_grads = f"{names[0]}.accum.grads", f"{names[1]}.accum.grads"
+    accum = merge_states(a.accum, b.accum, plan.rule.squares, of_grads)
+    buffers = tree_map(torch.clone, a.buffers)
+    if buffers and buffers.moments:
+        buffers = buffers._replace(moments=merged_moments(a.buffers.moments, b.buffers.moments))
+    return StepWindow(accum, buffers, a.rows + b.rows)
+
+
+@recording
+def apply_window(
+    plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
+) -> tuple[TrainState, StepInfo]:
+    """The next state, and what happened.
+
+    The sums of the window are still to be multiplied by ``unit``.
+    """
+    params, ready = read_train_state(plan, state, plan.optimizer.ready)
+    check_window(plan, state, window, params)
+    carried = window.buffers, state.samples + window.rows
+    own, shared = plan.donate and not transform_active(), plan.group is not None
+    sums = tree_leaves(window.accum.grads)
+    work = [x.detach() for x in sums] if own else [x.clone() for x in sums] if shared else sums
+    accum = window.accum._replace(grads=work)
+    try:
+        if shared:
+            accum, carried = of_all_ranks(plan, state, window._replace(accum=accum), unit)
+            unit = 1.0
+        result = finished(plan, state, ready, accum, carried, aux, unit, own=own or shared)
+    except BaseException:
+        if own:
+            mark(sums, Spoiled)
+        raise
+    if own:
+        mark(tree_leaves(window))
+    return result
+
+
+# From sums to the next state -----------------------------------------------------------------
+
+
+def finished(
+    plan: Plan,
+    state: TrainState,
+    ready: Any,
+    accum: AccumState,
+    carried: tuple[Any, Tensor],
+    aux: Tree,
+    unit: float | Tensor = 1.0,
+    rows: float = 1.0,
+    *,
+    own: bool,
+) -> tuple[TrainState, StepInfo]:
+    """Finish a step.
+
+    Args:
+        plan: What the step is made of.
+        state: The state before.
+        ready: What the optimizer's ``ready`` gave for it.
+        accum: What was accumulated; its sums are a list.
+        carried: The buffers and the number of samples, as the last microbatch left them.
+        aux: The aux of all microbatches, reduced.
+        unit: What the sums are still to be multiplied by.
+        rows: What the weight is still to be multiplied by.
+        own: Whether the sums may be changed in place.
+    """
+    in_place = not transform_active()
+    plain = plain_sum(accum, plan.rule.reduction)
+    by = divisor(accum.weight, plain)
+    scale = _scale(plan, state)
+    scales = [] if scale is None else [scale]
+    grads = divided(resolved(accum.grads), by / unit, *scales, own=own and in_place)
+    sound = all_finite((grads, accum.total))
+    any_weight = accum.weight != 0
+    if plain is not False:
+        any_weight = any_weight | (plain & (accum.microbatches > accum.skipped))
+    applied, told = _applied(sound & any_weight, ready.sound)
+    length = global_norm(grads)
+    info = StepInfo(
+        loss=mean_value(accum.total, by),
+        grad_norm=length,
+        weight=accum.weight * rows,
+        microbatches=accum.microbatches.clone(),
+        skipped=accum.skipped.clone(),
+        applied=applied,
+        scale=torch.ones_like(length) if scale is None else scale.clone(),
+        aux=() if aux is None else aux,
+        noise=_noise(accum, grads, scale) if plan.rule.squares else (),
+    )
+    buffers, scaling = state.buffers, state.loss_scale
+    if plan.buffers is not None:
+        buffers = where(applied, finish_buffers(carried[0]), buffers)
+    if plan.loss_scale is not None:
+        finite = sound & (accum.nonfinite == 0)
+        learned = plan.loss_scale.update(scaling, finite)
+        # a window in which nothing was seen says nothing about the scale
+        scaling = where(any_weight | ~finite, learned, scaling)
+    donate = plan.donate and in_place
+    if donate and tree_leaves(info.aux):
+        info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
+    tree = unflatten(flatten(state.params)[1], grads)
+    params, opt_state = ready.apply(tree, told, donate)
+    new = TrainState(
+        params=params,
+        buffers=buffers,
+        opt_state=opt_state,
+        loss_scale=scaling,
+        key=state.key.clone(),
+        attempts=state.attempts + 1,
+        applied=state.applied + applied.to(state.applied.device),
+        samples=carried[1].clone(),
+    )
+    if donate:  # params and opt_state were given up to the optimizer
+        counts = state.key, state.attempts, state.applied, state.samples
+        mark(tree_leaves((state.buffers, state.loss_scale, counts)))
+    return new, info
+
+
+def _scale(plan: Plan, state: TrainState) -> Tensor | None:
+    return None if plan.loss_scale is None else state.loss_scale.scale
+
+
+def _applied(worth: Tensor, rate_is_sound: bool | Tensor) -> tuple[Tensor, Tensor]:
+    """Whether a step is applied, for the info, and for the optimizer.
+
+    The optimizer is told on the host what the host knows: a kernel need not run for nothing, and
+    torch's refuse a rate that the parameters' dtype cannot hold.
+    """
+    if isinstance(rate_is_sound, Tensor):
+        worth = worth & moved(rate_is_sound, worth.device)
+    elif not rate_is_sound:
+        return worth & False, torch.zeros((), dtype=torch.bool, device="cpu")
+    return worth, worth
+
+
+def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> BatchNoise:
+    squares = accum.squares
+    assert isinstance(squares, Tensor)
+    each = squares[:-1] if scale is None else squares[:-1] / scale.double() ** 2
+    return noise_of([norm(x) for x in grads], each, accum.weight, squares[-1])
