@@ -131,7 +131,7 @@ OF_CORE: dict[str, Mutant] = {
     "a module that leads back called in a shell": Mutant(
         "A bound method of a module computes with the module's own parameters.",
         "_pure/shell.py",
-        "if any(id(x) in strangers for x in tree_leaves((args, kwargs))):",
+        "if any(id(x) in own for x in tree_leaves((args, kwargs))):",
         "if False:",
     ),
     "writes not watched": Mutant(
