@@ -165,6 +165,7 @@ def _chunks(
 ) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
     if how.engine == "vmap" and (how.carries_graph or transform_active() or forward_ad_active()):
+        # Nothing is detached where results carry an outer graph.
         wrt = Wrt(leaves=leaves, large=[], records=None, recomputes=set(), devices=frozenset())
     else:
         wrt = prepare(leaves, _ENGINES[how.engine], set())

@@ -75,7 +75,7 @@ def per_sample_grad(
     engine: SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Any]:
-    """``torch.func.vmap(torch.func.grad(func))``, its chunks reduced as they come.
+    """``torch.func.vmap(torch.func.grad(func))``, whose chunks are reduced as they come.
 
     The rule::
 
@@ -90,7 +90,7 @@ def per_sample_grad(
 
     Args:
         func: The loss of one sample, which is given the batch's tensors without their dim 0. With
-            ``has_aux``, that and a tree of tensors.
+            ``has_aux`` it returns that and a tree of tensors.
         argnums: Which positional arguments to differentiate with respect to.
         has_aux: Whether the loss returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
@@ -105,7 +105,7 @@ def per_sample_grad(
             tensors; ``"norm"`` is the norm of its gradient.
         keep_batch_dim: Hand each sample to ``func`` as a batch of one row, so that the loss of a
             batch can be used as it is.
-        randomness: As of ``torch.func.vmap``.
+        randomness: As for ``torch.func.vmap``.
         engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one and
             runs what vmap or torch.func refuses.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
@@ -193,9 +193,9 @@ def per_sample_accumulator(  # noqa: D417
         squares: Also sum the squared norms of the samples' gradients, for ``noise_scale``.
 
     Returns:
-        As ``accumulator``: ``init(params)``, ``update(state, params, *args, donate=False)``, which
-        gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` where there are
-        any, ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
+        As for ``accumulator``: ``init(params)``; ``update(state, params, *args, donate=False)``,
+        which gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` where there
+        are any; ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
 
     Example:
         >>> acc = per_sample_accumulator(lambda w, x: (w * x) ** 2, transform="sign", reduce="sum")
@@ -244,7 +244,7 @@ def per_sample_accumulator(  # noqa: D417
                 for chunk in seen:
                     new = _with_chunk(new, reducer, chunk)
             except BaseException:
-                if in_place and beside:
+                if in_place and beside:  # a chunk has come, and may have been added in part
                     mark(tree_leaves(state.grads), Spoiled)
                 raise
         if in_place:
@@ -281,7 +281,7 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
         like = like_transformed(how.transform, params)
         return tree_map(lambda x: x.new_zeros(0, *x.shape), like)
     columns = [list(column) for column in zip(*parts, strict=True)]
-    parts.clear()
+    parts.clear()  # so that each column is dropped when it has been joined
     return unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
 
 
