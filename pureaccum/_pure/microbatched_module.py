@@ -43,7 +43,7 @@ from .batch_norm import (
     share_of_rows,
 )
 from .levels import CutGraph, Level, Norm, cut_graph
-from .shell import Places, call_module, changed, check_unchanged, contents_of, own_tensor, places_of
+from .shell import Places, call_module, changed, contents_of, own_tensor, places_of, what_changed
 from .trace import hook_tables, trace, written_to
 
 
@@ -116,7 +116,8 @@ class WholeBatch:
 
     def networks_now(self) -> "dict[Any, _Network | None]":
         """What is known for the modes, attributes and hooks that the module has now."""
-        check_unchanged(self.places)
+        if changed(self.places.kept):
+            raise what_changed(self.places)
         attributes, networks = self.known
         hooks = (table for it in networks.values() if it is not None for table in it.hooks)
         if not attributes.dicts or changed(attributes) or any(hooks):

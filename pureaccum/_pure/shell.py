@@ -115,15 +115,13 @@ def own_tensor(places: Places, name: str) -> Tensor:
     return vars(places.modules[i])[table][key]
 
 
-def check_unchanged(places: Places) -> None:
-    """Check that a module has the parameters and modules in it that it had."""
-    if not changed(places.kept):
-        return
+def what_changed(places: Places) -> RuntimeError:
+    """The error for a module that has other parameters or modules in it than it had."""
     for path, module, were in zip(places.paths, places.modules, places.were, strict=True):
         was = contents_of([were[table] for table in FIXED_TABLES])
         if changed(was._replace(dicts=[vars(module)[table] for table in FIXED_TABLES])):
             path = f"module.{path}" if path else "module"
-            raise RuntimeError(
+            return RuntimeError(
                 f"{path} ({type(module).__name__}) has other parameters or modules in it than when "
                 "functional(module) was called, which would go unnoticed: expected the same. Call "
                 "functional(module) again, after the last change."
@@ -275,7 +273,8 @@ def _take_shell(places: Places) -> Shell | None:
     """A shell that is up to date; None for a module that cannot have one."""
     if places.leads_back:
         return None
-    check_unchanged(places)
+    if changed(places.kept):
+        raise what_changed(places)
     shell = places.idle.shells.pop() if places.idle.shells else Shell(places)
     if not shell.theirs.dicts or changed(shell.theirs):
         return _refreshed(places, shell)

@@ -194,7 +194,7 @@ def per_sample_accumulator(  # noqa: D417
 
     Returns:
         As for ``accumulator``: ``init(params)``; ``update(state, params, *args, donate=False)``,
-        which gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` where there
+        which gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` if there
         are any; ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
 
     Example:
