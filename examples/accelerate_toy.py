@@ -1,9 +1,9 @@
 """Fit y = 2 x with one step of SGD, with and without accumulation, and end at the same weight.
 
-It is the example that Hugging Face Accelerate shows its own accumulation with: eight rows, four
+This is the example with which Hugging Face Accelerate shows its accumulation: eight rows, four
 microbatches of two, a weight that begins at 0, and 2.04000 both ways. Dividing each loss by the
-number of microbatches gives that as well, as long as all of them have as many rows; cut into 3, 3
-and 2 it does not, since a row of the last one then counts for more than any other.
+number of microbatches gives that as well, as long as all have the same number of rows; cut into 3,
+3 and 2 it does not, since a row of the last one then counts for more than any other.
 
     python examples/accelerate_toy.py
 """
@@ -41,7 +41,7 @@ def accumulated(rows: int) -> Tensor:
 
 
 def at_once() -> Tensor:
-    """The same by torch alone, over the whole batch."""
+    """The weight after one step over the whole batch, by torch alone."""
     weight = WEIGHT.clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=LR)
     loss(weight, [X, Y]).backward()
@@ -50,7 +50,7 @@ def at_once() -> Tensor:
 
 
 def usual_loop(rows: int) -> Tensor:
-    """Accumulation as it is mostly written."""
+    """The weight after one step of accumulation as it is mostly written."""
     loader = DataLoader(TensorDataset(X, Y), batch_size=rows)
     weight = WEIGHT.clone().requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=LR)

@@ -2,8 +2,8 @@
 
 Eleven microbatches in windows of four leave a window of three. The usual loop divides every loss
 by four all the same, and so the last update of every epoch is three quarters of what it should be.
-Sums that are divided once, by the rows that there were, know no short window. An overflow makes
-the scale back off; whether it costs the window or only its microbatch is for you to say.
+Sums that are divided once, by the number of rows, are right in a short window too. An overflow
+makes the scale back off; you choose whether it costs the window or only its microbatch.
 
     python examples/amp_training.py
 """
@@ -30,7 +30,7 @@ def make_net() -> nn.Module:
 def usual_loop(
     loader: DataLoader, k: int, epochs: int, dtype: torch.dtype = torch.float16
 ) -> list[Params]:
-    """GradScaler and autocast as they are mostly written; the parameters after every step."""
+    """The parameters after every step, by GradScaler and autocast as they are mostly used."""
     net, history = make_net(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     scaler = torch.amp.GradScaler(DEVICE, enabled=dtype == torch.float16)
@@ -50,7 +50,7 @@ def usual_loop(
 def ours(
     loader: DataLoader, k: int, epochs: int, nonfinite: str = "propagate"
 ) -> tuple[list[Params], list[pa.StepInfo]]:
-    """The same as a pure step; the parameters after every step, and what it says."""
+    """The parameters and the info after every step, by a pure step."""
     fn = pa.functional(make_net())
 
     def loss(params: Params, batch: list[Tensor]) -> Tensor:
@@ -98,7 +98,7 @@ def main(rows: int = 16, epochs: int = 5) -> dict[str, list[float]]:
     columns = "update of short window", f"off after {3 * epochs} steps"
     print(f"{'beside float32, whole batches':30}{columns[0]:>24}{columns[1]:>20}")
     for name, history in runs.items():
-        # in the first epoch, all come to the short window with the same parameters
+        # in the first epoch, all ways reach the short window with the same parameters
         size = apart(history[2], history[1]) / apart(exact[2], exact[1])
         off = apart(history[-1], exact[-1]) / apart(exact[-1], start)
         said[name] = [float(size), float(off)]

@@ -1,10 +1,10 @@
 """Give a network with BatchNorm the full batch's gradient, from microbatches.
 
 A BatchNorm normalises with the mean and variance of whatever it is given, so a batch in parts is
-another function: the usual loop comes to another gradient and to other running statistics. Cut
-at its BatchNorms, all microbatches go through one part of the network before any goes through the
-next, and each BatchNorm is given the moments of all rows. GroupNorm, which looks at one row at a
-time, needs nothing: there any two sums of gradients, of other rows or of another rank, are merged.
+another function: the usual loop gives another gradient and other running statistics. Where the
+network is cut at its BatchNorms, all microbatches go through one part of it before any goes through
+the next, and each BatchNorm is given the moments of all rows. GroupNorm, which looks at one row at
+a time, needs none of this: any two sums of gradients, of other rows or ranks, are merged.
 
     python examples/batchnorm_exact.py
 """
@@ -40,7 +40,7 @@ def error(out: Tensor, batch: Tensors) -> Tensor:
 
 
 def usual_loop(net: nn.Module, batch: Tensors, size: int) -> Result:
-    """Accumulation as it is mostly written; with one microbatch, the full batch by torch alone."""
+    """Accumulation as it is mostly written; of one microbatch, the full batch by torch alone."""
     net = copy.deepcopy(net)
     parts = list(pa.microbatches(batch, size))
     for part in parts:
@@ -49,7 +49,7 @@ def usual_loop(net: nn.Module, batch: Tensors, size: int) -> Result:
 
 
 def one_step(step: Any, net: nn.Module, batch: Tensors) -> Result:
-    """With a learning rate of 1, what the parameters lose is the gradient."""
+    """What a step gives: with a learning rate of 1, the parameters lose their gradient."""
     fn = pa.functional(net)
     state, _ = step(step.init(fn.params, buffers=fn.buffers), batch)
     return optree.tree_map(torch.sub, fn.params, state.params), state.buffers
@@ -87,7 +87,7 @@ def main(rows: int = 128, size: int = 16) -> dict[str, tuple[float, float]]:
         return loss
 
     def step_of(fn: Any, size: int | None = None) -> Any:
-        sgd = pa.sgd(1.0, momentum=0.9)  # one update of the running statistics a step
+        sgd = pa.sgd(1.0, momentum=0.9)  # one update of the running statistics per step
         return pa.make_step(loss_of(fn), sgd, microbatch_size=size, buffers="pooled")
 
     steps = {"full batch": step_of(fn), "plainly cut": step_of(fn, size), "exact": step_of(cut)}

@@ -1,9 +1,9 @@
 """Train two towers on a contrastive loss whose batch is larger than memory would hold.
 
-Every row of an InfoNCE loss is compared with every other. Cut into microbatches, a plain loss
-compares it with the few rows beside it: another loss. So the towers alone run on microbatches,
-and the loss sees the embeddings of all rows, which are small; the gradient is that of the full
-batch.
+Every row of an InfoNCE loss is compared with every other. A plain loss that is cut into
+microbatches compares it with only the few rows beside it: another loss. So the towers alone run on
+microbatches, and the loss sees the embeddings of all rows, which are small; the gradient is that of
+the full batch.
 
     python examples/contrastive.py
 """
@@ -26,7 +26,7 @@ Batch = dict[str, Tensor]
 
 
 def embed(params: Any, batch: Batch) -> Batch:
-    """One microbatch: unit vectors for images and texts."""
+    """Unit vectors for the images and texts of one microbatch."""
     return {
         "images": normalize(functional_call(IMAGES, params["images"], (batch["image"],))),
         "texts": normalize(functional_call(TEXTS, params["texts"], (batch["text"],))),
@@ -34,7 +34,7 @@ def embed(params: Any, batch: Batch) -> Batch:
 
 
 def info_nce(params: Any, embedded: Batch) -> Tensor:
-    """All rows at once: an image's text among all texts, and the other way about."""
+    """The loss of all rows: find each image's text among all texts, and each text's image."""
     logits = embedded["images"] @ embedded["texts"].T * params["scale"].exp()
     right = torch.arange(len(logits))
     return (cross_entropy(logits, right) + cross_entropy(logits.T, right)) / 2
@@ -52,7 +52,7 @@ def loss_of(params: Any, batch: Batch) -> Tensor:
 
 
 def off(grads: Any, exact: Any) -> float:
-    """How far one gradient is from another, relative to that."""
+    """How far one gradient is from another, relative to the other."""
     apart = optree.tree_map(torch.sub, grads, exact)
     return float(pa.global_norm(apart) / pa.global_norm(exact))
 

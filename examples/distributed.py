@@ -1,8 +1,8 @@
 """Train on several ranks that share each batch, and end where one process ends.
 
-Every rank takes its own rows, of which one may have more than another, and masked tokens make
-their weights uneven too. Sums and weights are added up over the ranks once a step. Dropout is
-keyed by row, so its masks are those of one process as well.
+Every rank takes its own rows, one perhaps more than another, and masked tokens make their weights
+uneven too. Sums and weights are added up over the ranks once per step. Dropout is keyed by row, so
+its masks are those of one process as well.
 
     torchrun --nproc-per-node 2 examples/distributed.py
 """
@@ -20,7 +20,7 @@ ROWS, WORDS, WIDTH = 37, 12, 16  # 37 rows: 19 on one of two ranks, 18 on the ot
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
-    """Whole, on every rank; a real loader reads its own rows and no others."""
+    """The whole batch, on every rank; a real loader reads only its own rank's rows."""
     g = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, WORDS, WIDTH, generator=g, dtype=torch.float64)
     lengths = torch.randint(1, WORDS + 1, (ROWS, 1), generator=g)
@@ -28,7 +28,7 @@ def make_batch(step: int) -> dict[str, Tensor]:
 
 
 def train(group: dist.ProcessGroup | None, rank: int, world: int, steps: int) -> pa.TrainState:
-    torch.manual_seed(0)  # the same parameters on every rank: init looks whether they are
+    torch.manual_seed(0)  # the same parameters on every rank: init checks that
     net = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)).double()
     fn = pa.functional(net)
 

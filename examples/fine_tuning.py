@@ -1,4 +1,4 @@
-"""Fine-tune a network of which most is frozen: a new head alone, then a low-rank adapter in bf16.
+"""Fine-tune a network that is mostly frozen: a new head alone, then a low-rank adapter in bf16.
 
 What does not require a gradient is in ``fn.frozen`` and not in ``fn.params``: no optimizer moves
 it or decays it, as AdamW over ``model.parameters()`` does not. A policy casts it as it casts the
@@ -52,7 +52,7 @@ def tune(net: nn.Module, batch: Any, steps: int, **knobs: Any) -> tuple[Any, lis
 
 
 def by_torch(net: nn.Module, batch: Any, steps: int) -> dict[str, Tensor]:
-    """The same by a loop over torch.optim, on the whole batch."""
+    """Parameters after some steps of torch's AdamW, on the whole batch."""
     net = copy.deepcopy(net)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     for _ in range(steps):

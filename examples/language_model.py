@@ -1,9 +1,9 @@
 """Train a small language model on sentences of uneven length, by the mean over all their words.
 
-The text is Python's own manual, a sentence a row, padded. No two microbatches hold the same number
-of words, so the mean of their means, which the usual loop takes, is not the mean over the batch.
-Totals and weights that are summed and divided once are, however the batch was cut. Where
-transformers is installed, a tiny Llama goes the same way; nothing is downloaded.
+The text is Python's own manual, one sentence per row, padded. No two microbatches hold the same
+number of words, so the mean of their means, which the usual loop takes, is not the mean over the
+batch. Totals and weights that are summed and divided once give it, however the batch was cut. If
+transformers is installed, a tiny Llama is trained in the same way; nothing is downloaded.
 
     python examples/language_model.py
 """
@@ -89,7 +89,7 @@ def weighted(net: nn.Module) -> Callable[[Tensors, Tensor], pa.Weighted]:
 
 
 def usual(net: nn.Module, text: Tensor, size: int) -> Tensors:
-    """The loop as it is mostly written."""
+    """The gradient by accumulation as it is mostly written."""
     net.zero_grad()
     parts = text.split(size)
     for part in parts:

@@ -1,13 +1,13 @@
 """Train many networks as one, and differentiate through training.
 
-A third of the labels is wrong. An ensemble of learning rates is stacked states, and one `vmap` of
-the step trains them all. Then every sample is given a weight, and the loss on a few clean rows
+A third of the labels is wrong. An ensemble of learning rates is a stack of states, and one `vmap`
+of the step trains them all. Then every sample is given a weight, and the loss on a few clean rows
 after training is differentiated through all accumulated steps, optimizer included, with respect
 to the weights and the learning rate: the weights of the wrong labels go down. Two members of an
 ensemble, a little to both sides of a learning rate, say what the derivative has to be.
 
 Each step keeps its state and its gradient, and computes its microbatches again for the derivative:
-memory grows by these two a step, and not by what is computed on the way.
+memory grows by these two per step, and not by what is computed on the way.
 
     python examples/meta_learning.py
 """
@@ -51,7 +51,7 @@ def of_members(rates: list[float], start: Tensors, batch: Tensors, clean: Tensor
 
 
 def after_training(learned: Tensors, start: Tensors, batch: Tensors, clean: Tensors) -> Tensor:
-    """The same with one learning rate, as a function of it and of the weights."""
+    """The loss on clean rows after training, as a function of the rate and of all weights."""
     rate = learned["log_rate"].exp()
     weighted = batch | {"weight": learned["worth"].sigmoid()}
     state = pa.make_step(loss, pa.sgd(rate, momentum=0.9)).init(start)
@@ -61,7 +61,7 @@ def after_training(learned: Tensors, start: Tensors, batch: Tensors, clean: Tens
 
 
 def main(steps: int = 20, rows: int = 150) -> tuple[list[float], Tensor, list[Tensor]]:
-    """The losses while weights are learned; the derivative by the rate, and what it has to be."""
+    """The losses while weights are learned; the derivative by the rate, and estimates of it."""
     centres = torch.randn(3, 10)
 
     def drawn(rows: int) -> Tensors:
@@ -90,7 +90,7 @@ def main(steps: int = 20, rows: int = 150) -> tuple[list[float], Tensor, list[Te
         differences.append((high - low) / (2 * h))
         off = (differences[-1] - exact).abs()
         print(f"  from members {h:5} to both sides: {differences[-1]:.8f}, off by {off:.1e}")
-    print("  half as far is a quarter as much off: it goes to none\n")
+    print("  at half the distance they are a quarter as far off\n")
 
     adam = pa.adam(0.3)
     adam_state, losses = adam.init(learned), []

@@ -2,8 +2,8 @@
 
 The balance loss multiplies, for each expert, the share of rows that go to it with the mean of its
 probability: a product of two means over the batch, which is no mean of the products over its
-microbatches. So what is summed over microbatches are both, beside the error, and the loss is a
-function of the sums.
+microbatches. So both are summed over microbatches, beside the error, and the loss is a function of
+the sums.
 
     python examples/mixture_of_experts.py
 """
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 def sums(params: Batch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The error; and for each expert how many rows go to it, and its probability."""
+    """The error; for each expert, how many rows go to it and their sum of its probability."""
     probability = (batch["x"] @ params["router"]).softmax(1)
     highest, to = probability.max(1)
     out = torch.einsum("nd,nde->ne", batch["x"], params["experts"][to])  # an expert is a matrix

@@ -2,7 +2,7 @@
 
 A tenth of the labels is wrong, and single gradients tell much about them. Their norms say which
 they are; clipped to a norm, with noise, they make the sum that DP-SGD takes; a few random
-projections of each say which training samples speak for a new one and which against it; how they
+projections of each say which training samples support a new one and which oppose it; how much they
 scatter says how large a batch should be. `vmap(grad)` would keep as many gradients as there are
 samples; here each chunk is reduced before the next.
 
@@ -46,7 +46,7 @@ def main(rows: int = 2000, steps: int = 100, chunk: int = 50) -> dict[str, float
     held = 4 * sum(p.numel() for p in params.values()) / 1e6  # megabytes of a gradient
     print(f"{rows} samples, of which {wrong.float().mean():.0%} have a wrong label")
 
-    # How far do the gradients of microbatches scatter? Training sees it anyway.
+    # How far do the gradients of microbatches scatter? Training computes them anyway.
     step = pa.make_step(loss, pa.adamw(3e-3), microbatch_size=chunk, noise=True)
     state, running = step.init(params), pa.running_noise_scale(decay=0.9)
     averages = running.init(params)

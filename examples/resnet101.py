@@ -2,9 +2,9 @@
 
 Say the batch that you want and the one that memory tolerates; the second need not divide the
 first. The loss is written as for the whole batch, a mean or a sum, and nothing is divided by hand.
-Running statistics are updated once a step. What BatchNorm normalises with is a part of the batch,
-as in every loop that accumulates; where the network itself takes the batch in parts it is the whole
-batch, and so is the gradient.
+Running statistics are updated once per step. BatchNorm normalises with a part of the batch, as in
+every loop that accumulates; where the network itself takes the batch in parts, it normalises with
+the whole batch, and the gradient is that of the whole batch.
 
     python examples/resnet101.py
 """
@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1, and what came in added to it."""
+    """Convolutions of 1x1, 3x3 and 1x1, added to their input."""
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def conv_norm(inside: int, out: int, kernel: int, stride: int) -> list[nn.Module
 
 
 def resnet(layers: Sequence[int], width: int = 64) -> nn.Module:
-    """As torchvision has it, with its initial weights."""
+    """A ResNet like torchvision's, with the same initial weights."""
     blocks, inside = [], width
     for i, count in enumerate(layers):
         for j in range(count):
@@ -71,7 +71,7 @@ def make_batch(rows: int, pixels: int, dtype: torch.dtype = torch.float32) -> Ba
 
 
 def make_step(net: nn.Module, size: int | None, reduction: str = "mean", exact: bool = False):
-    """Say once what the loss is of its rows, and nothing has to be divided."""
+    """The step, which is told once whether the loss is a mean or a sum, and its first state."""
     fn = pa.functional(net, microbatch_size=size if exact else None)
 
     def loss(params: Batch, batch: Batch, buffers: Batch) -> tuple[Tensor, Batch]:
@@ -97,7 +97,7 @@ def main(
     for size in (desired, tolerable):
         with torch.device("meta"):  # shapes only: nothing is computed, and none of it need fit
             step, state = make_step(resnet(layers), None)
-            # more parts of this size take turns, and hold no more
+            # more parts of this size come one after the other, and hold no more
             memory = pa.memory_report(step, state, make_batch(size, 224)).predicted
         print(
             f"  {size:3} at a time: {sum(memory) / 1e9:5.2f} GB, of which activations "
@@ -124,7 +124,7 @@ def main(
             f"{time.perf_counter() - before:.1f} s"
         )
 
-    for _ in range(steps):  # the last of these ways goes on
+    for _ in range(steps):  # with the last of these ways
         state, info = step(state, batch)
         print(f"Adam step {state.applied} over {int(info.weight)} images: loss {info.loss:.4f}")
     return infos

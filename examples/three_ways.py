@@ -2,8 +2,8 @@
 
 The same gradient, of 100 rows in microbatches of 32 with a short one at the end, three times:
 where the microbatches are ragged and nothing else, where tokens are masked, and where a BatchNorm
-looks at all rows. The usual loop divides the loss of each microbatch by their number. All in
-float64, where rounding is no excuse. Prints a table of the README.
+looks at all rows. The usual loop divides the loss of each microbatch by their number. All is in
+float64, where rounding is no excuse. The table that this prints is in the README.
 
     python examples/three_ways.py
 """
@@ -23,7 +23,7 @@ Tensors = dict[str, Tensor]
 def usual_loop(
     net: nn.Module, loss: Callable[[nn.Module, Tensors], Tensor], batch: Tensors
 ) -> Tensors:
-    """As it is written everywhere."""
+    """The gradient by accumulation as it is mostly written."""
     microbatches = list(pa.microbatches(batch, SIZE))
     net.zero_grad()
     for microbatch in microbatches:
@@ -41,7 +41,7 @@ def mean_over_mask(net: nn.Module, batch: Tensors) -> Tensor:
 
 
 def off(grads: Tensors, exact: Tensors) -> float:
-    """How far one gradient is from another, relative to that."""
+    """How far one gradient is from another, relative to the other."""
     apart = {name: grads[name] - exact[name] for name in exact}
     return float(pa.global_norm(apart) / pa.global_norm(exact))
 

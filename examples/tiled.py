@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 
 class Block(nn.Module):
-    """Every token looks at those before it, then an MLP at each of them."""
+    """A GRU over the tokens, then an MLP for each of them."""
 
     def __init__(self, width: int, size: int | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def make_loss(net: nn.Module, size: int | None) -> Callable[[Batch, Batch], pa.Weighted]:
-    """Guess the next word; the head is given ``size`` tokens at once."""
+    """The loss of guessing the next word; the head is given ``size`` tokens at once."""
     fn = pa.functional(net)
 
     def head(words: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -63,7 +63,7 @@ def make_loss(net: nn.Module, size: int | None) -> Callable[[Batch, Batch], pa.W
 
 
 def texts(rows: int, length: int, words: int) -> Batch:
-    """A word is followed by the one after next, or sometimes by any."""
+    """Texts in which a word is followed by the next but one, or sometimes by any."""
     word = (torch.randint(words, (rows, 1)) + 2 * torch.arange(length + 1)) % words
     word = torch.where(torch.rand(word.shape) < 0.1, torch.randint(words, word.shape), word)
     return {"word": word[:, :-1], "following": word[:, 1:]}
@@ -72,7 +72,7 @@ def texts(rows: int, length: int, words: int) -> Batch:
 def main(
     rows: int = 8, length: int = 256, words: int = 8192, width: int = 32, steps: int = 3
 ) -> dict[str, float]:
-    """How far losses and what was learned are apart, and the share of the memory."""
+    """How far apart losses and parameters are, and the share of the memory."""
     torch.manual_seed(0)
     batch = texts(rows, length, words)
     ways = {"whole": (None, None), "tiled": (length // 8, rows * length // 32)}

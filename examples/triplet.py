@@ -2,7 +2,7 @@
 
 For every row the loss takes the farthest row of its own class and the nearest of another, among
 all rows. The network goes through the batch in microbatches; the loss, over embeddings, does not.
-Classes come out beside the embeddings as they went in: what is no function of parameters may too.
+Classes come out beside the embeddings as they went in: an output need not depend on parameters.
 
     python examples/triplet.py
 """
@@ -25,7 +25,7 @@ def embed(params: Batch, batch: Batch) -> Batch:
 
 
 def batch_hard(embedded: Batch) -> Tensor:
-    """Hermans, Beyer and Leibe, 2017, with a soft margin."""
+    """The loss of Hermans, Beyer and Leibe, 2017, with a soft margin."""
     at, of = embedded["at"], embedded["of"]
     # not torch.cdist, whose derivative at a distance of zero is none
     squared = (2 - 2 * at @ at.T).clamp(min=1e-6)

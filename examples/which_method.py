@@ -1,7 +1,7 @@
 """Measure which method saves what: accumulation, rematerialisation, mixed precision, clipping.
 
-Each is given the same batch and a small recurrent language model, and told by the memory that it
-holds beyond parameters and batch, the time it takes, and how far its gradient is from the whole
+Each is given the same batch and a small recurrent language model, and measured by the memory that
+it holds beyond parameters and batch, the time it takes, and how far its gradient is from the whole
 batch's. They combine. (bfloat16 takes less time only where the hardware multiplies in it.) Below
 stand two loops with a line in the wrong place, which clips or zeroes the gradients in every
 iteration, and what the checker says. A recurrent network accumulates as exactly as any other.
@@ -50,7 +50,7 @@ def make_blocks(width: int, depth: int) -> list[nn.Module]:
 
 
 def make_loss(blocks: list[nn.Module], remat: bool = False) -> Callable[[Any, Tensor], Tensor]:
-    """Guess the next letter; the parameters are a list, one dict for each block."""
+    """The loss of guessing the next letter; the parameters are one dict for each block."""
 
     def call(block: nn.Module) -> Callable[[Any, Tensor], Tensor]:
         def apply(params: Any, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def make_loss(blocks: list[nn.Module], remat: bool = False) -> Callable[[Any, Te
 
 
 def loop(clips: bool, zeroes: bool) -> Callable[..., Any]:
-    """Accumulation by hand, with a line that belongs after it or before it."""
+    """Accumulation by hand, with a line in the loop that belongs after it or before it."""
 
     def run(loss: Callable[[Any, Tensor], Tensor], params: Any, microbatches: list[Tensor]) -> Any:
         leaves = optree.tree_map(lambda p: p.detach().clone().requires_grad_(), params)

@@ -1,20 +1,67 @@
 """What a graph of torch.fx writes to in place, and what may be the same memory.
 
-Whoever reads a tensor after such a write reads what wrote it. Where it is read under another name,
-through a view perhaps, nobody can tell what that one is to read: such a module is refused.
+    for each node that writes to a tensor:
+        what reads the tensor after it now reads the node
+        what reads after it what may be the same memory, under another name, is an error
+
+Under another name there may be a view, which sees the write, or a copy, which does not: the graph
+does not tell.
 """
 
 import operator
 from contextlib import suppress
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from .trace import AUGMENTED, name_of, place
+from .trace import AUGMENTED, WRITES, name_of, place
 
 
+class Write(NamedTuple):
+    """A write in place."""
+
+    target: fx.Node  # what is written to
+    memory: list[fx.Node]  # all that may be the same memory, the target among it
+
+
+def without_aliases(nodes: list[fx.Node], root: nn.Module) -> dict[fx.Node, Write]:
+    """Let what reads a tensor after a write read the node that wrote; returns the writes."""
+    at = {node: i for i, node in enumerate(nodes)}
+    memory: dict[fx.Node, set[fx.Node]] = {}  # of each node: all that may be the same memory
+    sizes: set[fx.Node] = set()
+    writes: dict[fx.Node, Write] = {}
+    for node in nodes:
+        memory[node] = {node}
+        target = _target(node, root)
+        if _is_size(node, sizes) or target in sizes:  # n += 1 makes another number
+            sizes.add(node)
+            continue
+        if target is not None:
+            same = memory[target]
+            names = [n for n in same if any(at[user] > at[node] for user in n.users)]
+            # x.add_(y) is seen by all that read x; x += y is not where x is a tuple, and what reads
+            # x after it has it under another name.
+            if node.target not in AUGMENTED:
+                names = [n for n in names if n is not target]
+            if refused := [n for n in same if n.op == "get_attr"] + names:
+                raise ValueError(_shared(node, min(refused, key=at.__getitem__)))
+            writes[node] = Write(target, list(same))
+            target.replace_all_uses_with(node, lambda user, node=node: at[user] > at[node])
+            sources = [target]
+        elif is_given(node) or _is_new(node, root):
+            continue
+        else:
+            sources = [n for n in node.all_input_nodes if n.op != "placeholder" and n not in sizes]
+        for group in [memory[n] for n in sources]:
+            group |= memory[node]
+            memory |= dict.fromkeys(group, group)
+    return writes
+
+
+# What a tensor has that is no tensor.
 _SIZES = {"shape", "ndim", "dtype", "device", "size", "dim", "numel", "is_floating_point", "stride"}
+# Operations whose result is new memory for certain; that of any other may be a view of its inputs.
 _NEW = (
     "add sub mul truediv floordiv mod pow neg matmul div rsub abs exp log sqrt rsqrt square sin "
     "cos sigmoid tanh relu relu6 gelu silu mish elu selu leaky_relu hardtanh hardswish hardsigmoid "
@@ -27,42 +74,8 @@ _NEW = (
 _NEW_MODULES = "activation batchnorm conv instancenorm linear loss normalization pooling sparse"
 
 
-def without_aliases(
-    nodes: list[fx.Node], root: nn.Module
-) -> dict[fx.Node, tuple[fx.Node, list[fx.Node]]]:
-    """What is written to in place; whoever reads that afterwards now reads what wrote it."""
-    at = {node: i for i, node in enumerate(nodes)}
-    same: dict[fx.Node, set[fx.Node]] = {}  # what may be one piece of memory
-    tensors: dict[Any, set[fx.Node]] = {}  # the same, of the module's own
-    sizes: set[fx.Node] = set()
-    writes: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
-    for node in nodes:
-        target = _written(node, root)
-        if node.op == "get_attr":
-            same[node] = tensors.setdefault(node.target, set())
-        elif _is_size(node, sizes) or (target is not None and target in sizes):
-            sizes.add(node)
-            target = None
-        same.setdefault(node, set()).add(node)
-        if target is not None:
-            others = [n for n in same[target] if any(at[u] > at[node] for u in n.users)]
-            if not (node.target in AUGMENTED and node.op == "call_function"):
-                others = [n for n in others if n is not target]
-            own = [n for n in same[target] if n.op == "get_attr"]
-            if own or others:
-                raise ValueError(_shared(node, min([*own, *others], key=at.__getitem__)))
-            writes[node] = target, list(same[target])
-            target.replace_all_uses_with(node, lambda user, node=node: at[user] > at[node])
-        if target is not None or not (node in sizes or is_given(node) or _is_new(node, root)):
-            its = [target] if target is not None else node.all_input_nodes
-            for group in [same[n] for n in its if n not in sizes and n.op != "placeholder"]:
-                group |= same[node]
-                for n in list(group):
-                    same[n] = group
-    return writes
-
-
 def _shared(node: fx.Node, other: fx.Node) -> str:
+    """The error for a write that another value may share."""
     what = f"{place(node)} writes in place ({name_of(node)})"
     if other.op == "get_attr":
         return (
@@ -86,7 +99,7 @@ def _is_size(node: fx.Node, sizes: set[fx.Node]) -> bool:
 
 
 def _is_new(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a value is memory of its own for certain."""
+    """Whether a value is new memory for certain."""
     if node.op != "call_module":
         return name_of(node) in _NEW.split()
     layer = root.get_submodule(str(node.target))
@@ -101,17 +114,17 @@ def is_input(node: fx.Node) -> bool:
 
 
 def is_given(node: fx.Node) -> bool:
-    """Whether nothing computes it."""
+    """Whether a value is what the graph is given, or a part of that."""
     return node.op == "placeholder" or is_input(node)
 
 
 def first_of(node: fx.Node) -> Any:
-    """The first argument."""
+    """The first argument of a node, positional or not."""
     return [*node.args, *node.kwargs.values()][0]
 
 
-def _written(node: fx.Node, root: nn.Module) -> Any:
-    """What a node writes to in place."""
+def _target(node: fx.Node, root: nn.Module) -> Any:
+    """What a node writes to in place, if it does."""
     if node.op == "call_module":
         layer = root.get_submodule(str(node.target))
         return first_of(node) if getattr(layer, "inplace", False) else None
@@ -122,6 +135,6 @@ def _written(node: fx.Node, root: nn.Module) -> Any:
         with suppress(TypeError, ValueError):  # built in, without a signature
             given |= signature(node.target).bind(*node.args, **node.kwargs).arguments
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    if in_place or given.get("inplace") or node.target in (*AUGMENTED, operator.setitem):
+    if in_place or given.get("inplace") or node.target in WRITES:
         return first_of(node)
     return given.get("out")

@@ -1,4 +1,4 @@
-"""Batch norm of rows that come in microbatches, with the moments of all of them.
+"""Batch norm of rows that come in microbatches, with the moments of the whole batch.
 
     sum(x - c), sum((x - c)**2)           of each microbatch, about a c near its mean
     x = (x - mean) / sqrt(var + eps)      with the moments of the whole batch
@@ -20,22 +20,22 @@ from .._base import accumulation_dtype, transform_active
 
 
 class Share(NamedTuple):
-    """What one microbatch, or several, know of each channel."""
+    """Sums over one microbatch, or over several, for each channel."""
 
-    about: Tensor  # from where distances are measured, a constant
+    about: Tensor  # where distances are measured from, a constant
     sums: Tensor  # of the distances
     squares: Tensor  # of their squares
 
 
 class BatchMoments(NamedTuple):
-    """The moments of every channel over a batch, in float64."""
+    """The moments of each channel over a batch, in float64."""
 
-    elements: int  # of a channel
+    elements: int  # how many a channel has
     mean: Tensor
     var: Tensor  # the biased one
 
     def running(self, mean: Tensor, var: Tensor, momentum: float | Tensor) -> tuple[Tensor, Tensor]:
-        """Running statistics after this batch, which have no history, whoever differentiates."""
+        """Running statistics after this batch, which nothing is differentiated through."""
         unbiased = self.var * (self.elements / (self.elements - 1))
         pairs = (mean, self.mean), (var, unbiased)
         new = [torch.lerp(x.double(), y.detach(), momentum).to(x.dtype) for x, y in pairs]
@@ -43,11 +43,11 @@ class BatchMoments(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """What normalises rows: constants, and beside them what has their derivatives.
+    """What rows are normalised with: constants, and beside them what has their derivatives.
 
     torch's kernel takes mean and variance for constants. So it is given them as constants, and an
     affine map, the identity in value, that is differentiated in their place. The layer's own affine
-    map comes after that.
+    map comes on top.
     """
 
     mean: Tensor
@@ -57,10 +57,10 @@ class Scaling(NamedTuple):
 
 
 def share_of_rows(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
-    """Of one microbatch of so many dims, in its dtype: all dims but 1 are summed over."""
+    """The share of one microbatch: sums over all of its dims but dim 1."""
     if dtype != (wide := accumulation_dtype(dtype)):
         x = x.to(wide)
-    # Wherever distances are measured from, the moments are the same, and so are all derivatives.
+    # The moments and their derivatives do not depend on where distances are measured from.
     # (torch.var_mean takes ten times as long on a CPU.)
     about, inner = x.detach()[0], [*range(2, dims)]
     about = about.mean([dim - 1 for dim in inner], keepdim=True) if inner else about.clone()
@@ -78,7 +78,7 @@ def merged_shares(shares: Share, elements: Sequence[int]) -> Share:
 
 
 def moments_of(shares: Share, elements: Sequence[int]) -> BatchMoments:
-    """The moments of a batch, from stacked shares; ``elements`` are those of a channel in each."""
+    """The moments of a batch, from stacked shares with so many elements of a channel in each."""
     (about, sums, squares), count = merged_shares(shares, elements), sum(elements)
     away = sums / count
     return BatchMoments(count, about + away, squares / count - away**2)
@@ -91,7 +91,7 @@ def scaling_of(
     eps: float,
     dtype: torch.dtype,
 ) -> Scaling:
-    """What normalises rows of a dtype."""
+    """The scaling for rows of a dtype."""
     mean, var = moments.mean.detach(), moments.var.detach()
     inverse = torch.rsqrt(moments.var + eps)
     scale, shift = torch.sqrt(var + eps) * inverse, (mean - moments.mean) * inverse
@@ -106,17 +106,17 @@ def scaling_of(
 def normalise(
     x: Tensor, scaling: Scaling, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Rows of a microbatch, with the moments of the batch, and with an affine map that it makes."""
+    """Normalise rows of a microbatch, with a weight and a bias that are computed there, if any."""
     mean, var, scale, shift = scaling
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    if not weight is bias is None:
+    if weight is not None or bias is not None:
         scale, shift = scale.to(mean), shift.to(mean)
     if x.dtype == mean.dtype or not transform_active():
         return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
-    wide = x.to(mean.dtype)  # torch.func has it of one dtype only
+    wide = x.to(mean.dtype)  # torch.func takes all in one dtype only
     return F.batch_norm(wide, mean, var, scale, shift, training=False, eps=eps).to(x.dtype)
 
 
@@ -133,19 +133,21 @@ def couples(layer: nn.Module) -> bool:
 
 
 def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of F.batch_norm by name."""
+    """The arguments of a call of F.batch_norm, by name."""
     call = signature(F.batch_norm).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments
 
 
 def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a batch norm looks at what it is given."""
+    """Whether a call of a batch norm looks at what it is given, as far as can be told."""
+    call: dict[str, Any] = {}
     if func is F.batch_norm:
-        return batch_norm_call(args, kwargs)["training"] is not False
-    names = "input weight bias running_mean running_var training"
-    call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
-    return func is not torch.batch_norm or call.get("training") is not False
+        call = batch_norm_call(args, kwargs)
+    elif func is torch.batch_norm:
+        names = "input weight bias running_mean running_var training"
+        call = dict(zip(names.split(), args, strict=False)) | {**kwargs}
+    return call.get("training") is not False
 
 
 class WithoutBatchNorm(TorchFunctionMode):

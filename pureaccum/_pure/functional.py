@@ -4,12 +4,12 @@
 
 It is ``torch.func.functional_call`` with what that leaves to its caller: buffers are cloned, so
 that nothing is written to what was given; what the module wrote is returned; what is frozen stays
-frozen; threads do not meet (see shell.py); a name that belongs to no tensor of the module, or to
-one of another shape, is an error and not ignored.
+frozen; threads do not meet (see shell.py); a name that belongs to no tensor of the module, or a
+tensor of another shape, is an error.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from .shell import Places, call_module, full_name, own_tensor, places_of
 
 
 class Functional(NamedTuple):
-    """A module as ``functional`` sees it.
+    """A module as a pure function, and the tensors that belong to it.
 
     ``params``, ``frozen`` and ``buffers`` are detached views of the module's tensors: a step that
     writes to one writes to the other. ``step.init`` copies them.
@@ -57,14 +57,14 @@ def functional(
 
     Modes (``train()`` or ``eval()``) and plain attributes are those that the module has when
     ``apply`` is called, and an attribute that its ``forward`` assigns is assigned; parameters,
-    names, shapes and ties are those that it has now. ``buffers`` are all of them, or ``()`` where
+    names, shapes and ties are those that it has now. ``buffers`` are all of them, or ``()`` if
     the module has none. ``params`` may be some of the parameters: for the others the module's own
     values are used.
 
     What does not require a gradient is frozen: it is not in ``params``, so that no optimizer moves
     it or decays it. ``apply`` puts it in, in the dtype in which the parameters came, if that is
-    not their own. It takes other values for them among ``params`` all the same; under a ``vmap``
-    that maps the parameters it wants them there, since members may be frozen apart.
+    not their own. Other values for it may be given among ``params`` all the same; under a ``vmap``
+    that maps the parameters they must be, since what is frozen may differ between members.
 
     ``apply`` is safe in threads. It works under torch.func's transforms and in torch.compile. Under
     ``vmap`` a BatchNorm in training mode needs buffers that are mapped too.
@@ -72,7 +72,7 @@ def functional(
     With a ``microbatch_size`` it takes a whole batch in the memory of one microbatch, and returns
     what it would have returned without: exact through BatchNorm, with the running statistics of the
     full batch. All tensors that the module is called with are rows along dim 0, and so are all that
-    it returns; a loss is plain code after it, and what is around that takes its batch whole. For
+    it returns; a loss is plain code after it, and a function around that takes its batch whole. For
     every BatchNorm in training mode the network is cut in two: all microbatches go up to it, what
     it is given is kept, its moments are merged, and all go on. torch.fx traces the module for that,
     so what it does must not depend on the numbers in the batch; and everything but BatchNorm has to
@@ -82,7 +82,7 @@ def functional(
         module: Any module but DistributedDataParallel, DataParallel or FSDP.
         microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
             each. None calls the module with all that it is given.
-        keep: Where what is kept between microbatches, and for the backward pass, lies: on the
+        keep: Where tensors are kept between microbatches, and for the backward pass: on the
             ``"device"``, or on the ``"host"``, as for ``microbatch``.
 
     Returns:
@@ -104,17 +104,16 @@ def functional(
     """
     _refuse(module)
     places = places_of(module)
-    for name in places.slots:
-        if is_lazy(own_tensor(places, name)):
-            raise ValueError(
-                f"{name} has no shape yet; call the lazy module once, on one batch, before "
-                "functional(module)."
-            )
     params: dict[str, Tensor] = {}
     frozen: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for name, ((_, table, _), *_) in places.slots.items():
         tensor = own_tensor(places, name)
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet; call the lazy module once, on one batch, before "
+                "functional(module)."
+            )
         kind = buffers if table == BUFFERS else params if tensor.requires_grad else frozen
         kind[name] = tensor.detach()
     names = Names(
@@ -140,9 +139,9 @@ def functional(
 class Names(NamedTuple):
     """What ``apply`` may be given, and what the module's parameters have to remain."""
 
-    params: dict[str, torch.Size]  # the frozen ones among them
+    params: dict[str, torch.Size]  # shapes, those of frozen ones too
     buffers: dict[str, torch.Size]
-    tied: dict[str, str]  # for every other name of a tensor the one that it goes by
+    tied: dict[str, str]  # for each further name of a tensor, the name that it goes by
     dtypes: dict[str, torch.dtype]  # of the parameters that are not frozen
     own: list[Tensor]  # the module's parameters …
     required: list[bool]  # … and whether each of them required a gradient
@@ -159,10 +158,10 @@ def _apply(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """What the module returns with these in place of its own, and its new buffers."""
+    """Call the module with these tensors; returns what it returned, and its new buffers."""
     compiling = torch.compiler.is_dynamo_compiling()
-    # Who watches what is computed has no use for what is looked at here, nor another tensor in
-    # place of the module's own.
+    # Unnoticed by the modes around the call: nothing is computed here, and one that puts in other
+    # tensors would do so for the module's own.
     with nullcontext() if compiling else unnoticed():
         _check(params, names.params, names.tied, "params", "parameter")
         _check(buffers, names.buffers, names.tied, "buffers", "buffer")
@@ -189,7 +188,7 @@ def _apply(
 def _frozen(
     names: Names, frozen: dict[str, Tensor], params: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The frozen parameters that are not given, in the dtype in which the others came."""
+    """The frozen parameters that are not given, cast to the one dtype that the others came in."""
     rest = {name: x for name, x in frozen.items() if name not in params}
     if rest and transform_active() and any(map(mapped_levels, params.values())):
         raise ValueError(
@@ -198,22 +197,12 @@ def _frozen(
             "all, apply({**fn.frozen, **params}, ...), or of each its own, stacked and mapped as "
             "params are: stack([fn.frozen for fn in members])."
         )
-    return cast_along(rest, params, names.dtypes)
-
-
-def cast_along(
-    frozen: dict[str, Tensor], params: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
-) -> dict[str, Tensor]:
-    """What is frozen, cast as the parameters were: to the one dtype that they came in.
-
-    ``dtypes`` are those that the parameters have in the module.
-    """
-    floats = {k: x.dtype for k, x in params.items() if x.is_floating_point() and k in dtypes}
-    came = {*floats.values()}
-    if len(came) != 1 or all(dtypes[k] in came for k in floats):
-        return frozen
+    floats = [name for name in names.dtypes if name in params and params[name].is_floating_point()]
+    came = {params[name].dtype for name in floats}
+    if len(came) != 1 or all(names.dtypes[name] in came for name in floats):
+        return rest
     (dtype,) = came
-    return {k: x.to(dtype) if x.is_floating_point() else x for k, x in frozen.items()}
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in rest.items()}
 
 
 def _check_gradients(names: Names) -> None:
@@ -230,7 +219,7 @@ def _check_gradients(names: Names) -> None:
 
 
 def _ties(places: Places) -> dict[str, str]:
-    """For every other place of a tensor the name that it goes by."""
+    """For each further name of a tensor, the name that it goes by."""
     return {
         full_name(places.paths[i], key): name
         for name, (_, *others) in places.slots.items()
@@ -281,7 +270,7 @@ def _stranger(name: str, shapes: dict[str, torch.Size], tied: dict[str, str], ki
 def _refuse(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional() got a {type(module).__name__}; expected a torch.nn.Module.")
-    # Who has an FSDP module has imported it; to import it here would cost everybody else.
+    # Anyone who has an FSDP module has imported FSDP; an import here would cost all others.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     names = ("FSDPModule", "FullyShardedDataParallel")
     sharded = tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))

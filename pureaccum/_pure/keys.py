@@ -6,8 +6,8 @@ Threefry-2x32 with 20 rounds, and one of 53 bits is all of block ``i``. No gener
 the bits are the same on every device, compiled or not, under vmap over the keys or in a loop, and
 a longer draw begins with the shorter one. So a key is for one draw; make more keys for more.
 
-A block is made from a key and a counter of 64 bits, whose two highest say what for: to fold a
-number in (00), to split the key (01) or to draw (10). One key can therefore do all three.
+A block is made from a key and a counter of 64 bits, whose two highest say what it is for: to
+fold a number in (00), to split the key (01) or to draw (10). One key can therefore do all three.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -247,7 +247,7 @@ def _threefry(key: Tensor, counters: Tensor) -> Tensor:
 def _draw(
     key: Tensor, shape: Sequence[int], dtype: torch.dtype, number: Callable[..., Tensor], each: int
 ) -> Tensor:
-    """What ``number`` makes of the words of blocks, (..., 2) -> (..., each), for each key.
+    """Draw for each key; ``number`` makes numbers of the words of blocks, (..., 2) -> (..., each).
 
     A CPU does so in pieces that fit its cache: 16 million numbers take a third of the time.
     """

@@ -5,8 +5,8 @@
         moments of each BatchNorm = merged shares         # plain code
     out = rows of the last level
 
-All derivatives are those of the composition. A module that couples no rows is one such function,
-and nobody looks into it.
+All derivatives are those of the composition. A module that couples no rows is one microbatched
+function, and is not traced.
 """
 
 import math
@@ -43,8 +43,7 @@ from .batch_norm import (
     share_of_rows,
 )
 from .levels import CutGraph, Level, Norm, cut_graph
-from .shell import Places, TableContents, changed, own_tensor, picture, places_of, what_changed
-from .shell import call_module as call_shell
+from .shell import Places, call_module, changed, contents_of, own_tensor, places_of, what_changed
 from .trace import hook_tables, trace, written_to
 
 
@@ -60,9 +59,10 @@ class WholeBatch:
         self.in_parts: InParts = partial(microbatch, microbatch_size=self.size, keep=keep)
         self.plain = self.in_parts(self.call)
         self.watched = self.in_parts(self.call_watched)
-        # The attributes of all modules as they were, and how to call it with these and some
-        # arguments: cut, or, with None, plainly.
-        self.plans: tuple[TableContents, dict[Any, _Network | None]] = TableContents([], [], []), {}
+        # For the attributes that all modules had, and for some arguments, the levels of the module;
+        # None where it couples no rows. Both in one tuple, since threads share it.
+        networks: dict[Any, _Network | None] = {}
+        self.known = contents_of([]), networks
         for path, part in zip(places.paths, places.modules, strict=True):
             if isinstance(part, LazyModuleMixin):
                 raise ValueError(
@@ -78,34 +78,34 @@ class WholeBatch:
     def __call__(
         self, tensors: Tensors, buffers: Sequence[str], args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Tensors]:
-        """What the module returns for a batch, and its new buffers."""
+        """Call the module with a batch; returns what it returned, and its new buffers."""
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
         sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
         new = {name: tensors[name].clone() for name in buffers}
         out = self.out_of(tensors, new, (args, kwargs), sizes)
-        if self.keep == "host":  # what lies there is what is kept, and not what is returned
+        if self.keep == "host":  # where results were kept, and are not to be returned
             devices = (x.device for x in tensors.values() if x.device.type != "cpu")
             if (device := next(devices, None)) is not None:
                 out = tree_map(lambda x: x.to(device, non_blocking=True), out)
         return out, new
 
     def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
-        """What the module returns; the running statistics among ``new`` have seen the batch."""
+        """What the module returns; the running statistics in ``new`` are updated."""
         leaves, spec = flatten(arguments)
         given = [x for x in leaves if isinstance(x, Tensor)]
-        plans = self.plans_now()
+        networks = self.networks_now()
         key = spec, *(None if isinstance(x, Tensor) else (type(x), x) for x in leaves)
-        if key not in plans and not any(couples(part) for part in self.places.modules):
+        if key not in networks and not any(couples(part) for part in self.places.modules):
             before = generators({x.device for x in given})
             try:
                 out = self.watched(tensors, arguments)
-                plans[key] = None
+                networks[key] = None
                 return out
             except CoupledError:
                 restore(before)
-        if key not in plans:
-            plans[key] = _network(self.places, leaves, spec, self.in_parts)
-        if (network := plans[key]) is None:
+        if key not in networks:
+            networks[key] = _network(self.places, leaves, spec, self.in_parts)
+        if (network := networks[key]) is None:
             return self.plain(tensors, arguments)
         if is_cut():
             raise RuntimeError(_CUT.format(network.norms[0].place))
@@ -114,19 +114,19 @@ class WholeBatch:
         network.update(new, moments)
         return out
 
-    def plans_now(self) -> "dict[Any, _Network | None]":
-        """Those for the modes and attributes that the module has now."""
+    def networks_now(self) -> "dict[Any, _Network | None]":
+        """What is known for the modes, attributes and hooks that the module has now."""
         if changed(self.places.kept):
-            raise RuntimeError(what_changed(self.places))
-        look, plans = self.plans
-        hooks = (table for it in plans.values() if it is not None for table in it.hooks)
-        if not look.dicts or changed(look) or any(hooks):
-            self.plans = picture([vars(part) for part in self.places.modules]), {}
-        return self.plans[1]
+            raise what_changed(self.places)
+        attributes, networks = self.known
+        hooks = (table for it in networks.values() if it is not None for table in it.hooks)
+        if not attributes.dicts or changed(attributes) or any(hooks):
+            self.known = contents_of([vars(part) for part in self.places.modules]), {}
+        return self.known[1]
 
     def call(self, tensors: Tensors, arguments: Any) -> Tree:
         args, kwargs = arguments
-        return _checked(_called(self.places, tensors, args, kwargs), _rows(arguments))
+        return _checked(_call_pure(self.places, tensors, args, kwargs), _rows(arguments))
 
     def call_watched(self, tensors: Tensors, arguments: Any) -> Tree:
         with WithoutBatchNorm(lambda _: CoupledError()):
@@ -141,19 +141,19 @@ _CUT = (
 
 
 class CoupledError(BaseException):
-    """A batch norm looks at what it is given. Only ``WholeBatch`` may catch it."""
+    """A batch norm looks at what it is given; only ``WholeBatch`` may catch it."""
 
 
-def _called(
+def _call_pure(
     places: Places, tensors: Tensors, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a module returns, which writes to none of its buffers."""
+    """Call a module, and check that it writes to none of its buffers."""
     given = dict(tensors)
     for name in tensors:
         if places.slots[name][0][1] == BUFFERS:
             given[name] = tensors[name].clone()
     before = {name: version(given[name]) for name in given if given[name] is not tensors[name]}
-    out, held = call_shell(places, given, tuple(args), kwargs)
+    out, held = call_module(places, given, tuple(args), kwargs)
     for name, then in before.items():
         if held[name] is not given[name] or version(given[name]) != then:
             raise RuntimeError(written_to(f"buffers[{name!r}]"))
@@ -161,11 +161,12 @@ def _called(
 
 
 def _rows(tree: Tree) -> int:
+    """How many rows the tensors of a tree have."""
     return next(x.shape[0] for x in flatten(tree)[0] if isinstance(x, Tensor))
 
 
 def _checked(out: Tree, rows: int) -> Tree:
-    """What the module returned, if it is rows."""
+    """What the module returned, or an error where that is no rows."""
     leaves, spec = flatten(out)
     for i, x in enumerate(leaves):
         if not _has_rows(x, rows):
@@ -181,8 +182,8 @@ def _no_rows(name: str, x: Any, rows: int | str) -> str:
     came = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {x!r}"
     return (
         f"{name}, which the module returned for {rows} rows, {came}; expected tensors with one row "
-        "per sample along dim 0. What is of all rows (a loss, a mean, a count) is computed from "
-        "these, by plain code after apply."
+        "per sample along dim 0. What all rows give together (a loss, a mean, a count) is computed "
+        "from these, by plain code after apply."
     )
 
 
@@ -190,6 +191,7 @@ def _no_rows(name: str, x: Any, rows: int | str) -> str:
 
 
 def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) -> "_Network | None":
+    """The levels of a module that is called with such leaves; None if it couples no rows."""
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
     def arguments(given: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -209,7 +211,7 @@ def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) ->
 
 
 class _Network:
-    """The levels of a module, one after the other."""
+    """The levels of a module, run one after the other."""
 
     def __init__(
         self,
@@ -226,8 +228,8 @@ class _Network:
                 raise ValueError(_no_rows(path, x, "any number of"))
             where[x] = path
         wanted = [level for level in graph.levels if level.gives or level.pools]
-        self.parts = [_Part(level, names, where, in_parts) for level in wanted]
-        self.last_read = {name: part for part in self.parts for name in part.level.takes}
+        self.levels = [_MicrobatchedLevel(level, names, where, in_parts) for level in wanted]
+        self.last_read = {name: level for level in wanted for name in level.takes}
         self.buffers = {norm.name: _buffers_of(norm, names) for norm in self.norms}
         self.affine = {
             norm.name: [names.get(id(x)) for x in norm.affine or (None, None)]
@@ -237,20 +239,21 @@ class _Network:
     def __call__(
         self, tensors: Tensors, given: Sequence[Tensor], sizes: Sequence[int]
     ) -> tuple[Any, dict[str, BatchMoments]]:
-        """What the module returns, and the moments of what each BatchNorm was given."""
+        """Run all levels; returns what the module returns, and the moments of each BatchNorm."""
         if not sizes:
             raise ValueError(f"{self.norms[0].place} was given a batch without rows.")
         values = {name: [given[i]] for name, i in self.graph.inputs.items()}
-        plain, moments, scaling = _Plain(), dict[str, BatchMoments](), dict[str, Scaling]()
+        notes, moments, scaling = _Notes(), dict[str, BatchMoments](), dict[str, Scaling]()
         kept = {*self.graph.outputs}
-        for part in self.parts:
-            after, shares = part.run(plain, tensors, scaling, values)
-            for name in part.level.takes:
-                if self.last_read[name] is part and name not in kept:
-                    del values[name]
-            values |= after
-            for norm, share in zip(part.level.pools, shares, strict=True):
-                shape, dtype = plain.looks[norm.name]
+        for microbatched in self.levels:
+            level = microbatched.level
+            gives, shares = microbatched.run(notes, tensors, scaling, values)
+            for name in level.takes:
+                if self.last_read[name] is level and name not in kept:
+                    del values[name]  # its memory is free from here on
+            values |= gives
+            for norm, share in zip(level.pools, shares, strict=True):
+                shape, dtype = notes.looks[norm.name]
                 each = math.prod(shape[2:])
                 if each * sum(sizes) == 1:
                     raise ValueError(
@@ -260,12 +263,12 @@ class _Network:
                 moments[norm.name] = moments_of(share, [each * size for size in sizes])
                 weight, bias = (tensors[it] if it else None for it in self.affine[norm.name])
                 scaling[norm.name] = scaling_of(moments[norm.name], weight, bias, norm.eps, dtype)
-        outs = [plain.filled(name, values[name], sizes[0]) for name in self.graph.outputs]
+        outs = [notes.value_of(name, values[name], sizes[0]) for name in self.graph.outputs]
         return _checked(self.graph.made(*outs), sum(sizes)), moments
 
     def update(self, buffers: Tensors, moments: Mapping[str, BatchMoments]) -> None:
-        """Let running statistics have seen this batch."""
-        for norm in self.norms:  # in the order of the calls, of which one layer may have several
+        """Update running statistics with the moments of a batch."""
+        for norm in self.norms:  # in the order of the calls, since one layer may have several
             if (names := self.buffers[norm.name]) is None:
                 continue
             mean, var, count = names
@@ -279,7 +282,7 @@ class _Network:
 
 
 def _buffers_of(norm: Norm, names: Mapping[int, str]) -> tuple[str, str, str | None] | None:
-    """What the running statistics are called, and the count of batches."""
+    """The names of a BatchNorm's running mean and variance, and of its count of batches."""
     if norm.statistics is None:
         return None
     mean, var = (names[id(x)] for x in norm.statistics)
@@ -287,8 +290,8 @@ def _buffers_of(norm: Norm, names: Mapping[int, str]) -> tuple[str, str, str | N
     return mean, var, None if count is None else names[id(count)]
 
 
-class _Part:
-    """A level, run for all microbatches."""
+class _MicrobatchedLevel:
+    """A level, run one microbatch after the other."""
 
     def __init__(
         self, level: Level, names: Mapping[int, str], where: Mapping[str, str], in_parts: InParts
@@ -300,41 +303,41 @@ class _Part:
 
     def run(
         self,
-        plain: "_Plain",
+        notes: "_Notes",
         tensors: Tensors,
         scaling: Mapping[str, Scaling],
         values: Mapping[str, list[Tensor]],
     ) -> Any:
-        """What it gives to later levels, or the output; the shares of its BatchNorms."""
+        """Run it for all microbatches; returns what it gives, and the shares of its BatchNorms."""
         its = {slot: tensors[name] for slot, name in self.names.items()}
         known = [scaling[norm.name] for norm in self.level.scaled]
-        return self.microbatched(plain, its, known, {k: values[k] for k in self.level.takes})
+        return self.microbatched(notes, its, known, {k: values[k] for k in self.level.takes})
 
     def call(
         self,
-        plain: "_Plain",
+        notes: "_Notes",
         tensors: Tensors,
         scaling: Sequence[Scaling],
         rows: Mapping[str, list[Tensor]],
     ) -> tuple[Any, list[Share]]:
         count = _rows(rows)
-        taken = [plain.filled(name, rows[name], count) for name in self.level.takes]
-        out = _called(self.places, tensors, (*taken, *scaling), {})
-        gives, pools = self.level.gives, self.level.pools
-        given, pooled = out[: len(gives)], out[len(gives) :]
-        after = {k: plain.parted(k, x, count) for k, x in zip(gives, given, strict=True)}
-        with unnoticed():  # some of what would be asked of the modes around, once a microbatch
-            for name, parts in after.items():
-                for x in parts:
+        taken = [notes.value_of(name, rows[name], count) for name in self.level.takes]
+        out = _call_pure(self.places, tensors, (*taken, *scaling), {})
+        names, pools = self.level.gives, self.level.pools
+        given, pooled = out[: len(names)], out[len(names) :]
+        gives = {k: notes.tensors_of(k, x, count) for k, x in zip(names, given, strict=True)}
+        with unnoticed():  # each look at a shape would be asked of the modes around
+            for name, several in gives.items():
+                for x in several:
                     if not _has_rows(x, count):
                         raise ValueError(self.no_rows(name, x, count))
             looks = [(x.shape, x.dtype) for x in pooled]
         shares: list[Share] = []
         for norm, x, (shape, dtype) in zip(pools, pooled, looks, strict=True):
             _check_input(norm, shape)
-            plain.looks[norm.name] = shape, dtype
+            notes.looks[norm.name] = shape, dtype
             shares.append(share_of_rows(x, len(shape), dtype))
-        return after, shares
+        return gives, shares
 
     def no_rows(self, name: str, x: Tensor, rows: int) -> str:
         if (where := self.where[name]).startswith("out"):
@@ -345,28 +348,28 @@ class _Part:
         )
 
 
-class _Plain:
-    """What is no tensor (a size, say) in the values between levels, for a number of rows."""
+class _Notes:
+    """What a call notes of the values between levels, for microbatches of so many rows."""
 
     def __init__(self) -> None:
-        self.of: dict[tuple[str, int], tuple[list[Any], Any]] = {}
+        # Where a value is no tensor: its leaves but for tensors (a size, say), and its structure.
+        self.others: dict[tuple[str, int], tuple[list[Any], Any]] = {}
         self.looks: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of what is normalised
 
-    def parted(self, name: str, value: Any, rows: int) -> list[Tensor]:
-        """The tensors in a value."""
+    def tensors_of(self, name: str, value: Any, rows: int) -> list[Tensor]:
+        """The tensors in a value; the others are noted."""
         if isinstance(value, Tensor):
             return [value]
         leaves, spec = flatten(value)
-        plain = [None if isinstance(x, Tensor) else x for x in leaves]
-        self.of[name, rows] = plain, spec
+        self.others[name, rows] = [None if isinstance(x, Tensor) else x for x in leaves], spec
         return [x for x in leaves if isinstance(x, Tensor)]
 
-    def filled(self, name: str, tensors: list[Tensor], rows: int) -> Any:
-        """The value again."""
-        if (name, rows) not in self.of:
+    def value_of(self, name: str, tensors: list[Tensor], rows: int) -> Any:
+        """The value that some tensors were in."""
+        if (name, rows) not in self.others:
             return tensors[0]
-        (plain, spec), its = self.of[name, rows], iter(tensors)
-        return unflatten(spec, [next(its) if x is None else x for x in plain])
+        (others, spec), its = self.others[name, rows], iter(tensors)
+        return unflatten(spec, [next(its) if x is None else x for x in others])
 
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}

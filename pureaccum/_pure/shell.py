@@ -1,7 +1,7 @@
-"""A module called with other tensors than its own, of which it sees nothing.
+"""A module called with other tensors than its own.
 
-A shell is a copy of a module, and of those in it, that shares their code, hooks and attributes and
-has slots of its own for parameters and buffers:
+A shell is a copy of a module, and of the modules in it, that shares their code, hooks and
+attributes, and has slots of its own for parameters and buffers:
 
     shell = one that nobody uses in this thread, or a new one
     bring its attributes up to date with the module's: modes, counters, caches
@@ -12,9 +12,9 @@ So threads do not meet, and the module's parameters and buffers stay where they 
 that will run a part of a shell again holds on to it: such a shell keeps its tensors and is not used
 a second time, and the recomputation sees what the first run saw.
 
-A module whose attributes lead back to itself (a bound method, a closure), or whose code is not
-Python's to share (scripted, compiled), would compute with its own tensors in a shell. It is called
-itself, with the others put in for the time of the call, by one thread at a time.
+A module whose attributes lead back to itself (a bound method, a closure), or whose code Python
+cannot share (scripted, compiled), would compute with its own tensors in a shell. It is called
+itself, with the other tensors put in for the length of the call, by one thread at a time.
 """
 
 import inspect
@@ -50,19 +50,20 @@ Vars = dict[str, Any]
 Slot = tuple[int, str, str]  # the number of a module, its table, and a key in that
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
+FIXED_TABLES = (PARAMETERS, CHILDREN)  # a buffer may be assigned anew between two calls
 
 
 class Idle(threading.local):
-    """The shells of this thread that nobody uses; a copy in another process begins with none."""
+    """The shells of this thread that nobody uses; a pickled copy begins with none."""
 
     def __init__(self) -> None:
-        self.shells: list[Any] = []
+        self.shells: list[Shell] = []
 
     def __reduce__(self) -> Any:
         return Idle, ()
 
 
-# Where a module keeps its tensors, and whether it still does ---------------------------------
+# Where a module keeps its tensors ---------------------------------------------------------------
 
 
 class Places(NamedTuple):
@@ -70,16 +71,16 @@ class Places(NamedTuple):
 
     modules: list[nn.Module]  # each once, the module itself first
     paths: list[str]
-    were: list[list[Vars]]  # copies of the tables of each
-    kept: "TableContents"  # the tables of parameters and modules, not those of buffers
-    slots: dict[str, list[Slot]]  # of each tensor
+    were: list[dict[str, Vars]]  # for each module, copies of its tables
+    kept: "TableContents"  # of the fixed tables
+    slots: dict[str, list[Slot]]  # all places of each tensor, by its first name
     idle: Idle
-    seen: set[bool]  # the modes in which no part of a shell used a tensor of the module's own
+    safe_modes: set[bool]  # modes in which a shell was seen to use no tensor of the module's own
     leads_back: set[bool]  # not empty where one did
 
 
 def places_of(module: nn.Module) -> Places:
-    """Where a module keeps its tensors: each by its first name, with all the places it has."""
+    """Look where a module keeps its tensors."""
     paths, modules = map(list, zip(*module.named_modules(), strict=True))
     slots: dict[Tensor, list[Slot]] = {}
     names: dict[Tensor, str] = {}
@@ -90,15 +91,15 @@ def places_of(module: nn.Module) -> Places:
                     names.setdefault(tensor, full_name(path, key))
                     slots.setdefault(tensor, []).append((i, table, key))
     scripted = any(map(is_compiled_module, modules))
-    tables = [] if scripted else [vars(m)[table] for m in modules for table in TABLES[::2]]
+    fixed = [] if scripted else [vars(m)[table] for m in modules for table in FIXED_TABLES]
     return Places(
         modules=modules,
         paths=paths,
-        were=[[dict(vars(m)[table]) for table in TABLES] for m in modules],
-        kept=picture(tables),
+        were=[{table: dict(vars(m)[table]) for table in TABLES} for m in modules],
+        kept=contents_of(fixed),
         slots={names[tensor]: its for tensor, its in slots.items()},
         idle=Idle(),
-        seen=set(),
+        safe_modes=set(),
         leads_back={True} if scripted else set(),
     )
 
@@ -109,19 +110,18 @@ def full_name(path: str, key: str) -> str:
 
 
 def own_tensor(places: Places, name: str) -> Tensor:
-    """The tensor that a module itself has under a name."""
+    """The tensor that the module itself has under a name."""
     i, table, key = places.slots[name][0]
     return vars(places.modules[i])[table][key]
 
 
-def what_changed(places: Places) -> str:
-    """An error for a module that has other parts than it had."""
+def what_changed(places: Places) -> RuntimeError:
+    """The error for a module that has other parameters or modules in it than it had."""
     for path, module, were in zip(places.paths, places.modules, places.were, strict=True):
-        if changed(
-            TableContents([vars(module)[name] for name in TABLES[::2]], *picture(were[::2])[1:])
-        ):
+        was = contents_of([were[table] for table in FIXED_TABLES])
+        if changed(was._replace(dicts=[vars(module)[table] for table in FIXED_TABLES])):
             path = f"module.{path}" if path else "module"
-            return (
+            return RuntimeError(
                 f"{path} ({type(module).__name__}) has other parameters or modules in it than when "
                 "functional(module) was called, which would go unnoticed: expected the same. Call "
                 "functional(module) again, after the last change."
@@ -129,44 +129,30 @@ def what_changed(places: Places) -> str:
     raise AssertionError
 
 
-# Pictures of dicts ------------------------------------------------------------------------
-
-
 class TableContents(NamedTuple):
     """What stood in some dicts."""
 
     dicts: list[Vars]
     lengths: list[int]
-    values: list[Any]  # of all of them, one after the other
+    values: list[Any]  # of all dicts, one after the other
 
 
-def picture(dicts: list[Vars]) -> TableContents:
+def contents_of(dicts: list[Vars]) -> TableContents:
     """Remember what stands in some dicts."""
-    return TableContents(dicts, [*map(len, dicts)], [*_values(dicts)])
+    return TableContents(dicts, [*map(len, dicts)], [*_all_values(dicts)])
 
 
-def changed(of: TableContents) -> bool:
-    """Whether other objects stand there now. A loop in C: it is asked four times a call."""
-    dicts, lengths, values = of
-    return [*map(len, dicts)] != lengths or not all(map(is_, _values(dicts), values))
+def changed(contents: TableContents) -> bool:
+    """Whether other objects stand there now. The loop is C's: each call asks up to four times."""
+    dicts, lengths, values = contents
+    return [*map(len, dicts)] != lengths or not all(map(is_, _all_values(dicts), values))
 
 
-def _values(dicts: list[Vars]) -> Iterator[Any]:
+def _all_values(dicts: list[Vars]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, dicts))
 
 
-# The shell -----------------------------------------------------------------------------------
-
-
-class Shell(NamedTuple):
-    """Copies of some modules, and what they were copied from."""
-
-    modules: list[nn.Module]
-    theirs: list[TableContents]  # one: the attributes of the modules when they were copied
-    ours: list[TableContents]  # one: those of the copies then
-    tables: list[tuple[Vars, Vars]]  # of the copies, and what stands there between two calls
-    slots: dict[str, list[tuple[Vars, str]]]
-    references: list[int]  # to each copy between two calls
+# A call -----------------------------------------------------------------------------------------
 
 
 def call_module(
@@ -175,46 +161,44 @@ def call_module(
     """Call a module with tensors in place of its own.
 
     Args:
-        places: Of the module.
+        places: Those of the module.
         tensors: Parameters and buffers by name; for others the module's own are used.
-        args: What it is called with.
-        kwargs: The same by name.
+        args: The positional arguments of the call.
+        kwargs: Its arguments by name.
 
     Returns:
-        What it returned, and the tensors by name, with those among them that it assigned anew.
+        What the module returned, and the tensors by name, with those that it assigned anew.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _in_place(places, tensors, args, kwargs)
-    if (shell := _taken(places)) is not None:
+        return _call_itself(places, tensors, args, kwargs)
+    if (shell := _take_shell(places)) is not None:
         training = places.modules[0].training
-        if training in places.seen:
-            return _in_shell(places, shell, tensors, args, kwargs)
+        if training in places.safe_modes:
+            return _call_shell(places, shell, tensors, args, kwargs)
         random = generators(frozenset(x.device for x in tensors.values()))
-        strangers = {id(own_tensor(places, name)) for name in tensors} - {
-            *map(id, tensors.values())
-        }
+        own = {id(own_tensor(places, name)) for name in tensors} - {*map(id, tensors.values())}
         try:
-            with seeing(before=partial(_look, strangers)):
-                result = _in_shell(places, shell, tensors, args, kwargs)
-            places.seen.add(training)
+            with seeing(before=partial(_refuse_own, own)):
+                result = _call_shell(places, shell, tensors, args, kwargs)
+            places.safe_modes.add(training)
             return result
         except LeadsBackError:
             places.leads_back.add(True)
             restore(random)
     with ALONE:
-        return _in_place(places, tensors, args, kwargs)
+        return _call_itself(places, tensors, args, kwargs)
 
 
 class LeadsBackError(BaseException):
-    """A part of a shell uses a tensor of the module itself. Only ``call`` may catch it."""
+    """A part of a shell uses a tensor of the module itself; only ``call_module`` may catch it."""
 
 
-def _look(strangers: set[int], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if any(id(x) in strangers for x in tree_leaves((args, kwargs))):
+def _refuse_own(own: set[int], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if any(id(x) in own for x in tree_leaves((args, kwargs))):
         raise LeadsBackError
 
 
-def _in_place(
+def _call_itself(
     places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
     # One dict: a buffer that the module assigns anew is written back to it and no other.
@@ -227,9 +211,9 @@ def _in_place(
     return out, held
 
 
-def _in_shell(
+def _call_shell(
     places: Places,
-    shell: Shell,
+    shell: "Shell",
     tensors: Mapping[str, Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -242,7 +226,7 @@ def _in_shell(
     for name in tensors:
         table, key = shell.slots[name][0]
         held[name] = table[key]
-    if changed(shell.ours[0]):
+    if changed(shell.ours):
         _assign(places, shell)
     # One whose call failed, or that a checkpoint holds on to, is left as it is.
     alone = _references(shell.modules) == shell.references
@@ -260,37 +244,47 @@ def _in_shell(
     return out, held
 
 
-def _taken(places: Places) -> Shell | None:
+# Shells -----------------------------------------------------------------------------------------
+
+
+class Shell:
+    """Copies of all modules in a module, which have its tables and no attributes yet."""
+
+    def __init__(self, places: Places) -> None:
+        copies = {id(module): object.__new__(type(module)) for module in places.modules}
+        self.modules: list[nn.Module] = [*copies.values()]
+        self.theirs = self.ours = contents_of([])  # attributes of the modules, and of the copies
+        self.references: list[int] = []  # how many there are to each copy between two calls
+        self.tables: list[tuple[Vars, Vars]] = []  # of the copies, and their contents between calls
+        for module, were in zip(places.modules, places.were, strict=True):
+            copy = copies[id(module)]
+            children = {key: copies.get(id(child)) for key, child in were[CHILDREN].items()}
+            for name, contents in (were | {CHILDREN: children}).items():
+                vars(copy)[name] = dict(contents)
+                self.tables.append((vars(copy)[name], dict(contents)))
+            origins[copy] = module
+        self.slots = {
+            name: [(vars(self.modules[i])[table], key) for i, table, key in slots]
+            for name, slots in places.slots.items()
+        }
+
+
+def _take_shell(places: Places) -> Shell | None:
     """A shell that is up to date; None for a module that cannot have one."""
     if places.leads_back:
         return None
     if changed(places.kept):
-        raise RuntimeError(what_changed(places))
-    shell = places.idle.shells.pop() if places.idle.shells else _new(places)
-    if not shell.theirs or changed(shell.theirs[0]):
+        raise what_changed(places)
+    shell = places.idle.shells.pop() if places.idle.shells else Shell(places)
+    if not shell.theirs.dicts or changed(shell.theirs):
         return _refreshed(places, shell)
     return shell
 
 
-def _new(places: Places) -> Shell:
-    """Copies of all modules that have tables, and nothing else yet."""
-    copies = {id(x): object.__new__(type(x)) for x in places.modules}
-    shell = Shell([*copies.values()], [], [], [], {}, [])
-    for module, (params, buffers, children) in zip(places.modules, places.were, strict=True):
-        children = {key: copies.get(id(child)) for key, child in children.items()}
-        for name, table in zip(TABLES, (dict(params), dict(buffers), children), strict=True):
-            vars(copies[id(module)])[name] = table
-            shell.tables.append((table, dict(table)))
-        origins[copies[id(module)]] = module
-    for name, slots in places.slots.items():
-        shell.slots[name] = [(vars(shell.modules[i])[table], key) for i, table, key in slots]
-    return shell
-
-
 def _refreshed(places: Places, shell: Shell) -> Shell | None:
-    """Copy the attributes of all modules, if none leads back."""
+    """The shell with the attributes that the modules have now, if none leads back."""
     modules = {*map(id, places.modules)}
-    theirs = picture([*map(vars, places.modules)])
+    theirs = contents_of([*map(vars, places.modules)])
     if any(_leads_back(module, modules) for module in places.modules):
         places.leads_back.add(True)
         return None
@@ -299,8 +293,8 @@ def _refreshed(places: Places, shell: Shell) -> Shell | None:
         tables = {name: mine[name] for name in TABLES}
         mine.clear()
         mine.update({**now, **tables})
-    shell.theirs[:], shell.ours[:] = [theirs], [picture(ours)]
-    shell.references[:] = _references(shell.modules)
+    shell.theirs, shell.ours = theirs, contents_of(ours)
+    shell.references = _references(shell.modules)
     return shell
 
 
@@ -315,19 +309,19 @@ def _assign(places: Places, shell: Shell) -> None:
         for key in theirs.keys() - mine.keys():
             del theirs[key]
         for key, value in mine.items():
-            if key not in TABLES and not is_cache(key) and theirs.get(key, _NONE) is not value:
+            if key not in TABLES and not is_cache(key) and theirs.get(key, _ABSENT) is not value:
                 theirs[key] = value
-    shell.theirs.clear()  # so that the copies are made anew before the next call
+    shell.theirs = contents_of([])  # so that the attributes are copied anew before the next call
 
 
-_NONE = object()
+_ABSENT = object()
 
 
-# Ways back ------------------------------------------------------------------------------
+# Ways back --------------------------------------------------------------------------------------
 
 
 def _leads_back(module: nn.Module, modules: set[int]) -> bool:
-    """Whether an attribute of a module leads to it or to others in the same one."""
+    """Whether an attribute of a module leads to one of some modules, given by their ids."""
     attributes = (value for key, value in vars(module).items() if key not in TABLES)
     return any(_reaches(x, modules, 3) for x in attributes)
 
@@ -336,7 +330,7 @@ def _reaches(value: Any, modules: set[int], depth: int) -> bool:
     if id(value) in modules:
         return True
     if not depth or isinstance(value, (Tensor, nn.Module, Places, type, str, int, float)):
-        return False  # by its Places a module is called in a shell
+        return False  # what holds Places calls their module in a shell
     inside: Iterable[Any] = getattr(value, "__dict__", {}).values()
     if isinstance(value, MethodType):
         inside = (value.__self__,)

@@ -1,9 +1,9 @@
 """A module's forward as a graph of torch.fx, in which each BatchNorm is a call of F.batch_norm.
 
 torch.fx calls ``forward`` once, with a stand-in for the input, and writes down what it does. What
-it would lose without a word is refused here: modes that forward enters, attributes that it
-assigns, numbers that it draws, hooks on a module that is taken apart. It is a copy of the module
-that is called, and in a thread of its own, where no mode and no transform of the caller's is.
+would be lost in silence is refused here: modes that forward enters, attributes that it assigns,
+numbers that it draws, hooks on a module that is taken apart. What is called is a copy of the
+module, in a thread of its own, where no mode and no transform of the caller's is active.
 """
 
 import linecache
@@ -27,145 +27,17 @@ from .._base import BUFFERS, module_vars, seeing, tree_leaves, version
 from .batch_norm import BATCH_NORMS, WithoutBatchNorm, couples, in_training
 
 
-TracedArguments = Callable[
-    [Any], tuple[Any, Mapping[str, Any]]
-]  # of a module, from a list of tensors
-
-
-class _Root(nn.Module):
-    """A copy of the module, called with its tensors as one list."""
-
-    def __init__(self, module: nn.Module, arguments: TracedArguments) -> None:
-        super().__init__()
-        shared: list[Any] = [*module.parameters(), *module.buffers()]
-        for part in module.modules():
-            shared += [x for x in module_vars(part).values() if isinstance(x, Tensor)]
-            shared += [hook for _, hooks in _hooks(part) for hook in hooks]
-        self.module, self.arguments = deepcopy(module, {id(x): x for x in shared}), arguments
-        for part in self.module.modules():
-            if couples(part):  # of the batches it is counted how many, and of the stand-in nothing
-                vars(part)[BUFFERS]["num_batches_tracked"] = None
-                vars(part)["_check_input_dim"] = _nothing
-
-    def forward(self, given: Any) -> Any:
-        args, kwargs = self.arguments(given)
-        return self.module(*args, **kwargs)
-
-
-def _nothing(_: Any) -> None:
-    pass
-
-
-def _batch_norm(layer: Any, input: Any) -> Any:
-    """What ``forward`` of torch's BatchNorm layers calls, SyncBatchNorm among them."""
-    tracked = not layer.training or layer.track_running_stats
-    statistics = (layer.running_mean, layer.running_var) if tracked else (None, None)
-    affine = layer.weight, layer.bias
-    return F.batch_norm(input, *statistics, *affine, True, layer.momentum or 0.0, layer.eps)
-
-
-_ITS_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
-
-
-class _Proxy(fx.Proxy):
-    """Records ``x[i] = y`` and ``x += y``, which torch.fx refuses and takes for ``x + y``."""
-
-    def __setitem__(self, at: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, at, value), {})
-
-
-def _record(write: Callable[..., Any]) -> Callable[..., Any]:
-    def recorded(self: fx.Proxy, other: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", write, (self, other), {})
-
-    return recorded
-
-
-_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
-AUGMENTED = {getattr(operator, name): f"__{name}__" for name in _AUGMENTED.split()}
-for _write, _name in AUGMENTED.items():
-    setattr(_Proxy, _name, _record(_write))
-
-
-class _Tracer(fx.Tracer):
-    """torch's own; it looks into BatchNorm layers, and refuses what would be lost."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modes, self.thread = _modes(), threading.get_ident()
-        self.taken_apart: list[str] = []
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, BATCH_NORMS):
-            return not couples(m)
-        return super().is_leaf_module(m, module_qualified_name)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        if threading.get_ident() != self.thread:  # torch.fx puts itself into all modules
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != self.thread:
-            return forward(*args, **kwargs)
-        path = self.path_of_module(m)
-        if not self.is_leaf_module(m, path):
-            self.taken_apart.append(path)
-            if hooks := _hooks(m):
-                raise _Lost(
-                    f"{path} ({type(m).__name__}) has {hooks[0][0]}, which would not run: the "
-                    "module is taken apart. Remove them."
-                )
-        if not couples(m):
-            return super().call_module(m, forward, args, kwargs)
-        if type(m).forward in _ITS_FORWARDS:
-            return super().call_module(m, partial(_batch_norm, m), args, kwargs)
-        before = {n for n in self.graph.nodes if n.target is F.batch_norm}
-        out = super().call_module(m, forward, args, kwargs)
-        if not any(n.target is F.batch_norm and n not in before for n in self.graph.nodes):
-            raise _Lost(
-                f"{path} ({type(m).__name__}) has a forward of its own which does not call "
-                "F.batch_norm, so that there is no cut at it. Call that, or super().forward."
-            )
-        return out
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _modes() != self.modes:
-            raise TypeError("it computes under no_grad or autocast, which is not recorded")
-        return super().create_node(*args, **kwargs)
-
-
-def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """Where a module keeps the hooks that run when it is called."""
-    tables = module_vars(module).items()
-    return {k: v for k, v in tables if k.endswith(("ward_hooks", "ward_pre_hooks"))}
-
-
-def _hooks(module: nn.Module) -> list[tuple[str, list[Any]]]:
-    tables = hook_tables(module).items()
-    return [(k.strip("_").replace("_", " "), [*v.values()]) for k, v in tables if v]
-
-
-class _Lost(ValueError):
-    """Its message says all."""
-
-
-def _modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
+# The arguments of a module, made of a list of tensors.
+TracedArguments = Callable[[Any], tuple[Any, Mapping[str, Any]]]
 
 
 class Trace(NamedTuple):
     """What the forward of a module does.
 
     Args:
-        root: For the names in the graph. The module is called ``module``, and beside it are the
-            tensors that its forward makes of numbers.
-        graph: Of one argument, the list of tensors.
+        root: Where the names in the graph are looked up: the module, as ``module``, and beside it
+            the tensors that its forward makes of numbers.
+        graph: A graph of one argument, the list of tensors.
         taken_apart: The names of the modules whose forward was looked into.
     """
 
@@ -176,9 +48,9 @@ class Trace(NamedTuple):
 
 def trace(module: nn.Module, arguments: TracedArguments) -> Trace:
     """Trace a module that is called with some arguments."""
-    # torch.fx puts itself into all modules for that time: one after the other
-    with _ONE, ThreadPoolExecutor(1) as thread:
-        found = thread.submit(_with_its_numbers, module, arguments).result()
+    # One trace at a time, since torch.fx patches nn.Module while it traces.
+    with _ALONE, ThreadPoolExecutor(1) as thread:
+        found = thread.submit(_traced_without_draws, module, arguments).result()
     if found is None:
         raise ValueError(
             f"forward of module ({type(module).__name__}) draws random numbers that do not depend "
@@ -189,21 +61,24 @@ def trace(module: nn.Module, arguments: TracedArguments) -> Trace:
     for name, x in module_vars(found.root).items():
         if isinstance(x, Tensor):
             setattr(root, name, x)
-    root.module = module
+    root.module = module  # in place of its copy
     return found._replace(root=root)
 
 
-_ONE = threading.Lock()
+_ALONE = threading.Lock()
 
 
-def _with_its_numbers(module: nn.Module, arguments: TracedArguments) -> Trace | None:
-    """The trace; None where forward draws random numbers, of torch or Python, for itself."""
+# Draws ----------------------------------------------------------------------------------------
+
+
+def _traced_without_draws(module: nn.Module, arguments: TracedArguments) -> Trace | None:
+    """The trace; None if forward draws random numbers, torch's or Python's, for itself."""
     python = random.getstate()
     try:
-        with seeing(before=_refuse_torch_s):
+        with seeing(before=_refuse_torch_draw):
             found = _traced(module, arguments)
             if python != random.getstate():  # another thread may have drawn, so look
-                sys.setprofile(_refuse_python_s)
+                sys.setprofile(_refuse_python_draw)
                 try:
                     found = _traced(module, arguments)
                 finally:
@@ -216,17 +91,20 @@ def _with_its_numbers(module: nn.Module, arguments: TracedArguments) -> Trace | 
 
 
 class _DrawnError(BaseException):
-    """Only ``trace`` may catch it."""
+    """Forward draws a random number; only ``_traced_without_draws`` may catch it."""
 
 
-def _refuse_torch_s(operation: Any, *_: Any) -> None:
+def _refuse_torch_draw(operation: Any, *_: Any) -> None:
     if torch.Tag.nondeterministic_seeded in operation.tags:
         raise _DrawnError
 
 
-def _refuse_python_s(_: Any, event: str, called: Any) -> None:
+def _refuse_python_draw(_: Any, event: str, called: Any) -> None:
     if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
         raise _DrawnError("random")
+
+
+# A trace --------------------------------------------------------------------------------------
 
 
 def _traced(module: nn.Module, arguments: TracedArguments) -> Trace:
@@ -256,13 +134,148 @@ def _traced(module: nn.Module, arguments: TracedArguments) -> Trace:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What stands in a module, by identity."""
+    """What each attribute of a module holds, by identity."""
 
     def seen(x: Any) -> Any:
         inside = x.values() if isinstance(x, dict) else x if isinstance(x, (list, set)) else [x]
         return type(x), [*map(id, inside)]
 
     return {name: seen(x) for name, x in module_vars(module).items()}
+
+
+class _Lost(ValueError):
+    """Something would be lost in silence; the message says all, so nothing is added to it."""
+
+
+class _Root(nn.Module):
+    """A copy of the module, called with its tensors as one list."""
+
+    def __init__(self, module: nn.Module, arguments: TracedArguments) -> None:
+        super().__init__()
+        shared: list[Any] = [*module.parameters(), *module.buffers()]
+        for part in module.modules():
+            shared += [x for x in module_vars(part).values() if isinstance(x, Tensor)]
+            shared += [hook for table in hook_tables(part).values() for hook in table.values()]
+        self.module, self.arguments = deepcopy(module, {id(x): x for x in shared}), arguments
+        for part in self.module.modules():
+            if couples(part):  # the stand-in is no batch to count, and has no dims to check
+                vars(part)[BUFFERS]["num_batches_tracked"] = None
+                vars(part)["_check_input_dim"] = lambda _: None
+
+    def forward(self, given: Any) -> Any:
+        args, kwargs = self.arguments(given)
+        return self.module(*args, **kwargs)
+
+
+class _Proxy(fx.Proxy):
+    """Records ``x[i] = y``, which torch.fx refuses, and ``x += y``, which it takes for a sum."""
+
+
+def _record(write: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(self: fx.Proxy, *args: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", write, (self, *args), {})
+
+    return recorded
+
+
+_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
+AUGMENTED = {getattr(operator, name) for name in _AUGMENTED.split()}
+WRITES = AUGMENTED | {operator.setitem}
+for _write in WRITES:
+    setattr(_Proxy, f"__{_write.__name__}__", _record(_write))
+
+
+class _Tracer(fx.Tracer):
+    """torch.fx's tracer, which looks into BatchNorm layers and refuses what would be lost."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes, self.thread = _modes(), threading.get_ident()
+        self.taken_apart: list[str] = []
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, BATCH_NORMS):
+            return not couples(m)
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if threading.get_ident() != self.thread:  # it is nn.Module that torch.fx patches
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        path = self.path_of_module(m)
+        if not self.is_leaf_module(m, path):
+            self.taken_apart.append(path)
+            for kind, hooks in hook_tables(m).items():
+                if hooks:
+                    raise _Lost(
+                        f"{path} ({type(m).__name__}) has {kind}, which would not run: the module "
+                        "is taken apart. Remove them."
+                    )
+        if not couples(m):
+            return super().call_module(m, forward, args, kwargs)
+        if type(m).forward in _ITS_FORWARDS:
+            return super().call_module(m, partial(_batch_norm, m), args, kwargs)
+        before = {n for n in self.graph.nodes if n.target is F.batch_norm}
+        out = super().call_module(m, forward, args, kwargs)
+        if not any(n.target is F.batch_norm and n not in before for n in self.graph.nodes):
+            raise _Lost(
+                f"{path} ({type(m).__name__}) has a forward of its own which does not call "
+                "F.batch_norm, so that there is no cut at it. Call that, or super().forward."
+            )
+        return out
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self.modes:
+            raise TypeError("it computes under no_grad or autocast, which is not recorded")
+        return super().create_node(*args, **kwargs)
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
+
+
+def _batch_norm(layer: Any, input: Any) -> Any:
+    """What ``forward`` of torch's BatchNorm layers calls, SyncBatchNorm among them."""
+    tracked = not layer.training or layer.track_running_stats
+    statistics = (layer.running_mean, layer.running_var) if tracked else (None, None)
+    affine = layer.weight, layer.bias
+    return F.batch_norm(input, *statistics, *affine, True, layer.momentum or 0.0, layer.eps)
+
+
+_ITS_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
+
+
+def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """The tables of hooks that run when a module is called, by the kind of hook."""
+    return {
+        name.strip("_").replace("_", " "): table
+        for name, table in module_vars(module).items()
+        if name.endswith(("ward_hooks", "ward_pre_hooks"))  # forward and backward ones
+    }
+
+
+# Nodes and messages ---------------------------------------------------------------------------
+
+
+def name_of(node: fx.Node) -> str:
+    """What the function, method, module or tensor of a node is called."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def place(node: fx.Node) -> str:
+    """The module in whose forward a node stands."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path, cls = stack[-1] if stack else ("module", None)
+    return f"{path} ({cls.__name__})" if isinstance(cls, type) else str(path)
 
 
 def _untraceable(root: nn.Module, error: Exception) -> str:
@@ -284,20 +297,6 @@ def _untraceable(root: nn.Module, error: Exception) -> str:
         "numbers or shapes that it is given. Put the branch into a function under torch.fx.wrap, "
         "which is not looked into; or leave microbatch_size out, and the batch is taken whole."
     )
-
-
-def name_of(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def place(node: fx.Node) -> str:
-    """The module in whose forward a node stands."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path, cls = stack[-1] if stack else ("module", None)
-    return f"{path} ({cls.__name__})" if isinstance(cls, type) else str(path)
-
-
-# What would go wrong without a word ---------------------------------------------------------
 
 
 def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
@@ -323,7 +322,7 @@ def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
 
 
 def written_to(name: str) -> str:
-    """A buffer, or a module with buffers, that forward changes."""
+    """The error for a buffer, or a module with buffers, that forward changes."""
     return (
         f"{name} is written to in forward, which is run for every microbatch and again for its "
         "derivatives, and would write each time. Only BatchNorm's running statistics are updated: "
@@ -335,7 +334,7 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def watched(func: Any) -> Any:
-    """A function, watched if torch.fx did not look into it."""
+    """Watch a function, if it is one that torch.fx did not look into."""
     if not isinstance(func, FunctionType) or func.__module__.startswith(("torch", "operator")):
         return func
 

@@ -1,4 +1,9 @@
-"""The gradients of single samples, reduced while they stream."""
+"""The gradients of single samples, reduced while they stream.
+
+``chunks`` takes the gradients of a few samples at a time, ``reducers`` say what becomes of them,
+and ``per_sample`` makes a function and an accumulator of the two. ``clipping`` and ``noise_scale``
+are what that is used for: DP-SGD's noisy sum, and how much gradients scatter.
+"""
 
 from .clipping import add_noise as add_noise
 from .clipping import clipped_sum as clipped_sum

@@ -3,8 +3,8 @@
     for chunk in microbatches(batch, chunk_size):
         yield vmap(gradient of one sample)(chunk)
 
-What a sample adds to the sum of its batch is the gradient of its loss; of ``Weighted``, that of its
-total. All that comes out has the samples along dim 0.
+What a sample adds to the sum of its batch is the gradient of its loss, or of its total where the
+loss is ``Weighted``. All that comes out has the samples along dim 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,6 +35,7 @@ from .._base import (
 from .._core import (
     PASSES,
     Batch,
+    Engine,
     Given,
     Wrt,
     check_size,
@@ -58,7 +59,7 @@ Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
 
 
 class Sampling(NamedTuple):
-    """How the gradients of samples are taken: what stays the same for all of them."""
+    """How the gradients of samples are taken, the same for all of them."""
 
     has_aux: bool
     chunk_size: int | None
@@ -71,10 +72,10 @@ class Sampling(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What some samples came to."""
+    """What the samples of a chunk came to."""
 
-    grads: list[Tensor]  # as transformed, but still to be multiplied by
-    factor: Tensor | tuple[()]  # one number a sample
+    grads: list[Tensor]  # transformed, but for the multiplication by
+    factor: Tensor | tuple[()]  # one number per sample
     spec: optree.PyTreeSpec  # of one sample's gradient
     value: Tensor  # losses, or the totals of ``Weighted``
     weight: Tensor | tuple[()]  # of ``Weighted``
@@ -82,11 +83,11 @@ class Chunk(NamedTuple):
     metrics: Tree
 
 
-SampleLoss = Callable[[list[Tensor], Tree], Any]  # a loss, of leaves and a sample
+SampleLoss = Callable[[list[Tensor], Tree], Any]  # of the params' leaves and a sample
 
 
-def check_sampling(func: Any, how: Sampling) -> Sampling:
-    """The same, or an error that says what is wrong with it."""
+def check_sampling(how: Sampling) -> Sampling:
+    """The sampling itself, or an error that says what is wrong with it."""
     if how.chunk_size is not None:
         how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
     check_choice(how.randomness, ("error", "different", "same"), "randomness")
@@ -118,7 +119,7 @@ def sampled(
     batches: tuple[int, ...],
     how: Sampling,
 ) -> tuple[Iterator[Chunk], list[Tree]]:
-    """The chunks of a call, and what will lie beside their gradients as they come."""
+    """The chunks of a call, and a list that gets the aux and metrics of each as it comes."""
     leaves, spec = read_params(params)
     refuse_sharded(leaves, "params", NO_SAMPLES)
     cut_at = positions(batches, len(args), "batch_argnums")
@@ -144,7 +145,7 @@ def sampled(
             yield chunk
 
     def watched() -> Iterator[Chunk]:
-        given = Given("params", leaves, spec), Given("args", *batch[:2])
+        given = Given("params", leaves, spec), Given("args", batch.leaves, batch.spec)
         with guarding(known_of(func), *given) as guarded:
             yield from noted(guarded(call))
 
@@ -152,7 +153,7 @@ def sampled(
 
 
 def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
-    """A result, and aux and metrics where there are any."""
+    """A result, and aux and metrics if there are any."""
     if not how.has_aux and how.metrics is None:
         return result
     aux, metrics = tree_map(lambda *parts: torch.cat(parts), *beside)
@@ -163,12 +164,11 @@ def _chunks(
     call: SampleLoss, leaves: list[Tensor], spec: optree.PyTreeSpec, batch: Batch, how: Sampling
 ) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
-    if how.engine == "autograd":
-        wrt = prepare(leaves, "autograd", set())
-    elif how.carries_graph or transform_active() or forward_ad_active():
-        wrt = Wrt(leaves, [], None, set(), frozenset())
+    if how.engine == "vmap" and (how.carries_graph or transform_active() or forward_ad_active()):
+        # Nothing is detached where results carry an outer graph.
+        wrt = Wrt(leaves=leaves, large=[], records=None, recomputes=set(), devices=frozenset())
     else:
-        wrt = prepare(leaves, "func", set())
+        wrt = prepare(leaves, _ENGINES[how.engine], set())
     size = how.chunk_size or max(batch.rows or 0, 1)
     for part in cut(batch, size):
         with nullcontext() if wrt.records is None else torch.no_grad():
@@ -176,9 +176,12 @@ def _chunks(
         yield chunk
 
 
+_ENGINES: dict[SampleEngine, Engine] = {"vmap": "func", "autograd": "autograd"}
+
+
 def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:
     given, part_spec = flatten(part)
-    forward = PASSES["autograd" if how.engine == "autograd" else "func"]
+    forward = PASSES[_ENGINES[how.engine]]
     specs: dict[str, optree.PyTreeSpec] = {}
 
     def one(*tensors: Tensor) -> Any:
@@ -187,7 +190,7 @@ def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how:
         seen, shape, pull, _ = forward(lambda leaves: call(leaves, sample), wrt, {}, how.has_aux)
         pulled = pull(torch.ones_like(seen.total))
         pairs = zip(wrt.leaves, pulled, strict=True)
-        grads = unflatten(spec, [_dense(x, g) for x, g in pairs])
+        grads = unflatten(spec, [_gradient_of(x, g) for x, g in pairs])
         scaling = _scaling(how.transform)
         norm = None if scaling is None and how.metrics != "norm" else global_norm(grads)
         metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
@@ -203,21 +206,21 @@ def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how:
 
     tensors = [x for x in given if isinstance(x, Tensor)]
     with cutting(True):  # a sample is no batch
-        kept, factor, value, weight, aux, metrics = _each(one, tensors, how)
-    if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where a gradient is
+        kept, factor, value, weight, aux, metrics = _over_samples(one, tensors, how)
+    if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where the gradient is NaN
         factor = torch.where(counts(value, weight), factor, 0.0)
     return Chunk(
-        kept,
-        factor,
-        specs["grads"],
-        value,
-        weight,
-        unflatten(specs["aux"], aux),
-        unflatten(specs["metrics"], metrics),
+        grads=kept,
+        factor=factor,
+        spec=specs["grads"],
+        value=value,
+        weight=weight,
+        aux=unflatten(specs["aux"], aux),
+        metrics=unflatten(specs["metrics"], metrics),
     )
 
 
-def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
+def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
     if how.engine == "autograd":
         outs = [one(*row) for row in zip(*tensors, strict=True)]
         return tree_map(lambda *xs: torch.stack(xs), *outs)
@@ -229,7 +232,7 @@ def _each(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
         raise RuntimeError(why) from error
 
 
-def _dense(leaf: Tensor, grad: Tensor | None) -> Tensor:
+def _gradient_of(leaf: Tensor, grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.zeros_like(leaf)
     return grad.to_dense() if grad.is_sparse else grad
@@ -238,8 +241,10 @@ def _dense(leaf: Tensor, grad: Tensor | None) -> Tensor:
 TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample."
 
 
-def transformed_like(transform: Callable[[Tree], Tree], params: Tree) -> Tree:
+def like_transformed(transform: Transform, params: Tree) -> Tree:
     """A tree like what a transform makes of one gradient."""
+    if not callable(transform):
+        return params
     like = transform(tree_map(torch.zeros_like, params))
     if not read_tensors(like, TRANSFORMED, OF_EACH)[0]:
         raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
@@ -247,7 +252,7 @@ def transformed_like(transform: Callable[[Tree], Tree], params: Tree) -> Tree:
 
 
 def _scaling(transform: Transform) -> Callable[[Tensor], Tensor] | None:
-    """What a gradient is multiplied by, given its norm, where that is all that becomes of it."""
+    """What a gradient is multiplied by, as a function of its norm, if a transform is no more."""
     if transform == "normalize":
         return lambda norm: torch.where(norm > 0, 1 / norm, 0.0)
     return transform.factor if isinstance(transform, GradientMap) else None

@@ -1,6 +1,6 @@
 """The inner part of DP-SGD: no sample adds more than a given norm, and noise is added to the sum.
 
-Neither accounts for privacy. What a run has spent follows from the sampling rate, ``std /
+Neither function accounts for privacy. What a run has spent follows from the sampling rate, ``std /
 max_norm`` and the number of steps: ``opacus.accountants`` works it out.
 """
 
@@ -88,8 +88,8 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
 
         leaf + std * normal(fold_in(key, i), leaf.shape)
 
-    It serves research: a generator that withstands an attacker, and floating-point attacks on
-    noise, are other matters.
+    It is for research: its generator does not withstand an attacker, nor the noise an attack on
+    floating-point rounding.
 
     Args:
         tree: Sums, such as those of ``clipped_sum``; a complex number gets noise in both parts.
@@ -110,7 +110,7 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
     """
     if not isinstance(std, Tensor):
         check_at_least(0.0, std=as_float(std))
-    else:  # what is below zero cannot be seen without waiting for the device
+    else:  # NaN, and no error: a look at a number would wait for the device
         std = torch.where(std >= 0, std, torch.nan)
     if not isinstance(key, Tensor) or key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"key is {key!r}; expected one key of shape (2,): pureaccum.key(seed).")

@@ -1,7 +1,7 @@
-"""How much gradients scatter, from the norms that a pass sees anyway.
+"""How much gradients scatter, from norms that are at hand anyway.
 
-Let s be what a microbatch adds to the sum S, w its weight, W the sum of the K weights; G the true
-gradient and tr(Σ) the variance of the gradient of one sample. Then, whatever the weights,
+Let s be what a microbatch adds to the sum S, w its weight, and W the sum of the K weights; let G be
+the true gradient, and tr(Σ) the variance of the gradient of one sample. Then, for any weights,
 
     E sum |s|²/w = W |G|² + K tr(Σ)         E |S|²/W = W |G|² + tr(Σ)
 
@@ -24,6 +24,8 @@ from .._base import (
     paths,
     read_params,
     tree_leaves,
+    tree_map,
+    where,
 )
 from .._core import AccumState
 from .reducers import Moments
@@ -38,10 +40,10 @@ class NoiseScale(NamedTuple):
             in samples or in what ``Weighted`` counts; inf where no signal is seen.
         signal: The squared norm of the true gradient, without the noise in it; may be negative.
         noise: The variance of the gradient of one sample: the trace of its covariance.
-        snr: What the gradient of a batch of this size has, ``signal / (noise / weight)``.
-        cosine: Between the gradients of two microbatches: mean inner product by mean square.
+        snr: The signal-to-noise ratio of a batch of this size, ``signal / (noise / weight)``.
+        cosine: That of the gradients of two microbatches: mean inner product by mean square.
         low: With ``high``, a 95 % confidence interval of ``scale``; 0 and inf for one batch.
-        high: See there.
+        high: The upper end of that interval.
 
     Example:
         >>> import torch
@@ -51,7 +53,7 @@ class NoiseScale(NamedTuple):
         tensor(3.8333, dtype=torch.float64)
 
     References:
-        ``noise_scale``, which makes it of one batch, and ``running_noise_scale``, of many.
+        ``noise_scale``, which makes it of one batch; ``running_noise_scale``, of many.
     """
 
     scale: Tensor
@@ -65,7 +67,7 @@ class NoiseScale(NamedTuple):
 
 @loadable
 class BatchNoise(NamedTuple):
-    """What one batch says; a vector has all leaves together first, then each leaf."""
+    """What one batch says; a vector begins with all leaves together, and goes on leaf by leaf."""
 
     signal: Tensor
     noise: Tensor
@@ -77,8 +79,8 @@ class BatchNoise(NamedTuple):
 class NoiseAverages(NamedTuple):
     """Moving averages of ``signal`` and ``noise``, their products and squares, not yet corrected.
 
-    ``share`` is what an average of ones would be, by which all are divided; ``squares`` is the sum
-    of the squared shares of single batches, which tells of how many batches an average is.
+    ``share`` is the same average of ones, by which all are divided when they are read; ``squares``
+    is the sum of the squared shares of single batches, which tells how many are averaged.
     """
 
     signal: Tensor
@@ -97,7 +99,7 @@ class RunningNoiseScale(NamedTuple):
 
     Attributes:
         init: ``init(params)`` gives averages of nothing.
-        update: ``update(averages, seen)`` gives those with a batch more, of which ``seen`` is what
+        update: ``update(averages, seen)`` gives averages with one more batch; ``seen`` is what
             ``noise_scale`` takes.
         read: ``read(averages, like=None)`` gives what ``noise_scale`` gives, with an interval.
     """
@@ -141,7 +143,7 @@ def noise_scale(seen: Any, like: Tree = None) -> Any:
     """
     batch = read_noise(seen)
     nowhere = torch.zeros_like(batch.signal)
-    return _each(batch, (nowhere, nowhere + torch.inf), like)
+    return _scales(batch, (nowhere, nowhere + torch.inf), like)
 
 
 def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
@@ -186,8 +188,9 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
     def init(params: Tree) -> NoiseAverages:
         """Averages of nothing."""
         leaves, _ = read_params(params)
-        each = torch.zeros(5, len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
-        return _averages([*map(torch.clone, each), *map(torch.clone, each[:4, 0])])
+        vector = torch.zeros(len(leaves) + 1, dtype=torch.float64, device=leaves[0].device)
+        like = _averages_of(BatchNoise(vector, vector, vector[0], vector[0]))
+        return tree_map(torch.zeros_like, like)
 
     def update(averages: NoiseAverages, seen: Any) -> NoiseAverages:
         """The averages with one batch more, if that says anything."""
@@ -199,20 +202,20 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
                 f"the batch has {len(signal) - 1} leaves, the averages {len(averages.signal) - 1}; "
                 "averages belong to the params that they were made from by init."
             )
-        new = (signal, noise, signal * signal, signal * noise, noise * noise, *batch[2:])
         ok = torch.isfinite(torch.cat([signal, noise])).all()
-        values = [decay * old + (1 - decay) * x for old, x in zip(averages, new, strict=False)]
-        share = decay * averages.share + (1 - decay)
+        later = tree_map(
+            lambda old, x: decay * old + (1 - decay) * x, averages, _averages_of(batch)
+        )
         squares = decay**2 * averages.squares + (1 - decay) ** 2
-        later = zip([*values, share, squares], averages, strict=True)
-        return _averages([torch.where(ok, x, old) for x, old in later])
+        return where(ok, later._replace(squares=squares), averages)
 
     def read(averages: NoiseAverages, like: Tree = None) -> Any:
         """What the averages say, with a confidence interval."""
         check_state(averages, NoiseAverages, "running_noise_scale", "averages")
-        mean = _averages([*(x / averages.share for x in averages[:7]), *averages[7:]])
+        mean = tree_map(lambda x: x / averages.share, averages)
+        mean = mean._replace(share=averages.share, squares=averages.squares)
         batch = BatchNoise(mean.signal, mean.noise, mean.weight, mean.pieces)
-        return _each(batch, _interval(mean), like)
+        return _scales(batch, _interval(mean), like)
 
     return RunningNoiseScale(init, update, read)
 
@@ -220,12 +223,24 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
 # Pieces --------------------------------------------------------------------------------
 
 
-def _averages(fields: list[Tensor]) -> NoiseAverages:
-    return NoiseAverages(*fields)  # pyright: ignore[reportCallIssue]
+def _averages_of(batch: BatchNoise) -> NoiseAverages:
+    """The averages of one batch alone."""
+    signal, noise, one = batch.signal, batch.noise, torch.ones_like(batch.weight)
+    return NoiseAverages(
+        signal=signal,
+        noise=noise,
+        signal_signal=signal * signal,
+        signal_noise=signal * noise,
+        noise_noise=noise * noise,
+        weight=batch.weight,
+        pieces=batch.pieces,
+        share=one,
+        squares=one,
+    )
 
 
 def read_noise(seen: Any) -> BatchNoise:
-    """What one batch says, however it was seen."""
+    """What one batch says: of whatever ``noise_scale`` takes."""
     counted = {BatchNoise: "pieces", Moments: "samples", AccumState: "total"}.get(type(seen))
     if counted is not None and getattr(seen, counted).dim() != 0:
         raise ValueError(
@@ -254,7 +269,7 @@ def read_noise(seen: Any) -> BatchNoise:
 
 
 def noise_of(means: list[Tensor], squares: Tensor, weight: Tensor, pieces: Tensor) -> BatchNoise:
-    """From the norm of each leaf's mean gradient, and its sum of |s|² / w."""
+    """What a batch says, from the norm of each leaf's mean gradient and its sum of |s|² / w."""
     between = torch.stack([x.to(squares.device).double() for x in means]) ** 2 * weight
     noise = torch.where(pieces > 1, (squares - between) / (pieces - 1), torch.nan)
     signal = (between - noise) / weight
@@ -262,7 +277,8 @@ def noise_of(means: list[Tensor], squares: Tensor, weight: Tensor, pieces: Tenso
     return BatchNoise(signal, noise, weight.double().clone(), pieces.double().clone())
 
 
-def _each(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: Tree) -> Any:
+def _scales(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: Tree) -> Any:
+    """The noise scale of all leaves together, or a dict with that of each leaf."""
     signal, noise, weight, pieces = batch
     scale = torch.where(signal > 0, noise / signal, torch.where(signal <= 0, torch.inf, torch.nan))
     snr, cosine = signal * weight / noise, signal / (signal + noise * pieces / weight)
@@ -278,9 +294,9 @@ def _each(batch: BatchNoise, interval: tuple[Tensor, Tensor], like: Tree) -> Any
 
 
 def _interval(mean: NoiseAverages) -> tuple[Tensor, Tensor]:
-    """Fieller: all r for which ``noise - r * signal`` is zero, within what batches differ by."""
+    """Fieller's: all r for which ``noise - r * signal`` is zero, as far as batches differ."""
     a, b = mean.noise, mean.signal
-    # one less than how many batches of equal share would be as good; rounding leaves 1e-16 of one
+    # How many batches of equal share would tell as much, less one; rounding leaves 1e-16 of one.
     freedom = mean.share**2 / mean.squares - 1
     told = freedom > 1e-9
     spread = torch.where(told, _student(freedom) ** 2 / freedom, 0.0)
@@ -300,7 +316,7 @@ def _interval(mean: NoiseAverages) -> tuple[Tensor, Tensor]:
 
 
 def _student(freedom: Tensor) -> Tensor:
-    """Where 95 % of Student's distribution lie: the first terms of its expansion."""
+    """Within how much of zero 95 % of Student's distribution lie, by terms of its expansion."""
     z = 1.959964
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     return z + first / freedom + second / freedom**2

@@ -53,11 +53,11 @@ from .chunks import (
     Sampling,
     Transform,
     check_sampling,
+    like_transformed,
     sampled,
-    transformed_like,
     with_beside,
 )
-from .reducers import OfChunks, read_reduce, squares_of, terms, weights
+from .reducers import ChunkReducer, read_reduce, squares_of, terms, weights
 
 
 def per_sample_grad(
@@ -75,7 +75,7 @@ def per_sample_grad(
     engine: SampleEngine = "vmap",
     dtype: torch.dtype | None = None,
 ) -> Callable[..., Any]:
-    """``torch.func.vmap(torch.func.grad(func))``, its chunks reduced as they come.
+    """``torch.func.vmap(torch.func.grad(func))``, whose chunks are reduced as they come.
 
     The rule::
 
@@ -90,7 +90,7 @@ def per_sample_grad(
 
     Args:
         func: The loss of one sample, which is given the batch's tensors without their dim 0. With
-            ``has_aux``, that and a tree of tensors.
+            ``has_aux`` it returns that and a tree of tensors.
         argnums: Which positional arguments to differentiate with respect to.
         has_aux: Whether the loss returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
@@ -105,7 +105,7 @@ def per_sample_grad(
             tensors; ``"norm"`` is the norm of its gradient.
         keep_batch_dim: Hand each sample to ``func`` as a batch of one row, so that the loss of a
             batch can be used as it is.
-        randomness: As of ``torch.func.vmap``.
+        randomness: As for ``torch.func.vmap``.
         engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one and
             runs what vmap or torch.func refuses.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
@@ -128,10 +128,17 @@ def per_sample_grad(
         <https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html>`_ by torch.func
     """
     how = check_sampling(
-        func,
-        Sampling(has_aux, chunk_size, transform, metrics, keep_batch_dim, randomness, engine),
+        Sampling(
+            has_aux=has_aux,
+            chunk_size=chunk_size,
+            transform=transform,
+            metrics=metrics,
+            keep_batch_dim=keep_batch_dim,
+            randomness=randomness,
+            engine=engine,
+            carries_graph=chunk_size is None,
+        )
     )
-    how = how._replace(carries_graph=chunk_size is None)
     reducer = None if reduce == "concat" else read_reduce(reduce)
     at_least = check_dtype(dtype)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
@@ -151,9 +158,9 @@ def per_sample_grad(
         with outside_inference_mode():
             if reducer is None:
                 return with_beside(_joined(seen, params, how), beside, how)
-            state = _nothing(reducer, params, how, at_least)
+            state = _no_samples(reducer, params, how, at_least)
             for chunk in seen:
-                state = _added(state, reducer, chunk)
+                state = _with_chunk(state, reducer, chunk)
             return with_beside(reducer.finalize(state.grads, state.weight), beside, how)
 
     return wrapped
@@ -174,7 +181,7 @@ def per_sample_accumulator(  # noqa: D417
     dtype: torch.dtype | None = None,
     squares: bool = False,
 ) -> Accumulator:
-    """The same for a stream of batches: an ``accumulator`` whose microbatches are single samples.
+    """``per_sample_grad`` for a stream: an ``accumulator`` whose microbatches are single samples.
 
     The rule: its state is an ``AccumState`` that counts each sample as a microbatch, and whose
     ``grads`` is what ``reduce`` keeps. So states merge over chunks, microbatches and ranks.
@@ -186,9 +193,9 @@ def per_sample_accumulator(  # noqa: D417
         squares: Also sum the squared norms of the samples' gradients, for ``noise_scale``.
 
     Returns:
-        As ``accumulator``: ``init(params)``, ``update(state, params, *args, donate=False)``, which
-        gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` where there are
-        any, ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
+        As for ``accumulator``: ``init(params)``; ``update(state, params, *args, donate=False)``,
+        which gives ``(state, aux)``, ``(state, metrics)`` or ``(state, (aux, metrics))`` if there
+        are any; ``merge(a, b)`` and ``finalize(state) -> (what reduce gives, value)``.
 
     Example:
         >>> acc = per_sample_accumulator(lambda w, x: (w * x) ** 2, transform="sign", reduce="sum")
@@ -202,25 +209,32 @@ def per_sample_accumulator(  # noqa: D417
         ``accumulator``, for microbatches; ``per_sample_grad``, for a batch at hand as a whole.
     """
     how = check_sampling(
-        func,
-        Sampling(has_aux, chunk_size, transform, metrics, keep_batch_dim, randomness, engine),
+        Sampling(
+            has_aux=has_aux,
+            chunk_size=chunk_size,
+            transform=transform,
+            metrics=metrics,
+            keep_batch_dim=keep_batch_dim,
+            randomness=randomness,
+            engine=engine,
+        )
     )
     reducer = read_reduce(reduce)
     at_least = check_dtype(dtype)
     batches = check_argnums(batch_argnums, "batch_argnums")
 
     def init(params: Tree) -> AccumState:
-        """The identity: a state of no samples."""
+        """The identity: the state of no samples."""
         leaves, _ = read_params(params)
         refuse_sharded(leaves, "params", NO_SAMPLES)
         with outside_inference_mode():
-            return _nothing(reducer, params, how, at_least, squares)
+            return _no_samples(reducer, params, how, at_least, squares)
 
     def call(params: Tree, *args: Any) -> Any:
         return func(params, *args[1:])
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
-        """The state with the samples of one batch more, and what is beside it."""
+        """The state with the samples of one more batch, and aux and metrics if there are any."""
         check_squares(read_state(state), squares)
         seen, beside = sampled(call, params, (params, *args), (0,), batches, how)
         in_place = donate and not transform_active()
@@ -228,9 +242,9 @@ def per_sample_accumulator(  # noqa: D417
             new = state if in_place else tree_map(_cloned, state)
             try:
                 for chunk in seen:
-                    new = _added(new, reducer, chunk)
+                    new = _with_chunk(new, reducer, chunk)
             except BaseException:
-                if in_place and beside:
+                if in_place and beside:  # a chunk has come, and may have been added in part
                     mark(tree_leaves(state.grads), Spoiled)
                 raise
         if in_place:
@@ -241,10 +255,11 @@ def per_sample_accumulator(  # noqa: D417
         """One state of two, in any order and grouping."""
         for state in (a, b):
             check_squares(read_state(state), squares)
-        return AccumState(reducer.merge(a.grads, b.grads), *add(tuple(a[1:]), tuple(b[1:])))
+        grads = reducer.merge(a.grads, b.grads)
+        return add(a._replace(grads=()), b._replace(grads=()))._replace(grads=grads)
 
     def finalize(state: AccumState) -> tuple[Any, Tensor]:
-        """What ``reduce`` gives, and the value."""
+        """What ``reduce`` makes of the gradients, and the value."""
         value = mean_value(read_state(state).total, divisor(state.weight))
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value
@@ -256,35 +271,31 @@ def per_sample_accumulator(  # noqa: D417
 
 
 def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
-    """The gradients of all samples."""
+    """The gradients of all samples, concatenated."""
     parts: list[list[Tensor]] = []
     spec = None
     for chunk in seen:
         parts.append(terms(chunk))
         spec = chunk.spec
     if spec is None:
-        return tree_map(lambda x: x.new_zeros(0, *x.shape), _like(params, how))
+        like = like_transformed(how.transform, params)
+        return tree_map(lambda x: x.new_zeros(0, *x.shape), like)
     columns = [list(column) for column in zip(*parts, strict=True)]
-    parts.clear()
+    parts.clear()  # so that each column is dropped when it has been joined
     return unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
 
 
-def _like(params: Tree, how: Sampling) -> Tree:
-    """A tree like one gradient, as transformed."""
-    return transformed_like(how.transform, params) if callable(how.transform) else params
-
-
-def _nothing(
-    reducer: OfChunks, params: Tree, how: Sampling, at_least: torch.dtype, squares: bool = False
+def _no_samples(
+    reducer: ChunkReducer, params: Tree, how: Sampling, at_least: torch.dtype, squares: bool = False
 ) -> AccumState:
     """The state of no samples."""
-    like = _like(params, how)
+    like = like_transformed(how.transform, params)
     device = tree_leaves(params)[0].device
     return empty(reducer.init(like, at_least), device, len(tree_leaves(like)) if squares else None)
 
 
-def _added(state: AccumState, reducer: OfChunks, chunk: Chunk) -> AccumState:
-    """The state with some samples more; its sums are written to where nobody can see it."""
+def _with_chunk(state: AccumState, reducer: ChunkReducer, chunk: Chunk) -> AccumState:
+    """The state with one more chunk; its sums are written to where nobody can see it."""
     weight = weights(chunk)
     value = torch.where(counts(chunk.value, weight), chunk.value, 0.0).double()
     squares = state.squares
@@ -301,7 +312,7 @@ def _added(state: AccumState, reducer: OfChunks, chunk: Chunk) -> AccumState:
 
 
 def _handed_over(state: AccumState, new: AccumState) -> AccumState:
-    """The same, and the old one is marked; a state of the user's own may also hold numbers."""
+    """The new state; the old one is marked. A reducer of the user's may hold numbers in it."""
     kept, spec = flatten(new)
     tensors = [[x for x in each if isinstance(x, Tensor)] for each in (tree_leaves(state), kept)]
     renewed = iter(hand_over(*tensors))

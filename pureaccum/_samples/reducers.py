@@ -3,10 +3,10 @@
     state = init(one gradient)
     state = add(state, chunk)
     state = merge(state, another)
-    result = finalize(state)
+    result = finalize(state, weight)
 
-Sums are float32 at least, and hold all that is kept of a chunk. A sample without weight adds
-exactly nothing, even where its gradient is NaN.
+Sums are float32 at least, and all that is kept of a chunk. A sample without weight adds exactly
+nothing, even where its gradient is NaN.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Moments(NamedTuple):
 
     Attributes:
         mean: A tree like params: the gradient of the full batch, float32 at least.
-        second: The same of |gradient|², number by number; real.
+        second: The mean of |gradient|², number by number; real.
         weight: How many samples there were, or their summed weight where they say ``Weighted``.
         samples: How many had any weight.
 
@@ -65,7 +65,7 @@ class Moments(NamedTuple):
     samples: Tensor
 
     def variance(self) -> Tree:
-        """Of one sample's gradient, number by number: unbiased, and NaN where there was but one.
+        """The variance of one sample's gradient, number by number; unbiased, NaN of one sample.
 
         Returns:
             A tree like ``second``.
@@ -91,17 +91,17 @@ class MomentSums(NamedTuple):
     samples: Tensor
 
 
-class OfChunks(NamedTuple):
+class ChunkReducer(NamedTuple):
     """A way to reduce chunks."""
 
-    init: Callable[[Tree, torch.dtype], Any]  # from what is like one gradient, and the least dtype
+    init: Callable[[Tree, torch.dtype], Any]  # of a tree like one gradient, and the least dtype
     add: Callable[[Any, Chunk], Any]  # writes to the state, except under a transform
     merge: Callable[[Any, Any], Any]
-    finalize: Callable[[Any, Tensor], Any]  # and the weight
+    finalize: Callable[[Any, Tensor], Any]  # of a state, and the weight
 
 
-def read_reduce(reduce: Any) -> OfChunks:
-    """What a word means, or a user's reducer."""
+def read_reduce(reduce: Any) -> ChunkReducer:
+    """The reducer that a word stands for, or one of the user's."""
     if isinstance(reduce, str) and reduce in REDUCERS:
         return REDUCERS[reduce]
     if is_reducer(reduce):
@@ -113,24 +113,22 @@ def read_reduce(reduce: Any) -> OfChunks:
 
 
 def weights(chunk: Chunk) -> Tensor:
-    """What each sample weighs: 1, or what ``Weighted`` says."""
+    """The weight of each sample: 1, or what ``Weighted`` says."""
     if isinstance(chunk.weight, Tensor):
         return chunk.weight
     return torch.ones_like(chunk.value, dtype=torch.float64)
 
 
 def terms(chunk: Chunk) -> list[Tensor]:
-    """What each sample adds to a sum, written out; the chunk is used up."""
+    """What each sample adds to a sum, all written out; the chunk is used up."""
     factor = chunk.factor
-
-    def of(x: Tensor) -> Tensor:
-        return x if isinstance(factor, tuple) else x * as_scalar_of(x, _along(factor, x))
-
-    return [of(x) for x in _leaf_by_leaf(chunk)]
+    if isinstance(factor, tuple):
+        return list(_leaf_by_leaf(chunk))
+    return [x * as_scalar_of(x, _broadcast(factor, x)) for x in _leaf_by_leaf(chunk)]
 
 
 def squares_of(chunk: Chunk) -> Tensor:
-    """|term|² / weight over samples, for each leaf; last, how many samples had weight."""
+    """The sum of |term|² / weight for each leaf, and last how many samples had any weight."""
     weight = weights(chunk)
     factor = 1.0 if isinstance(chunk.factor, tuple) else chunk.factor.double()
     sums: list[Tensor] = []
@@ -151,7 +149,7 @@ def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
     _check_fits(sums, chunk)
     factor = torch.ones_like(chunk.value) if isinstance(chunk.factor, tuple) else chunk.factor
     columns = zip(tree_leaves(sums), _leaf_by_leaf(chunk), strict=True)
-    return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])
+    return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x in columns])
 
 
 def _no_moments(like: Tree, dtype: torch.dtype) -> MomentSums:
@@ -172,31 +170,31 @@ def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
     twos: list[Tensor] = []
     columns = zip(tree_leaves(first), tree_leaves(second), _leaf_by_leaf(chunk), strict=True)
     for one, two, x in columns:
-        ones.append(_added(one, x, factor))
-        twos.append(_added(two, _power(x.to(one.dtype)), power))
+        ones.append(_plus_rows(one, x, factor))
+        twos.append(_plus_rows(two, _power(x.to(one.dtype)), power))
     count = samples + (weight != 0).sum()
     return MomentSums(unflatten(chunk.spec, ones), unflatten(chunk.spec, twos), count)
 
 
-def _of_user(reducer: Reducer) -> OfChunks:
+def _of_user(reducer: Reducer) -> ChunkReducer:
     def add(state: Any, chunk: Chunk) -> Any:
         return reducer.update(state, unflatten(chunk.spec, terms(chunk)), weights(chunk))
 
     def finalize(state: Any, _: Tensor) -> Any:
         return reducer.finalize(state)
 
-    return OfChunks(lambda like, _: reducer.init(like), add, reducer.merge, finalize)
+    return ChunkReducer(lambda like, _: reducer.init(like), add, reducer.merge, finalize)
 
 
 def _merged(a: Tree, b: Tree, moments: bool) -> Tree:
     _check_kind(a, moments)
     names = "the second state's grads", "the first state's grads"
-    check_fits(*flatten(b), *flatten(a), names, _FOREIGN)
+    check_fits(*flatten(b), *flatten(a), names, _ANOTHER_S)
     return add(a, b)
 
 
 _merge_sums, _merge_moments = partial(_merged, moments=False), partial(_merged, moments=True)
-_FOREIGN = "A state belongs to the params, and to the transform, that init made it for."
+_ANOTHER_S = "A state belongs to the params, and to the transform, that init made it for."
 
 
 def _finish_sums(sums: Tree, _: Tensor) -> Tree:
@@ -217,9 +215,9 @@ def _finish_moments(state: MomentSums, weight: Tensor) -> Moments:
 
 
 REDUCERS = {
-    "sum": OfChunks(zeros, _add_to_sums, _merge_sums, _finish_sums),
-    "mean": OfChunks(zeros, _add_to_sums, _merge_sums, _finish_mean),
-    "moments": OfChunks(_no_moments, _add_to_moments, _merge_moments, _finish_moments),
+    "sum": ChunkReducer(zeros, _add_to_sums, _merge_sums, _finish_sums),
+    "mean": ChunkReducer(zeros, _add_to_sums, _merge_sums, _finish_mean),
+    "moments": ChunkReducer(_no_moments, _add_to_moments, _merge_moments, _finish_moments),
 }
 
 
@@ -237,20 +235,20 @@ def _check_kind(state: Any, moments: bool) -> None:
 
 def _check_fits(sums: Tree, chunk: Chunk) -> None:
     names = "state.grads", "a sample's gradient"
-    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names, _FOREIGN)
+    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names, _ANOTHER_S)
 
 
 def _leaf_by_leaf(chunk: Chunk) -> Any:
-    """The gradients, zero of samples without weight; each is dropped before the next one."""
+    """The gradients, zero for samples without weight; each is dropped before the next one."""
     for i, x in enumerate(chunk.grads):
         chunk.grads[i] = x.new_empty(0)
         if isinstance(chunk.weight, Tensor):
             keep = counts(chunk.value, chunk.weight).to(x.device)
-            x = torch.where(_along(keep, x), x, 0.0)
+            x = torch.where(_broadcast(keep, x), x, 0.0)
         yield x
 
 
-def _added(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+def _plus_rows(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
     """``total + (factor * x).sum(0)``, without another tensor as large as x."""
     rows = x.reshape(len(x), -1).to(total.dtype)
     term = torch.mv(rows.T, factor.to(total.device, total.dtype)).view(total.shape)
@@ -261,6 +259,6 @@ def _power(x: Tensor) -> Tensor:
     return (x * x.conj()).real if x.is_complex() else x * x
 
 
-def _along(each: Tensor, x: Tensor) -> Tensor:
-    """One number a sample, beside a gradient of each."""
+def _broadcast(each: Tensor, x: Tensor) -> Tensor:
+    """One number per sample, in a shape that fits the gradients of all."""
     return each.view(-1, *[1] * (x.dim() - 1))

@@ -131,7 +131,7 @@ OF_CORE: dict[str, Mutant] = {
     "a module that leads back called in a shell": Mutant(
         "A bound method of a module computes with the module's own parameters.",
         "_pure/shell.py",
-        "if any(id(x) in strangers for x in tree_leaves((args, kwargs))):",
+        "if any(id(x) in own for x in tree_leaves((args, kwargs))):",
         "if False:",
     ),
     "writes not watched": Mutant(
@@ -555,14 +555,14 @@ OF_SAMPLES: dict[str, Mutant] = {
     "samples summed without their factor": Mutant(
         "A sum of clipped gradients clips nothing.",
         "_samples/reducers.py",
-        "return unflatten(chunk.spec, [_added(total, x, factor) for total, x in columns])",
-        "return unflatten(chunk.spec, [_added(t, x, factor * 0 + 1) for t, x in columns])",
+        "return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x in columns])",
+        "return unflatten(chunk.spec, [_plus_rows(t, x, factor * 0 + 1) for t, x in columns])",
     ),
     "samples without weight by multiplication": Mutant(
         "A sample of weight zero is multiplied away: NaN * 0 is NaN.",
         "_samples/reducers.py",
-        "x = torch.where(_along(keep, x), x, 0.0)",
-        "x = x * _along(keep, x)",
+        "x = torch.where(_broadcast(keep, x), x, 0.0)",
+        "x = x * _broadcast(keep, x)",
     ),
     "second moments of terms": Mutant(
         "The second moment of a sample that weighs more is that of its term, not over its weight.",
@@ -579,8 +579,8 @@ OF_SAMPLES: dict[str, Mutant] = {
     "averages that begin at zero": Mutant(
         "Moving averages are not corrected for having begun at zero.",
         "_samples/noise_scale.py",
-        "*(x / averages.share for x in averages[:7])",
-        "*averages[:7]",
+        "lambda x: x / averages.share",
+        "lambda x: x",
     ),
     "a skipped microbatch's noise kept": Mutant(
         "What nonfinite='skip' leaves out still counts among the squared norms.",
