@@ -341,8 +341,8 @@ OF_CORE: dict[str, Mutant] = {
     "a check that forgives too much": Mutant(
         "The bound of a check is the fourth root of the unit, not the square root.",
         "testing/_check/trials.py",
-        "Bound(UNIT[reference] ** 0.5, floor)",
-        "Bound(UNIT[reference] ** 0.25, floor)",
+        "Bound(UNIT[torch.float64] ** 0.5, floor)",
+        "Bound(UNIT[torch.float64] ** 0.25, floor)",
     ),
     "a check of rows in order alone": Mutant(
         "A check cuts the batch at random, but never shuffles it.",
@@ -353,7 +353,7 @@ OF_CORE: dict[str, Mutant] = {
     "some rows compared with all": Mutant(
         "What is accumulated of some rows is compared with the whole batch.",
         "testing/_check/trials.py",
-        "want = self.whole(tuple(sorted(itertools.chain(*parts))))",
+        "want = self.whole(tuple(sorted(itertools.chain(*split))))",
         "want = self.whole(self.subject.everything())",
     ),
     "an experiment that says yes too soon": Mutant(

@@ -21,14 +21,14 @@ from pureaccum.testing import check_accumulation
 from pureaccum.testing._check.check import find_leaf, redrawn
 from pureaccum.testing._check.kept import Kept, names_of
 from pureaccum.testing._check.report import Diagnosis, Leaf, Report
-from pureaccum.testing._check.rows import Of, several_means
+from pureaccum.testing._check.rows import LossOfRows, several_means
 from pureaccum.testing._check.subject import Subject, ways
 from pureaccum.testing._check.trials import (
     Bound,
     Outcome,
     Trial,
+    compare_natively,
     native_trial,
-    natively,
     repeats,
     shrunk,
     trial_of,
@@ -62,7 +62,7 @@ def subject_of(x, loss=product, reduction="sum", dtype=torch.float64):
 
 
 def in_double(x, loss=product, reduction="sum"):
-    return trial_of(subject_of(x, loss, reduction), torch.float64, itertools.count())
+    return trial_of(subject_of(x, loss, reduction), itertools.count())
 
 
 def test_the_bound_is_the_root_of_a_unit_and_what_float32_loses():
@@ -101,10 +101,11 @@ def test_native_errors_are_relative_to_the_full_batchs_own():
 
     alone, inf = leaves(2.0, 0.0, 0.0, math.inf, math.inf, 1.0), math.inf
     tried = [leaves(4.0, 0.0, 0.0, 1.0, 1.0, 2.0), leaves(6.0, 3.0, 0.0, 1.0, inf, 1.0)]
-    ratios, overflow = natively(lambda way: way, lambda: alone, leaves(*[0.0] * 6), tried)
+    ratios, overflow = compare_natively(lambda way: way, lambda: alone, leaves(*[0.0] * 6), tried)
     assert str(ratios) == "[3.0, nan, 1.0, 0.0, nan, 2.0]"
     assert overflow == 4
-    assert str(natively(lambda way: way, lambda: alone, alone, [])) == f"({[math.nan] * 6}, None)"
+    nothing = compare_natively(lambda way: way, lambda: alone, alone, [])
+    assert str(nothing) == f"({[math.nan] * 6}, None)"
 
 
 def test_two_calls_tell_state_and_others_tell_randomness():
@@ -214,8 +215,8 @@ EXPERIMENTS = {
     "a mean": (lambda w, b: pa.Weighted(mean(w, b), b["m"].sum()), "weight", "a mean already"),
     "places": (lambda w, b: (b["x"] @ w).cumsum(0).sum(), COUPLED, "the order of the rows, too"),
     "a norm": (lambda w, b: F.batch_norm(b["x"] * w, 0 * W, 0 * W + 1).amax(), COUPLED, "a mean."),
-    "Python": (lambda w, b: squares(w, b["x"] + random.random()), RANDOM, "Python's random"),
-    "NumPy": (lambda w, b: squares(w, b["x"] + np.random.random()), RANDOM, "numpy.random"),
+    "Python": (lambda w, b: squares(w, b["x"] + random.random()), RANDOM, "Python's generator"),
+    "NumPy": (lambda w, b: squares(w, b["x"] + np.random.random()), RANDOM, "NumPy's generator"),
     "torch": (lambda w, b: squares(w, F.dropout(nn.Identity()(b["x"]))), RANDOM, "torch's dropout"),
     "a sum of few": (lambda w, b: total(w, b) * few(b), COUPLED, ""),
     "a mean of few": (lambda w, b: squares(w, b["x"]) * few(b), COUPLED, ""),
@@ -239,8 +240,8 @@ def test_the_shares_of_a_row_are_those_of_its_counts():
         return squares(w, batch["x"]) + total(w, batch) / batch["m"].sum()
 
     subject = Subject(loss, W, read_batch(MASKED), len(X))
-    trial = trial_of(subject, torch.float64, itertools.count())
-    found = several_means(Of(trial, itertools.count(), False, {}))
+    trial = trial_of(subject, itertools.count())
+    found = several_means(LossOfRows(trial, itertools.count(), False, {}))
     beside, row, shares = found
     counts = [int(m) for m in MASKED["m"]]
     of_tokens = Fraction(counts[row], sum(counts[it] for it in beside))
