@@ -58,11 +58,12 @@ def product(w, x):
 
 def subject_of(x, loss=product, reduction="sum", dtype=torch.float64):
     x = torch.tensor(x, dtype=dtype)
-    return Subject(loss, torch.zeros_like(x[0]), read_batch(x), len(x), reduction=reduction)
+    w, seeds = torch.zeros_like(x[0]), itertools.count()
+    return Subject(loss, w, read_batch(x), len(x), seeds, reduction=reduction)
 
 
 def in_double(x, loss=product, reduction="sum"):
-    return trial_of(subject_of(x, loss, reduction), itertools.count())
+    return trial_of(subject_of(x, loss, reduction))
 
 
 def test_the_bound_is_the_root_of_a_unit_and_what_float32_loses():
@@ -80,7 +81,7 @@ def test_the_bound_is_a_share_of_all_terms_even_where_they_cancel():
 
 def test_natively_the_bound_is_of_the_narrowest_dtype_and_of_the_whole_gradient():
     subject = subject_of([[1, 2], [2, 2]], dtype=torch.float32)
-    bound = native_trial(subject, torch.bfloat16, itertools.count()).bound
+    bound = native_trial(subject, torch.bfloat16).bound
     assert bound == Bound(2.0**-4, [0.0, 5 * 2.0**-6])
 
 
@@ -122,7 +123,7 @@ def test_two_calls_tell_state_and_others_tell_randomness():
         lambda w, x: product(w, x) * torch.rand(()): (True, False),
     }.items():
         subject = subject_of([[1], [2]], loss)._replace(kept=Kept((), tuple(names_of(loss))))
-        assert repeats(subject, whole_batch, Bound(0.0, [1.0, 0.0]), itertools.count(), 1) == told
+        assert repeats(subject, whole_batch, Bound(0.0, [1.0, 0.0]), 1) == told
         assert not counted
 
 
@@ -181,7 +182,7 @@ def test_weights_that_are_redrawn_are_the_old_ones_or_nothing(rows, seed, dims):
     """A row as a whole, some rows of each, and of no other leaf."""
     mask = torch.arange(1, rows * 2 ** (dims - 1) + 1).reshape(rows, *[2] * (dims - 1))
     batch = read_batch({"a": torch.arange(rows), "m": mask})
-    new = redrawn(Subject(None, None, batch, rows), find_leaf(batch, "m"), generator(seed))
+    new = redrawn(Subject(None, None, batch, rows, None), find_leaf(batch, "m"), generator(seed))
     assert new.batch.leaves[0] is batch.leaves[0]
     kept = [row.equal(old) for row, old in zip(new.batch.leaves[1], mask, strict=True)]
     assert kept == [bool(row.any()) for row in new.batch.leaves[1]]
@@ -239,9 +240,9 @@ def test_the_shares_of_a_row_are_those_of_its_counts():
     def loss(w, batch):
         return squares(w, batch["x"]) + total(w, batch) / batch["m"].sum()
 
-    subject = Subject(loss, W, read_batch(MASKED), len(X))
-    trial = trial_of(subject, itertools.count())
-    found = several_means(LossOfRows(trial, itertools.count(), False, {}))
+    subject = Subject(loss, W, read_batch(MASKED), len(X), itertools.count())
+    trial = trial_of(subject)
+    found = several_means(LossOfRows(trial, {}))
     beside, row, shares = found
     counts = [int(m) for m in MASKED["m"]]
     of_tokens = Fraction(counts[row], sum(counts[it] for it in beside))

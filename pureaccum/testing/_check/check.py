@@ -111,19 +111,21 @@ def check_accumulation(
             f"loop is of type {type(loop).__name__}; expected "
             "loop(loss_fn, params, microbatches) -> grads, or None."
         )
-    subject = read_subject(loss_fn, params, batch)._replace(has_aux=has_aux, reduction=reduction)
+    subject = read_subject(loss_fn, params, batch, itertools.count(seed))
+    subject = subject._replace(has_aux=has_aux, reduction=reduction)
     masked = None if weights is None else find_leaf(subject.batch, weights)
     random = torch.Generator().manual_seed(seed)
     read = read_splits(subject.rows, splits, random)
-    seeds = itertools.count(seed)
     with torch.inference_mode(False), preserving_random(), uncompiled():
-        seen = watch(subject, names_of(loss_fn, loop), seeds)
-        subject = subject._replace(kept=seen.kept, generators=seen.generators)
+        seen = watch(subject, names_of(loss_fn, loop))
+        subject = subject._replace(
+            weighted=seen.weighted, kept=seen.kept, generators=seen.generators
+        )
         subjects = [subject]
         if masked is not None:
             subjects += [redrawn(subject, masked, random) for _ in range(3)]
         with preserving_random(seen.generators):
-            report = _examine(subjects, seen, loop, read, reference, seeds)
+            report = _examine(subjects, seen, loop, read, reference)
     if raise_on_mismatch and not report.fits:
         raise AccumulationMismatch(report)
     return report
@@ -181,7 +183,7 @@ def assert_accumulates(  # noqa: D417
 # What is given ---------------------------------------------------------------------------
 
 
-def read_subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
+def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) -> Subject:
     """The loss and its arguments, or what is wrong with them."""
     if not callable(loss_fn):
         raise TypeError(
@@ -197,7 +199,7 @@ def read_subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
             f"batch has {rows} row{'s' * (rows != 1)}; expected at least two, since one cannot be "
             "cut."
         )
-    return Subject(loss_fn=loss_fn, params=params, batch=flat, rows=rows)
+    return Subject(loss_fn=loss_fn, params=params, batch=flat, rows=rows, seeds=seeds)
 
 
 def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Split]:
@@ -254,30 +256,27 @@ def _examine(
     loop: Loop | None,
     splits: list[Split],
     reference: Reference,
-    seeds: Iterator[int],
 ) -> Report:
     """Try all splits of one loss on some batches, find the causes, and then try the loop."""
     subject, names = subjects[0], ["value", *paths(flatten(subjects[0].params)[1], "params")]
-    trials = [_trial(each, seen.narrowest, reference, seeds) for each in subjects]
+    trials = [_trial(each, seen.narrowest, reference) for each in subjects]
     sound = _try_all(trials, splits)
     bad = next((trial for trial in trials if not trial.fits(splits)), trials[0])
     first, full = trials[0], trials[0].whole(subject.everything())
     times = 12 if seen.draws or seen.assigned else 1
-    draws, keeps = repeats(first.subject, whole_batch, first.bound, seeds, times)
+    draws, keeps = repeats(first.subject, whole_batch, first.bound, times)
     worst = worst_of(trials, splits, len(names))
 
-    def own(split: Split) -> list[Tensor]:
-        return accumulated(subject, split, seeds).leaves
-
-    def alone() -> list[Tensor]:
-        return own((subject.everything(),))
-
-    native, overflow = compare_natively(own, alone, full, sound)
+    native, overflow = compare_natively(
+        lambda split: accumulated(subject, split).leaves,
+        lambda: whole_batch(subject).leaves,
+        full,
+        sound,
+    )
     case = Case(
         subject=subject,
         trial=bad,
         seen=seen,
-        seeds=seeds,
         splits=splits,
         draws=draws,
         keeps=keeps,
@@ -287,13 +286,13 @@ def _examine(
     causes = diagnose(case)
     if loop is not None:
         with _advising(reference):
-            run_loop(loop, first.subject, splits[0], next(seeds))  # what it raises comes through
-        trials, names = [trial_of_loop(loop, trial, seeds) for trial in trials], names[1:]
+            run_loop(loop, first.subject, splits[0])  # what it raises comes through
+        trials, names = [trial_of_loop(loop, trial) for trial in trials], names[1:]
         sound = [split for split in _try_all(trials, splits) if split in sound]
         worst = worst_of(trials, splits, len(names))
         native, _ = compare_natively(
-            lambda split: run_loop(loop, subject, split, next(seeds)),
-            lambda: alone()[1:],
+            lambda split: run_loop(loop, subject, split),
+            lambda: whole_batch(subject).leaves[1:],
             full[1:],
             sound,
         )
@@ -316,14 +315,10 @@ def _examine(
     )
 
 
-def _trial(
-    subject: Subject, narrowest: torch.dtype, reference: Reference, seeds: Iterator[int]
-) -> Trial:
+def _trial(subject: Subject, narrowest: torch.dtype, reference: Reference) -> Trial:
     with _advising(reference):
-        if reference == "native":
-            trial = native_trial(subject, narrowest, seeds)
-        else:
-            trial = trial_of(subject, seeds)
+        native = reference == "native"
+        trial = native_trial(subject, narrowest) if native else trial_of(subject)
     full: list[Tensor] = trial.whole(subject.everything())
     if not all_finite(full):
         raise ValueError(
@@ -346,7 +341,7 @@ def _causes_of_loop(
 ) -> tuple[Diagnosis, ...]:
     """What is wrong with a loop where nothing is wrong with the loss."""
     wrong = not all(trial.fits(case.splits) for trial in trials)
-    found = of_loop(loop, trials[0], case.seen.weighted, wrong, case.seeds)
+    found = of_loop(loop, trials[0], wrong)
     if found or not wrong:
         return found
     if reference == "float64" and is_rounding(native):
@@ -355,7 +350,7 @@ def _causes_of_loop(
             "own parameters?), and is as near to float64 as that can be; pass reference='native' "
             "to compare it in its own dtype."
         )
-    return tuple(raises(trials[0], case.splits)) or (UNKNOWN,)
+    return (raises(trials[0], case.splits) or UNKNOWN,)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -28,7 +28,6 @@ class Case(NamedTuple):
     subject: Subject  # in its own dtypes
     trial: Trial
     seen: Seen
-    seeds: Iterator[int]
     splits: Sequence[Split]
     draws: bool  # other random numbers give another result
     keeps: bool  # a second call gives another result
@@ -51,9 +50,9 @@ def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     rest, fits = _rest(case)
     causes += _batch_statistics(case, fits)
     if rest is not None and not fits:
-        found = of_rows(rest, case.seen.weighted, case.seeds, case.splits, case.shown)
+        found = of_rows(rest, case.splits, case.shown)
         if any(cause.kind == "batch coupling" for cause in found):
-            found = [*_suspects(case)] or _of_data(rest, case.splits, case.seeds) or found
+            found = [*_suspects(case)] or [*_data_statistics(rest, case.splits)] or found
         causes += found
     return tuple(causes) or (UNKNOWN,)
 
@@ -69,8 +68,8 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
         return None if case.draws or case.keeps else case.trial, False
     subject = case.subject._replace(without=frozenset(without))
     try:
-        trial = trial_of(subject, case.seeds)
-        if any(repeats(trial.subject, whole_batch, trial.bound, case.seeds, 1)):
+        trial = trial_of(subject)
+        if any(repeats(trial.subject, whole_batch, trial.bound, 1)):
             return None, False
         return trial, trial.fits(case.splits)
     except Exception:
@@ -184,8 +183,7 @@ def _suspects(case: Case) -> Iterator[Diagnosis]:
 def _fits_after_a_call(case: Case) -> bool:
     """Whether all is well where the loss keeps what a call with the whole batch made."""
     try:
-        trial = trial_of(case.subject._replace(kept=Kept()), case.seeds)
-        return trial.fits(case.splits)
+        return trial_of(case.subject._replace(kept=Kept())).fits(case.splits)
     except Exception:
         return False
     finally:
@@ -216,34 +214,25 @@ _TRIES: tuple[tuple[set[str], Reduction | None], ...] = (  # what is told, and w
 _Noted = list[tuple[Call, Any]]
 
 
-def _of_data(trial: Trial, splits: Sequence[Split], seeds: Iterator[int]) -> list[Diagnosis]:
+def _data_statistics(trial: Trial, splits: Sequence[Split]) -> Iterator[Diagnosis]:
     """The statistics of its data that a loss takes, if it fits with those of the whole batch."""
-    if trial.subject.dtype is None:
-        return []
-    found = (_told(trial.subject, names, then, splits, seeds) for names, then in _TRIES)
-    where = next(filter(None, found), "")
-    if not where:
-        return []
-    return [
-        Diagnosis(
+    tries = _TRIES if trial.subject.dtype is not None else ()
+    found = (_told(trial.subject, names, then, splits) for names, then in tries)
+    if where := next(filter(None, found), ""):
+        yield Diagnosis(
             "data statistics",
             f"the loss takes statistics of its data over the rows of a microbatch: {where}. With "
             "those of the whole batch it fits.",
             'batch["gain"] = (gain - gain.mean()) / gain.std()  # before the batch is cut, not in '
             "the loss",
         )
-    ]
 
 
 def _told(
-    subject: Subject,
-    names: set[str],
-    then: Reduction | None,
-    splits: Sequence[Split],
-    seeds: Iterator[int],
+    subject: Subject, names: set[str], then: Reduction | None, splits: Sequence[Split]
 ) -> str:
     """Where the loss takes these statistics, if it fits with those of the whole batch."""
-    seed = next(seeds)
+    seed = next(subject.seeds)
     try:
         noted = _noted(subject, names, seed)
         negated = subject._replace(params=tree_map(lambda x: -x, subject.params))
@@ -256,7 +245,7 @@ def _told(
                 return subject.loss_fn(params, part)
 
         told = subject._replace(loss_fn=loss_fn, reduction=then or subject.reduction)
-        if not trial_of(told, seeds).fits(splits):
+        if not trial_of(told).fits(splits):
             return ""
     except Exception:
         return ""
@@ -291,13 +280,7 @@ class _Statistics(TorchFunctionMode):
         super().__init__()
         self.names, self.answer = names, answer
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name not in self.names or not _over_rows(*args, **kwargs):
             return func(*args, **kwargs)

@@ -8,7 +8,7 @@ and the ``a_k`` are found by least squares. They tell one mistake from another.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +27,11 @@ Loop = Callable[[Callable[..., Any], Any, list[Any]], Any]
 # One call --------------------------------------------------------------------------------
 
 
-def trial_of_loop(loop: Loop, own: Trial, seeds: Iterator[int]) -> Trial:
+def trial_of_loop(loop: Loop, own: Trial) -> Trial:
     """A trial of a loop against what our own trial knows; without the value, which it hides."""
 
     def accumulate(split: Split) -> Result:
-        grads = run_loop(loop, own.subject, split, next(seeds))
-        return Result(grads, own.accumulate(split).sizes[1:])
+        return Result(run_loop(loop, own.subject, split), own.accumulate(split).sizes[1:])
 
     def whole(rows: Indices) -> list[Tensor]:
         return own.whole(rows)[1:]
@@ -41,7 +40,7 @@ def trial_of_loop(loop: Loop, own: Trial, seeds: Iterator[int]) -> Trial:
     return own._replace(accumulate=accumulate, whole=whole, bound=bound, known={})
 
 
-def run_loop(loop: Loop, subject: Subject, split: Split, seed: int) -> list[Tensor]:
+def run_loop(loop: Loop, subject: Subject, split: Split, seed: int | None = None) -> list[Tensor]:
     """The leaves of the gradient that a loop returns."""
     params = subject.arguments(())[0]
     microbatches = [subject.arguments(rows)[1] for rows in split]
@@ -66,20 +65,18 @@ def run_loop(loop: Loop, subject: Subject, split: Split, seed: int) -> list[Tens
 # What is wrong with it -------------------------------------------------------------------
 
 
-def of_loop(
-    loop: Loop, trial: Trial, weighted: bool, wrong: bool, seeds: Iterator[int]
-) -> tuple[Diagnosis, ...]:
+def of_loop(loop: Loop, trial: Trial, wrong: bool) -> tuple[Diagnosis, ...]:
     """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
     rows = trial.subject.everything()
     sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
     split = split_at(rows, itertools.accumulate(sizes))
     raw = trial.subject._replace(reduction="sum")  # the gradient of a loss as it came
     try:
-        if impure := _impure(loop, trial, split, seeds):
+        if impure := _impure(loop, trial, split):
             return (impure,)
         if not wrong:
             return ()
-        states = [raw.sums(part, next(seeds)) for part in split]
+        states = [raw.sums(part) for part in split]
         result = trial.accumulate(split).leaves
     except Exception:
         return ()  # which the report tells
@@ -87,8 +84,8 @@ def of_loop(
     grads = [
         [x / by for x in tree_leaves(state.grads)] for state, by in zip(states, own, strict=True)
     ]
-    is_sum = not weighted and trial.subject.reduction == "sum"
-    if weighted:
+    is_sum = not trial.subject.weighted and trial.subject.reduction == "sum"
+    if trial.subject.weighted:
         shares = [float(state.weight) / sum(own) for state in states]
     else:
         shares = [1.0 if is_sum else len(part) / len(rows) for part in split]
@@ -98,13 +95,13 @@ def of_loop(
     return () if cause is None else (cause,)
 
 
-def _impure(loop: Loop, trial: Trial, split: Split, seeds: Iterator[int]) -> Diagnosis | None:
+def _impure(loop: Loop, trial: Trial, split: Split) -> Diagnosis | None:
     sizes = trial.accumulate(split).sizes
 
     def call(subject: Subject, seed: int) -> Result:
         return Result(run_loop(loop, subject, split, seed), sizes)
 
-    draws, keeps = repeats(trial.subject, call, trial.bound, seeds, 2)
+    draws, keeps = repeats(trial.subject, call, trial.bound, 2)
     if keeps:
         return Diagnosis(
             "state",

@@ -78,23 +78,15 @@ class Report(NamedTuple):
         reference: The dtype in which gradients were compared.
 
     Example:
-        >>> leaf = Leaf("value", 0.5, (), 1.25)
-        >>> print(
-        ...     Report(
-        ...         fits=True,
-        ...         leaves=(leaf,),
-        ...         diagnoses=(),
-        ...         rows=8,
-        ...         splits=12,
-        ...         loss="mean",
-        ...         dtype="float32",
-        ...         reference="float64",
-        ...     )
-        ... )
+        >>> import torch
+        >>> from pureaccum.testing import check_accumulation
+        >>> w, x = torch.ones(()), torch.arange(8.0)
+        >>> print(check_accumulation(lambda w, x: (w * x).mean(), w, x))
         fits: every leaf is the full batch's (a mean over 8 rows, 12 splits, in float64)
         <BLANKLINE>
-        leaf   error / bound  float32 / full
-        value            0.5            1.25
+        leaf    error / bound  float32 / full
+        value               0               1
+        params              0               1
         <BLANKLINE>
         error / bound: above 1, it is not rounding.
         float32 / full: the error in float32, relative to the full batch's own.
@@ -126,18 +118,11 @@ class AccumulationMismatch(AssertionError):
         report: What was found.
 
     Example:
-        >>> report = Report(
-        ...     fits=False,
-        ...     leaves=(),
-        ...     diagnoses=(),
-        ...     rows=8,
-        ...     splits=12,
-        ...     loss="mean",
-        ...     dtype="float32",
-        ...     reference="float64",
-        ... )
-        >>> AccumulationMismatch(report).report.rows
-        8
+        >>> import torch
+        >>> from pureaccum.testing import check_accumulation
+        >>> check_accumulation(lambda w, x: (w * x).sum(), torch.ones(()), torch.ones(8))
+        Traceback (most recent call last):
+        pureaccum.testing.AccumulationMismatch: does not fit: 2 of 2 leaves are off ...
 
     References:
         ``check_accumulation`` and ``assert_accumulates``, which raise it.
@@ -157,7 +142,8 @@ _WIDEST = 48  # characters of a split
 
 def _lines(report: Report) -> list[str]:
     wrong = [leaf for leaf in report.leaves if not leaf.error <= 1]
-    over = f"{_kind(report.loss)} over {report.rows} rows, {report.splits} splits"
+    kind = "Weighted mean" if report.loss == "Weighted" else report.loss
+    over = f"a {kind} over {report.rows} rows, {report.splits} splits, in {report.reference}"
     head = ("leaf", "error / bound", f"{report.dtype} / full", "smallest split that shows it")
     worst = sorted(report.leaves, key=lambda leaf: -leaf.error)[:_MOST_LEAVES]
     rows = [
@@ -168,7 +154,7 @@ def _lines(report: Report) -> list[str]:
     if not wrong:
         head, rows = head[:3], [row[:3] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [f"{_verdict(report, wrong)} ({over}, in {report.reference})", ""]
+    lines = [f"{_verdict(report, wrong)} ({over})", ""]
     for row in (head, *rows):
         path, *numbers = (x.rjust(w) for x, w in zip(row[:3], widths, strict=False))
         lines.append("  ".join([path.strip().ljust(widths[0]), *numbers, *row[3:]]).rstrip())
@@ -190,10 +176,6 @@ def _verdict(report: Report, wrong: list[Leaf]) -> str:
     if wrong:
         return f"does not fit: {len(wrong)} of {len(report.leaves)} leaves are off"
     return "does not fit, though every leaf agrees"
-
-
-def _kind(loss: str) -> str:
-    return "a Weighted mean" if loss == "Weighted" else f"a {loss}"
 
 
 def _short(x: float) -> str:

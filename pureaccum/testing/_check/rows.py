@@ -11,7 +11,7 @@ With ``f(A)`` the loss of the rows ``A`` and its gradient, ``f(AB)`` that of ``A
                      for all x, and of two y(x) (1 + x s)(1 + x s') is a straight line in x
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,39 +23,27 @@ from .report import Diagnosis, Indices, Split
 from .trials import Bound, Result, Trial, errors, value_and_gradient
 
 
-def of_rows(
-    trial: Trial,
-    weighted: bool,
-    seeds: Iterator[int],
-    splits: Sequence[Split],
-    shown: Sequence[Split],
-) -> list[Diagnosis]:
+def of_rows(trial: Trial, splits: Sequence[Split], shown: Sequence[Split]) -> list[Diagnosis]:
     """What the loss is of its rows, in place of what it is said to be."""
-    loss = LossOfRows(trial, seeds, weighted, {})
+    loss = LossOfRows(trial, {})
     pairs = list(_pairs(loss, shown))
-    if not pairs:
-        return raises(trial, splits)
-    found = _weighted(loss, pairs) if weighted else _plain(loss, pairs)
-    # as declared, and off all the same: by a row's place
-    return [*found, *raises(trial, splits)] or [_coupled(loss, pairs)]
+    cause = (_weighted if trial.subject.weighted else _plain)(loss, pairs) if pairs else None
+    causes = [it for it in (cause, raises(trial, splits)) if it]
+    if pairs and not causes:  # as declared, and off all the same: by a row's place
+        causes.append(_coupled(loss, pairs))
+    return causes
 
 
-def raises(trial: Trial, splits: Sequence[Split]) -> list[Diagnosis]:
-    """What the first microbatches that raise raise."""
+def raises(trial: Trial, splits: Sequence[Split]) -> Diagnosis | None:
+    """What a microbatch raises in the first split in which one does."""
     for split in splits:
-        error = trial.outcome(split).raised
-        if error is not None:
+        if (error := trial.outcome(split).raised) is not None:
             sizes = ", ".join(str(len(part)) for part in split[:8])
-            first_line = str(error).partition("\n")[0]
-            return [
-                Diagnosis(
-                    "raises",
-                    f"cut into microbatches of {sizes} rows, it raises {type(error).__name__}: "
-                    f"{first_line}",
-                    "x.view(len(x), -1)  # any number of rows, one as well; no size written down",
-                )
-            ]
-    return []
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            says = f"cut into microbatches of {sizes} rows, it raises {what}"
+            mend = "x.view(len(x), -1)  # any number of rows, one as well; no size written down"
+            return Diagnosis("raises", says, mend)
+    return None
 
 
 # Values ----------------------------------------------------------------------------------
@@ -76,8 +64,6 @@ class LossOfRows(NamedTuple):
     """A loss as a function of rows; None where it raises, or is not finite."""
 
     trial: Trial
-    seeds: Iterator[int]
-    weighted: bool
     known: dict[Indices, Value | None]
 
     def __call__(self, *rows: int) -> Value | None:
@@ -102,22 +88,18 @@ class LossOfRows(NamedTuple):
             return loss.total
 
         plain = subject._replace(loss_fn=total, has_aux=False, reduction="sum")
-        return Value(value_and_gradient(plain.sums(rows, next(self.seeds))), weights[-1])
+        return Value(value_and_gradient(plain.sums(rows)), weights[-1])
 
     def mean(self, *rows: int) -> Value | None:
         """The loss by itself: the total of ``Weighted`` over its weight."""
         value = self(*rows)
-        if value is None or not self.weighted:
+        if value is None or not self.trial.subject.weighted:
             return value
         return value.times(1 / value.weight) if value.weight else None
 
     def agree(self, terms: Sequence[tuple[float, Value]], want: Value) -> bool:
         """Whether a sum of values, each times a number, is another value, but for rounding."""
-        factors = [by for by, _ in terms]
-        columns = [
-            [by * x for by, x in zip(factors, column, strict=True)]
-            for column in zip(*(value.terms for _, value in terms), strict=True)
-        ]
+        columns = [*zip(*(value.times(by).terms for by, value in terms), strict=True)]
         sums = [torch.stack(column).sum(0) for column in columns]
         sizes = [sum(float(norm(x)) for x in column) for column in columns]
         share, floor = self.trial.bound
@@ -153,25 +135,31 @@ def _pairs(loss: LossOfRows, shown: Sequence[Split]) -> Iterator[Pair]:
 # What it is ------------------------------------------------------------------------------
 
 
-def _plain(loss: LossOfRows, pairs: list[Pair]) -> list[Diagnosis]:
+def _plain(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
     declared = loss.trial.subject.reduction
-    if all(loss.agree([(1, p.one), (1, p.two)], p.both) for p in pairs):
-        return [] if declared == "sum" else [_SUM_AS_MEAN]
-    if all(loss.agree([(p.a, p.one), (p.b, p.two)], p.both.times(p.a + p.b)) for p in pairs):
-        return [] if declared == "mean" else [_MEAN_AS_SUM]
+    if _hold(loss, pairs, lambda p: (1, 1, 1)):
+        return None if declared == "sum" else _SUM_AS_MEAN
+    if _hold(loss, pairs, lambda p: (p.a, p.b, p.a + p.b)):
+        return None if declared == "mean" else _MEAN_AS_SUM
     if weights := _weights_of_rows(loss):
-        return [
-            Diagnosis(
-                "mean of means",
-                f"it is a mean in which rows weigh {_listed(weights)}, such as a mean over "
-                "tokens; the mean of its microbatches by rows is another one.",
-                "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
-            )
-        ]
+        return Diagnosis(
+            "mean of means",
+            f"it is a mean in which rows weigh {_listed(weights)}, such as a mean over tokens; the "
+            "mean of its microbatches by rows is another one.",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
+        )
     if _has_constant(loss, pairs):
-        return [_constant("the loss", "return (per_row + penalty / rows_of_batch).sum()")]
+        return _constant("the loss", "return (per_row + penalty / rows_of_batch).sum()")
     shares = several_means(loss)
-    return [_coupled(loss, pairs) if shares is None else _several(shares)]
+    return _coupled(loss, pairs) if shares is None else _several(shares)
+
+
+def _hold(
+    loss: LossOfRows, pairs: list[Pair], weights: Callable[[Pair], tuple[float, float, float]]
+) -> bool:
+    """Whether a f(A) + b f(B) = c f(AB) for all pairs, with their weights a, b and c."""
+    found = ((p, *weights(p)) for p in pairs)
+    return all(loss.agree([(a, p.one), (b, p.two)], p.both.times(c)) for p, a, b, c in found)
 
 
 _SUM_AS_MEAN = Diagnosis(
@@ -188,7 +176,7 @@ _MEAN_AS_SUM = Diagnosis(
 )
 
 
-def _weighted(loss: LossOfRows, pairs: list[Pair]) -> list[Diagnosis]:
+def _weighted(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
     share = loss.trial.bound.share
     for p in pairs:
         one, two, both = p.one.weight, p.two.weight, p.both.weight
@@ -197,26 +185,22 @@ def _weighted(loss: LossOfRows, pairs: list[Pair]) -> list[Diagnosis]:
                 f"the weights of two microbatches are {one:.6g} and {two:.6g}, that of both "
                 f"together is {both:.6g}: weights have to add up."
             )
-            return [_weight(says, "a sum over a sum")]
-    if all(loss.agree([(1, p.one), (1, p.two)], p.both) for p in pairs):
+            return _weight(says, "a sum over a sum")
+    if _hold(loss, pairs, lambda p: (1, 1, 1)):
         return _lost(pairs)
-    if all(
-        loss.agree([(p.one.weight, p.one), (p.two.weight, p.two)], p.both.times(p.both.weight))
-        for p in pairs
-    ):
+    if _hold(loss, pairs, lambda p: (p.one.weight, p.two.weight, p.both.weight)):
         says = "the total of Weighted is a mean already: it is divided by the weight once more."
-        return [_weight(says, "a sum, not a mean")]
+        return _weight(says, "a sum, not a mean")
     if _has_constant(loss, pairs):
         mend = "return pa.Weighted(total + weight * penalty, weight)"
-        return [_constant("the total of Weighted", mend)]
+        return _constant("the total of Weighted", mend)
     weights = _weights_of_rows(loss)
     if weights is None:
-        return [_coupled(loss, pairs)]
+        return _coupled(loss, pairs)
     says = (
-        f"the loss is a mean in which rows weigh {_listed(weights)}; what it gives as their weight "
-        "is something else."
+        f"the loss is a mean in which rows weigh {_listed(weights)}, and it returns other weights."
     )
-    return [_weight(says, "the sum of the mask, not the rows")]
+    return _weight(says, "the sum of the mask, not the rows")
 
 
 def _weight(says: str, comment: str) -> Diagnosis:
@@ -224,19 +208,17 @@ def _weight(says: str, comment: str) -> Diagnosis:
     return Diagnosis("weight", says, mend)
 
 
-def _lost(pairs: list[Pair]) -> list[Diagnosis]:
-    """All adds up, but for what a microbatch of weight zero leaves out."""
+def _lost(pairs: list[Pair]) -> Diagnosis | None:
+    """What a microbatch of weight zero leaves out, where all adds up."""
     values = [value for p in pairs for value in (p.one, p.two, p.both)]
     if not any(value.weight == 0 and any(x.any() for x in value.terms) for value in values):
-        return []
-    return [
-        Diagnosis(
-            "weight",
-            "some rows have a weight of zero and a loss all the same: a microbatch of nothing but "
-            "these adds nothing, whatever its total.",
-            "return pa.Weighted((per_row * weight).sum(), weight.sum())  # no weight, no loss",
-        )
-    ]
+        return None
+    return Diagnosis(
+        "weight",
+        "some rows have a weight of zero and a loss all the same: a microbatch of nothing but "
+        "these adds nothing, whatever its total.",
+        "return pa.Weighted((per_row * weight).sum(), weight.sum())  # no weight, no loss",
+    )
 
 
 def _coupled(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis:
@@ -244,15 +226,13 @@ def _coupled(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis:
     forward, backward = loss(*rows), loss(*reversed(rows))
     moved = forward and backward and not loss.agree([(1, backward)], forward)
     values = [[float(value.terms[0]) for value in (p.one, p.two, p.both)] for p in pairs]
-    clearest = max(values, key=lambda numbers: _distance(*numbers))
-    says = "the gradient of two microbatches together is neither"
+    one, two, both = clearest = max(values, key=lambda numbers: _distance(*numbers))
+    what = "the gradient of two microbatches together is"
     if _distance(*clearest):
-        says = (
-            "the losses of two microbatches are {:.6g} and {:.6g}, of both together {:.6g}, neither"
-        ).format(*clearest)
+        what = f"two microbatches have losses of {one:.6g} and {two:.6g}, both together {both:.6g},"
     return Diagnosis(
         "batch coupling",
-        f"what a row adds depends on the other rows: {says} their sum nor a mean."
+        f"what a row adds depends on the other rows: {what} neither their sum nor a mean."
         + (" It depends on the order of the rows, too." if moved else ""),
         "z = pa.microbatch(encode, microbatch_size=...)(params, batch), and the loss of all rows "
         "in plain code; or pa.microbatch(counts, microbatch_size=..., reduce='sum'), and then a "
@@ -270,7 +250,7 @@ def _distance(one: float, two: float, both: float) -> float:
 
 
 def _has_constant(loss: LossOfRows, pairs: list[Pair]) -> bool:
-    """Whether two losses are always by the same more than the loss of both."""
+    """Whether f(A) + f(B) − f(AB) is the same for all pairs."""
     first = pairs[0]
     others = [p for p in pairs if p.one is not first.one and p.one is not first.two]
     excess = [(-1.0, first.one), (-1.0, first.two), (1.0, first.both)]
@@ -310,25 +290,19 @@ def _weights_against(loss: LossOfRows, base: int, rows: range) -> dict[int, floa
                 return None
             shares[row] = 0.0  # nothing by itself, and nothing beside another: masked
             continue
-        apart = [x - y for x, y in zip(other.terms, one.terms, strict=True)]
-        along = [x - y for x, y in zip(both.terms, one.terms, strict=True)]
-        share = float(_inner(along, apart) / _inner(apart, apart))
+        apart, along = (_vector(value) - _vector(one) for value in (other, both))
+        share = float(along @ apart / (apart @ apart))
         if not 0 < share < 1 or not loss.agree([(1 - share, one), (share, other)], both):
             return None
         shares[row] = share / (1 - share)
-    kept = {row: share for row, share in shares.items() if share}
-    values = [(share / sum(kept.values()), loss.mean(row)) for row, share in kept.items()]
+    all_, least = sum(shares.values()), min(filter(None, shares.values()))
+    parts = [(share / all_, loss.mean(row)) for row, share in shares.items() if share]
     whole = loss.mean(*sorted(shares))
     if len(shares) < 2 or whole is None:
         return None
-    if not loss.agree([(share, value) for share, value in values if value], whole):
+    if not loss.agree([(share, value) for share, value in parts if value], whole):
         return None
-    least = min(kept.values())
     return {row: share / least for row, share in sorted(shares.items())}
-
-
-def _inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    return torch.stack([(x * y.conj()).sum().real for x, y in zip(a, b, strict=True)]).sum()
 
 
 def _listed(weights: dict[int, float]) -> str:

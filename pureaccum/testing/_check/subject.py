@@ -14,7 +14,7 @@ writes to a copy, which is forgotten.
 import itertools
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -35,8 +35,10 @@ class Subject(NamedTuple):
     params: Any
     batch: Batch
     rows: int
+    seeds: Iterator[int]  # of the random numbers of each call
     has_aux: bool = False
     reduction: Reduction = "mean"
+    weighted: bool = False  # whether it returns Weighted
     dtype: torch.dtype | None = None  # None: each tensor in its own
     without: frozenset[str] = frozenset()  # names of functions that are left out
     kept: Kept = Kept()  # what the loss changes of what it holds, and what was there
@@ -66,8 +68,9 @@ class Subject(NamedTuple):
         return params, unflatten(self.batch.spec, columns)
 
     @contextmanager
-    def running(self, seed: int) -> Generator[None]:
-        """Run what is inside in the dtype, with random numbers from ``seed``; put back the rest."""
+    def running(self, seed: int | None = None) -> Generator[None]:
+        """Run what is inside in the dtype, with random numbers of its own; put back the rest."""
+        seed = next(self.seeds) if seed is None else seed
         mode = nullcontext() if self.dtype is None else computing_in(self.dtype, self.without)
         reseed(seed, self.generators)
         try:
@@ -76,7 +79,7 @@ class Subject(NamedTuple):
         finally:
             self.kept.put_back()
 
-    def sums(self, rows: Indices, seed: int) -> AccumState:
+    def sums(self, rows: Indices, seed: int | None = None) -> AccumState:
         """What an accumulator holds after a microbatch of these rows."""
         # autograd runs what torch.func refuses, and batch norms that write to captured buffers
         acc = accumulator(self.loss_fn, self.has_aux, reduction=self.reduction, engine="autograd")
@@ -187,14 +190,8 @@ class _InDtype(TorchFunctionMode):
         self.dtype, self.becomes, self.without = dtype, _becomes(dtype), without
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), {} if kwargs is None else kwargs
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
             return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out

@@ -15,15 +15,15 @@ loss's own dtypes are reported beside these, relative to the full batch's own, a
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._base import add, all_finite, norm, tree_leaves
-from ..._core import AccumState, Reduction, divisor, mean_value, plain_sum
+from ..._core import AccumState, divisor, mean_value, plain_sum
 from .kept import Kept
 from .report import Indices, Split
 from .subject import Subject
@@ -54,26 +54,22 @@ class Bound(NamedTuple):
     floor: Sequence[float]
 
 
-def accumulated(subject: Subject, split: Split, seeds: Iterator[int]) -> Result:
-    """What our own accumulator makes of some microbatches."""
-    return result_of([subject.sums(rows, next(seeds)) for rows in split], subject.reduction)
-
-
-def whole_batch(subject: Subject, seed: int) -> Result:
-    """What our own accumulator makes of the whole batch at once."""
-    return result_of([subject.sums(subject.everything(), seed)], subject.reduction)
-
-
-def result_of(states: Sequence[AccumState], reduction: Reduction) -> Result:
-    """The states of microbatches added up, and divided once."""
+def accumulated(subject: Subject, split: Split, seed: int | None = None) -> Result:
+    """What our own accumulator makes of some microbatches: sums, divided once."""
+    states = [subject.sums(rows, seed) for rows in split]
     whole = reduce(add, states)
-    by = divisor(whole.weight, plain_sum(whole, reduction))
+    by = divisor(whole.weight, plain_sum(whole, subject.reduction))
     value = mean_value(whole.total, by)
     sizes = zip(*(value_and_gradient(state) for state in states), strict=True)
     return Result(
         [value, *(x / by.to(x.device) for x in tree_leaves(whole.grads))],
         [sum(float(norm(x)) for x in column) / float(by) for column in sizes],
     )
+
+
+def whole_batch(subject: Subject, seed: int | None = None) -> Result:
+    """What our own accumulator makes of the whole batch at once."""
+    return accumulated(subject, (subject.everything(),), seed)
 
 
 def value_and_gradient(state: AccumState) -> list[Tensor]:
@@ -146,50 +142,46 @@ class Trial(NamedTuple):
             return False
 
 
-def trial_of(subject: Subject, seeds: Iterator[int]) -> Trial:
+def trial_of(subject: Subject) -> Trial:
     """A trial of a loss by our own accumulator, in float64."""
-    trial = _trial(subject.in_dtype(torch.float64), seeds)
-    floor = _floor(subject, trial.whole(subject.everything()), next(seeds))
+    trial = _trial(subject.in_dtype(torch.float64))
+    floor = _floor(subject, trial.whole(subject.everything()))
     return trial._replace(bound=Bound(UNIT[torch.float64] ** 0.5, floor))
 
 
-def native_trial(subject: Subject, narrowest: torch.dtype, seeds: Iterator[int]) -> Trial:
+def native_trial(subject: Subject, narrowest: torch.dtype) -> Trial:
     """A trial of a loss by our own accumulator, in its own dtypes, of which one is the narrowest.
 
     What the loss itself loses cannot be measured there. A leaf that is small beside the whole
     gradient is allowed u^(3/4) of that, the geometric middle between rounding and the bound of a
     leaf as large.
     """
-    trial, unit = _trial(subject, seeds), UNIT.get(narrowest, UNIT[torch.float32])
+    trial, unit = _trial(subject), UNIT.get(narrowest, UNIT[torch.float32])
     grads = trial.whole(subject.everything())[1:]
     floor = unit**0.75 * math.hypot(*(float(norm(g)) for g in grads))
     return trial._replace(bound=Bound(unit**0.5, [0.0, *(floor for _ in grads)]))
 
 
-def _trial(subject: Subject, seeds: Iterator[int]) -> Trial:
+def _trial(subject: Subject) -> Trial:
     known: dict[Indices, list[Tensor]] = {}
-
-    def accumulate(split: Split) -> Result:
-        return accumulated(subject, split, seeds)
 
     def whole(rows: Indices) -> list[Tensor]:
         if rows in known:
             return known[rows]
-        found = accumulate((rows,)).leaves
+        found = accumulated(subject, (rows,)).leaves
         if len(rows) >= subject.rows:
             known[rows] = found
         return found
 
-    return Trial(
-        subject=subject, accumulate=accumulate, whole=whole, bound=Bound(0.0, ()), known={}
-    )
+    accumulate, bound = partial(accumulated, subject), Bound(0.0, ())
+    return Trial(subject=subject, accumulate=accumulate, whole=whole, bound=bound, known={})
 
 
-def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:
+def _floor(subject: Subject, full: list[Tensor]) -> list[float]:
     """The bound's second term; nothing where the loss cannot be computed in float32."""
     ratio = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
     try:
-        narrow = whole_batch(subject.in_dtype(torch.float32), seed).leaves
+        narrow = whole_batch(subject.in_dtype(torch.float32)).leaves
     except Exception:
         return [0.0] * len(full)
     return [
@@ -199,22 +191,13 @@ def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:
 
 
 def repeats(
-    subject: Subject,
-    call: Callable[[Subject, int], Result],
-    bound: Bound,
-    seeds: Iterator[int],
-    times: int,
+    subject: Subject, call: Callable[[Subject, int], Result], bound: Bound, times: int
 ) -> tuple[bool, bool]:
-    """Whether other random numbers give another result, and whether the same ones do.
+    """Whether calls with other random numbers differ, and whether calls with the same ones do.
 
-    Args:
-        subject: What is called; meanwhile, nothing that it keeps is put back.
-        call: Calls it with a seed.
-        bound: What rounding may do.
-        seeds: Of random numbers.
-        times: How often each is tried.
+    Between these calls, what the loss keeps is not put back.
     """
-    keeping, seed = subject._replace(kept=Kept()), next(seeds)
+    keeping, seed = subject._replace(kept=Kept()), next(subject.seeds)
 
     def differs(seed: int) -> bool:
         return max(errors(call(keeping, seed), first.leaves, bound)) > 1
@@ -223,7 +206,7 @@ def repeats(
         first = call(keeping, seed)
         if any(differs(seed) for _ in range(times)):
             return False, True
-        return any(differs(next(seeds)) for _ in range(times)), False
+        return any(differs(next(subject.seeds)) for _ in range(times)), False
     finally:
         subject.kept.put_back()
 
@@ -293,16 +276,10 @@ def compare_natively(
     full: list[Tensor],
     splits: Sequence[Split],
 ) -> tuple[list[float], int | None]:
-    """The errors of what is accumulated, relative to the full batch's own.
+    """The errors of what is accumulated, relative to the full batch's own; and what overflows.
 
-    Args:
-        run: Accumulates in the loss's own dtypes.
-        alone: The full batch at once, in the loss's own dtypes.
-        full: The full batch in the dtype of the comparison.
-        splits: Some that are finite there.
-
-    Returns:
-        A ratio for each leaf, NaN where it is not known; and the first leaf that is not finite.
+    In the loss's own dtypes ``run`` accumulates a split, and ``alone`` takes the full batch at
+    once. In the dtype of the comparison ``full`` is the full batch, and all splits are finite.
     """
 
     def error(got: list[Tensor]) -> list[float]:

@@ -8,7 +8,7 @@ it holds.
 import inspect
 import linecache
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ class Seen(NamedTuple):
     narrowest: torch.dtype  # of all that it computes with
 
 
-def watch(subject: Subject, names: list[Namespace], seeds: Iterator[int]) -> Seen:
+def watch(subject: Subject, names: list[Namespace]) -> Seen:
     """Call a loss on its batch, and on its batch in reverse; afterwards all is as it was.
 
     A tensor that only the first call writes to is a cache and no state.
@@ -90,7 +90,7 @@ def watch(subject: Subject, names: list[Namespace], seeds: Iterator[int]) -> See
 
     watched, before = subject._replace(loss_fn=loss_fn), names
     try:
-        state = watched.sums(subject.everything(), next(seeds))
+        state = watched.sums(subject.everything())
         weighted, dtype, leads = totals[0]
         if not leads and not any(g.any() for g in tree_leaves(state.grads)):
             raise ValueError(
@@ -102,9 +102,9 @@ def watch(subject: Subject, names: list[Namespace], seeds: Iterator[int]) -> See
         names = [n.again() for n in before]
         mode.begin_again(modules)
         try:
-            watched.sums(subject.everything()[::-1], next(seeds))
+            watched.sums(subject.everything()[::-1])
         except Exception:  # a batch in another order is no batch for every loss
-            watched.sums(subject.everything(), next(seeds))
+            watched.sums(subject.everything())
         written = [w for w in first if w.given] + [w for w in mode.written() if not w.given]
         anew = [name for n in names if n.kind == "tensors" for name in n.assigned()]
         written += [Written(name, False, NOBODY) for name in anew]
@@ -168,13 +168,7 @@ class _Watching(TorchFunctionMode):
         self.dtypes: set[torch.dtype] = set()
         self.given: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Generator):
