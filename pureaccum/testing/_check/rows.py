@@ -197,9 +197,7 @@ def _weighted(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
     weights = _weights_of_rows(loss)
     if weights is None:
         return _coupled(loss, pairs)
-    says = (
-        f"the loss is a mean in which rows weigh {_listed(weights)}, and it returns other weights."
-    )
+    says = f"it is a mean in which rows weigh {_listed(weights)}, and it returns other weights."
     return _weight(says, "the sum of the mask, not the rows")
 
 
@@ -297,10 +295,8 @@ def _weights_against(loss: LossOfRows, base: int, rows: range) -> dict[int, floa
         shares[row] = share / (1 - share)
     all_, least = sum(shares.values()), min(filter(None, shares.values()))
     parts = [(share / all_, loss.mean(row)) for row, share in shares.items() if share]
-    whole = loss.mean(*sorted(shares))
-    if len(shares) < 2 or whole is None:
-        return None
-    if not loss.agree([(share, value) for share, value in parts if value], whole):
+    whole, known = loss.mean(*sorted(shares)), [(share, value) for share, value in parts if value]
+    if len(shares) < 2 or whole is None or not loss.agree(known, whole):
         return None
     return {row: share / least for row, share in sorted(shares.items())}
 
@@ -383,18 +379,18 @@ def _vector(value: Value) -> Tensor:
 
 def _several(it: Shares) -> Diagnosis:
     beside = f"beside rows {', '.join(map(str, it.beside))}, row {it.row}"
-    mend = "No weight is right for both; divided by what the whole batch counts, it is a sum."
+    why = "No weight is right for both; divided by what the whole batch counts, it is a sum."
     if len(it.shares) == 1:
         return Diagnosis(
             "several means",
             "it is a total over a count that some rows are no part of, a ratio of two means: "
-            f"{beside} adds to the total, and nothing to the count. {mend}",
+            f"{beside} adds to the total, and nothing to the count. {why}",
             'return per_row.sum() / batch["positives"]  # a Python number; reduction="sum"',
         )
     return Diagnosis(
         "several means",
         f"it is a sum of means over different things, such as rows and tokens: {beside} counts as "
-        f"{it.shares[0]:.3g} of them in one and as {it.shares[1]:.3g} in another. {mend}",
+        f"{it.shares[0]:.3g} of them in one and as {it.shares[1]:.3g} in another. {why}",
         'return a.sum() / batch["rows"] + b.sum() / batch["tokens"]  # Python numbers; '
         'reduction="sum"',
     )
