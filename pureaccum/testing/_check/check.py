@@ -266,7 +266,6 @@ def _examine(
     times = 12 if seen.draws or seen.assigned else 1
     draws, keeps = repeats(first.subject, whole_batch, first.bound, times)
     worst = worst_of(trials, splits, len(names))
-
     native, overflow = compare_natively(
         lambda split: accumulated(subject, split).leaves,
         lambda: whole_batch(subject).leaves,
@@ -296,7 +295,8 @@ def _examine(
             full[1:],
             sound,
         )
-        causes = causes or _causes_of_loop(loop, trials, case, native, reference)
+        cause = None if causes else _cause_of_loop(loop, trials, case, native, reference)
+        causes = (cause,) if cause else causes
     if reference == "native":
         native = [math.nan] * len(names)  # the full batch's own error is not known
     dtype = _name(seen.dtype)
@@ -306,7 +306,7 @@ def _examine(
             Leaf(name, error, split, ratio)
             for name, (error, _, split), ratio in zip(names, worst, native, strict=True)
         ),
-        diagnoses=tuple(causes),
+        diagnoses=causes,
         rows=subject.rows,
         splits=len(splits) * len(trials),
         loss="Weighted" if seen.weighted else subject.reduction,
@@ -336,9 +336,9 @@ def _try_all(trials: list[Trial], splits: list[Split]) -> list[Split]:
     return [split for split in splits[:3] if max(trials[0].outcome(split).errors) < math.inf]
 
 
-def _causes_of_loop(
+def _cause_of_loop(
     loop: Loop, trials: list[Trial], case: Case, native: list[float], reference: Reference
-) -> tuple[Diagnosis, ...]:
+) -> Diagnosis | None:
     """What is wrong with a loop where nothing is wrong with the loss."""
     wrong = not all(trial.fits(case.splits) for trial in trials)
     found = of_loop(loop, trials[0], wrong)
@@ -350,7 +350,7 @@ def _causes_of_loop(
             "own parameters?), and is as near to float64 as that can be; pass reference='native' "
             "to compare it in its own dtype."
         )
-    return (raises(trials[0], case.splits) or UNKNOWN,)
+    return raises(trials[0], case.splits) or UNKNOWN
 
 
 def _name(dtype: torch.dtype) -> str:

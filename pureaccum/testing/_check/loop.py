@@ -65,7 +65,7 @@ def run_loop(loop: Loop, subject: Subject, split: Split, seed: int | None = None
 # What is wrong with it -------------------------------------------------------------------
 
 
-def of_loop(loop: Loop, trial: Trial, wrong: bool) -> tuple[Diagnosis, ...]:
+def of_loop(loop: Loop, trial: Trial, wrong: bool) -> Diagnosis | None:
     """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
     rows = trial.subject.everything()
     sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
@@ -73,13 +73,13 @@ def of_loop(loop: Loop, trial: Trial, wrong: bool) -> tuple[Diagnosis, ...]:
     raw = trial.subject._replace(reduction="sum")  # the gradient of a loss as it came
     try:
         if impure := _impure(loop, trial, split):
-            return (impure,)
+            return impure
         if not wrong:
-            return ()
+            return None
         states = [raw.sums(part) for part in split]
         result = trial.accumulate(split).leaves
     except Exception:
-        return ()  # which the report tells
+        return None  # which the report tells
     own = [float(divisor(state.weight, plain_sum(state, "sum"))) for state in states]
     grads = [
         [x / by for x in tree_leaves(state.grads)] for state, by in zip(states, own, strict=True)
@@ -91,8 +91,7 @@ def of_loop(loop: Loop, trial: Trial, wrong: bool) -> tuple[Diagnosis, ...]:
         shares = [1.0 if is_sum else len(part) / len(rows) for part in split]
     found = _fitted(grads, result)
     certain = sum(x.numel() for x in result) > len(split)  # or any result would fit
-    cause = None if found is None else _mistake(found, shares, is_sum, certain)
-    return () if cause is None else (cause,)
+    return None if found is None else _mistake(found, shares, is_sum, certain)
 
 
 def _impure(loop: Loop, trial: Trial, split: Split) -> Diagnosis | None:
