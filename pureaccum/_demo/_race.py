@@ -1,4 +1,4 @@
-"""Five ways of training one network on one batch of scanned digits, a step at a time.
+"""Five ways of training one network on one batch of scanned digits, one step at a time.
 
     full batch, float32      all 1,440 rows at once
     ragged, float32          cut anew in every step, into some 14 microbatches of 1 to 200 rows
@@ -6,8 +6,13 @@
     full batch, float16      with a loss scale
     ragged, float16          with a loss scale
 
-A step that overflowed is not applied, and is taken again; so after as many applied steps all have
-seen the same.
+A step that overflowed is not applied, and is taken again: after equally many applied steps, all
+runs have seen the same. How far an accumulated gradient is from the full batch's, on the parameters
+that a run begins and ends with:
+
+    bits     log2 of the largest difference, in units in the last place of the leaf's largest number
+    bound    |difference| / (√u (|g_1| + ... + |g_k|)) for each leaf, with u the rounding unit and
+             g_i what microbatch i adds: above 1, half of the digits are wrong
 """
 
 import math
@@ -25,7 +30,8 @@ from .._core import counting
 
 
 Tensors = dict[str, Tensor]
-Cut = Callable[[int], list[Tensors]]  # of the applied steps so far
+Microbatches = Callable[[int], list[Tensors]]  # those of a step, after so many applied ones
+Loss = Callable[[Tensors, Tensors], Tensor]
 
 ROWS = 1440
 RATE = 3e-3
@@ -37,12 +43,12 @@ class Progress(NamedTuple):
     """Where a run stands.
 
     Args:
-        params: After the last step.
-        losses: One for each applied step.
-        attempts: Steps, applied or not.
-        scale: The loss scale of the last; 1 where there is none.
-        seconds: All steps but the first.
-        peak: Bytes that the first step allocated, at most at a time.
+        params: The parameters after the last step.
+        losses: The loss of each applied step.
+        attempts: How many steps were taken, applied or not.
+        scale: The loss scale of the last step; 1 where there is none.
+        seconds: The time of all steps but the first.
+        peak: The most bytes that the first step had allocated at a time.
     """
 
     params: Tensors
@@ -54,12 +60,12 @@ class Progress(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Rows in a second."""
+        """Rows per second."""
         return ROWS * (self.attempts - 1) / self.seconds if self.seconds else 0.0
 
 
 def digits() -> tuple[Tensors, Tensors]:
-    """1,440 rows to train on and 357 to test with, from 0 to 1."""
+    """1,440 rows to train on and 357 to test with, of numbers from 0 to 1."""
     from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
 
     images, labels = load_digits(return_X_y=True)
@@ -68,13 +74,13 @@ def digits() -> tuple[Tensors, Tensors]:
 
 
 def network() -> nn.Module:
-    """Always with the same parameters."""
+    """The network, always with the same parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def loss_of(net: nn.Module) -> Callable[[Tensors, Tensors], Tensor]:
+def loss_of(net: nn.Module) -> Loss:
     """The loss, as a function of parameters; cross entropy is in float32, as it should be."""
     fn = pa.functional(net)
 
@@ -84,13 +90,13 @@ def loss_of(net: nn.Module) -> Callable[[Tensors, Tensors], Tensor]:
     return loss
 
 
-def whole(batch: Tensors) -> Cut:
-    """Not cut at all."""
+def whole(batch: Tensors) -> Microbatches:
+    """The batch, uncut."""
     return lambda applied: [batch]
 
 
-def ragged(batch: Tensors) -> Cut:
-    """Microbatches of 1 to 200 rows, others in every step."""
+def ragged(batch: Tensors) -> Microbatches:
+    """Microbatches of 1 to 200 rows, cut anew in every step."""
 
     def cut(applied: int) -> list[Tensors]:
         g = torch.Generator().manual_seed(applied)
@@ -103,8 +109,8 @@ def ragged(batch: Tensors) -> Cut:
     return cut
 
 
-def train(cut: Cut, *, half: bool = False) -> Iterator[Progress]:
-    """By this package: the same step for a whole batch, for ragged ones, and for float16."""
+def train(cut: Microbatches, *, half: bool = False) -> Iterator[Progress]:
+    """Train by this package, with one step for a whole batch, ragged microbatches and float16."""
     net = network()
     step = pa.make_step(
         loss_of(net),
@@ -128,8 +134,8 @@ def train(cut: Cut, *, half: bool = False) -> Iterator[Progress]:
     yield from _timed(attempt, losses, lambda: state.params)
 
 
-def usual_loop(cut: Cut) -> Iterator[Progress]:
-    """As it is written everywhere; with ragged microbatches it weighs short ones too much."""
+def usual_loop(cut: Microbatches) -> Iterator[Progress]:
+    """Train as everybody does; with ragged microbatches, short ones weigh too much."""
     net = network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
     losses: list[float] = []
@@ -163,19 +169,19 @@ def _timed(
         attempts, seconds = attempts + 1, seconds + perf_counter() - start
 
 
+# How far a gradient is off -------------------------------------------------------------------
+
+
 class Distance(NamedTuple):
-    """Of a gradient from the full batch's, in the worst of its leaves.
+    """How far a gradient is from the full batch's, in the worst of its leaves.
 
     Args:
         bits: How many of the last bits differ, at most.
-        bound: The error over its bound.
+        bound: The error relative to its bound.
     """
 
     bits: int
     bound: float
-
-
-Loss = Callable[[Tensors, Tensors], Tensor]
 
 
 def worst(
@@ -187,15 +193,15 @@ def worst(
     half: bool,
     usual: bool,
 ) -> Distance:
-    """The larger of the distances at several points.
+    """The largest distance at several points.
 
     Args:
         loss: A mean over rows.
-        points: Parameters.
+        points: The parameters at each point.
         batch: The full batch.
-        parts: The same rows, cut.
-        half: Compute in float16.
-        usual: Weigh all parts the same, in place of this package's sum.
+        parts: The rows of the batch, cut.
+        half: Whether to compute in float16.
+        usual: Whether all parts weigh the same, in place of this package's sum.
     """
     of, unit = (_in_half(loss), 2.0**-11) if half else (loss, 2.0**-24)
     sizes = [len(part["x"]) for part in parts]
@@ -239,7 +245,7 @@ def _distance(grads: Tensors, full: Tensors, terms: list[Tensors], unit: float) 
 def on_whole_numbers(batch: Tensors, parts: list[Tensors]) -> int:
     """How many numbers of the gradient differ where arithmetic is exact; none may.
 
-    Black and white digits, weights of -1, 0 and 1, and a squared error, summed.
+    The digits are black and white, the weights -1, 0 and 1, and the loss a sum of squared errors.
     """
     g = torch.Generator().manual_seed(0)
 
