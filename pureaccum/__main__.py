@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pureaccum",
         description=about_us,
-        epilog="Exit status: 0 as claimed, 1 not as claimed, 2 could not be run. NO_COLOR is honoured.",
+        epilog="Exit status: 0 as claimed, 1 not as claimed, 2 not run. NO_COLOR is honoured.",
     )
     parser.add_argument("--version", action="version", version=f"pureaccum {__version__}")
     commands = parser.add_subparsers(required=True, dest="command")

@@ -163,7 +163,14 @@ def _timed(
     attempts, seconds = 1, 0.0
     while True:
         now = {name: x.detach() for name, x in params().items()}
-        yield Progress(now, tuple(losses), attempts, scale, seconds, live.peak)
+        yield Progress(
+            params=now,
+            losses=tuple(losses),
+            attempts=attempts,
+            scale=scale,
+            seconds=seconds,
+            peak=live.peak,
+        )
         start = perf_counter()
         scale = attempt()
         attempts, seconds = attempts + 1, seconds + perf_counter() - start
