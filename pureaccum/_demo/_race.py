@@ -31,7 +31,7 @@ from .._core import counting
 
 Tensors = dict[str, Tensor]
 Microbatches = Callable[[int], list[Tensors]]  # those of a step, after so many applied ones
-Loss = Callable[[Tensors, Tensors], Tensor]
+BatchLoss = Callable[[Tensors, Tensors], Tensor]
 
 ROWS = 1440
 RATE = 3e-3
@@ -80,7 +80,7 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def loss_of(net: nn.Module) -> Loss:
+def loss_of(net: nn.Module) -> BatchLoss:
     """The loss, as a function of parameters; cross entropy is in float32, as it should be."""
     fn = pa.functional(net)
 
@@ -192,7 +192,7 @@ class Distance(NamedTuple):
 
 
 def worst(
-    loss: Loss,
+    loss: BatchLoss,
     points: list[Tensors],
     batch: Tensors,
     parts: list[Tensors],
@@ -228,7 +228,7 @@ def worst(
     return Distance(max(it.bits for it in found), max(it.bound for it in found))
 
 
-def _in_half(loss: Loss) -> Loss:
+def _in_half(loss: BatchLoss) -> BatchLoss:
     """The loss in float16, scaled by a power of two, which changes no bit of its gradient."""
 
     def scaled(params: Tensors, batch: Tensors) -> Tensor:

@@ -259,7 +259,7 @@ def _examine(
 ) -> Report:
     """Try all splits of one loss on some batches, find the causes, and then try the loop."""
     subject, names = subjects[0], ["value", *paths(flatten(subjects[0].params)[1], "params")]
-    trials = [_trial(each, seen.narrowest, reference) for each in subjects]
+    trials = [_comparable_trial(each, seen.narrowest, reference) for each in subjects]
     sound = _try_all(trials, splits)
     bad = next((trial for trial in trials if not trial.fits(splits)), trials[0])
     first, full = trials[0], trials[0].whole(subject.everything())
@@ -315,7 +315,7 @@ def _examine(
     )
 
 
-def _trial(subject: Subject, narrowest: torch.dtype, reference: Reference) -> Trial:
+def _comparable_trial(subject: Subject, narrowest: torch.dtype, reference: Reference) -> Trial:
     with _advising(reference):
         native = reference == "native"
         trial = native_trial(subject, narrowest) if native else trial_of(subject)

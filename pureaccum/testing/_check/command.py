@@ -66,7 +66,7 @@ def check(target: str, *, as_json: bool, whole_traceback: bool, **settings: obje
             source = locate(target)
             with _visiting(source):
                 report = _check_target(source, settings)
-        print(json.dumps(_plain(report), allow_nan=False) if as_json else report, file=out)
+        print(json.dumps(_as_json(report), allow_nan=False) if as_json else report, file=out)
         return FITS if report.fits else DOES_NOT
     except KeyboardInterrupt:
         raise
@@ -247,12 +247,12 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _plain(x: Any) -> Any:
+def _as_json(x: Any) -> Any:
     """A report as JSON knows it: records as objects, inf and NaN as words."""
     if isinstance(x, float) and not math.isfinite(x):
         return str(x)
     if isinstance(x, (Report, Leaf, Diagnosis)):
-        return {key: _plain(value) for key, value in x._asdict().items()}
+        return {key: _as_json(value) for key, value in x._asdict().items()}
     if isinstance(x, tuple):
-        return [_plain(element) for element in x]  # pyright: ignore[reportUnknownVariableType]
+        return [_as_json(element) for element in x]  # pyright: ignore[reportUnknownVariableType]
     return x

@@ -211,7 +211,7 @@ _TRIES: tuple[tuple[set[str], Reduction | None], ...] = (  # what is told, and w
     (_STATISTICS | {"sum"}, None),
     (_STATISTICS | {"sum"}, "sum"),  # divided by a count of the whole batch
 )
-_Noted = list[tuple[Call, Any]]
+_Answers = list[tuple[Call, Any]]
 
 
 def _data_statistics(trial: Trial, splits: Sequence[Split]) -> Iterator[Diagnosis]:
@@ -252,9 +252,9 @@ def _told(
     return ", ".join(dict.fromkeys(call.where for call, _ in noted))
 
 
-def _noted(subject: Subject, names: set[str], seed: int) -> _Noted:
+def _noted(subject: Subject, names: set[str], seed: int) -> _Answers:
     """The statistics that a loss takes of the whole batch."""
-    noted: _Noted = []
+    noted: _Answers = []
 
     def note(call: Call, own: Callable[[], Any]) -> Any:
         noted.append((call, own()))
@@ -268,7 +268,7 @@ def _noted(subject: Subject, names: set[str], seed: int) -> _Noted:
     return noted
 
 
-def _same(noted: _Noted, others: _Noted) -> bool:
+def _same(noted: _Answers, others: _Answers) -> bool:
     values, more = (tree_leaves([own for _, own in each]) for each in (noted, others))
     return all(x.equal(y) for x, y in zip(values, more, strict=True))
 
@@ -284,7 +284,7 @@ class _Statistics(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name not in self.names or not _over_rows(*args, **kwargs):
             return func(*args, **kwargs)
-        return self.answer(Call(name, line=users_line()), lambda: func(*args, **kwargs))
+        return self.answer(Call(function=name, line=users_line()), lambda: func(*args, **kwargs))
 
 
 def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:

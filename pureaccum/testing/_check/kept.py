@@ -20,7 +20,7 @@ from .._assertions import dense, same
 from .._pure import captured, contents, elsewhere, global_names
 
 
-Kind = Literal["names", "attributes", "tensors", "grads", "cache"]
+_Kind = Literal["names", "attributes", "tensors", "grads", "cache"]
 
 
 class Held(NamedTuple):
@@ -34,7 +34,7 @@ class Namespace(NamedTuple):
     """Some names, what is under them now, and what was there before."""
 
     owner: str  # "net.1", "counts", or "" for variables
-    kind: Kind
+    kind: _Kind
     now: Callable[[], dict[Any, Any]]
     put: Callable[[dict[Any, Any]], object]
     before: dict[Any, Any]
@@ -175,7 +175,7 @@ def _of_container(path: str, value: Any) -> Namespace | None:
 _MOST = 10_000
 
 
-def _of_dict(path: str, value: dict[Any, Any], kind: Kind = "names") -> Namespace:
+def _of_dict(path: str, value: dict[Any, Any], kind: _Kind = "names") -> Namespace:
     def put(before: dict[Any, Any]) -> None:
         value.clear()
         value.update(before)
@@ -223,7 +223,7 @@ def _of_function(fn: FunctionType) -> Iterator[Namespace]:
 
 def _snapshot(
     owner: str,
-    kind: Kind,
+    kind: _Kind,
     now: Callable[[], dict[Any, Any]],
     put: Callable[[dict[Any, Any]], object],
 ) -> Namespace:

@@ -26,7 +26,7 @@ from .trials import Bound, Result, Trial, errors, value_and_gradient
 def of_rows(trial: Trial, splits: Sequence[Split], shown: Sequence[Split]) -> list[Diagnosis]:
     """What the loss is of its rows, in place of what it is said to be."""
     loss = LossOfRows(trial, {})
-    pairs = list(_pairs(loss, shown))
+    pairs = list(_draw_pairs(loss, shown))
     cause = (_weighted if trial.subject.weighted else _plain)(loss, pairs) if pairs else None
     causes = [it for it in (cause, raises(trial, splits)) if it]
     if pairs and not causes:  # as declared, and off all the same: by a row's place
@@ -69,13 +69,13 @@ class LossOfRows(NamedTuple):
     def __call__(self, *rows: int) -> Value | None:
         if rows not in self.known:
             try:
-                value = self._compute(rows)
+                value = self.compute(rows)
             except Exception:
                 value = None
             self.known[rows] = value if value and all_finite(value.terms) else None
         return self.known[rows]
 
-    def _compute(self, rows: Indices) -> Value:
+    def compute(self, rows: Indices) -> Value:
         """The value, whatever its weight: an accumulator would leave out what has none."""
         subject, weights = self.trial.subject, [0.0]
 
@@ -117,7 +117,7 @@ class Pair(NamedTuple):
     both: Value
 
 
-def _pairs(loss: LossOfRows, shown: Sequence[Split]) -> Iterator[Pair]:
+def _draw_pairs(loss: LossOfRows, shown: Sequence[Split]) -> Iterator[Pair]:
     """Disjoint sets of rows of many sizes, and those that showed what is wrong."""
     rows = loss.trial.subject.rows
     random = torch.Generator().manual_seed(rows)
@@ -144,8 +144,8 @@ def _plain(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
     if weights := _weights_of_rows(loss):
         return Diagnosis(
             "mean of means",
-            f"it is a mean in which rows weigh {_listed(weights)}, such as a mean over tokens; the "
-            "mean of its microbatches by rows is another one.",
+            f"it is a mean in which rows weigh {_in_words(weights)}, such as a mean over tokens; "
+            "the mean of its microbatches by rows is another one.",
             "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
         )
     if _has_constant(loss, pairs):
@@ -185,23 +185,23 @@ def _weighted(loss: LossOfRows, pairs: list[Pair]) -> Diagnosis | None:
                 f"the weights of two microbatches are {one:.6g} and {two:.6g}, that of both "
                 f"together is {both:.6g}: weights have to add up."
             )
-            return _weight(says, "a sum over a sum")
+            return _wrong_weight(says, "a sum over a sum")
     if _hold(loss, pairs, lambda p: (1, 1, 1)):
         return _lost(pairs)
     if _hold(loss, pairs, lambda p: (p.one.weight, p.two.weight, p.both.weight)):
         says = "the total of Weighted is a mean already: it is divided by the weight once more."
-        return _weight(says, "a sum, not a mean")
+        return _wrong_weight(says, "a sum, not a mean")
     if _has_constant(loss, pairs):
         mend = "return pa.Weighted(total + weight * penalty, weight)"
         return _constant("the total of Weighted", mend)
     weights = _weights_of_rows(loss)
     if weights is None:
         return _coupled(loss, pairs)
-    says = f"it is a mean in which rows weigh {_listed(weights)}, and it returns other weights."
-    return _weight(says, "the sum of the mask, not the rows")
+    says = f"it is a mean in which rows weigh {_in_words(weights)}, and it returns other weights."
+    return _wrong_weight(says, "the sum of the mask, not the rows")
 
 
-def _weight(says: str, comment: str) -> Diagnosis:
+def _wrong_weight(says: str, comment: str) -> Diagnosis:
     mend = f"return pa.Weighted(per_token.sum(), mask.sum())  # {comment}"
     return Diagnosis("weight", says, mend)
 
@@ -301,7 +301,7 @@ def _weights_against(loss: LossOfRows, base: int, rows: range) -> dict[int, floa
     return {row: share / least for row, share in sorted(shares.items())}
 
 
-def _listed(weights: dict[int, float]) -> str:
+def _in_words(weights: dict[int, float]) -> str:
     shown = [f"{weight:.3g} (row {row})" for row, weight in list(weights.items())[:6]]
     return ", ".join(shown) + (", …" if len(weights) > 6 else "")
 

@@ -302,7 +302,7 @@ class _Watching(TorchFunctionMode):
     def caller(self, function: str) -> Call:
         """Who calls a function now."""
         if not self.stack:
-            return Call(function, line=users_line())
+            return Call(function=function, line=users_line())
         root, inner = self.stack[0], self.stack[-1]
         path = next((name for name, part in root.named_modules() if part is inner), "")
         of, kind = self.root_name(root), type(inner).__name__
