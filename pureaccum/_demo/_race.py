@@ -40,23 +40,14 @@ SCALE = pa.dynamic_loss_scale(init_scale=2.0**22, growth_interval=12)
 
 
 class Progress(NamedTuple):
-    """Where a run stands.
-
-    Args:
-        params: The parameters after the last step.
-        losses: The loss of each applied step.
-        attempts: How many steps were taken, applied or not.
-        scale: The loss scale of the last step; 1 where there is none.
-        seconds: The time of all steps but the first.
-        peak: The most bytes that the first step had allocated at a time.
-    """
+    """Where a run stands."""
 
     params: Tensors
-    losses: tuple[float, ...]
-    attempts: int
-    scale: float
-    seconds: float
-    peak: int
+    losses: tuple[float, ...]  # of the applied steps
+    attempts: int  # steps, applied or not
+    scale: float  # the loss scale of the last step; 1 where there is none
+    seconds: float  # of all steps but the first
+    peak: int  # the most bytes that the first step had allocated at a time
 
     @property
     def rate(self) -> float:
@@ -180,15 +171,10 @@ def _timed(
 
 
 class Distance(NamedTuple):
-    """How far a gradient is from the full batch's, in the worst of its leaves.
+    """How far a gradient is from the full batch's, in the worst of its leaves."""
 
-    Args:
-        bits: How many of the last bits differ, at most.
-        bound: The error relative to its bound.
-    """
-
-    bits: int
-    bound: float
+    bits: int  # how many of the last ones differ, at most
+    bound: float  # the error relative to it
 
 
 def worst(
@@ -200,16 +186,7 @@ def worst(
     half: bool,
     usual: bool,
 ) -> Distance:
-    """The largest distance at several points.
-
-    Args:
-        loss: A mean over rows.
-        points: The parameters at each point.
-        batch: The full batch.
-        parts: The rows of the batch, cut.
-        half: Whether to compute in float16.
-        usual: Whether all parts weigh the same, in place of this package's sum.
-    """
+    """The largest distance at some parameters, of this package's sum or of the usual loop's."""
     of, unit = (_in_half(loss), 2.0**-11) if half else (loss, 2.0**-24)
     sizes = [len(part["x"]) for part in parts]
     found: list[Distance] = []

@@ -38,15 +38,7 @@ def _console() -> Console:
 
 
 def train_all(runs: dict[str, Iterator[Progress]], steps: int) -> dict[str, Progress]:
-    """Take a step of each run in turn until all have applied so many.
-
-    Args:
-        runs: The runs by name.
-        steps: How many applied steps to wait for; a run that has them waits for the others.
-
-    Returns:
-        Where each run stopped.
-    """
+    """Take a step of each run in turn until all have applied so many; where each then stands."""
     console = _console()
     console.print(
         f"A network of 9,610 parameters learns {ROWS:,} handwritten digits, by the full batch and "
@@ -94,35 +86,18 @@ def _scale(progress: Progress) -> str:
 
 
 class RunSummary(NamedTuple):
-    """How a run ended.
-
-    Args:
-        name: The name of the run.
-        half: Whether it computed in float16.
-        at_last: Where it ended.
-        accuracy: The share of unseen rows that it gets right.
-        distance: How far its gradient is from the full batch's, on the same parameters; None for
-            the full batch.
-        apart: How far its last parameters are from those of the full batch in the same dtype,
-            relative to them.
-    """
+    """How a run ended."""
 
     name: str
-    half: bool
+    half: bool  # whether it computed in float16
     at_last: Progress
-    accuracy: float
-    distance: Distance | None
-    apart: float
+    accuracy: float  # the share of unseen rows that it gets right
+    distance: Distance | None  # of its gradient from the full batch's, on the same parameters
+    apart: float  # its last parameters from the full batch's in the same dtype, relative to them
 
 
 def summaries(at_last: dict[str, Progress], batch: Tensors, test: Tensors) -> list[RunSummary]:
-    """How all runs ended.
-
-    Args:
-        at_last: Where each run stopped, by name.
-        batch: The rows that they trained on.
-        test: The rows that they did not see.
-    """
+    """How all runs ended, with some rows to train on and others to test with."""
     net = network()
     fn, loss = pa.functional(net), loss_of(net)
     found: list[RunSummary] = []
@@ -148,12 +123,7 @@ def summaries(at_last: dict[str, Progress], batch: Tensors, test: Tensors) -> li
 
 
 def conclude(found: Sequence[RunSummary], unequal: int) -> None:
-    """Print the table, and what it says.
-
-    Args:
-        found: How all runs ended.
-        unequal: How many numbers of the gradient differ where arithmetic is exact.
-    """
+    """Print the table, and how many numbers are unequal where arithmetic is exact."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("")
     for it in found:
@@ -208,13 +178,7 @@ STYLES: dict[str, dict[str, Any]] = {  # the wide lines lie below the narrow one
 
 
 def draw(found: Sequence[RunSummary], batch: Tensors, path: Path) -> None:
-    """Write the picture.
-
-    Args:
-        found: How all runs ended.
-        batch: The rows that they trained on.
-        path: The file to write.
-    """
+    """Write the picture to a file."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _losses(left, {it.name: it.at_last.losses for it in found})

@@ -141,7 +141,7 @@ _PLAIN = (bool, int, str, type, type(None), torch.dtype, torch.device, torch.Siz
 
 
 def _changes(before: Picture, after: Picture) -> str:
-    """What differs between two pictures, in words; empty where nothing does."""
+    """The differences of two pictures in words; empty where there are none."""
     said: list[str] = []
     causes: list[str] = []
     for name in before | after:

@@ -36,19 +36,12 @@ class Unusable(Exception):
 
 
 class Source(NamedTuple):
-    """Where a target is.
+    """Where a target is."""
 
-    Args:
-        module: The name of its module, while it is checked.
-        name: What to take from it.
-        file: None where it is to be imported by name.
-        folder: What goes first on ``sys.path``.
-    """
-
-    module: str
-    name: str
-    file: Path | None
-    folder: Path
+    module: str  # its name while it is checked
+    name: str  # in the module
+    file: Path | None  # None: the module is imported by its name
+    folder: Path  # to be the first of sys.path
 
 
 def check(target: str, *, as_json: bool, whole_traceback: bool, **settings: object) -> int:

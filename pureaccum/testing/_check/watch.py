@@ -5,12 +5,12 @@ function is called with, and that no function has returned, is one that the loss
 it holds.
 """
 
-import inspect
 import linecache
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,7 @@ def watch(subject: Subject, names: list[Namespace]) -> Seen:
         mode.begin_again(modules)
         try:
             watched.sums(subject.everything()[::-1])
-        except Exception:  # a batch in another order is no batch for every loss
+        except Exception:  # not every loss takes a batch in another order
             watched.sums(subject.everything())
         written = [w for w in first if w.given] + [w for w in mode.written() if not w.given]
         anew = [name for n in names if n.kind == "tensors" for name in n.assigned()]
@@ -317,14 +317,12 @@ def _random_state() -> Tensor:
 
 def users_line() -> str:
     """The innermost line that is neither torch's nor ours."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, line in walk_stack(None):
         file = Path(frame.f_code.co_filename)
         if not any(ours in file.parents for ours in _NOT_THE_USERS):
-            text = linecache.getline(str(file), frame.f_lineno).strip()
+            text = linecache.getline(str(file), line).strip()
             text = text if len(text) <= 60 else f"{text[:59]}…"
-            return f"{file.name}:{frame.f_lineno}" + (f" ({text})" if text else "")
-        frame = frame.f_back
+            return f"{file.name}:{line}" + (f" ({text})" if text else "")
     return "an unknown line"
 
 
