@@ -28,7 +28,7 @@ def demo() -> int:
         print(f"{PICTURE} could not be written: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130  # as a shell says it
+        return 130  # the status of a shell for an interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,21 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pureaccum",
         description=about_us,
-        epilog="Exit status: 0 as claimed, 1 not so, 2 it could not be run. NO_COLOR is honoured.",
+        epilog="Exit status: 0 as claimed, 1 not as claimed, 2 not run. NO_COLOR is honoured.",
     )
     parser.add_argument("--version", action="version", version=f"pureaccum {__version__}")
     commands = parser.add_subparsers(required=True, dest="command")
     commands.add_parser(
         "demo",
         help=demo.__doc__,
-        description=f"{demo.__doc__} Takes some twenty seconds, writes {PICTURE}, and needs "
+        description=f"{demo.__doc__} It takes some twenty seconds, writes {PICTURE}, and needs "
         "pureaccum[demo].",
     )
     about = "Check whether a loss may be cut into microbatches."
     command = commands.add_parser(
         "check",
         help=about,
-        description=f"{about} Exit status: 0 it fits, 1 it does not, 2 it could not be run.",
+        description=f"{about} Exit status: 0 it fits, 1 it does not fit, 2 it could not be run.",
         epilog="In losses.py: def example(): return loss_fn, params, batch. Then: "
         "python -m pureaccum check losses.py:example",
     )
@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "target",
         metavar="file.py:name",
         help="or package.module:name; a function that returns (loss_fn, params, batch), and "
-        "perhaps a dict of what the options below say; or such a tuple itself",
+        "perhaps a dict of the settings below; or such a tuple itself",
     )
     command.add_argument("--json", action="store_true", dest="as_json", help="one JSON object")
     command.add_argument(
         "--traceback",
         action="store_true",
         dest="whole_traceback",
-        help="all of it, where it could not be run",
+        help="the whole traceback, where it could not be run",
     )
     # An option that is not given must not override what the target says.
     options = command.add_argument_group("the loss", argument_default=argparse.SUPPRESS)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = vars(parser.parse_args(argv))
     if settings.pop("command") == "demo":
         return demo()
-    from .testing._check.command import check  # what the demo can do without
+    from .testing._check.command import check  # not earlier: the demo does not need it
 
     return check(**settings)
 

@@ -1,17 +1,17 @@
 """The claim, on real data: ragged microbatches train as the full batch does.
 
-Five runs of one network, side by side; then a table of how far they are apart, and a picture.
+``_race`` trains one network in five ways and measures how far a gradient is from the full batch's;
+``_screen`` shows the runs side by side, a table at the end, and a picture. Read ``_race`` first.
 """
 
 from importlib.util import find_spec
 from pathlib import Path
 
 from ._race import digits, on_whole_numbers, ragged, train, usual_loop, whole
-from ._screen import outcomes
 
 
 def missing() -> list[str]:
-    """What has to be installed first."""
+    """The packages that have to be installed first."""
     packages = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
     return [package for module, package in packages.items() if find_spec(module) is None]
 
@@ -21,16 +21,16 @@ def run(picture: Path, steps: int = 100) -> bool:
 
     Args:
         picture: The file to draw to.
-        steps: How many have to be applied in each run.
+        steps: How many steps have to be applied in each run.
 
     Returns:
-        Whether what is claimed was seen.
+        Whether the claim held.
 
     Raises:
         OSError: The picture cannot be written. A link is not followed: what it leads to is no
             picture of ours.
     """
-    from . import _screen  # which need what `missing` names
+    from . import _screen  # not earlier: it imports what `missing` names
 
     if _is_there(picture):
         print(f"Replaces {picture.absolute()}", flush=True)
@@ -42,11 +42,10 @@ def run(picture: Path, steps: int = 100) -> bool:
         "full batch, fp16": train(whole(batch), half=True),
         "ragged, fp16": train(ragged(batch), half=True),
     }
-    at_last = _screen.watch(runs, steps)
-    found = outcomes(at_last, batch, test)
+    found = _screen.summaries(_screen.train_all(runs, steps), batch, test)
     unequal = on_whole_numbers(batch, ragged(batch)(0))
     _screen.conclude(found, unequal)
-    _is_there(picture)  # still nothing but a file: there was time for another one to come
+    _is_there(picture)  # again: something else may have come while it trained
     _screen.draw(found, batch, picture)
     print(f"\nLoss curves, and memory against microbatch size: {picture}")
     return unequal == 0 and all(
@@ -55,7 +54,7 @@ def run(picture: Path, steps: int = 100) -> bool:
 
 
 def _is_there(picture: Path) -> bool:
-    """Whether there is a file to replace; raises where what is there must not be replaced."""
+    """Whether there is a file to replace; an error where what is there must not be replaced."""
     if picture.is_symlink():
         raise OSError(
             f"it is a symbolic link to {picture.readlink()}. Remove the link, or run the demo in "

@@ -1,4 +1,4 @@
-"""Five ways of training one network on one batch of scanned digits, a step at a time.
+"""Five ways of training one network on one batch of scanned digits, one step at a time.
 
     full batch, float32      all 1,440 rows at once
     ragged, float32          cut anew in every step, into some 14 microbatches of 1 to 200 rows
@@ -6,8 +6,13 @@
     full batch, float16      with a loss scale
     ragged, float16          with a loss scale
 
-A step that overflowed is not applied, and is taken again; so after as many applied steps all have
-seen the same.
+A step that overflowed is not applied, and is taken again: after equally many applied steps, all
+runs have seen the same. How far an accumulated gradient is from the full batch's, on the parameters
+that a run begins and ends with:
+
+    bits     log2 of the largest difference, in units in the last place of the leaf's largest number
+    bound    |difference| / (√u (|g_1| + ... + |g_k|)) for each leaf, with u the rounding unit and
+             g_i what microbatch i adds: above 1, half of the digits are wrong
 """
 
 import math
@@ -25,7 +30,8 @@ from .._core import counting
 
 
 Tensors = dict[str, Tensor]
-Cut = Callable[[int], list[Tensors]]  # of the applied steps so far
+Microbatches = Callable[[int], list[Tensors]]  # those of a step, after so many applied ones
+BatchLoss = Callable[[Tensors, Tensors], Tensor]
 
 ROWS = 1440
 RATE = 3e-3
@@ -34,32 +40,23 @@ SCALE = pa.dynamic_loss_scale(init_scale=2.0**22, growth_interval=12)
 
 
 class Progress(NamedTuple):
-    """Where a run stands.
-
-    Args:
-        params: After the last step.
-        losses: One for each applied step.
-        attempts: Steps, applied or not.
-        scale: The loss scale of the last; 1 where there is none.
-        seconds: All steps but the first.
-        peak: Bytes that the first step allocated, at most at a time.
-    """
+    """Where a run stands."""
 
     params: Tensors
-    losses: tuple[float, ...]
-    attempts: int
-    scale: float
-    seconds: float
-    peak: int
+    losses: tuple[float, ...]  # of the applied steps
+    attempts: int  # steps, applied or not
+    scale: float  # the loss scale of the last step; 1 where there is none
+    seconds: float  # of all steps but the first
+    peak: int  # the most bytes that the first step had allocated at a time
 
     @property
     def rate(self) -> float:
-        """Rows in a second."""
+        """Rows per second."""
         return ROWS * (self.attempts - 1) / self.seconds if self.seconds else 0.0
 
 
 def digits() -> tuple[Tensors, Tensors]:
-    """1,440 rows to train on and 357 to test with, from 0 to 1."""
+    """1,440 rows to train on and 357 to test with, of numbers from 0 to 1."""
     from sklearn.datasets import load_digits  # pyright: ignore[reportMissingTypeStubs]
 
     images, labels = load_digits(return_X_y=True)
@@ -68,13 +65,13 @@ def digits() -> tuple[Tensors, Tensors]:
 
 
 def network() -> nn.Module:
-    """Always with the same parameters."""
+    """The network, always with the same parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def loss_of(net: nn.Module) -> Callable[[Tensors, Tensors], Tensor]:
+def loss_of(net: nn.Module) -> BatchLoss:
     """The loss, as a function of parameters; cross entropy is in float32, as it should be."""
     fn = pa.functional(net)
 
@@ -84,13 +81,13 @@ def loss_of(net: nn.Module) -> Callable[[Tensors, Tensors], Tensor]:
     return loss
 
 
-def whole(batch: Tensors) -> Cut:
-    """Not cut at all."""
+def whole(batch: Tensors) -> Microbatches:
+    """The batch, uncut."""
     return lambda applied: [batch]
 
 
-def ragged(batch: Tensors) -> Cut:
-    """Microbatches of 1 to 200 rows, others in every step."""
+def ragged(batch: Tensors) -> Microbatches:
+    """Microbatches of 1 to 200 rows, cut anew in every step."""
 
     def cut(applied: int) -> list[Tensors]:
         g = torch.Generator().manual_seed(applied)
@@ -103,8 +100,8 @@ def ragged(batch: Tensors) -> Cut:
     return cut
 
 
-def train(cut: Cut, *, half: bool = False) -> Iterator[Progress]:
-    """By this package: the same step for a whole batch, for ragged ones, and for float16."""
+def train(cut: Microbatches, *, half: bool = False) -> Iterator[Progress]:
+    """Train by this package, with one step for a whole batch, ragged microbatches and float16."""
     net = network()
     step = pa.make_step(
         loss_of(net),
@@ -128,8 +125,8 @@ def train(cut: Cut, *, half: bool = False) -> Iterator[Progress]:
     yield from _timed(attempt, losses, lambda: state.params)
 
 
-def usual_loop(cut: Cut) -> Iterator[Progress]:
-    """As it is written everywhere; with ragged microbatches it weighs short ones too much."""
+def usual_loop(cut: Microbatches) -> Iterator[Progress]:
+    """Train as everybody does; with ragged microbatches, short ones weigh too much."""
     net = network()
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
     losses: list[float] = []
@@ -157,29 +154,31 @@ def _timed(
     attempts, seconds = 1, 0.0
     while True:
         now = {name: x.detach() for name, x in params().items()}
-        yield Progress(now, tuple(losses), attempts, scale, seconds, live.peak)
+        yield Progress(
+            params=now,
+            losses=tuple(losses),
+            attempts=attempts,
+            scale=scale,
+            seconds=seconds,
+            peak=live.peak,
+        )
         start = perf_counter()
         scale = attempt()
         attempts, seconds = attempts + 1, seconds + perf_counter() - start
 
 
+# How far a gradient is off -------------------------------------------------------------------
+
+
 class Distance(NamedTuple):
-    """Of a gradient from the full batch's, in the worst of its leaves.
+    """How far a gradient is from the full batch's, in the worst of its leaves."""
 
-    Args:
-        bits: How many of the last bits differ, at most.
-        bound: The error over its bound.
-    """
-
-    bits: int
-    bound: float
-
-
-Loss = Callable[[Tensors, Tensors], Tensor]
+    bits: int  # how many of the last ones differ, at most
+    bound: float  # the error relative to it
 
 
 def worst(
-    loss: Loss,
+    loss: BatchLoss,
     points: list[Tensors],
     batch: Tensors,
     parts: list[Tensors],
@@ -187,16 +186,7 @@ def worst(
     half: bool,
     usual: bool,
 ) -> Distance:
-    """The larger of the distances at several points.
-
-    Args:
-        loss: A mean over rows.
-        points: Parameters.
-        batch: The full batch.
-        parts: The same rows, cut.
-        half: Compute in float16.
-        usual: Weigh all parts the same, in place of this package's sum.
-    """
+    """The largest distance at some parameters, of this package's sum or of the usual loop's."""
     of, unit = (_in_half(loss), 2.0**-11) if half else (loss, 2.0**-24)
     sizes = [len(part["x"]) for part in parts]
     found: list[Distance] = []
@@ -215,7 +205,7 @@ def worst(
     return Distance(max(it.bits for it in found), max(it.bound for it in found))
 
 
-def _in_half(loss: Loss) -> Loss:
+def _in_half(loss: BatchLoss) -> BatchLoss:
     """The loss in float16, scaled by a power of two, which changes no bit of its gradient."""
 
     def scaled(params: Tensors, batch: Tensors) -> Tensor:
@@ -239,7 +229,7 @@ def _distance(grads: Tensors, full: Tensors, terms: list[Tensors], unit: float) 
 def on_whole_numbers(batch: Tensors, parts: list[Tensors]) -> int:
     """How many numbers of the gradient differ where arithmetic is exact; none may.
 
-    Black and white digits, weights of -1, 0 and 1, and a squared error, summed.
+    The digits are black and white, the weights -1, 0 and 1, and the loss a sum of squared errors.
     """
     g = torch.Generator().manual_seed(0)
 

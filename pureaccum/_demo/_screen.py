@@ -1,7 +1,8 @@
 """What the demo shows: a line for each run while it trains, a table at the end, and a picture.
 
 On a terminal the lines move; anywhere else they are plain text, printed now and then. rich leaves
-colours out where ``NO_COLOR`` is set.
+colours out where ``NO_COLOR`` is set. In the picture, loss curves lie on top of each other, and
+memory is drawn against microbatch size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
-from torch import Tensor
 
 import pureaccum as pa
 
@@ -24,68 +24,11 @@ from ..checkpoint.files import whole_file
 from ._race import RATE, ROWS, Distance, Progress, Tensors, loss_of, network, ragged, worst
 
 
-class Outcome(NamedTuple):
-    """Of one run.
-
-    Args:
-        name: What it was.
-        half: Whether it computed in float16.
-        at_last: Where it ended.
-        accuracy: On the rows that it never saw.
-        distance: Of its gradient from the full batch's, on the same parameters; of the full batch
-            none.
-        apart: Of its last parameters from those of the full batch in the same dtype, relative to
-            them.
-    """
-
-    name: str
-    half: bool
-    at_last: Progress
-    accuracy: float
-    distance: Distance | None
-    apart: float
-
-
-def outcomes(at_last: dict[str, Progress], batch: Tensors, test: Tensors) -> list[Outcome]:
-    """Of all runs.
-
-    Args:
-        at_last: Where each stopped, by name.
-        batch: What they trained on.
-        test: What they did not.
-    """
-    net = network()
-    fn, loss = pa.functional(net), loss_of(net)
-    found: list[Outcome] = []
-    for name, progress in at_last.items():
-        half = name.endswith("fp16")
-        full = at_last["full batch, fp16" if half else "full batch"]
-        right = fn.apply(progress.params, (), test["x"])[0].argmax(1) == test["y"]
-        difference = {key: x - full.params[key] for key, x in progress.params.items()}
-        found.append(
-            Outcome(
-                name,
-                half,
-                progress,
-                float(right.float().mean()),
-                None
-                if name.startswith("full")
-                else worst(
-                    loss,
-                    [fn.params, full.params],
-                    batch,
-                    ragged(batch)(0),
-                    half=half,
-                    usual=name == "usual loop",
-                ),
-                float(pa.global_norm(difference) / pa.global_norm(full.params)),
-            )
-        )
-    return found
+# While it trains ----------------------------------------------------------------------------
 
 
 WIDTH = 88
-OFTEN = 20  # steps between the lines of plain text
+EVERY = 20  # steps between the lines of plain text
 WIDTHS = {"step": 4, "loss": 8, "scale": 11, "skipped": 8, "rows/s": 8}
 
 
@@ -94,16 +37,8 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def watch(runs: dict[str, Iterator[Progress]], steps: int) -> dict[str, Progress]:
-    """Take a step of each run in turn until all have applied so many.
-
-    Args:
-        runs: By name; a run stands still when it is there.
-        steps: Applied ones.
-
-    Returns:
-        Where each run stopped.
-    """
+def train_all(runs: dict[str, Iterator[Progress]], steps: int) -> dict[str, Progress]:
+    """Take a step of each run in turn until all have applied so many; where each then stands."""
     console = _console()
     console.print(
         f"A network of 9,610 parameters learns {ROWS:,} handwritten digits, by the full batch and "
@@ -126,8 +61,8 @@ def watch(runs: dict[str, Iterator[Progress]], steps: int) -> dict[str, Progress
                 done = len(at[name].losses)
                 bars.update(tasks[name], completed=done, line=_line(at[name]))
             slowest = min(len(progress.losses) for progress in at.values())
-            if not live and slowest // OFTEN > told:
-                told = slowest // OFTEN
+            if not live and slowest // EVERY > told:
+                told = slowest // EVERY
                 for name, progress in at.items():
                     console.print(f"{name:17} {_line(progress)}")
                 console.print()
@@ -147,20 +82,55 @@ def _scale(progress: Progress) -> str:
     return f"{progress.scale:,.0f}" if progress.scale != 1 else "-"
 
 
-def conclude(outcomes: Sequence[Outcome], unequal: int) -> None:
-    """The table, and what it says.
+# The table -----------------------------------------------------------------------------------
 
-    Args:
-        outcomes: Of all runs.
-        unequal: How many numbers of the gradient differ where arithmetic is exact.
-    """
+
+class RunSummary(NamedTuple):
+    """How a run ended."""
+
+    name: str
+    half: bool  # whether it computed in float16
+    at_last: Progress
+    accuracy: float  # the share of unseen rows that it gets right
+    distance: Distance | None  # of its gradient from the full batch's, on the same parameters
+    apart: float  # its last parameters from the full batch's in the same dtype, relative to them
+
+
+def summaries(at_last: dict[str, Progress], batch: Tensors, test: Tensors) -> list[RunSummary]:
+    """How all runs ended, with some rows to train on and others to test with."""
+    net = network()
+    fn, loss = pa.functional(net), loss_of(net)
+    found: list[RunSummary] = []
+    for name, progress in at_last.items():
+        half = name.endswith("fp16")
+        full = at_last["full batch, fp16" if half else "full batch"]
+        right = fn.apply(progress.params, (), test["x"])[0].argmax(1) == test["y"]
+        difference = {key: x - full.params[key] for key, x in progress.params.items()}
+        points, usual = [fn.params, full.params], name == "usual loop"
+        found.append(
+            RunSummary(
+                name=name,
+                half=half,
+                at_last=progress,
+                accuracy=float(right.float().mean()),
+                distance=None
+                if name.startswith("full")
+                else worst(loss, points, batch, ragged(batch)(0), half=half, usual=usual),
+                apart=float(pa.global_norm(difference) / pa.global_norm(full.params)),
+            )
+        )
+    return found
+
+
+def conclude(found: Sequence[RunSummary], unequal: int) -> None:
+    """Print the table, and how many numbers are unequal where arithmetic is exact."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("")
-    for it in outcomes:
+    for it in found:
         table.add_column(it.name.replace(", ", "\n"), justify="right")
 
-    def row(name: str, cell: Callable[[Outcome], str]) -> None:
-        table.add_row(name, *(cell(it) for it in outcomes))
+    def row(name: str, cell: Callable[[RunSummary], str]) -> None:
+        table.add_row(name, *(cell(it) for it in found))
 
     row("loss at last", lambda it: f"{it.at_last.losses[-1]:.5f}")
     row("right, of unseen digits", lambda it: f"{it.accuracy:.1%}")
@@ -182,11 +152,11 @@ def conclude(outcomes: Sequence[Outcome], unequal: int) -> None:
     )
 
 
-def _bits(it: Outcome) -> str:
+def _bits(it: RunSummary) -> str:
     return "-" if it.distance is None else f"{it.distance.bits} of {11 if it.half else 24}"
 
 
-def _bound(it: Outcome) -> str:
+def _bound(it: RunSummary) -> str:
     if it.distance is None:
         return "-"
     error = it.distance.bound
@@ -207,17 +177,11 @@ STYLES: dict[str, dict[str, Any]] = {  # the wide lines lie below the narrow one
 }
 
 
-def draw(outcomes: Sequence[Outcome], batch: Tensors, path: Path) -> None:
-    """Write the picture.
-
-    Args:
-        outcomes: Of all runs.
-        batch: What they trained on.
-        path: The file.
-    """
+def draw(found: Sequence[RunSummary], batch: Tensors, path: Path) -> None:
+    """Write the picture to a file."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _losses(left, {it.name: it.at_last.losses for it in outcomes})
+    _losses(left, {it.name: it.at_last.losses for it in found})
     _memory(right, batch)
     with whole_file(path) as file:
         figure.savefig(file, format="png", dpi=140)
@@ -241,7 +205,7 @@ def _memory(axes: Axes, batch: Tensors) -> None:
         for size in SIZES:
             step = pa.make_step(loss_of(net), pa.adamw(RATE), microbatch_size=size, policy=policy)
             state = step.init(pa.functional(net).params)
-            imagined = pa.memory_report(step, *tree_map(_without_numbers, (state, batch)))
+            imagined = pa.memory_report(step, *tree_map(lambda x: x.to("meta"), (state, batch)))
             bytes_.append(imagined.predicted.beyond_arguments)
         axes.plot(SIZES, [it / 1e6 for it in bytes_], "o-", color=color, label=name, markersize=4)
     axes.set(xscale="log", yscale="log", xlabel="rows in a microbatch")
@@ -252,7 +216,3 @@ def _memory(axes: Axes, batch: Tensors) -> None:
     axes.minorticks_off()
     axes.legend(frameon=False)
     axes.grid(color=GREY, alpha=0.3, linewidth=0.5)
-
-
-def _without_numbers(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")

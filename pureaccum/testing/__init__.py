@@ -5,6 +5,8 @@
 ``assert_trees_bitwise_equal``, ``assert_trees_within_bound``: what differs, where, and why.
 ``strategies``: data, losses and histories for hypothesis (``pip install 'pureaccum[testing]'``).
 ``mutants``: copies of this package with a fault in them, to test your tests with.
+
+To read it, begin with ``_check``, the checker; ``_assertions`` and ``_pure`` stand alone.
 """
 
 from importlib import import_module
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Modules that are imported when they are asked for: hypothesis costs half a second."""
+    """Import some modules only when they are asked for: hypothesis takes half a second."""
     if name in ("mutants", "strategies"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

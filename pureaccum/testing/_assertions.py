@@ -1,6 +1,6 @@
 """Two ways for trees to agree: in every bit, and within a bound.
 
-The error names the leaf, the number that is off and, where it can be told, the likely cause.
+The error names the leaf, the number that is off and, where the numbers show it, the likely cause.
 """
 
 import cmath
@@ -15,146 +15,13 @@ from torch import Tensor
 from .._base import Tree, check_same_structure, flatten, paths
 
 
-def dense(x: Tensor) -> Tensor:
-    """The numbers of a tensor, whatever its layout."""
-    x = x.detach()
-    if x.is_quantized:
-        return x.dequantize()
-    x = x if x.layout == torch.strided else x.to_dense()
-    return x.resolve_conj().resolve_neg()
-
-
-def differing(x: Tensor, y: Tensor) -> Tensor:
-    """Where the numbers differ: a NaN does not from a NaN, nor -0 from 0."""
-    if x.is_complex() and y.is_complex():
-        return differing(torch.view_as_real(x), torch.view_as_real(y)).any(-1)
-    return (x != y) & ((x == x) | (y == y))
-
-
-def same(x: Tensor, y: Tensor) -> bool:
-    """Whether two dense tensors of one dtype have the same shape and numbers."""
-    return x.shape == y.shape and not bool(differing(x, y).any())
-
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def ranks(x: Tensor) -> Tensor | None:
-    """The place of each number among those that its dtype can hold, counted from 0.
-
-    Differences of ranks are units in the last place. None where that means nothing.
-    """
-    x = torch.view_as_real(x) if x.is_complex() else x
-    # bits count numbers where there is one for the sign: not in float8_e8m0fnu
-    if not x.is_floating_point() or torch.finfo(x.dtype).min >= 0:
-        return None
-    word = _WORDS[x.element_size()]
-    bits = x.contiguous().view(word).long()
-    return torch.where(bits < 0, -(bits & torch.iinfo(word).max), bits)
-
-
-# Causes ----------------------------------------------------------------------------------
-
-
-def shape_cause(x: Tensor, y: Tensor) -> str:
-    """Why two dense tensors may be of different shapes."""
-    if x.dtype == y.dtype and x.ndim > 1 and same(x.mT, y):
-        return "it is transposed"
-    if x.dtype == y.dtype and x.numel() == y.numel() and same(x.reshape(y.shape), y):
-        return "the numbers are the same, in another shape"
-    if x.dtype == y.dtype and x.ndim == y.ndim + 1 and same(x.sum(0).to(y.dtype), y):
-        return "a sum over dimension 0 is missing"
-    return ""
-
-
-def dtype_cause(x: Tensor, y: Tensor) -> str:
-    """Why two dense tensors may be of different dtypes."""
-    if same(x.to(y.dtype).to(x.dtype), x) and same(x.to(y.dtype), y):
-        return "the numbers are the same: only a cast is missing, or one too many"
-    if same(x.to(y.dtype), y):
-        return "a cast is missing: after it, the numbers are the same"
-    if same(y.to(x.dtype), x):
-        return "a cast too many, which rounded: before it, the numbers were the same"
-    return ""
-
-
-def cause(x: Tensor, y: Tensor) -> str:
-    """Why the numbers of two dense tensors of one dtype and shape differ: the first that fits."""
-    return next(_causes(x, y), "")
-
-
-def _causes(x: Tensor, y: Tensor) -> Iterator[str]:
-    if x.dtype == torch.bool:
-        return
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    a, b = x.to(wide), y.to(wide)
-    if not bool((a != 0).any()):
-        yield "every number that came is zero: it may never have been written to"
-    if count := int((a.isnan() & ~b.isnan()).sum()):
-        yield f"{count} of them came as NaN: a 0 / 0, an inf - inf, or memory never written to"
-    for narrow in _narrower(x.dtype):
-        if same(y.to(narrow).to(x.dtype), x):
-            yield f"it was rounded to {narrow} on the way"
-    for scaled, says in _scaled(a, b):
-        units = _most_units_apart(x, scaled.to(x.dtype))
-        if same(scaled.to(x.dtype), x) or units <= _ROUNDING:
-            yield f"it is {says}" + (", up to rounding" if units else ", everywhere")
-    if x.ndim > 1 and same(x, y.mT):
-        yield "it is transposed"
-    if not x.is_complex() and same(a.flatten().sort().values, b.flatten().sort().values):
-        yield "the numbers are the same, in another order"
-    if (units := _most_units_apart(x, y)) <= _FEW:
-        yield (
-            f"never more than {units:.0f} units in the last place apart: rounding, as of another "
-            "order of summation or another kernel"
-        )
-
-
-_ROUNDING = 4  # units in the last place: of a number that was rounded twice
-_FEW = 64
-
-
-def _most_units_apart(x: Tensor, y: Tensor) -> float:
-    """Inf where some number is not finite, or where units mean nothing."""
-    a, b = ranks(x), ranks(y)
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    if a is None or b is None or not bool((x.to(wide) - y.to(wide)).isfinite().all()):
-        return 0.0 if same(x, y) else math.inf
-    # of float64s on both sides of zero this may wrap, but never to a few
-    return float((a - b).abs().max())
-
-
-def _narrower(dtype: torch.dtype) -> list[torch.dtype]:
-    if dtype == torch.complex128:
-        return [torch.complex64]
-    narrow = [torch.float32, torch.float16, torch.bfloat16]
-    return [n for n in narrow if dtype.is_floating_point and n.itemsize < dtype.itemsize]
-
-
-def _scaled(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """What was expected times or divided by the whole number that its largest number suggests."""
-    size = torch.where(a.isfinite() & b.isfinite(), b.abs(), 0.0).flatten()
-    if not bool((size > 0).any()):
-        return
-    at = size.argmax()
-    ratio = (a.flatten()[at] / b.flatten()[at]).item().real
-    if ratio == -1:
-        yield -b, "the negative of what was expected"
-    elif 1 < abs(ratio) < _LARGEST and abs(round(ratio)) > 1:
-        yield b * round(ratio), f"{round(ratio)} times what was expected"
-    elif 1 / _LARGEST < abs(ratio) < 1 and abs(round(1 / ratio)) > 1:
-        yield b / round(1 / ratio), f"what was expected divided by {round(1 / ratio)}"
-
-
-_LARGEST = 2.0**32
-
-
 def assert_trees_bitwise_equal(got: Tree, want: Tree) -> None:
     """Assert that two trees hold the same numbers, to the last bit.
 
-    The rule: one structure, and of every leaf dtype, shape, device and numbers. As everywhere in
-    pureaccum a NaN is the same as a NaN, and -0 as 0; a sparse leaf is the same as a dense one of
-    its numbers. Leaves that are not tensors are compared by type and ``==``.
+    The rule: the structures are equal and, for each leaf, dtype, shape, device and numbers.
+
+    As everywhere in pureaccum a NaN is the same as a NaN, and -0 as 0; a sparse leaf is the same as
+    a dense one of its numbers. Leaves that are not tensors are compared by type and ``==``.
 
     Args:
         got: What came: a pytree.
@@ -178,7 +45,7 @@ everywhere.
         neither where nor why.
     """
     __tracebackhide__ = True  # of pytest
-    found = [said for pair in _pairs(got, want) if (said := _difference(*pair))]
+    found = [words for pair in _pairs(got, want) if (words := _difference(*pair))]
     if found:
         more = len(found) - 1
         others = f" ({more} more of the leaves {'differs' if more == 1 else 'differ'}.)"
@@ -189,8 +56,10 @@ def assert_trees_within_bound(got: Tree, want: Tree, bound: Tree) -> None:
     """Assert that every number is as near to what was expected as its bound says.
 
     The rule: ``abs(got - want) <= bound``, and exactly so: where float64 might round in favour,
-    fractions decide. Shapes have to agree and dtypes need not. Only a NaN is near to a NaN, and to
-    an inf only an inf, unless the bound is one.
+    fractions decide.
+
+    Shapes have to agree and dtypes need not. Only a NaN is near to a NaN, and only an inf to an
+    inf, unless the bound is one.
 
     Args:
         got: What came: a pytree of tensors and numbers.
@@ -222,7 +91,7 @@ def assert_trees_within_bound(got: Tree, want: Tree, bound: Tree) -> None:
         worst = max((miss for miss in misses if miss.outside), key=lambda miss: miss.ratio)
         numbers = sum(miss.numbers for miss in misses)
         many = f"{outside} of {numbers} numbers {'lies' if outside == 1 else 'lie'} outside."
-        raise AssertionError(f"{worst.says} {many}")
+        raise AssertionError(f"{worst.words} {many}")
 
 
 def _pairs(got: Tree, want: Tree) -> Iterator[tuple[str, Any, Any]]:
@@ -238,43 +107,65 @@ def _pairs(got: Tree, want: Tree) -> Iterator[tuple[str, Any, Any]]:
 # Bits ------------------------------------------------------------------------------------
 
 
+def dense(x: Tensor) -> Tensor:
+    """The numbers of a tensor, whatever its layout."""
+    x = x.detach()
+    if x.is_quantized:
+        return x.dequantize()
+    x = x if x.layout == torch.strided else x.to_dense()
+    return x.resolve_conj().resolve_neg()
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Whether two dense tensors have the same shape and numbers."""
+    return x.shape == y.shape and not bool(_differing(x, y).any())
+
+
+def _differing(x: Tensor, y: Tensor) -> Tensor:
+    """Where the numbers differ: a NaN does not differ from a NaN, nor -0 from 0."""
+    if x.is_complex() and y.is_complex():
+        return _differing(torch.view_as_real(x), torch.view_as_real(y)).any(-1)
+    return (x != y) & ((x == x) | (y == y))
+
+
 def _difference(path: str, x: Any, y: Any) -> str:
-    """What is to say of two leaves that differ, and nothing of others."""
+    """How two leaves differ, in words; empty where they do not."""
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-        return _unlike(path, x, y)
+        return _difference_of_objects(path, x, y)
     if x.device != y.device:
         return f"{path}: it came on {x.device}, and was expected on {y.device}."
     known = x.device.type != "meta"
     a, b = (dense(x), dense(y)) if known else (x, y)
     if x.shape != y.shape:
-        return _shapes(path, x, y) + (_because(shape_cause(a, b)) if known else "")
+        return _shapes(path, x, y) + (_because(_cause_of_shape(a, b)) if known else "")
     if x.dtype != y.dtype:
-        why = dtype_cause(a, b) if known else ""
+        why = _cause_of_dtype(a, b) if known else ""
         return f"{path}: {x.dtype} came, {y.dtype} was expected." + _because(why)
-    if not known or not bool((where := differing(a, b)).any()):
+    if not known or not bool((where := _differing(a, b)).any()):
         return ""
     first = tuple(where.nonzero()[0].tolist())
     count = f"{int(where.sum())} of {where.numel()} numbers differ, the first{_at(first, ' at ')}"
     numbers = f"{a[first].item()!r} came, {b[first].item()!r} was expected"
-    return f"{path}: {count}: {numbers}{_units(a[first], b[first])}." + _because(cause(a, b))
+    why = next(_causes(a, b), "")  # the first that fits
+    return f"{path}: {count}: {numbers}{_units_apart(a[first], b[first])}." + _because(why)
 
 
-def _unlike(path: str, x: Any, y: Any) -> str:
-    """The same of leaves that are not both tensors."""
+def _difference_of_objects(path: str, x: Any, y: Any) -> str:
+    """How two leaves differ that are not both tensors, in words; empty where they do not."""
     if type(x) is type(y) and bool(x == y or (x != x and y != y)):
         return ""
-    shown = [
+    came, expected = (
         f"a tensor of shape {tuple(z.shape)}" if isinstance(z, Tensor) else repr(z) for z in (x, y)
-    ]
-    return f"{path}: {shown[0]} came, {shown[1]} was expected."
+    )
+    return f"{path}: {came} came, {expected} was expected."
 
 
 def _shapes(path: str, x: Tensor, y: Tensor) -> str:
     return f"{path}: shape {tuple(x.shape)} came, {tuple(y.shape)} was expected."
 
 
-def _units(x: Tensor, y: Tensor) -> str:
-    a, b = ranks(x), ranks(y)
+def _units_apart(x: Tensor, y: Tensor) -> str:
+    a, b = _ranks(x), _ranks(y)
     if a is None or b is None or not all(map(cmath.isfinite, (x.item(), y.item()))):
         return ""
     # in Python: ranks of float64s may lie farther apart than an int64 can say
@@ -291,42 +182,151 @@ def _at(index: tuple[int, ...], before: str = "") -> str:
     return f"{before}{list(index)}" if index else ""
 
 
+# Causes ----------------------------------------------------------------------------------
+
+
+def _cause_of_shape(x: Tensor, y: Tensor) -> str:
+    """Why two dense tensors may be of different shapes."""
+    if x.dtype == y.dtype and x.ndim > 1 and same(x.mT, y):
+        return "it is transposed"
+    if x.dtype == y.dtype and x.numel() == y.numel() and same(x.reshape(y.shape), y):
+        return "the numbers are the same, in another shape"
+    if x.dtype == y.dtype and x.ndim == y.ndim + 1 and same(x.sum(0).to(y.dtype), y):
+        return "a sum over dimension 0 is missing"
+    return ""
+
+
+def _cause_of_dtype(x: Tensor, y: Tensor) -> str:
+    """Why two dense tensors may be of different dtypes."""
+    if same(x.to(y.dtype).to(x.dtype), x) and same(x.to(y.dtype), y):
+        return "the numbers are the same: only a cast is missing, or one too many"
+    if same(x.to(y.dtype), y):
+        return "a cast is missing: after it, the numbers are the same"
+    if same(y.to(x.dtype), x):
+        return "a cast too many, which rounded: before it, the numbers were the same"
+    return ""
+
+
+def _causes(x: Tensor, y: Tensor) -> Iterator[str]:
+    """Why the numbers of two dense tensors of one dtype and shape may differ."""
+    if x.dtype == torch.bool:
+        return
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    a, b = x.to(wide), y.to(wide)
+    if not bool((a != 0).any()):
+        yield "every number that came is zero: it may never have been written to"
+    if count := int((a.isnan() & ~b.isnan()).sum()):
+        yield f"{count} of them came as NaN: a 0 / 0, an inf - inf, or memory never written to"
+    for narrow in _narrower(x.dtype):
+        if same(y.to(narrow).to(x.dtype), x):
+            yield f"it was rounded to {narrow} on the way"
+    for scaled, words in _scaled(a, b):
+        units = _most_units_apart(x, scaled.to(x.dtype))
+        if same(scaled.to(x.dtype), x) or units <= _ROUNDING:
+            yield f"it is {words}" + (", up to rounding" if units else ", everywhere")
+    if x.ndim > 1 and same(x, y.mT):
+        yield "it is transposed"
+    if not x.is_complex() and same(a.flatten().sort().values, b.flatten().sort().values):
+        yield "the numbers are the same, in another order"
+    if (units := _most_units_apart(x, y)) <= _FEW:
+        yield (
+            f"never more than {units:.0f} units in the last place apart: rounding, as of another "
+            "order of summation or another kernel"
+        )
+
+
+_ROUNDING = 4  # units in the last place: of a number that was rounded twice
+_FEW = 64
+
+
+def _narrower(dtype: torch.dtype) -> list[torch.dtype]:
+    if dtype == torch.complex128:
+        return [torch.complex64]
+    narrow = [torch.float32, torch.float16, torch.bfloat16]
+    return [n for n in narrow if dtype.is_floating_point and n.itemsize < dtype.itemsize]
+
+
+def _scaled(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """What was expected times or divided by the whole number that its largest number suggests."""
+    size = torch.where(a.isfinite() & b.isfinite(), b.abs(), 0.0).flatten()
+    if not bool((size > 0).any()):
+        return
+    at = size.argmax()
+    ratio = (a.flatten()[at] / b.flatten()[at]).item().real
+    if ratio == -1:
+        yield -b, "the negative of what was expected"
+    elif 1 < abs(ratio) < _LARGEST and abs(round(ratio)) > 1:
+        yield b * round(ratio), f"{round(ratio)} times what was expected"
+    elif 1 / _LARGEST < abs(ratio) < 1 and abs(round(1 / ratio)) > 1:
+        yield b / round(1 / ratio), f"what was expected divided by {round(1 / ratio)}"
+
+
+_LARGEST = 2.0**32
+
+
+def _most_units_apart(x: Tensor, y: Tensor) -> float:
+    """The largest difference in units in the last place; inf where they mean nothing."""
+    a, b = _ranks(x), _ranks(y)
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    if a is None or b is None or not bool((x.to(wide) - y.to(wide)).isfinite().all()):
+        return 0.0 if same(x, y) else math.inf
+    # between float64s on both sides of zero this may wrap, but never to a few
+    return float((a - b).abs().max())
+
+
+def _ranks(x: Tensor) -> Tensor | None:
+    """The place of each number among those that its dtype can hold, counted from 0.
+
+    Differences of ranks are units in the last place. None where that means nothing.
+    """
+    x = torch.view_as_real(x) if x.is_complex() else x
+    # bits count numbers where there is one for the sign: not in float8_e8m0fnu
+    if not x.is_floating_point() or torch.finfo(x.dtype).min >= 0:
+        return None
+    word = _WORDS[x.element_size()]
+    bits = x.contiguous().view(word).long()
+    return torch.where(bits < 0, -(bits & torch.iinfo(word).max), bits)
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 # Bounds ----------------------------------------------------------------------------------
 
 
 class _Miss(NamedTuple):
-    """How many numbers of a leaf lie outside, and the worst of them."""
+    """How many numbers of a leaf lie outside, and the worst of them in words."""
 
     outside: int
     numbers: int
     ratio: float = 0.0
-    says: str = ""
+    words: str = ""
 
 
-_NEAR = 2.0**-50  # float64 decides where error and bound are farther apart than this
+_DOUBT = 2.0**-50  # float64 decides where error and bound are farther apart than this
 
 
 def _miss(path: str, x: Any, y: Any, bound: Any) -> _Miss:
     if not (_is_number(x) and _is_number(y)):
-        said = _unlike(path, x, y)
-        return _Miss(bool(said), 1, math.inf, said)
-    x, y, bound = _here(x), _here(y), _here(bound)
+        words = _difference_of_objects(path, x, y)
+        return _Miss(bool(words), 1, math.inf, words)
+    x, y, bound = _on_cpu(x), _on_cpu(y), _on_cpu(bound)
     if x.shape != y.shape:
-        raise AssertionError(_shapes(path, x, y) + _because(shape_cause(x, y)))
+        raise AssertionError(_shapes(path, x, y) + _because(_cause_of_shape(x, y)))
     try:
         bound = bound.expand(x.shape)
     except RuntimeError:
         fits = f"does not broadcast to {path}, whose shape is {tuple(x.shape)}"
         raise ValueError(f"a bound of shape {tuple(bound.shape)} {fits}.") from None
     (a, vague), (b, vague_too) = _parts(x), _parts(y)
-    equal = ~differing(a, b)
+    equal = ~_differing(a, b)
     apart = torch.where(equal, 0.0, a - b)
     error, limit = torch.hypot(*apart.unbind(-1)), bound.double()
     outside = ~(error <= limit) | apart.isnan().any(-1)
-    near = (error - limit).abs() <= _NEAR * limit + 2.0**-1060  # and among subnormal numbers
+    near = (error - limit).abs() <= _DOUBT * limit + 2.0**-1060  # and among subnormal numbers
     doubtful = ((near & ~equal.all(-1)) | vague | vague_too) & limit.isfinite()
     for index in map(tuple, doubtful.nonzero().tolist()):
-        squared = _squared(x[index].item(), y[index].item())
+        squared = _squared_distance(x[index].item(), y[index].item())
         outside[index] = squared > Fraction(bound[index].item()) ** 2
     if not bool(outside.any()):
         return _Miss(0, x.numel())
@@ -349,7 +349,7 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, (Tensor, int, float, complex))
 
 
-def _here(x: Any) -> Tensor:
+def _on_cpu(x: Any) -> Tensor:
     """A dense tensor on the CPU: not every device knows float64."""
     if isinstance(x, Tensor):
         return dense(x).cpu()
@@ -358,13 +358,13 @@ def _here(x: Any) -> Tensor:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Real and imaginary parts in float64, and where it does not hold the number."""
+    """Real and imaginary parts in float64, and where float64 does not hold the number."""
     wide = torch.view_as_real((x if x.is_complex() else x.double()).to(torch.complex128))
     floating = x.is_floating_point() or x.is_complex()
     return wide, (wide[..., 0].abs() >= 2.0**53) & (not floating)
 
 
-def _squared(x: complex, y: complex) -> Fraction:
+def _squared_distance(x: complex, y: complex) -> Fraction:
     """The square of a distance, without rounding."""
     real = Fraction(x.real) - Fraction(y.real)
     imag = Fraction(x.imag) - Fraction(y.imag)
@@ -385,7 +385,7 @@ def _check_bound(name: str, bound: Any) -> Any:
     if isinstance(bound, Fraction):
         near = float(bound)
         bound = near if near <= bound else math.nextafter(near, -math.inf)  # never in favour
-    if not _is_number(bound) or (limits := _here(bound)).is_complex():
+    if not _is_number(bound) or (limits := _on_cpu(bound)).is_complex():
         raise ValueError(f"{name} is a {type(bound).__name__}; expected numbers.")
     if not bool((limits >= 0).all()):
         bad = limits[~(limits >= 0)][0].item()

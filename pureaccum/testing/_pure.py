@@ -1,13 +1,18 @@
-"""What a call may not change: a picture of the world before it, compared with one after it."""
+"""What a call may not change: a picture of the world before it, compared with one after it.
+
+The picture shows bits, versions, hooks and attributes of all that the call reaches: its arguments,
+and what functions among them close over, are bound to, name, or have as a default. It also shows
+the modes of torch and the global generators of random numbers.
+"""
 
 import itertools
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -27,84 +32,6 @@ from .._base import (
 from ._assertions import dense
 
 
-def reachable(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The leaves of trees by their paths, and the tensors and modules that functions there hold."""
-    waiting = deque((name, tree, True) for name, tree in roots.items())
-    seen: set[int] = set()
-    while waiting:
-        root, tree, given = waiting.popleft()
-        leaves, spec = flatten(tree)
-        if not given and not any(map(_matters, leaves)):
-            continue  # a list of a million words has a million paths
-        for path, leaf in zip(paths(spec, root), leaves, strict=True):
-            if given or (isinstance(leaf, (Tensor, nn.Module)) and id(leaf) not in seen):
-                yield path, leaf
-            if id(leaf) not in seen and _matters(leaf):
-                seen.add(id(leaf))
-                waiting.extend((name, held, False) for name, held in _held(path, leaf))
-
-
-def _matters(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) or callable(leaf)
-
-
-def _held(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """What a leaf holds: modules and tensors are looked at as a whole, and not here."""
-    if isinstance(leaf, partial):
-        for name in ("func", "args", "keywords"):
-            yield f"{path}.{name}", getattr(leaf, name)
-    elif isinstance(leaf, MethodType):
-        owner = leaf.__self__
-        if isinstance(owner, nn.Module):
-            yield f"{path}.__self__", owner
-        else:
-            yield from _attributes(f"{path}.__self__", owner)
-        yield path, leaf.__func__
-    elif isinstance(leaf, FunctionType):
-        for name, held in _captured(leaf):
-            yield f"{leaf.__name__}'s {name}", held
-    elif not isinstance(leaf, (Tensor, nn.Module, type)):
-        yield from _attributes(path, leaf)
-
-
-def _attributes(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
-    if not elsewhere(type(owner).__module__):
-        yield from (
-            (f"{path}.{name}", held) for name, held in getattr(owner, "__dict__", {}).items()
-        )
-
-
-def _captured(fn: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = fn.__code__
-    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    positional = code.co_varnames[: code.co_argcount]
-    yield from zip(reversed(positional), reversed(fn.__defaults__ or ()), strict=False)
-    yield from (fn.__kwdefaults__ or {}).items()
-    if not elsewhere(fn.__globals__.get("__name__", "")):
-        known = fn.__globals__
-        yield from ((name, known[name]) for name in global_names(code) if name in known)
-
-
-def global_names(code: CodeType) -> list[str]:
-    """The globals that code may look up, that of functions inside it too."""
-    inside = [const for const in code.co_consts if isinstance(const, CodeType)]
-    names = itertools.chain(code.co_names, *map(global_names, inside))
-    return list(dict.fromkeys(names))
-
-
-_ELSEWHERE = {"torch", "optree", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}
-_ELSEWHERE.discard("__main__")
-
-
-def elsewhere(module: str) -> bool:
-    """Whether code is torch's or Python's own, whose globals are not the caller's to keep still."""
-    return module.partition(".")[0] in _ELSEWHERE
-
-
 T = TypeVar("T")
 Looks = dict[str, Any]  # what can be seen of one thing: bits, version, ...
 Picture = dict[str, Looks]  # of things by their names: args[0]['w'], torch, ...
@@ -115,21 +42,21 @@ def assert_pure(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
 
     The rule: a picture of all that it reaches is the same before and after the call.
 
-    Not its arguments; not the modules and tensors that it closes over, is bound to or names: their
-    bits, versions, ``.grad``, hooks, what modules hold; not a global generator of random numbers,
-    of torch, Python or NumPy; not a mode of torch.
+    The picture shows its arguments, and the modules and tensors that it closes over, is bound to
+    or names: their bits, versions, ``.grad`` and hooks, and what modules hold. It also shows the
+    global generators of random numbers, of torch, Python and NumPy, and the modes of torch.
 
     Args:
         fn: A function, a method, a ``functools.partial``, a module.
-        args: What it is called with.
-        kwargs: What it is called with by name.
+        args: Its positional arguments.
+        kwargs: Its arguments by name.
 
     Returns:
         What ``fn`` returned.
 
     Raises:
-        AssertionError: Something changed, and all of it is named. An error of ``fn`` comes through
-            as it is, unless something changed as well: then it is the cause of this one.
+        AssertionError: Something changed; the message names all of it. An error of ``fn`` comes
+            through as it is, unless something changed as well: then it is the cause of this one.
 
     Example:
         >>> assert_pure(torch.add, torch.tensor(1.0), torch.tensor(2.0))
@@ -150,9 +77,9 @@ Likely cause: an operation in place, such as add_, +=, copy_ or out=.
 
 @contextmanager
 def unchanged(*things: Any, draws: bool = False) -> Generator[None]:
-    """Assert that things, and the modes of torch, are afterwards what they were before.
+    """Assert that a block changes neither some things nor the modes of torch.
 
-    The rule: what ``assert_pure`` asserts of a call, of a block, whether an error came or not.
+    The rule: what ``assert_pure`` asserts of a call, whether or not the block raises.
 
     Args:
         things: Tensors, modules, functions, and trees of them.
@@ -162,7 +89,7 @@ def unchanged(*things: Any, draws: bool = False) -> Generator[None]:
         A context manager.
 
     Raises:
-        AssertionError: Something changed, and all of it is named.
+        AssertionError: Something changed; the message names all of it.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0])
@@ -214,30 +141,30 @@ _PLAIN = (bool, int, str, type, type(None), torch.dtype, torch.device, torch.Siz
 
 
 def _changes(before: Picture, after: Picture) -> str:
-    """What is to say of the differences between two pictures."""
+    """The differences of two pictures in words; empty where there are none."""
     said: list[str] = []
     causes: list[str] = []
     for name in before | after:
         was, now = before.get(name), after.get(name)
         if was is None or now is None:
-            # a generator that is new was begun, and not drawn from
+            # a generator that is new was seeded, and not drawn from
             if was is not None or name not in _GENERATORS:
                 said.append(f"{name}, which is {'new' if was is None else 'gone'}")
             continue
         changed = [what for what in was | now if was.get(what, _Is(was)) != now.get(what, _Is(now))]
         if changed:
             changed = next(([what] for what in ("class", "identity") if what in changed), changed)
-            said.append(f"{name}: " + ", ".join(_told(what, was, now) for what in changed))
+            said.append(f"{name}: " + ", ".join(_change(what, was, now) for what in changed))
             kinds = ("hooks" if "hooks" in what else what for what in changed)
             causes += [_CAUSES[kind] for kind in kinds if kind in _CAUSES]
     because = f" Likely cause: {causes[0]}." if causes else ""
     return f"the call changed {'; '.join(said)}.{because}" if said else ""
 
 
-def _told(what: str, was: Looks, now: Looks) -> str:
-    values = [looks.get(what) for looks in (was, now)]
+def _change(what: str, was: Looks, now: Looks) -> str:
     if what not in was or what not in now:
         return f"{what} ({'new' if what in now else 'gone'})"
+    values = [was[what], now[what]]
     if not all(isinstance(value, _PLAIN) for value in values):
         return what
     before, after = (getattr(value, "__name__", value) for value in values)
@@ -248,7 +175,7 @@ def _told(what: str, was: Looks, now: Looks) -> str:
 
 
 class _Is:
-    """Equal to the same object alone, which it keeps alive: no other can take its place."""
+    """Equal only to the same object, which it keeps alive so that no other takes its address."""
 
     def __init__(self, it: object) -> None:
         self.it = it
@@ -288,7 +215,7 @@ def _picture(roots: dict[str, Any], draws: bool) -> Picture:
 def _tensor(x: Tensor) -> Looks:
     looks: Looks = {"identity": _Is(x), "class": type(x)}
     if isinstance(x, Refusing) or torch.nn.parameter.is_lazy(x):
-        return looks  # there is nothing to see
+        return looks  # it holds no numbers
     looks |= {
         "bits": _Bits(x),
         "version": version(x),
@@ -330,17 +257,20 @@ def _inside(container: Any) -> Any:
 
 
 def _generators() -> Picture:
-    seen: Picture = {
-        "torch's generator": {"state": _Bits(torch.get_rng_state())},
-        "Python's generator": {"state": random.getstate()},
-    }
+    states = {"torch's generator": _Bits(torch.get_rng_state()), **generators_beside_torch()}
     if torch.cuda.is_initialized():
-        seen["CUDA's generators"] = {"state": [*map(_Bits, torch.cuda.get_rng_state_all())]}
+        states["CUDA's generators"] = [*map(_Bits, torch.cuda.get_rng_state_all())]
+    return {name: {"state": state} for name, state in states.items()}
+
+
+def generators_beside_torch() -> dict[str, Any]:
+    """The states of Python's generator and of NumPy's, to be compared with later ones."""
+    states: dict[str, Any] = {"Python's generator": random.getstate()}
     if numpy_random := sys.modules.get("numpy.random"):
         state: Any = numpy_random.get_state(legacy=False)
         words = [bytes(x) if hasattr(x, "tobytes") else x for x in state.pop("state").values()]
-        seen["NumPy's generator"] = {"state": (words, state)}
-    return seen
+        states["NumPy's generator"] = (words, state)
+    return states
 
 
 def _modes() -> Looks:
@@ -360,3 +290,89 @@ def _modes() -> Looks:
         "transform level": transform_level(),
         "hooks of all modules": hooks_of_all_modules(),
     }
+
+
+# What can be reached -------------------------------------------------------------------------
+
+
+def reachable(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The leaves of trees by their paths, and the tensors and modules that functions there hold."""
+    waiting = deque((name, tree, True) for name, tree in roots.items())
+    seen: set[int] = set()
+    while waiting:
+        root, tree, given = waiting.popleft()
+        leaves, spec = flatten(tree)
+        if not given and not any(map(_matters, leaves)):
+            continue  # a list of a million words has a million paths
+        for path, leaf in zip(paths(spec, root), leaves, strict=True):
+            if given or (isinstance(leaf, (Tensor, nn.Module)) and id(leaf) not in seen):
+                yield path, leaf
+            if id(leaf) not in seen and _matters(leaf):
+                seen.add(id(leaf))
+                waiting.extend((name, held, False) for name, held in _held(path, leaf))
+
+
+def _matters(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or callable(leaf)
+
+
+def _held(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """What a function holds; a module or a tensor is one thing."""
+    if isinstance(leaf, partial):
+        for name in ("func", "args", "keywords"):
+            yield f"{path}.{name}", getattr(leaf, name)
+    elif isinstance(leaf, MethodType):
+        owner = leaf.__self__
+        if isinstance(owner, nn.Module):
+            yield f"{path}.__self__", owner
+        else:
+            yield from _attributes(f"{path}.__self__", owner)
+        yield path, leaf.__func__
+    elif isinstance(leaf, FunctionType):
+        yield from ((f"{leaf.__name__}'s {name}", held) for name, held in captured(leaf))
+    elif not isinstance(leaf, (Tensor, nn.Module, type)):
+        yield from _attributes(path, leaf)
+
+
+def _attributes(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    if not elsewhere(type(owner).__module__):
+        attributes = getattr(owner, "__dict__", {})
+        yield from ((f"{path}.{name}", held) for name, held in attributes.items())
+
+
+def captured(fn: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function closes over, has as a default, or finds among its globals, by their names."""
+    yield from contents(dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)))
+    positional = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    yield from zip(reversed(positional), reversed(fn.__defaults__ or ()), strict=False)
+    yield from (fn.__kwdefaults__ or {}).items()
+    known = fn.__globals__
+    yield from ((name, known[name]) for name in global_names(fn) if name in known)
+
+
+def contents(cells: dict[str, CellType]) -> Iterator[tuple[str, Any]]:
+    """The variables that a function closes over, but for those that are not assigned yet."""
+    for name, cell in cells.items():
+        with suppress(ValueError):
+            yield name, cell.cell_contents
+
+
+def global_names(fn: FunctionType) -> list[str]:
+    """The globals that a function may look up, itself or in functions inside it."""
+
+    def mentioned(code: CodeType) -> Iterator[str]:
+        inside = [const for const in code.co_consts if isinstance(const, CodeType)]
+        return itertools.chain(code.co_names, *map(mentioned, inside))
+
+    if elsewhere(fn.__globals__.get("__name__", "")):
+        return []
+    return list(dict.fromkeys(mentioned(fn.__code__)))
+
+
+_ELSEWHERE = {"torch", "optree", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}
+_ELSEWHERE.discard("__main__")
+
+
+def elsewhere(module: str) -> bool:
+    """Whether a module is torch's, Python's or ours: what it holds is not the caller's."""
+    return module.partition(".")[0] in _ELSEWHERE

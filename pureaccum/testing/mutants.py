@@ -1,10 +1,10 @@
-"""Copies of the package with one fault in them, to test your own tests with.
+"""Copies of the package with one fault in them; the table of faults is one file, however long.
 
     plant("a mean of means", directory)
     PYTHONPATH=directory pytest tests/mine.py
 
 Tests that still pass would not notice the fault. (Run them where Python finds no other pureaccum
-before that one, such as in the current directory: ``python -c "import pureaccum;
+before the copy, such as one in the current directory: ``python -c "import pureaccum;
 print(pureaccum.__file__)"`` says which it finds.)
 """
 
@@ -18,13 +18,13 @@ class Mutant(NamedTuple):
     """A fault in the package: one replacement in one of its files.
 
     Attributes:
-        says: What is wrong with it.
-        file: The file, relative to the package.
+        says: What the fault is.
+        file: The path of the file in the package.
         old: Text that occurs there exactly once.
-        new: What stands there instead.
+        new: The text that replaces it.
 
     Example:
-        >>> OF_CORE["the short tail dropped"].says
+        >>> MUTANTS["the short tail dropped"].says
         'Rows after the last full microbatch are left out.'
 
     References:
@@ -37,7 +37,11 @@ class Mutant(NamedTuple):
     new: str
 
 
-OF_CORE: dict[str, Mutant] = {
+# Faults --------------------------------------------------------------------------------------
+
+
+MUTANTS: dict[str, Mutant] = {
+    # In gradients, sums and steps.
     "a mean of means": Mutant(
         "The mean of a microbatch is not weighed by its rows.",
         "_core/weights.py",
@@ -135,7 +139,7 @@ OF_CORE: dict[str, Mutant] = {
         "if False:",
     ),
     "writes not watched": Mutant(
-        "Nobody looks at what a loss writes to before it does.",
+        "A write of a loss is not noticed before it happens.",
         "_core/writes.py",
         "if memory is not None and memory not in ours:",
         "if False:",
@@ -213,7 +217,7 @@ OF_CORE: dict[str, Mutant] = {
         "",
     ),
     "states that share a count": Mutant(
-        "Two states share a tensor: donating the one spoils the other.",
+        "Two states share a tensor: donating one spoils the other.",
         "_core/accumulator.py",
         "else state.skipped.clone()",
         "else state.skipped",
@@ -261,7 +265,7 @@ OF_CORE: dict[str, Mutant] = {
         "torch.isfinite(rate)",
     ),
     "one sound learning rate for all": Mutant(
-        "Of the parts of a partition one has a learning rate that can be used: all are stepped.",
+        "All parts of a partition are stepped where one of their learning rates can be used.",
         "_optim/update.py",
         "return a and b",
         "return a or b",
@@ -341,8 +345,8 @@ OF_CORE: dict[str, Mutant] = {
     "a check that forgives too much": Mutant(
         "The bound of a check is the fourth root of the unit, not the square root.",
         "testing/_check/trials.py",
-        "Bound(UNIT[reference] ** 0.5, floor)",
-        "Bound(UNIT[reference] ** 0.25, floor)",
+        "Bound(UNIT[torch.float64] ** 0.5, floor)",
+        "Bound(UNIT[torch.float64] ** 0.25, floor)",
     ),
     "a check of rows in order alone": Mutant(
         "A check cuts the batch at random, but never shuffles it.",
@@ -351,9 +355,9 @@ OF_CORE: dict[str, Mutant] = {
         "order = list(range(rows))",
     ),
     "some rows compared with all": Mutant(
-        "What is accumulated of some rows is compared with the whole batch.",
+        "What some rows accumulate to is compared with the whole batch.",
         "testing/_check/trials.py",
-        "want = self.whole(tuple(sorted(itertools.chain(*parts))))",
+        "want = self.whole(tuple(sorted(itertools.chain(*split))))",
         "want = self.whole(self.subject.everything())",
     ),
     "an experiment that says yes too soon": Mutant(
@@ -398,12 +402,9 @@ OF_CORE: dict[str, Mutant] = {
         '["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]',
         "[False for guard in guards]",
     ),
-}
-
-
-OF_DISK: dict[str, Mutant] = {
+    # In what is saved and loaded.
     "numbers as they lie in memory": Mutant(
-        "A tensor that is not row by row in memory is not so in the file.",
+        "A tensor that is not contiguous is written as it lies in memory.",
         "_base/bytes.py",
         "return (x if x.is_contiguous() else bits(x).contiguous()).cpu()",
         "return torch.as_strided(x, (x.numel(),), (1,)).cpu()",
@@ -421,7 +422,7 @@ OF_DISK: dict[str, Mutant] = {
         "return cells or bool(held)",
     ),
     "shards of two saves": Mutant(
-        "A shard may be of any save.",
+        "A shard of another save is accepted.",
         "checkpoint/shards.py",
         "if part.save != usual:",
         "if part.save == part:",
@@ -433,7 +434,7 @@ OF_DISK: dict[str, Mutant] = {
         "if worst < 0:",
     ),
     "a header of any length": Mutant(
-        "As much is read as a file says that its header is long.",
+        "A header is read whatever length the file claims for it.",
         "checkpoint/file_format.py",
         "if length > LONGEST or 8 + length + 4 > size:",
         "if 8 + length + 4 > size:",
@@ -444,12 +445,9 @@ OF_DISK: dict[str, Mutant] = {
         "is_folder = stat.S_ISDIR(os.lstat(leftover).st_mode)",
         "is_folder = False",
     ),
-}
-
-
-OF_MICROBATCHES: dict[str, Mutant] = {
+    # In the primitive.
     "a captured gradient silently zero": Mutant(
-        "An output that something captured is followed through is taken for a constant.",
+        "An output that has a gradient for something captured is taken for a constant.",
         "_core/rule.py",
         "if any(ctx.needs_input_grad[2 + ctx.n :]):",
         "if False:",
@@ -526,10 +524,7 @@ OF_MICROBATCHES: dict[str, Mutant] = {
         "inverse = torch.rsqrt(moments.var + eps)",
         "inverse = torch.rsqrt(var + eps)",
     ),
-}
-
-
-OF_RANKS: dict[str, Mutant] = {
+    # In what ranks do together.
     "counts and scales of ranks not compared": Mutant(
         "Ranks do not compare the small leaves of their states, which change at every step.",
         "_base/agreement.py",
@@ -543,15 +538,12 @@ OF_RANKS: dict[str, Mutant] = {
         "_read((),",
     ),
     "windows merged without their rows": Mutant(
-        "The window of two has the rows of the first.",
+        "Two windows that are merged have the rows of the first alone.",
         "_step/windows.py",
         "a.rows + b.rows",
         "a.rows.clone()",
     ),
-}
-
-
-OF_SAMPLES: dict[str, Mutant] = {
+    # In what is made of single samples.
     "samples summed without their factor": Mutant(
         "A sum of clipped gradients clips nothing.",
         "_samples/reducers.py",
@@ -565,7 +557,7 @@ OF_SAMPLES: dict[str, Mutant] = {
         "x = x * _broadcast(keep, x)",
     ),
     "second moments of terms": Mutant(
-        "The second moment of a sample that weighs more is that of its term, not over its weight.",
+        "The second moment of a weighted sample is that of its term, not divided by its weight.",
         "_samples/reducers.py",
         "power = torch.where(weight != 0, factor * factor / weight, 0.0)",
         "power = torch.where(weight != 0, factor * factor, 0.0)",
@@ -603,7 +595,7 @@ OF_SAMPLES: dict[str, Mutant] = {
 }
 
 
-MUTANTS: dict[str, Mutant] = OF_CORE | OF_DISK | OF_RANKS | OF_SAMPLES | OF_MICROBATCHES
+# Planting ------------------------------------------------------------------------------------
 
 
 def plant(name: str, directory: str | Path) -> Path:
@@ -613,7 +605,7 @@ def plant(name: str, directory: str | Path) -> Path:
 
     Args:
         name: One of ``MUTANTS``.
-        directory: Where to write; it is made if there is none. Nothing else is written to.
+        directory: Where to write; it is made if there is none.
 
     Returns:
         The path of the copy.

@@ -18,7 +18,7 @@ from pureaccum.testing import (
     assert_accumulates,
     check_accumulation,
 )
-from pureaccum.testing._check.subject import cast, computing_in, ways
+from pureaccum.testing._check.subject import cast_tree, computing_in, ways
 from pureaccum.testing._check.trials import Bound, Outcome, Result, Trial, errors, shrunk
 from pureaccum.testing.strategies import KINDS, losses, reduction
 from tests.draws import examples
@@ -396,7 +396,7 @@ def test_everything_that_a_loss_holds_takes_part_in_the_dtype():
             assert captured.dtype == dtype
     assert captured.dtype == torch.float32
     assert torch.ones(()).dtype == torch.float32
-    assert cast({"x": captured, "n": 3}, torch.float64)["x"].dtype == torch.float64
+    assert cast_tree({"x": captured, "n": 3}, torch.float64)["x"].dtype == torch.float64
 
 
 def test_what_is_written_to_a_captured_tensor_is_forgotten():

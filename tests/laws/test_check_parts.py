@@ -21,14 +21,14 @@ from pureaccum.testing import check_accumulation
 from pureaccum.testing._check.check import find_leaf, redrawn
 from pureaccum.testing._check.kept import Kept, names_of
 from pureaccum.testing._check.report import Diagnosis, Leaf, Report
-from pureaccum.testing._check.rows import Of, several_means
+from pureaccum.testing._check.rows import LossOfRows, several_means
 from pureaccum.testing._check.subject import Subject, ways
 from pureaccum.testing._check.trials import (
     Bound,
     Outcome,
     Trial,
+    compare_natively,
     native_trial,
-    natively,
     repeats,
     shrunk,
     trial_of,
@@ -61,11 +61,12 @@ def product(w, x):
 
 def subject_of(x, loss=product, reduction="sum", dtype=torch.float64):
     x = torch.tensor(x, dtype=dtype)
-    return Subject(loss, torch.zeros_like(x[0]), read_batch(x), len(x), reduction=reduction)
+    w, seeds = torch.zeros_like(x[0]), itertools.count()
+    return Subject(loss, w, read_batch(x), len(x), seeds, reduction=reduction)
 
 
 def in_double(x, loss=product, reduction="sum"):
-    return trial_of(subject_of(x, loss, reduction), torch.float64, itertools.count())
+    return trial_of(subject_of(x, loss, reduction))
 
 
 def test_the_bound_is_the_root_of_a_unit_and_what_float32_loses():
@@ -83,7 +84,7 @@ def test_the_bound_is_a_share_of_all_terms_even_where_they_cancel():
 
 def test_natively_the_bound_is_of_the_narrowest_dtype_and_of_the_whole_gradient():
     subject = subject_of([[1, 2], [2, 2]], dtype=torch.float32)
-    bound = native_trial(subject, torch.bfloat16, itertools.count()).bound
+    bound = native_trial(subject, torch.bfloat16).bound
     assert bound == Bound(2.0**-4, [0.0, 5 * 2.0**-6])
 
 
@@ -104,10 +105,11 @@ def test_native_errors_are_relative_to_the_full_batchs_own():
 
     alone, inf = leaves(2.0, 0.0, 0.0, math.inf, math.inf, 1.0), math.inf
     tried = [leaves(4.0, 0.0, 0.0, 1.0, 1.0, 2.0), leaves(6.0, 3.0, 0.0, 1.0, inf, 1.0)]
-    ratios, overflow = natively(lambda way: way, lambda: alone, leaves(*[0.0] * 6), tried)
+    ratios, overflow = compare_natively(lambda way: way, lambda: alone, leaves(*[0.0] * 6), tried)
     assert str(ratios) == "[3.0, nan, 1.0, 0.0, nan, 2.0]"
     assert overflow == 4
-    assert str(natively(lambda way: way, lambda: alone, alone, [])) == f"({[math.nan] * 6}, None)"
+    nothing = compare_natively(lambda way: way, lambda: alone, alone, [])
+    assert str(nothing) == f"({[math.nan] * 6}, None)"
 
 
 def test_two_calls_tell_state_and_others_tell_randomness():
@@ -124,7 +126,7 @@ def test_two_calls_tell_state_and_others_tell_randomness():
         lambda w, x: product(w, x) * torch.rand(()): (True, False),
     }.items():
         subject = subject_of([[1], [2]], loss)._replace(kept=Kept((), tuple(names_of(loss))))
-        assert repeats(subject, whole_batch, Bound(0.0, [1.0, 0.0]), itertools.count(), 1) == told
+        assert repeats(subject, whole_batch, Bound(0.0, [1.0, 0.0]), 1) == told
         assert not counted
 
 
@@ -183,7 +185,7 @@ def test_weights_that_are_redrawn_are_the_old_ones_or_nothing(rows, seed, dims):
     """A row as a whole, some rows of each, and of no other leaf."""
     mask = torch.arange(1, rows * 2 ** (dims - 1) + 1).reshape(rows, *[2] * (dims - 1))
     batch = read_batch({"a": torch.arange(rows), "m": mask})
-    new = redrawn(Subject(None, None, batch, rows), find_leaf(batch, "m"), generator(seed))
+    new = redrawn(Subject(None, None, batch, rows, None), find_leaf(batch, "m"), generator(seed))
     assert new.batch.leaves[0] is batch.leaves[0]
     kept = [row.equal(old) for row, old in zip(new.batch.leaves[1], mask, strict=True)]
     assert kept == [bool(row.any()) for row in new.batch.leaves[1]]
@@ -217,8 +219,8 @@ EXPERIMENTS = {
     "a mean": (lambda w, b: pa.Weighted(mean(w, b), b["m"].sum()), "weight", "a mean already"),
     "places": (lambda w, b: (b["x"] @ w).cumsum(0).sum(), COUPLED, "the order of the rows, too"),
     "a norm": (lambda w, b: F.batch_norm(b["x"] * w, 0 * W, 0 * W + 1).amax(), COUPLED, "a mean."),
-    "Python": (lambda w, b: squares(w, b["x"] + random.random()), RANDOM, "Python's random"),
-    "NumPy": (lambda w, b: squares(w, b["x"] + np.random.random()), RANDOM, "numpy.random"),
+    "Python": (lambda w, b: squares(w, b["x"] + random.random()), RANDOM, "Python's generator"),
+    "NumPy": (lambda w, b: squares(w, b["x"] + np.random.random()), RANDOM, "NumPy's generator"),
     "torch": (lambda w, b: squares(w, F.dropout(nn.Identity()(b["x"]))), RANDOM, "torch's dropout"),
     "a sum of few": (lambda w, b: total(w, b) * few(b), COUPLED, ""),
     "a mean of few": (lambda w, b: squares(w, b["x"]) * few(b), COUPLED, ""),
@@ -241,9 +243,9 @@ def test_the_shares_of_a_row_are_those_of_its_counts():
     def loss(w, batch):
         return squares(w, batch["x"]) + total(w, batch) / batch["m"].sum()
 
-    subject = Subject(loss, W, read_batch(MASKED), len(X))
-    trial = trial_of(subject, torch.float64, itertools.count())
-    found = several_means(Of(trial, itertools.count(), False, {}))
+    subject = Subject(loss, W, read_batch(MASKED), len(X), itertools.count())
+    trial = trial_of(subject)
+    found = several_means(LossOfRows(trial, {}))
     beside, row, shares = found
     counts = [int(m) for m in MASKED["m"]]
     of_tokens = Fraction(counts[row], sum(counts[it] for it in beside))

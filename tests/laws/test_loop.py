@@ -111,7 +111,7 @@ def test_the_factor_of_a_loop_is_named():
         loop=loop_of(LOOPS["scale not undone"][1]),
         raise_on_mismatch=False,
     )
-    assert "128 times too often" in report.diagnoses[0].says
+    assert "128 times as much" in report.diagnoses[0].says
     assert report.diagnoses[0].mend == "grads = grads / 128"
 
 

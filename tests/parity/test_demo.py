@@ -1,6 +1,8 @@
 """``python -m pureaccum``: the demo shows what it claims, and every command ends with a status."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,15 @@ def test_packages_that_the_demo_lacks_are_named(
     assert said == (
         "The demo needs matplotlib and rich and scikit-learn: pip install 'pureaccum[demo]'\n"
     )
+
+
+def test_what_the_demo_needs_is_not_imported_before_it_is_named() -> None:
+    script = (
+        "import sys; sys.modules.update(rich=None, matplotlib=None)\n"
+        "from pureaccum.__main__ import main; sys.exit(main(['demo']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, "The demo needs matplotlib and rich" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """May this loss be cut into microbatches?
 
-    for parts in ways of cutting the batch:
-        accumulated(parts) == full batch, in float64, but for rounding
+    for split in ways of cutting the batch:
+        accumulated(split) == full batch, in float64, but for rounding
 
 And is it a pure function: no random numbers but those it is given, and nothing written to?
 """
@@ -22,86 +22,19 @@ from .kept import names_of
 from .loop import Loop, of_loop, run_loop, trial_of_loop
 from .report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
 from .rows import raises
-from .subject import Parts, Subject, parts_at, preserving_random, uncompiled, ways
+from .subject import Subject, preserving_random, split_at, uncompiled, ways
 from .trials import (
     Trial,
-    Tried,
     accumulated,
-    as_near_as_can_be,
+    compare_natively,
+    is_rounding,
     native_trial,
-    natively,
     repeats,
     trial_of,
-    tried_all,
     whole_batch,
     worst_of,
 )
 from .watch import Seen, watch
-
-
-def find_leaf(batch: Batch, name: str) -> int:
-    """Which leaf of the batch is called so: by its path, or by the last key of it."""
-    names = paths(batch.spec, "batch")
-    endings = (name, f"batch{name}", f"batch[{name!r}]")
-    found = [i for i, path in enumerate(names) if path in endings]
-    if not found or not isinstance(batch.leaves[found[0]], Tensor):
-        raise ValueError(
-            f"weights is {name!r}, which is no tensor of the batch; expected one of "
-            f"{', '.join(names)}."
-        )
-    return found[0]
-
-
-def redrawn(subject: Subject, leaf: int, random: torch.Generator) -> Subject:
-    """The same loss on a batch in which more rows of a leaf are zero; one that was not, is not."""
-    leaves = list(subject.batch.leaves)
-    x: Tensor = leaves[leaf]
-    weigh = x.detach().reshape(subject.rows, -1).any(1).nonzero()[:, 0].cpu()
-    keep = torch.randint(0, 2, (subject.rows,), generator=random)
-    order = weigh[torch.randperm(len(weigh), generator=random)]
-    keep[order[1:2]], keep[order[:1]] = 0, 1
-    factor = keep.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
-    leaves[leaf] = x * factor
-    return subject._replace(batch=subject.batch._replace(leaves=leaves))
-
-
-def read_subject(loss_fn: Any, params: Any, batch: Any) -> Subject:
-    """The loss and its arguments, as a check calls it."""
-    if not callable(loss_fn):
-        raise TypeError(
-            f"loss_fn is of type {type(loss_fn).__name__}; expected a function of (params, batch)."
-        )
-    read_params(params)
-    flat = read_batch(batch)
-    layouts = {x.layout for x in flat.leaves if isinstance(x, torch.Tensor)}
-    # A check takes rows one by one, which torch can do of COO tensors, too.
-    rows = need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat)
-    if rows < 2:
-        raise ValueError(
-            f"batch has {rows} row{'s' * (rows != 1)}; expected two at least, since one cannot be "
-            "cut."
-        )
-    return Subject(loss_fn, params, flat, rows)
-
-
-def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Parts]:
-    """The ways of cutting that are asked for."""
-    if isinstance(splits, int) and splits > 0 and not isinstance(splits, bool):
-        return ways(rows, splits, random)
-    if not isinstance(splits, Sequence) or isinstance(splits, str) or not splits:
-        raise ValueError(
-            f"splits is {splits!r}; expected how many random splits to try, or the splits "
-            "themselves: [[4, 4], [7, 1]]."
-        )
-    for sizes in splits:  # pyright: ignore[reportUnknownVariableType]
-        whole = isinstance(sizes, Sequence) and all(isinstance(size, int) for size in sizes)
-        if not whole or len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != rows:
-            raise ValueError(
-                f"splits holds {sizes!r}; expected sizes of two microbatches at least, whose sum "
-                f"is {rows}, the rows of the batch."
-            )
-    everything = tuple(range(rows))
-    return [parts_at(everything, list(itertools.accumulate(sizes))) for sizes in splits]
 
 
 Reference = Literal["float64", "native"]
@@ -127,29 +60,29 @@ def check_accumulation(
 
         it fits: ‖Σ c − full‖ <= √u₆₄ Σ ‖c‖ + √(u₆₄/u₃₂) ‖full₃₂ − full‖
 
-    The batch is cut into halves, into all rows but one and that one, into single rows (16
-    microbatches at most), and at random in random order. Then experiments look for the cause.
+    The batch is cut into halves, quarters and single rows (at most 16 microbatches), into all rows
+    but one and that one, and at random in random order. Then experiments look for the cause.
     Nothing is changed: captured tensors that the loss writes to, and random generators, are put
     back.
 
     Args:
         loss_fn: ``loss_fn(params, batch)`` gives a scalar loss or ``Weighted``.
         params: What is differentiated, a pytree of tensors.
-        batch: A pytree whose tensors have one row per sample along dim 0; two rows at least.
+        batch: A pytree whose tensors have one row per sample along dim 0; at least two rows.
             Some 8 to 64 rows of real data show more than many.
         has_aux: Whether the loss returns ``(loss, aux)``.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         loop: A loop of your own in place of this package's accumulator,
-            ``loop(loss_fn, params, microbatches) -> grads``: then it is the loop that is checked.
-            It is given a list, and returns the gradient of the whole batch, divided and alone.
+            ``loop(loss_fn, params, microbatches) -> grads``: then the loop is checked. It is given
+            a list, and returns the gradient of the whole batch, divided, and nothing else.
         splits: How many random splits are tried besides the fixed ones; or the splits
             themselves, lists of sizes that sum to the rows.
         weights: The leaf of the batch that holds weights or a mask, such as ``"mask"`` or
-            ``"['tokens'][1]"``: rows of it are then set to zero at random, too.
+            ``"['tokens'][1]"``: batches with random rows of it set to zero are then tried, too.
         reference: The dtype to compare in, ``"float64"``; or ``"native"``, for a loss that runs in
-            its own dtype alone, with ``√u`` of that dtype for a bound (for bfloat16, 6 %).
-        seed: Of the splits, and of the random numbers that the loss sees.
-        raise_on_mismatch: False returns the report also where the loss does not fit.
+            its own dtype alone, with ``√u`` of that dtype for a bound (6 % for bfloat16).
+        seed: The seed of the splits, and of the random numbers that the loss sees.
+        raise_on_mismatch: False returns the report even where the loss does not fit.
 
     Returns:
         A ``Report``: ``report.fits``, ``report.leaves``, ``report.diagnoses``, ``print(report)``.
@@ -178,22 +111,21 @@ def check_accumulation(
             f"loop is of type {type(loop).__name__}; expected "
             "loop(loss_fn, params, microbatches) -> grads, or None."
         )
-    subject = read_subject(loss_fn, params, batch)._replace(has_aux=has_aux, reduction=reduction)
+    subject = read_subject(loss_fn, params, batch, itertools.count(seed))
+    subject = subject._replace(has_aux=has_aux, reduction=reduction)
     masked = None if weights is None else find_leaf(subject.batch, weights)
     random = torch.Generator().manual_seed(seed)
-    tried = read_splits(subject.rows, splits, random)
-    seeds = itertools.count(seed)
+    read = read_splits(subject.rows, splits, random)
     with torch.inference_mode(False), preserving_random(), uncompiled():
-        seen = watch(subject, names_of(loss_fn, loop), seeds)
-        subject = subject._replace(kept=seen.kept, generators=[g for g, _ in seen.generators])
+        seen = watch(subject, names_of(loss_fn, loop))
+        subject = subject._replace(
+            weighted=seen.weighted, kept=seen.kept, generators=seen.generators
+        )
         subjects = [subject]
         if masked is not None:
             subjects += [redrawn(subject, masked, random) for _ in range(3)]
-        try:
-            report = _examine(subjects, seen, loop, tried, reference, seeds)
-        finally:
-            for generator, state in seen.generators:
-                generator.set_state(state)
+        with preserving_random(seen.generators):
+            report = _examine(subjects, seen, loop, read, reference)
     if raise_on_mismatch and not report.fits:
         raise AccumulationMismatch(report)
     return report
@@ -248,6 +180,73 @@ def assert_accumulates(  # noqa: D417
     )
 
 
+# What is given ---------------------------------------------------------------------------
+
+
+def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) -> Subject:
+    """The loss and its arguments, or what is wrong with them."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is of type {type(loss_fn).__name__}; expected a function of (params, batch)."
+        )
+    read_params(params)
+    flat = read_batch(batch)
+    layouts = {x.layout for x in flat.leaves if isinstance(x, Tensor)}
+    # A check takes rows one by one, which torch can do of COO tensors, too.
+    rows = need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat)
+    if rows < 2:
+        raise ValueError(
+            f"batch has {rows} row{'s' * (rows != 1)}; expected at least two, since one cannot be "
+            "cut."
+        )
+    return Subject(loss_fn=loss_fn, params=params, batch=flat, rows=rows, seeds=seeds)
+
+
+def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Split]:
+    """The splits that are asked for, or what is wrong with them."""
+    if isinstance(splits, int) and splits > 0 and not isinstance(splits, bool):
+        return ways(rows, splits, random)
+    if not isinstance(splits, Sequence) or isinstance(splits, str) or not splits:
+        raise ValueError(
+            f"splits is {splits!r}; expected how many random splits to try, or the splits "
+            "themselves: [[4, 4], [7, 1]]."
+        )
+    for sizes in splits:  # pyright: ignore[reportUnknownVariableType]
+        whole = isinstance(sizes, Sequence) and all(isinstance(size, int) for size in sizes)
+        if not whole or len(sizes) < 2 or min(sizes) < 1 or sum(sizes) != rows:
+            raise ValueError(
+                f"splits holds {sizes!r}; expected sizes of at least two microbatches, whose sum "
+                f"is {rows}, the rows of the batch."
+            )
+    return [split_at(tuple(range(rows)), itertools.accumulate(sizes)) for sizes in splits]
+
+
+def find_leaf(batch: Batch, name: str) -> int:
+    """The position of the leaf of a batch that a path, or the last key of a path, names."""
+    names = paths(batch.spec, "batch")
+    endings = (name, f"batch{name}", f"batch[{name!r}]")
+    found = [i for i, path in enumerate(names) if path in endings]
+    if not found or not isinstance(batch.leaves[found[0]], Tensor):
+        raise ValueError(
+            f"weights is {name!r}, which is no tensor of the batch; expected one of "
+            f"{', '.join(names)}."
+        )
+    return found[0]
+
+
+def redrawn(subject: Subject, leaf: int, random: torch.Generator) -> Subject:
+    """The same loss on a batch in which some rows of a leaf are zero, and one of them is not."""
+    leaves = list(subject.batch.leaves)
+    x: Tensor = leaves[leaf]
+    weigh = x.detach().reshape(subject.rows, -1).any(1).nonzero()[:, 0].cpu()
+    keep = torch.randint(0, 2, (subject.rows,), generator=random)
+    order = weigh[torch.randperm(len(weigh), generator=random)]
+    keep[order[1:2]], keep[order[:1]] = 0, 1
+    factor = keep.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
+    leaves[leaf] = x * factor
+    return subject._replace(batch=subject.batch._replace(leaves=leaves))
+
+
 # What is done ----------------------------------------------------------------------------
 
 
@@ -255,89 +254,71 @@ def _examine(
     subjects: list[Subject],
     seen: Seen,
     loop: Loop | None,
-    tried: list[Parts],
+    splits: list[Split],
     reference: Reference,
-    seeds: Iterator[int],
 ) -> Report:
-    subject, names = subjects[0], paths(flatten(subjects[0].params)[1], "params")
-    trials = [_trial(subject, seen.narrowest, reference, seeds) for subject in subjects]
-    full = trials[0].whole(subject.everything())
-    done = [tried_all(trial, tried) for trial in trials]
-    bad = next((one for one in done if one.wrong), done[0])
+    """Try all splits of one loss on some batches, find the causes, and then try the loop."""
+    subject, names = subjects[0], ["value", *paths(flatten(subjects[0].params)[1], "params")]
+    trials = [_comparable_trial(each, seen.narrowest, reference) for each in subjects]
+    sound = _try_all(trials, splits)
+    bad = next((trial for trial in trials if not trial.fits(splits)), trials[0])
+    first, full = trials[0], trials[0].whole(subject.everything())
     times = 12 if seen.draws or seen.assigned else 1
-    again = repeats(trials[0].subject, whole_batch, trials[0].bound, seeds, times)
-    found: list[tuple[Trial, Split]] = []
-    rows = [worst_of(i, done, found) for i in range(len(full))]
-    shown = [split for trial, split in found if trial is bad.trial]
-    sound = [parts for parts in tried[:3] if max(done[0].outcomes[parts].errors) < math.inf]
-
-    def own(parts: Parts) -> list[Tensor]:
-        return accumulated(subject, parts, seeds).leaves
-
-    native, overflow = natively(own, lambda: own((subject.everything(),)), full, sound)
-    over = "" if overflow is None else ["value", *names][overflow]
-    causes = diagnose(Case(subject, bad.trial, seen, seeds, bad.outcomes, *again, over, shown))
-    if loop is None:
-        names = ["value", *names]
-    else:
-        with _noted(reference):
-            run_loop(loop, trials[0].subject, tried[0], next(seeds))  # what it raises comes through
-        done = [tried_all(trial_of_loop(loop, trial, seeds), tried) for trial in trials]
-        rows = [worst_of(i, done, []) for i in range(len(names))]
-        sound = [parts for parts in sound if max(done[0].outcomes[parts].errors) < math.inf]
-        native, _ = natively(
-            lambda parts: run_loop(loop, subject, parts, next(seeds)),
-            lambda: own((subject.everything(),))[1:],
+    draws, keeps = repeats(first.subject, whole_batch, first.bound, times)
+    worst = worst_of(trials, splits, len(names))
+    native, overflow = compare_natively(
+        lambda split: accumulated(subject, split).leaves,
+        lambda: whole_batch(subject).leaves,
+        full,
+        sound,
+    )
+    case = Case(
+        subject=subject,
+        trial=bad,
+        seen=seen,
+        splits=splits,
+        draws=draws,
+        keeps=keeps,
+        overflow="" if overflow is None else names[overflow],
+        shown=list(dict.fromkeys(split for _, trial, split in worst if split and trial is bad)),
+    )
+    causes = diagnose(case)
+    if loop is not None:
+        with _advising(reference):
+            run_loop(loop, first.subject, splits[0])  # what it raises comes through
+        trials, names = [trial_of_loop(loop, trial) for trial in trials], names[1:]
+        sound = [split for split in _try_all(trials, splits) if split in sound]
+        worst = worst_of(trials, splits, len(names))
+        native, _ = compare_natively(
+            lambda split: run_loop(loop, subject, split),
+            lambda: whole_batch(subject).leaves[1:],
             full[1:],
             sound,
         )
-        causes = causes or _causes_of_loop(loop, done, seen, native, reference, seeds)
+        cause = None if causes else _cause_of_loop(loop, trials, case, native, reference)
+        causes = (cause,) if cause else causes
     if reference == "native":
         native = [math.nan] * len(names)  # the full batch's own error is not known
-    leaves = zip(names, rows, native, strict=True)
-    dtype = str(seen.dtype).removeprefix("torch.")
+    dtype = _name(seen.dtype)
     return Report(
-        fits=not causes and not any(one.wrong for one in done),
-        leaves=tuple(Leaf(name, *row, ratio) for name, row, ratio in leaves),
-        diagnoses=tuple(causes),
+        fits=not causes and all(trial.fits(splits) for trial in trials),
+        leaves=tuple(
+            Leaf(name, error, split, ratio)
+            for name, (error, _, split), ratio in zip(names, worst, native, strict=True)
+        ),
+        diagnoses=causes,
         rows=subject.rows,
-        splits=len(tried) * len(done),
+        splits=len(splits) * len(trials),
         loss="Weighted" if seen.weighted else subject.reduction,
         dtype=dtype,
         reference=dtype if reference == "native" else reference,
     )
 
 
-def _causes_of_loop(
-    loop: Loop,
-    done: list[Tried],
-    seen: Seen,
-    native: list[float],
-    reference: Reference,
-    seeds: Iterator[int],
-) -> tuple[Diagnosis, ...]:
-    """Of a loss that is not to blame."""
-    wrong = any(one.wrong for one in done)
-    found = of_loop(loop, done[0].trial, seen.weighted, wrong, seeds)
-    if found or not wrong:
-        return found
-    if reference == "float64" and as_near_as_can_be(native):
-        raise ValueError(
-            f"the loop computes in {str(seen.dtype).removeprefix('torch.')} whatever it is given "
-            "(with a module's own parameters?) and is as near to float64 as that can be; pass "
-            "reference='native' to compare it there."
-        )
-    return tuple(raises(done[0].outcomes)) or (UNKNOWN,)
-
-
-def _trial(
-    subject: Subject, narrowest: torch.dtype, reference: Reference, seeds: Iterator[int]
-) -> Trial:
-    with _noted(reference):
-        if reference == "native":
-            trial = native_trial(subject, narrowest, seeds)
-        else:
-            trial = trial_of(subject, torch.float64, seeds)
+def _comparable_trial(subject: Subject, narrowest: torch.dtype, reference: Reference) -> Trial:
+    with _advising(reference):
+        native = reference == "native"
+        trial = native_trial(subject, narrowest) if native else trial_of(subject)
     full: list[Tensor] = trial.whole(subject.everything())
     if not all_finite(full):
         raise ValueError(
@@ -347,15 +328,45 @@ def _trial(
     return trial
 
 
+def _try_all(trials: list[Trial], splits: list[Split]) -> list[Split]:
+    """Try all splits; returns those among the fixed ones that give finite numbers."""
+    for trial in trials:
+        for split in splits:
+            trial.outcome(split)
+    return [split for split in splits[:3] if max(trials[0].outcome(split).errors) < math.inf]
+
+
+def _cause_of_loop(
+    loop: Loop, trials: list[Trial], case: Case, native: list[float], reference: Reference
+) -> Diagnosis | None:
+    """What is wrong with a loop where nothing is wrong with the loss."""
+    wrong = not all(trial.fits(case.splits) for trial in trials)
+    found = of_loop(loop, trials[0], wrong)
+    if found or not wrong:
+        return found
+    if reference == "float64" and is_rounding(native):
+        raise ValueError(
+            f"the loop computes in {_name(case.seen.dtype)} whatever it is given (with a module's "
+            "own parameters?), and is as near to float64 as that can be; pass reference='native' "
+            "to compare it in its own dtype."
+        )
+    return raises(trials[0], case.splits) or UNKNOWN
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @contextmanager
-def _noted(reference: Reference) -> Generator[None]:
+def _advising(reference: Reference) -> Generator[None]:
+    """Add to what a loss raises in float64 what to do about it."""
     try:
         yield
     except Exception as error:
         if reference == "float64":
             error.add_note(
-                "pureaccum: the loss runs in its own dtypes, but not in float64, in which all is "
-                "compared. Does it checkpoint, keep something in its own dtype, or insist on one? "
-                "Switch that off for the check, or pass reference='native'."
+                "pureaccum: the loss runs in its own dtypes, but not in float64, in which "
+                "gradients are compared. Does it checkpoint, keep something in its own dtype, or "
+                "insist on one? Switch that off for the check, or pass reference='native'."
             )
         raise

@@ -1,7 +1,7 @@
 """``python -m pureaccum check train.py:make``: whether a loss may be microbatched, as a command.
 
-The file is imported nearly as ``python train.py`` runs it, only that it is not ``__main__``. What
-goes wrong in there is said in one line, which names the file and the line.
+The file is imported as ``python train.py`` would run it, except that it is not ``__main__``. An
+error in there becomes one line, which names the file and the line.
 """
 
 import contextlib
@@ -32,23 +32,16 @@ _SETTINGS = [
 
 
 class Unusable(Exception):
-    """What was typed, or what the file holds, is nothing to check; the message says what is."""
+    """What was typed, or what the file holds, cannot be checked; the message says what can be."""
 
 
 class Source(NamedTuple):
-    """Where a target is.
+    """Where a target is."""
 
-    Args:
-        module: The name of its module, while it is checked.
-        name: What to take from it.
-        file: None where it is to be imported by name.
-        folder: What goes first on ``sys.path``.
-    """
-
-    module: str
-    name: str
-    file: Path | None
-    folder: Path
+    module: str  # its name while it is checked
+    name: str  # in the module
+    file: Path | None  # None: the module is imported by its name
+    folder: Path  # to be the first of sys.path
 
 
 def check(target: str, *, as_json: bool, whole_traceback: bool, **settings: object) -> int:
@@ -56,8 +49,8 @@ def check(target: str, *, as_json: bool, whole_traceback: bool, **settings: obje
 
     Args:
         target: ``path/to/file.py:name`` or ``package.module:name``.
-        as_json: Print one JSON object; what else is printed meanwhile goes to stderr.
-        whole_traceback: Print it, and not only the line that sums it up.
+        as_json: Print one JSON object to stdout, and everything else to stderr.
+        whole_traceback: Print the traceback of an error before the line that sums it up.
         settings: Keywords of ``check_accumulation``; they override those of the target.
     """
     out, source = sys.stdout, None
@@ -65,12 +58,12 @@ def check(target: str, *, as_json: bool, whole_traceback: bool, **settings: obje
         with contextlib.redirect_stdout(sys.stderr if as_json else out):
             source = locate(target)
             with _visiting(source):
-                report = _checked(source, settings)
-        print(json.dumps(_plain(report), allow_nan=False) if as_json else report, file=out)
+                report = _check_target(source, settings)
+        print(json.dumps(_as_json(report), allow_nan=False) if as_json else report, file=out)
         return FITS if report.fits else DOES_NOT
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit, too: Python's own status 1 would be a verdict
+    except BaseException as error:  # SystemExit, too: its usual status, 1, would be a verdict
         if whole_traceback:
             traceback.print_exception(error)
         says = f"{_where(error, source) or target}: {_what(error)}"
@@ -97,12 +90,12 @@ def locate(target: str) -> Source:
     if file.suffix != ".py":
         raise Unusable(f"{path} is not a .py file")
     file, module = file.resolve(), file.stem.replace(".", "_")  # pickle reads dots as packages
-    while module in sys.modules:  # a file named random.py does not become everybody's random
+    while module in sys.modules:  # a file named random.py must not take the place of Python's
         module += "_"
     return Source(module, name, file, file.parent)
 
 
-def _checked(source: Source, settings: dict[str, object]) -> Report:
+def _check_target(source: Source, settings: dict[str, object]) -> Report:
     """Find what the target names, make what it makes, and check it."""
     module = _load(source)
     if not hasattr(module, source.name):
@@ -121,10 +114,10 @@ def _checked(source: Source, settings: dict[str, object]) -> Report:
 
 @contextlib.contextmanager
 def _visiting(source: Source) -> Generator[None]:
-    """Be where the target is, and afterwards leave no trace of it."""
+    """Let imports and arguments be those of the target, and leave no trace of it afterwards."""
     path, argv, before = sys.path[:], sys.argv[:], set(sys.modules)
     sys.path.insert(0, str(source.folder))
-    sys.argv[:] = [str(source.file or source.module)]  # its own, and no argument of ours
+    sys.argv[:] = [str(source.file or source.module)]  # its own, without our arguments
     try:
         yield
     finally:
@@ -132,7 +125,7 @@ def _visiting(source: Source) -> Generator[None]:
         packages = {name.partition(".")[0] for name in before}
         for name in set(sys.modules) - before:
             near = _is_beside(getattr(sys.modules[name], "__dict__", {}), source.folder)
-            # A late part of torch stays: its other parts know it.
+            # A submodule of torch that was imported late stays: others of torch hold it.
             if name == source.module or (near and name.partition(".")[0] not in packages):
                 del sys.modules[name]
 
@@ -150,12 +143,12 @@ def _load(source: Source) -> ModuleType:
 
 
 def _made(source: Source, factory: Any) -> Any:
-    """What a factory returns, or how to write one."""
+    """What a factory returns, or an error that shows how to write one."""
     if not callable(factory):
         raise Unusable(f"it is a {type(factory).__name__}; expected a factory, or {_EXPECTED}")
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except ValueError:  # some functions in C do not tell what they take
+    except ValueError:  # some functions in C have no signature
         parameters = ()
     need = [p.name for p in parameters if p.default is p.empty and p.kind not in _ANY_NUMBER]
     if need:
@@ -170,22 +163,22 @@ def _made(source: Source, factory: Any) -> Any:
 
 
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_EXPECTED = "a tuple (loss_fn, params, batch), with a dict of settings as a fourth if need be"
+_EXPECTED = "a tuple (loss_fn, params, batch), with a dict of settings as a fourth if needed"
 
 
 def _read(made: Any) -> tuple[Any, Any, Any, dict[Any, Any]]:
-    """Take what a factory returned apart."""
+    """The loss, the parameters, the batch and the settings that a factory returned."""
     if not isinstance(made, tuple) or len(made) not in (3, 4):  # pyright: ignore[reportUnknownArgumentType]
-        came = "None (is a return missing?)" if made is None else _kind(made)
+        came = "None (is a return missing?)" if made is None else _type_of(made)
         raise Unusable(f"it gives {came}; expected {_EXPECTED}")
     loss_fn, params, batch, *rest = made
     if not callable(loss_fn) or not all(isinstance(own, dict) for own in rest):
-        raise Unusable(f"it gives {_kind(made)}; expected {_EXPECTED}")
+        raise Unusable(f"it gives {_type_of(made)}; expected {_EXPECTED}")
     return loss_fn, params, batch, dict(*rest)
 
 
-def _kind(x: Any) -> str:
-    """Its type, and those of its elements."""
+def _type_of(x: Any) -> str:
+    """The type of something and, of a tuple, of its elements."""
     if not isinstance(x, tuple):
         return f"a {type(x).__name__}"
     return f"a tuple ({', '.join(type(element).__name__ for element in x)})"  # pyright: ignore[reportUnknownArgumentType]
@@ -195,7 +188,7 @@ def _kind(x: Any) -> str:
 
 
 def _where(error: BaseException, source: Source | None) -> str | None:
-    """The innermost line of the target's file, or of one beside it, that was running."""
+    """The innermost line that was running in the target's file, or in one beside it."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
         return f"{_shown(error.filename)}:{error.lineno}"
     if source is None:
@@ -208,7 +201,7 @@ def _where(error: BaseException, source: Source | None) -> str | None:
 
 
 def _what(error: BaseException) -> str:
-    """What kind of error, and the first line of what it says and of each of its notes."""
+    """The type of an error, and the first line of its message and of each of its notes."""
     if isinstance(error, Unusable):
         return str(error)
     says = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -226,18 +219,18 @@ def _first_line(text: str) -> str:
 
 
 def _is_beside(namespace: dict[str, Any], folder: Path) -> bool:
-    """Whether a module was found in a folder itself, not in an environment deeper in there."""
+    """Whether a module lies in a folder itself, and not in an environment deeper in there."""
     name = str(namespace.get("__name__"))
     file = namespace.get("__file__") or next(iter(namespace.get("__path__", ())), None)
     package, ours = name.partition(".")[0], __name__.partition(".")[0]
-    if not isinstance(file, str) or package == ours:  # our own lines tell nothing
+    if not isinstance(file, str) or package == ours:  # our own lines tell a user nothing
         return False
     top = folder / package
     return Path(file) == top.with_suffix(".py") or Path(file).is_relative_to(top)
 
 
 def _shown(file: str) -> str:
-    """As short as it can be and still be found."""
+    """The shortest path of a file from here."""
     path = Path(file)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
@@ -247,12 +240,12 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _plain(x: Any) -> Any:
-    """The same in what JSON has: tuples with names as objects, inf and NaN as words."""
+def _as_json(x: Any) -> Any:
+    """A report as JSON knows it: records as objects, inf and NaN as words."""
     if isinstance(x, float) and not math.isfinite(x):
         return str(x)
     if isinstance(x, (Report, Leaf, Diagnosis)):
-        return {key: _plain(value) for key, value in x._asdict().items()}
+        return {key: _as_json(value) for key, value in x._asdict().items()}
     if isinstance(x, tuple):
-        return [_plain(element) for element in x]  # pyright: ignore[reportUnknownVariableType]
+        return [_as_json(element) for element in x]  # pyright: ignore[reportUnknownVariableType]
     return x

@@ -1,135 +1,25 @@
 """Why a loss does not fit: what it draws, keeps and normalises with, then what it is of its rows.
 
 Random numbers and state make experiments worthless, so they come first; dropout and batch
-normalisation are left out to see whether they alone are to blame.
+normalisation are left out to see whether they alone are to blame. Where rows depend on each other,
+the last question is whether statistics of the data do it: those over the rows of the whole batch
+are noted, and each microbatch is told these in place of its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._base import tree_leaves, tree_map
 from ..._core import Reduction
 from .kept import Kept
-from .report import Diagnosis
+from .report import Diagnosis, Split
 from .rows import of_rows
-from .subject import BATCH_NORM, DROPOUTS, Parts, Subject
-from .trials import Outcome, Trial, repeats, trial_of, whole_batch
+from .subject import BATCH_NORM, DROPOUTS, Subject
+from .trials import Trial, repeats, trial_of, whole_batch
 from .watch import Call, Seen, users_line
-
-
-STATISTICS = {"mean", "nanmean", "std", "var", "std_mean", "var_mean", "amax", "amin", "max", "min"}
-TRIES: tuple[tuple[set[str], Reduction | None], ...] = (  # what is told, and what the loss is then
-    (STATISTICS, None),
-    (STATISTICS | {"sum"}, None),
-    (STATISTICS | {"sum"}, "sum"),  # divided by a count of the whole batch
-)
-Noted = list[tuple[Call, Any]]
-
-
-def of_data(trial: Trial, outcomes: Iterable[Parts], seeds: Iterator[int]) -> list[Diagnosis]:
-    """What it normalises with, if nothing else is wrong."""
-    if trial.subject.dtype is None:
-        return []
-    found = (_fits(trial.subject, names, then, outcomes, seeds) for names, then in TRIES)
-    where = next((where for where in found if where), "")
-    if not where:
-        return []
-    return [
-        Diagnosis(
-            "data statistics",
-            f"the loss takes statistics of its data over the rows of a microbatch: {where}. With "
-            "those of the whole batch it fits.",
-            'batch["gain"] = (gain - gain.mean()) / gain.std()  # before the batch is cut, not in '
-            "the loss",
-        )
-    ]
-
-
-def _fits(
-    subject: Subject,
-    names: set[str],
-    then: Reduction | None,
-    outcomes: Iterable[Parts],
-    seeds: Iterator[int],
-) -> str:
-    """What it takes of its data, if it fits with those of the whole batch; else nothing."""
-    seed = next(seeds)
-    try:
-        noted = _noted(subject, names, seed)
-        others = _noted(
-            subject._replace(params=tree_map(lambda x: -x, subject.params)), names, seed
-        )
-        if not noted or not _same(noted, others):
-            return ""
-
-        def told(params: Any, part: Any) -> Any:
-            rest = iter(noted)
-            with _Statistics(names, lambda call, own: next(rest)[1]):
-                return subject.loss_fn(params, part)
-
-        fixed = subject._replace(loss_fn=told, reduction=then or subject.reduction)
-        trial = trial_of(fixed, subject.dtype or torch.float64, seeds)
-        if any(max(trial.outcome(parts).errors) > 1 for parts in outcomes):
-            return ""
-    except Exception:
-        return ""
-    return ", ".join(dict.fromkeys(call.where for call, _ in noted))
-
-
-def _noted(subject: Subject, names: set[str], seed: int) -> Noted:
-    """The statistics that a loss takes of the whole batch."""
-    noted: Noted = []
-
-    def note(call: Call, own: Callable[[], Any]) -> Any:
-        noted.append((call, own()))
-        return noted[-1][1]
-
-    def noting(params: Any, part: Any) -> Any:
-        with _Statistics(names, note):
-            return subject.loss_fn(params, part)
-
-    subject._replace(loss_fn=noting).sums(subject.everything(), seed)
-    return noted
-
-
-def _same(noted: Noted, others: Noted) -> bool:
-    values, more = (tree_leaves([own for _, own in each]) for each in (noted, others))
-    pairs = zip(values, more, strict=True)
-    return all(x.equal(y) for x, y in pairs)
-
-
-class _Statistics(TorchFunctionMode):
-    """Hands on what ``told`` makes of each statistic over rows of what has no gradient."""
-
-    def __init__(self, names: set[str], told: Callable[[Call, Callable[[], Any]], Any]) -> None:
-        super().__init__()
-        self.names, self.told = names, told
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name not in self.names or not _over_rows(*args, **kwargs):
-            return func(*args, **kwargs)
-        return self.told(Call(name, "", "", "", users_line()), lambda: func(*args, **kwargs))
-
-
-def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
-    if not isinstance(input, Tensor) or isinstance(dim, Tensor) or input.requires_grad:
-        return False
-    dim = kwargs.get("axis", dim)
-    if dim is None or isinstance(dim, bool):  # or it is the correction
-        return True
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    return any(each % max(input.dim(), 1) == 0 for each in dims)
 
 
 class Case(NamedTuple):
@@ -138,12 +28,11 @@ class Case(NamedTuple):
     subject: Subject  # in its own dtypes
     trial: Trial
     seen: Seen
-    seeds: Iterator[int]
-    outcomes: dict[Parts, Outcome]
+    splits: Sequence[Split]
     draws: bool  # other random numbers give another result
     keeps: bool  # a second call gives another result
-    overflow: str  # what is not finite in the loss's own dtypes
-    shown: list[Parts]  # small splits that show what is wrong
+    overflow: str  # the leaf that is not finite in the loss's own dtypes
+    shown: list[Split]  # small splits that show what is wrong
 
 
 UNKNOWN = Diagnosis(
@@ -156,45 +45,41 @@ UNKNOWN = Diagnosis(
 def diagnose(case: Case) -> tuple[Diagnosis, ...]:
     """The causes; none where all is well."""
     causes = [*_state(case), *_random(case), *_overflow(case)]
-    if not any(max(outcome.errors) > 1 for outcome in case.outcomes.values()):
+    if case.trial.fits(case.splits):
         return tuple(causes)
-    rest, outcomes = _rest(case)
-    fits = rest is not None and all(max(outcome.errors) <= 1 for outcome in outcomes.values())
+    rest, fits = _rest(case)
     causes += _batch_statistics(case, fits)
     if rest is not None and not fits:
-        found = of_rows(rest, case.seen.weighted, case.seeds, outcomes, case.shown)
+        found = of_rows(rest, case.splits, case.shown)
         if any(cause.kind == "batch coupling" for cause in found):
-            found = [*_suspects(case)] or of_data(rest, case.outcomes, case.seeds) or found
+            found = [*_suspects(case)] or [*_data_statistics(rest, case.splits)] or found
         causes += found
-    if not causes:
-        causes.append(UNKNOWN)
-    return tuple(causes)
+    return tuple(causes) or (UNKNOWN,)
 
 
-def _rest(case: Case) -> tuple[Trial | None, dict[Parts, Outcome]]:
-    """The loss without dropout and batch norms, if that can be told; how that comes out."""
+def _rest(case: Case) -> tuple[Trial | None, bool]:
+    """A trial of the loss without dropout and batch norms, and whether it fits.
+
+    None where that cannot be told.
+    """
     without = {BATCH_NORM} if case.seen.batch_norms else set()
     without |= {call.function for call in case.seen.draws} & DROPOUTS
-    trial = case.trial
-    if not without or trial.subject.dtype is None:
-        return (None if case.draws or case.keeps else trial), case.outcomes
+    if not without or case.trial.subject.dtype is None:
+        return None if case.draws or case.keeps else case.trial, False
     subject = case.subject._replace(without=frozenset(without))
     try:
-        trial = trial_of(subject, trial.subject.dtype, case.seeds)
-        if any(repeats(trial.subject, whole_batch, trial.bound, case.seeds, 1)):
-            return None, {}
-        return trial, {parts: trial.outcome(parts) for parts in case.outcomes}
+        trial = trial_of(subject)
+        if any(repeats(trial.subject, whole_batch, trial.bound, 1)):
+            return None, False
+        return trial, trial.fits(case.splits)
     except Exception:
-        return None, {}
+        return None, False
+
+
+# What it draws, keeps and normalises with -----------------------------------------------
 
 
 _ARGUMENT = "def loss(params, batch): ...  # what changes comes in as an argument, or in the batch"
-
-
-def _keys(case: Case) -> str:
-    if any(call.function in DROPOUTS for call in case.seen.draws):
-        return "x = pa.dropout(x, 0.5, keys)  # a key a row: make_step(..., keys=True); or eval()"
-    return 'batch["noise"] = torch.randn(...)  # drawn before the batch is cut; or pa.normal, keys'
 
 
 def _state(case: Case) -> Iterator[Diagnosis]:
@@ -202,6 +87,7 @@ def _state(case: Case) -> Iterator[Diagnosis]:
     # running statistics of batch norms have a diagnosis of their own
     written = [w for w in case.seen.written if w.by.module not in norms - {""}]
     written = [w for w in written if w.by.function != BATCH_NORM]
+    held = [w for w in written if not w.given]
     if given := _listed([w.name for w in written if w.given]):
         yield Diagnosis(
             "state",
@@ -209,13 +95,12 @@ def _state(case: Case) -> Iterator[Diagnosis]:
             "the caller's batch changes with them.",
             "x = x.clone()  # or the operation without its underscore: x.mul(2) for x.mul_(2)",
         )
-    held = [w for w in written if not w.given]
-    if names := _listed([w.name for w in held]):
+    if held:
         by_module = all(w.by.module for w in held)
         yield Diagnosis(
             "state",
-            f"the loss writes to {names}, which it holds: once for every microbatch, in place of "
-            "once for the batch.",
+            f"the loss writes to {_listed([w.name for w in held])}, which it holds: once for every "
+            "microbatch, in place of once for the batch.",
             "out, new_buffers = pa.functional(module).apply(params, buffers, x)  # in and out: "
             "make_step(..., buffers=...)"
             if by_module
@@ -233,62 +118,20 @@ def _state(case: Case) -> Iterator[Diagnosis]:
 
 
 def _random(case: Case) -> Iterator[Diagnosis]:
-    calls = _listed(_where(case.seen.draws))
     if case.draws:
         yield Diagnosis(
             "randomness",
-            "two calls with the same arguments differ, and agree with the same random seed: "
-            f"{calls or 'a generator that is not torch’s'} draws other numbers for other "
-            "microbatches.",
+            "two calls with the same arguments differ, and agree with the same random seed: other "
+            "microbatches get other numbers from "
+            f"{_callers(case.seen.draws) or 'a generator that is not torch’s'}.",
             _keys(case),
         )
 
 
-def _suspects(case: Case) -> Iterator[Diagnosis]:
-    """What may make rows depend on each other besides the loss's own formula."""
-    # dropout has been left out already
-    if draws := [call for call in case.seen.draws if call.function not in DROPOUTS]:
-        yield Diagnosis(
-            "randomness",
-            f"{_listed(_where(draws))} draws the same numbers in every call: every "
-            "microbatch gets those of the first rows.",
-            _keys(case),
-        )
-    elif case.seen.assigned and _fits_after_a_call(case):
-        yield Diagnosis(
-            "state",
-            f"the first call assigns {_listed(case.seen.assigned)}, made of the rows that it sees: "
-            "made of another microbatch it would be another. Once it is there, the loss fits.",
-            _ARGUMENT,
-        )
-
-
-def _fits_after_a_call(case: Case) -> bool:
-    """Whether all is well where the loss keeps what a call with the whole batch made."""
-    keeping = case.subject._replace(kept=Kept())
-    try:
-        trial = trial_of(keeping, case.trial.subject.dtype or torch.float64, case.seeds)
-        return all(max(trial.outcome(parts).errors) <= 1 for parts in case.outcomes)
-    except Exception:
-        return False
-    finally:
-        case.subject.kept.put_back()
-
-
-def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:
-    if not case.seen.batch_norms:
-        return
-    first = case.seen.batch_norms[0]
-    other = "; without it the loss fits" if fits else ""
-    eval_ = f"{first.root}.get_submodule({first.path!r})" if first.path else first.root or "module"
-    yield Diagnosis(
-        "batch statistics",
-        f"{_listed(_where(case.seen.batch_norms))} normalises with the mean and variance of its "
-        f"microbatch, which are not the batch's{other}.",
-        f"{eval_}.eval()  # its running statistics; or torch.nn.GroupNorm in its place; or "
-        "pa.functional(module, microbatch_size=...), which gives it the statistics of the whole "
-        "batch",
-    )
+def _keys(case: Case) -> str:
+    if any(call.function in DROPOUTS for call in case.seen.draws):
+        return "x = pa.dropout(x, 0.5, keys)  # a key per row: make_step(..., keys=True); or eval()"
+    return 'batch["noise"] = torch.randn(...)  # drawn before the batch is cut; or pa.normal, keys'
 
 
 def _overflow(case: Case) -> Iterator[Diagnosis]:
@@ -302,11 +145,153 @@ def _overflow(case: Case) -> Iterator[Diagnosis]:
         )
 
 
-def _where(calls: list[Call]) -> list[str]:
-    return [call.where for call in calls]
+def _batch_statistics(case: Case, fits: bool) -> Iterator[Diagnosis]:
+    if not case.seen.batch_norms:
+        return
+    first = case.seen.batch_norms[0]
+    other = "; without it the loss fits" if fits else ""
+    eval_ = f"{first.root}.get_submodule({first.path!r})" if first.path else first.root or "module"
+    yield Diagnosis(
+        "batch statistics",
+        "the mean and variance of a microbatch are not the batch's, and normalise what goes "
+        f"through {_callers(case.seen.batch_norms)}{other}.",
+        f"{eval_}.eval()  # its running statistics; or torch.nn.GroupNorm in its place; or "
+        "pa.functional(module, microbatch_size=...), which gives it the statistics of the whole "
+        "batch",
+    )
+
+
+def _suspects(case: Case) -> Iterator[Diagnosis]:
+    """What may make rows depend on each other besides the loss's own formula."""
+    # dropout has been left out already
+    if draws := [call for call in case.seen.draws if call.function not in DROPOUTS]:
+        yield Diagnosis(
+            "randomness",
+            f"every call gets the same numbers from {_callers(draws)}: every microbatch gets those "
+            "of the first rows.",
+            _keys(case),
+        )
+    elif case.seen.assigned and _fits_after_a_call(case):
+        yield Diagnosis(
+            "state",
+            f"the first call assigns {_listed(case.seen.assigned)}, made of the rows that it sees: "
+            "made of another microbatch, it would differ. Once it is there, the loss fits.",
+            _ARGUMENT,
+        )
+
+
+def _fits_after_a_call(case: Case) -> bool:
+    """Whether all is well where the loss keeps what a call with the whole batch made."""
+    try:
+        return trial_of(case.subject._replace(kept=Kept())).fits(case.splits)
+    except Exception:
+        return False
+    finally:
+        case.subject.kept.put_back()
+
+
+def _callers(calls: Sequence[Call]) -> str:
+    return _listed([call.where for call in calls])
 
 
 def _listed(names: list[str]) -> str:
     different = list(dict.fromkeys(names))
     more = f" and {len(different) - 3} more" if len(different) > 3 else ""
     return ", ".join(different[:3]) + more
+
+
+# Statistics of the data ------------------------------------------------------------------
+
+
+_STATISTICS = {
+    *("mean", "nanmean", "std", "var", "std_mean", "var_mean", "amax", "amin", "max", "min")
+}
+_TRIES: tuple[tuple[set[str], Reduction | None], ...] = (  # what is told, and what the loss is then
+    (_STATISTICS, None),
+    (_STATISTICS | {"sum"}, None),
+    (_STATISTICS | {"sum"}, "sum"),  # divided by a count of the whole batch
+)
+_Answers = list[tuple[Call, Any]]
+
+
+def _data_statistics(trial: Trial, splits: Sequence[Split]) -> Iterator[Diagnosis]:
+    """The statistics of its data that a loss takes, if it fits with those of the whole batch."""
+    tries = _TRIES if trial.subject.dtype is not None else ()
+    found = (_told(trial.subject, names, then, splits) for names, then in tries)
+    if where := next(filter(None, found), ""):
+        yield Diagnosis(
+            "data statistics",
+            f"the loss takes statistics of its data over the rows of a microbatch: {where}. With "
+            "those of the whole batch it fits.",
+            'batch["gain"] = (gain - gain.mean()) / gain.std()  # before the batch is cut, not in '
+            "the loss",
+        )
+
+
+def _told(
+    subject: Subject, names: set[str], then: Reduction | None, splits: Sequence[Split]
+) -> str:
+    """Where the loss takes these statistics, if it fits with those of the whole batch."""
+    seed = next(subject.seeds)
+    try:
+        noted = _noted(subject, names, seed)
+        negated = subject._replace(params=tree_map(lambda x: -x, subject.params))
+        if not noted or not _same(noted, _noted(negated, names, seed)):
+            return ""  # statistics of the data are the same for other parameters
+
+        def loss_fn(params: Any, part: Any) -> Any:
+            rest = iter(noted)
+            with _Statistics(names, lambda call, own: next(rest)[1]):
+                return subject.loss_fn(params, part)
+
+        told = subject._replace(loss_fn=loss_fn, reduction=then or subject.reduction)
+        if not trial_of(told).fits(splits):
+            return ""
+    except Exception:
+        return ""
+    return ", ".join(dict.fromkeys(call.where for call, _ in noted))
+
+
+def _noted(subject: Subject, names: set[str], seed: int) -> _Answers:
+    """The statistics that a loss takes of the whole batch."""
+    noted: _Answers = []
+
+    def note(call: Call, own: Callable[[], Any]) -> Any:
+        noted.append((call, own()))
+        return noted[-1][1]
+
+    def loss_fn(params: Any, part: Any) -> Any:
+        with _Statistics(names, note):
+            return subject.loss_fn(params, part)
+
+    subject._replace(loss_fn=loss_fn).sums(subject.everything(), seed)
+    return noted
+
+
+def _same(noted: _Answers, others: _Answers) -> bool:
+    values, more = (tree_leaves([own for _, own in each]) for each in (noted, others))
+    return all(x.equal(y) for x, y in zip(values, more, strict=True))
+
+
+class _Statistics(TorchFunctionMode):
+    """Returns what ``answer`` makes of each statistic over rows of what has no gradient."""
+
+    def __init__(self, names: set[str], answer: Callable[[Call, Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self.names, self.answer = names, answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name not in self.names or not _over_rows(*args, **kwargs):
+            return func(*args, **kwargs)
+        return self.answer(Call(function=name, line=users_line()), lambda: func(*args, **kwargs))
+
+
+def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+    if not isinstance(input, Tensor) or isinstance(dim, Tensor) or input.requires_grad:
+        return False
+    dim = kwargs.get("axis", dim)
+    if dim is None or isinstance(dim, bool):  # or it is the correction
+        return True
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return any(each % max(input.dim(), 1) == 0 for each in dims)

@@ -9,14 +9,18 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..._base import tensor_places
-from .._pure import elsewhere, global_names
+from .._assertions import dense, same
+from .._pure import captured, contents, elsewhere, global_names
+
+
+_Kind = Literal["names", "attributes", "tensors", "grads", "cache"]
 
 
 class Held(NamedTuple):
@@ -26,13 +30,13 @@ class Held(NamedTuple):
     numbers: Tensor
 
 
-class Names(NamedTuple):
+class Namespace(NamedTuple):
     """Some names, what is under them now, and what was there before."""
 
     owner: str  # "net.1", "counts", or "" for variables
-    kind: Literal["names", "attributes", "tensors", "grads", "cache"]
+    kind: _Kind
     now: Callable[[], dict[Any, Any]]
-    set: Callable[[dict[Any, Any]], None]
+    put: Callable[[dict[Any, Any]], object]
     before: dict[Any, Any]
 
     def assigned(self) -> list[str]:
@@ -44,13 +48,13 @@ class Names(NamedTuple):
         return [self.called(k) for k in keys if not _is(now.get(k, none), before.get(k, none))]
 
     def called(self, key: Any) -> str:
-        """How a user would write it."""
+        """A name as a user would write it."""
         if not self.owner or key == "":
             return self.owner or str(key)
         return f"{self.owner}.{key}" if isinstance(key, str) else f"{self.owner}[{key!r}]"
 
-    def again(self) -> "Names":
-        """A later snapshot."""
+    def again(self) -> "Namespace":
+        """A later snapshot of these names."""
         return self._replace(before=self.now())
 
 
@@ -62,10 +66,10 @@ class Kept(NamedTuple):
     """Everything that is put back."""
 
     tensors: tuple[Held, ...] = ()
-    names: tuple[Names, ...] = ()
+    names: tuple[Namespace, ...] = ()
 
     def put_back(self) -> None:
-        """As it was. Version counters are not told: these are the numbers that were there."""
+        """Put everything back, behind the version counters: these numbers were there before."""
         for held in self.tensors:
             if held.tensor.shape != held.numbers.shape:
                 held.tensor.data = held.numbers.clone()
@@ -73,27 +77,24 @@ class Kept(NamedTuple):
                 held.tensor.data.copy_(held.numbers)
         for names in self.names:
             if names.assigned():
-                names.set(names.before)
+                names.put(names.before)
 
 
 def differs(x: Tensor, numbers: Tensor) -> bool:
-    """Whether a tensor holds other numbers; NaN is NaN."""
-    x, numbers = x.detach().to_dense(), numbers.to_dense()
-    if x.shape != numbers.shape:
-        return True
-    return not ((x == numbers) | ((x != x) & (numbers != numbers))).all()
+    """Whether a tensor holds other numbers; a NaN is the same as a NaN."""
+    return not same(dense(x), dense(numbers))
 
 
 # Where names are -------------------------------------------------------------------------
 
 
-def names_of(*functions: Any) -> list[Names]:
+def names_of(*functions: Any) -> list[Namespace]:
     """All names that functions may assign and find again in their next call."""
     seen: set[int] = set()
-    return [names for fn in functions for names in _of("", fn, seen, 5)]
+    return [names for fn in functions for names in _below("", fn, seen, 5)]
 
 
-def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
+def _below(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Namespace]:
     if id(value) in seen or not depth:
         return
     seen.add(id(value))
@@ -105,11 +106,8 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
     elif isinstance(value, MethodType):
         inside = [("self", value.__self__), (path, value.__func__)]
     elif isinstance(value, FunctionType):
-        names = [*_of_function(value)]
-        yield from names
-        inside = [(str(key), x) for each in names for key, x in each.before.items()]
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        inside += [(f"a default of {value.__name__}", x) for x in defaults]
+        yield from _of_function(value)
+        inside = captured(value)
     elif hasattr(value, "cache_clear"):
         yield _of_cache(path, value)
     elif isinstance(value, torch.optim.Optimizer):
@@ -124,24 +122,24 @@ def _of(path: str, value: Any, seen: set[int], depth: int) -> Iterator[Names]:
         yield _of_dict(path, attributes)
         inside = [(f"{path}.{key}", x) for key, x in attributes.items()]
     for name, x in inside:
-        yield from _of(name, x, seen, depth - 1)
+        yield from _below(name, x, seen, depth - 1)
 
 
-def _of_module(path: str, root: nn.Module) -> Iterator[Names]:
+def _of_module(path: str, root: nn.Module) -> Iterator[Namespace]:
     paths = {module: f"{path}.{name}" if name else path for name, module in root.named_modules()}
     for module, name in paths.items():
-        yield _of_dict(name, vars(module))._replace(kind="attributes")
+        yield _of_dict(name, vars(module), "attributes")
         for key, value in vars(module).items():  # hooks are in dicts, too
             if not key.startswith("_") or "hooks" in key:
                 inside = _of_container(f"{name}.{key}", value)
                 if inside is not None:
                     yield inside._replace(kind="attributes")
     for module, attributes, kind in tensor_places(root):
-        yield _of_dict(paths[module], attributes[kind])._replace(kind="tensors")
+        yield _of_dict(paths[module], attributes[kind], "tensors")
     yield _of_grads(path, dict(root.named_parameters()))
 
 
-def _of_grads(path: str, parameters: dict[str, nn.Parameter]) -> Names:
+def _of_grads(path: str, parameters: dict[str, nn.Parameter]) -> Namespace:
     """Gradients by identity: those that are there already are tensors like others."""
 
     def grads() -> dict[str, Tensor | None]:
@@ -151,88 +149,82 @@ def _of_grads(path: str, parameters: dict[str, nn.Parameter]) -> Names:
         for name, p in parameters.items():
             p.grad = before[f"{name}.grad"]
 
-    return Names(path, "grads", grads, put, grads())
+    return _snapshot(path, "grads", grads, put)
 
 
-def _of_dict(path: str, value: dict[Any, Any]) -> Names:
-    def put(before: dict[Any, Any]) -> None:
-        value.clear()
-        value.update(before)
-
-    return Names(path, "names", lambda: dict(value), put, dict(value))
-
-
-def _of_container(path: str, value: Any) -> Names | None:
-    """By its contents, whatever it is; a whole data set is data, and no state."""
-    if isinstance(value, (dict, list, deque, set)) and len(value) > _MOST:
+def _of_container(path: str, value: Any) -> Namespace | None:
+    """A container of any kind by its contents; a whole data set is data, and no state."""
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, numpy.ndarray) and value.size <= _MOST:
+        return _of_array(path, value)
+    if not isinstance(value, (dict, list, deque, set)) or len(value) > _MOST:
         return None
     if isinstance(value, dict):
         return _of_dict(path, value)
-    if isinstance(value, (list, deque)):
 
-        def put(before: dict[int, Any]) -> None:
-            value.clear()
-            value.extend(before.values())
+    def now() -> dict[Any, Any]:
+        return {x: x for x in value} if isinstance(value, set) else dict(enumerate(value))
 
-        return Names(path, "names", lambda: dict(enumerate(value)), put, dict(enumerate(value)))
-    if isinstance(value, set):
+    def put(before: dict[Any, Any]) -> None:
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(before.values())
 
-        def put_set(before: dict[Any, Any]) -> None:
-            value.clear()
-            value.update(before)
-
-        return Names(path, "names", lambda: {x: x for x in value}, put_set, {x: x for x in value})
-    numpy = sys.modules.get("numpy")
-    if numpy and isinstance(value, numpy.ndarray) and value.size <= _MOST:
-        copy = value.copy()
-
-        def put_array(before: dict[str, bytes]) -> None:
-            value[...] = copy
-
-        return Names(path, "names", lambda: {"": value.tobytes()}, put_array, {"": copy.tobytes()})
-    return None
+    return _snapshot(path, "names", now, put)
 
 
 _MOST = 10_000
 
 
-def _of_cache(path: str, function: Any) -> Names:
-    """What a function remembers is not state, but was made in another dtype, perhaps."""
+def _of_dict(path: str, value: dict[Any, Any], kind: _Kind = "names") -> Namespace:
+    def put(before: dict[Any, Any]) -> None:
+        value.clear()
+        value.update(before)
+
+    return _snapshot(path, kind, lambda: dict(value), put)
+
+
+def _of_array(path: str, value: Any) -> Namespace:
+    copy = value.copy()
+
+    def put(before: dict[str, bytes]) -> None:
+        value[...] = copy
+
+    return _snapshot(path, "names", lambda: {"": value.tobytes()}, put)
+
+
+def _of_cache(path: str, function: Any) -> Namespace:
+    """What a function remembers, which is not state, but may have been made in another dtype."""
 
     def misses() -> dict[str, int]:
         return {"": function.cache_info().misses}
 
-    return Names(path, "cache", misses, lambda _: function.cache_clear(), misses())
+    return _snapshot(path, "cache", misses, lambda before: function.cache_clear())
 
 
-def _of_function(fn: FunctionType) -> Iterator[Names]:
+def _of_function(fn: FunctionType) -> Iterator[Namespace]:
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    known, mentioned = fn.__globals__, global_names(fn)
 
-    def held() -> dict[str, Any]:
-        return {name: _content(cell) for name, cell in cells.items()}
+    def closed_over() -> dict[str, Any]:
+        return dict(contents(cells))
 
-    def put_cells(before: dict[str, Any]) -> None:
+    def put(before: dict[str, Any]) -> None:
         for name, content in before.items():
-            if content is not _EMPTY:
-                cells[name].cell_contents = content
-
-    if cells:
-        yield Names("", "names", held, put_cells, held())
-    if elsewhere(fn.__globals__.get("__name__", "")):
-        return
-    known, mentioned = fn.__globals__, global_names(fn.__code__)
+            cells[name].cell_contents = content
 
     def found() -> dict[str, Any]:
         return {name: known[name] for name in mentioned if name in known}
 
-    yield Names("", "names", found, known.update, found())
+    if cells:
+        yield _snapshot("", "names", closed_over, put)
+    if mentioned:
+        yield _snapshot("", "names", found, known.update)
 
 
-_EMPTY = object()
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return _EMPTY
+def _snapshot(
+    owner: str,
+    kind: _Kind,
+    now: Callable[[], dict[Any, Any]],
+    put: Callable[[dict[Any, Any]], object],
+) -> Namespace:
+    return Namespace(owner=owner, kind=kind, now=now, put=put, before=now())

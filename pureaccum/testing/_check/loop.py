@@ -7,7 +7,8 @@ With ``g_k`` the gradient of the loss of microbatch ``k`` as it came, the loop's
 and the ``a_k`` are found by least squares. They tell one mistake from another.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,38 +16,36 @@ from torch import Tensor
 
 from ..._base import check_same_structure, flatten, paths, tree_leaves
 from ..._core import divisor, plain_sum
-from .report import Diagnosis
-from .subject import Parts, Rows, Subject, split
+from .report import Diagnosis, Indices, Split
+from .subject import Subject, split_at
 from .trials import Bound, Result, Trial, repeats
 
 
 Loop = Callable[[Callable[..., Any], Any, list[Any]], Any]
 
 
-def trial_of_loop(loop: Loop, own: Trial, seeds: Iterator[int]) -> Trial:
-    """A trial of a loop, against what our own trial knows; without the value, which it hides."""
+# One call --------------------------------------------------------------------------------
 
-    def accumulate(parts: Parts) -> Result:
-        grads = run_loop(loop, own.subject, parts, next(seeds))
-        return Result(grads, own.accumulate(parts).sizes[1:])
 
-    def whole(rows: Rows) -> list[Tensor]:
+def trial_of_loop(loop: Loop, own: Trial) -> Trial:
+    """A trial of a loop against what our own trial knows; without the value, which it hides."""
+
+    def accumulate(split: Split) -> Result:
+        return Result(run_loop(loop, own.subject, split), own.accumulate(split).sizes[1:])
+
+    def whole(rows: Indices) -> list[Tensor]:
         return own.whole(rows)[1:]
 
     bound = Bound(own.bound.share, own.bound.floor[1:])
-    return Trial(own.subject, accumulate, whole, bound, {})
+    return own._replace(accumulate=accumulate, whole=whole, bound=bound, known={})
 
 
-def run_loop(loop: Loop, subject: Subject, parts: Parts, seed: int) -> list[Tensor]:
-    """The leaves of the gradient that a loop gives."""
+def run_loop(loop: Loop, subject: Subject, split: Split, seed: int | None = None) -> list[Tensor]:
+    """The leaves of the gradient that a loop returns."""
     params = subject.arguments(())[0]
-    cut = [subject.arguments(rows)[1] for rows in parts]
+    microbatches = [subject.arguments(rows)[1] for rows in split]
     with subject.running(seed):
-        grads = loop(subject.loss_fn, params, cut)
-    return _read(grads, params)
-
-
-def _read(grads: Any, params: Any) -> list[Tensor]:
+        grads = loop(subject.loss_fn, params, microbatches)
     (came, spec), (like, like_spec) = flatten(grads), flatten(params)
     cause = "A loop returns the gradient of the whole batch, a tree like params."
     check_same_structure(like_spec, spec, "params", "what the loop returned", cause)
@@ -58,68 +57,64 @@ def _read(grads: Any, params: Any) -> list[Tensor]:
             raise TypeError(
                 f"the loop returned {path} as {x.dtype} where params are {y.dtype}: it computes in "
                 "a dtype of its own, as with a module's own parameters, so it cannot be compared "
-                "there. Pass reference='native'."
+                "in this one. Pass reference='native'."
             )
     return [x.detach() for x in came]
 
 
-def of_loop(
-    loop: Loop, trial: Trial, weighted: bool, wrong: bool, seeds: Iterator[int]
-) -> tuple[Diagnosis, ...]:
+# What is wrong with it -------------------------------------------------------------------
+
+
+def of_loop(loop: Loop, trial: Trial, wrong: bool) -> Diagnosis | None:
     """What the loop makes of three microbatches of different sizes (two, where rows are few)."""
     rows = trial.subject.everything()
-    parts = split(rows, [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1])
+    sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
+    split = split_at(rows, itertools.accumulate(sizes))
     raw = trial.subject._replace(reduction="sum")  # the gradient of a loss as it came
     try:
-        if impure := _impure(loop, trial, parts, seeds):
+        if impure := _impure(loop, trial, split):
             return impure
         if not wrong:
-            return ()
-        states = [raw.sums(part, next(seeds)) for part in parts]
-        result = trial.accumulate(parts).leaves
+            return None
+        states = [raw.sums(part) for part in split]
+        result = trial.accumulate(split).leaves
     except Exception:
-        return ()  # which the report tells
+        return None  # which the report tells
     own = [float(divisor(state.weight, plain_sum(state, "sum"))) for state in states]
     grads = [
         [x / by for x in tree_leaves(state.grads)] for state, by in zip(states, own, strict=True)
     ]
-    plain = 1.0 if trial.subject.reduction == "sum" else 1 / len(rows)
-    shares = (
-        [float(state.weight) / sum(own) for state in states]
-        if weighted
-        else [plain if plain == 1 else plain * len(part) for part in parts]
-    )
+    is_sum = not trial.subject.weighted and trial.subject.reduction == "sum"
+    if trial.subject.weighted:
+        shares = [float(state.weight) / sum(own) for state in states]
+    else:
+        shares = [1.0 if is_sum else len(part) / len(rows) for part in split]
     found = _fitted(grads, result)
-    certain = sum(x.numel() for x in result) > len(parts)  # or any result would fit
-    told = None if found is None else _told(found, shares, weighted or plain != 1, certain)
-    return () if told is None else (told,)
+    certain = sum(x.numel() for x in result) > len(split)  # or any result would fit
+    return None if found is None else _mistake(found, shares, is_sum, certain)
 
 
-def _impure(loop: Loop, trial: Trial, parts: Parts, seeds: Iterator[int]) -> tuple[Diagnosis, ...]:
-    sizes = trial.accumulate(parts).sizes
+def _impure(loop: Loop, trial: Trial, split: Split) -> Diagnosis | None:
+    sizes = trial.accumulate(split).sizes
 
     def call(subject: Subject, seed: int) -> Result:
-        return Result(run_loop(loop, subject, parts, seed), sizes)
+        return Result(run_loop(loop, subject, split, seed), sizes)
 
-    draws, keeps = repeats(trial.subject, call, trial.bound, seeds, 2)
+    draws, keeps = repeats(trial.subject, call, trial.bound, 2)
     if keeps:
-        return (
-            Diagnosis(
-                "state",
-                "two calls of the loop with the same arguments differ: gradients of an earlier "
-                "call are still there, or parameters were changed.",
-                "optimizer.zero_grad()  # before the first microbatch of every step",
-            ),
+        return Diagnosis(
+            "state",
+            "two calls of the loop with the same arguments differ: gradients of an earlier call "
+            "are still there, or parameters were changed.",
+            "optimizer.zero_grad()  # before the first microbatch of every step",
         )
     if draws:
-        return (
-            Diagnosis(
-                "randomness",
-                "two calls of the loop with other random numbers differ.",
-                "generator = torch.Generator().manual_seed(seed)  # or no random numbers",
-            ),
+        return Diagnosis(
+            "randomness",
+            "two calls of the loop with different random numbers differ.",
+            "generator = torch.Generator().manual_seed(seed)  # or no random numbers",
         )
-    return ()
+    return None
 
 
 def _fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | None:
@@ -132,21 +127,23 @@ def _fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | No
     matrix, target = torch.stack([column(g) for g in grads], 1), column(result)[:, None]
     found = torch.linalg.lstsq(matrix, target).solution
     gap, size = (matrix @ found - target).norm(), target.norm()
-    return found.flatten().tolist() if gap <= _NEAR * size else None
+    return found.flatten().tolist() if gap <= _ALIKE * size else None
 
 
-_NEAR = 1e-6  # tells one mistake from another, and not right from wrong
+_ALIKE = 1e-6  # tells one mistake from another, and not right from wrong
 
 
-def _told(found: list[float], shares: list[float], mean: bool, certain: bool) -> Diagnosis | None:
+def _mistake(
+    found: list[float], shares: list[float], is_sum: bool, certain: bool
+) -> Diagnosis | None:
+    """The mistake that such factors show; None where they are right."""
+
     def are(*wanted: float) -> bool:
-        return all(
-            abs(a - b) <= _NEAR * max(1.0, abs(b)) for a, b in zip(found, wanted, strict=True)
-        )
+        pairs = zip(found, wanted, strict=True)
+        return all(abs(a - b) <= _ALIKE * max(1.0, abs(b)) for a, b in pairs)
 
     k, last = len(found), found[-1]
     ratios = [a / b if b else 1.0 for a, b in zip(found, shares, strict=True)]
-    counted = ", ".join(f"{a:.4g} (right: {b:.4g})" for a, b in zip(found, shares, strict=True))
     if are(*shares):
         return None
     if are(*[0.0] * (k - 1), last):
@@ -162,38 +159,42 @@ def _told(found: list[float], shares: list[float], mean: bool, certain: bool) ->
             "the last, shorter microbatch is not in the result.",
             "for part in pa.microbatches(batch, size): ...  # the ragged tail is kept",
         )
+    if are(*[1 / k] * k) and is_sum:
+        return Diagnosis(
+            "sum as mean",
+            f"sums of microbatches are added and divided by their number, {k}: the result is "
+            "1/k of the full batch's.",
+            "grads += grad  # sums need no division",
+        )
     if are(*[1 / k] * k):
-        if not mean:
-            return Diagnosis(
-                "sum as mean",
-                f"sums of microbatches are added and divided by their number, {k}: the result is "
-                "1/k of the full batch's.",
-                "grads += grad  # sums need no division",
-            )
         return Diagnosis(
             "mean of means",
             "every microbatch counts alike, whatever its rows or its weight: right where all "
             "microbatches are equal, wrong where one is shorter.",
-            "grads += grad * (rows_of_microbatch / rows_of_batch)  # not / number_of_microbatches",
+            f"{_BY_ROWS}  # not / number_of_microbatches",
         )
-    if mean and are(*[1.0] * k):
+    if not is_sum and are(*[1.0] * k):
         return Diagnosis(
             "mean as sum",
             "means of microbatches are added and not divided: with k equal microbatches the "
             "result is k times the full batch's.",
-            "grads += grad * (rows_of_microbatch / rows_of_batch)",
+            _BY_ROWS,
         )
-    if max(ratios) - min(ratios) <= _NEAR * max(map(abs, ratios)):
+    if max(ratios) - min(ratios) <= _ALIKE * max(map(abs, ratios)):
         return Diagnosis(
             "factor",
-            f"every microbatch is in the result, {ratios[0]:.6g} times too often: a scale that is "
-            "not undone, a division that is done twice, a gradient that was clipped?",
+            f"every microbatch counts {ratios[0]:.6g} times as much as it should: is a scale not "
+            "undone, a division done twice, a gradient clipped?",
             f"grads = grads / {ratios[0]:.6g}",
         )
     if not certain:
         return None
+    counted = ", ".join(f"{a:.4g} (right: {b:.4g})" for a, b in zip(found, shares, strict=True))
     return Diagnosis(
         "wrong weights",
-        f"three microbatches count as {counted}. (Clipping each of them does that, too.)",
-        "grads += grad * (rows_of_microbatch / rows_of_batch)",
+        f"the microbatches count as {counted}. (Clipping each of them does that, too.)",
+        _BY_ROWS,
     )
+
+
+_BY_ROWS = "grads += grad * (rows_of_microbatch / rows_of_batch)"

@@ -1,4 +1,4 @@
-"""What a check found: for every leaf how far off, for the whole why, and how to mend it.
+"""What a check found: how far off each leaf is, why, and which line of code mends it.
 
 ``print(report)`` is a table; ``report.fits`` is the verdict.
 """
@@ -7,7 +7,8 @@ from textwrap import wrap
 from typing import NamedTuple
 
 
-Split = tuple[tuple[int, ...], ...]  # the rows of each microbatch
+Indices = tuple[int, ...]  # of rows of the batch
+Split = tuple[Indices, ...]  # the rows of each microbatch
 
 
 class Leaf(NamedTuple):
@@ -15,19 +16,20 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: How a user would write it: ``params['layer'].weight``, or ``value``.
-        error: The largest difference from the full batch, in units of its bound: above 1 it is
+        error: The largest difference from the full batch, in units of its bound: above 1, it is
             not rounding. Inf where a microbatch raised, or gave an inf or a NaN.
-        split: The smallest split found that still shows it, as the rows of each microbatch; these
-            are accumulated and compared with the same rows at once. Empty where all is well.
+        split: The smallest split found that still shows it, as the rows of each microbatch: their
+            accumulated gradient is compared with that of the same rows at once. Empty where all is
+            well.
         native: In the loss's own dtypes, the error of the accumulated gradient relative to the
-            full batch's own error: about 1 is as good as it can be; NaN where nothing can be said.
+            full batch's own error: about 1 is as good as possible; NaN where it is not known.
 
     Example:
         >>> Leaf("params['w']", 250.0, ((0,), (3,)), 1.0).split
         ((0,), (3,))
 
     References:
-        ``Report.leaves``, where they stand; ``check_accumulation``, which says what the bound is.
+        ``Report.leaves``; ``check_accumulation``, which says what the bound is.
     """
 
     path: str
@@ -43,8 +45,8 @@ class Diagnosis(NamedTuple):
         kind: ``"batch statistics"``, ``"randomness"``, ``"state"``, ``"batch coupling"``,
             ``"data statistics"``, ``"several means"``, ``"mean of means"``, ``"weight"``,
             ``"sum as mean"``, ``"mean as sum"``, ``"constant term"``, ``"overflow"``,
-            ``"raises"``; of a loop also ``"gradients zeroed"``, ``"tail dropped"``, ``"factor"``,
-            ``"wrong weights"``; or ``"unknown"``.
+            ``"raises"``; of a loop also ``"gradients zeroed"``, ``"tail dropped"``, ``"factor"``
+            and ``"wrong weights"``; or ``"unknown"``.
         says: What the experiment showed.
         mend: The line of code that mends it.
 
@@ -54,7 +56,7 @@ class Diagnosis(NamedTuple):
         'mean as sum'
 
     References:
-        ``Report.diagnoses``, where they stand; ``check_accumulation``.
+        ``Report.diagnoses``; ``check_accumulation``, which makes the experiments.
     """
 
     kind: str
@@ -63,31 +65,34 @@ class Diagnosis(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What ``check_accumulation`` found; printed, it is a table.
+    """What ``check_accumulation`` found, which prints as a table.
 
     Attributes:
         fits: Whether the accumulated gradient is the full batch's, and the loss a pure function.
         leaves: The value and every leaf of the gradient.
         diagnoses: The causes, where it does not fit.
-        rows: The rows of the batch.
-        splits: How many ways of cutting it were tried.
+        rows: How many rows the batch has.
+        splits: How many splits were tried.
         loss: What the loss is of its rows: ``"mean"``, ``"sum"`` or ``"Weighted"``.
-        dtype: The dtype that the loss has natively.
-        reference: The dtype in which it was compared.
+        dtype: The loss's own dtype.
+        reference: The dtype in which gradients were compared.
 
     Example:
-        >>> leaf = Leaf("value", 0.5, (), 1.25)
-        >>> print(Report(True, (leaf,), (), 8, 12, "mean", "float32", "float64"))
+        >>> import torch
+        >>> from pureaccum.testing import check_accumulation
+        >>> w, x = torch.ones(()), torch.arange(8.0)
+        >>> print(check_accumulation(lambda w, x: (w * x).mean(), w, x))
         fits: every leaf is the full batch's (a mean over 8 rows, 12 splits, in float64)
         <BLANKLINE>
-        leaf   error / bound  float32 / full
-        value            0.5            1.25
+        leaf    error / bound  float32 / full
+        value               0               1
+        params              0               1
         <BLANKLINE>
-        error / bound: above 1 it is no rounding.
-        float32 / full: the error in float32, over the full batch's own there.
+        error / bound: above 1, it is not rounding.
+        float32 / full: the error in float32, relative to the full batch's own.
 
     References:
-        ``check_accumulation``, which makes it; ``Leaf`` and ``Diagnosis``, of which it is made.
+        ``check_accumulation``, which returns it; ``Leaf`` and ``Diagnosis``, which it holds.
     """
 
     fits: bool
@@ -113,9 +118,11 @@ class AccumulationMismatch(AssertionError):
         report: What was found.
 
     Example:
-        >>> report = Report(False, (), (), 8, 12, "mean", "float32", "float64")
-        >>> AccumulationMismatch(report).report.rows
-        8
+        >>> import torch
+        >>> from pureaccum.testing import check_accumulation
+        >>> check_accumulation(lambda w, x: (w * x).sum(), torch.ones(()), torch.ones(8))
+        Traceback (most recent call last):
+        pureaccum.testing.AccumulationMismatch: does not fit: 2 of 2 leaves are off ...
 
     References:
         ``check_accumulation`` and ``assert_accumulates``, which raise it.
@@ -129,33 +136,34 @@ class AccumulationMismatch(AssertionError):
 # As a table ------------------------------------------------------------------------------
 
 
-_WIDEST = 48
-_MOST = 12
+_MOST_LEAVES = 12
+_WIDEST = 48  # characters of a split
 
 
 def _lines(report: Report) -> list[str]:
     wrong = [leaf for leaf in report.leaves if not leaf.error <= 1]
-    over = f"{_kind(report.loss)} over {report.rows} rows, {report.splits} splits"
-    lines = [f"{_verdict(report, wrong)} ({over}, in {report.reference})", ""]
+    kind = "Weighted mean" if report.loss == "Weighted" else report.loss
+    over = f"a {kind} over {report.rows} rows, {report.splits} splits, in {report.reference}"
     head = ("leaf", "error / bound", f"{report.dtype} / full", "smallest split that shows it")
-    worst = sorted(report.leaves, key=lambda leaf: -leaf.error)[:_MOST]
+    worst = sorted(report.leaves, key=lambda leaf: -leaf.error)[:_MOST_LEAVES]
     rows = [
-        (leaf.path, _number(leaf.error), _number(leaf.native), split_text(leaf.split))
+        (leaf.path, _short(leaf.error), _short(leaf.native), _split_text(leaf.split))
         for leaf in report.leaves
         if leaf in worst
     ]
     if not wrong:
         head, rows = head[:3], [row[:3] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [f"{_verdict(report, wrong)} ({over})", ""]
     for row in (head, *rows):
         path, *numbers = (x.rjust(w) for x, w in zip(row[:3], widths, strict=False))
         lines.append("  ".join([path.strip().ljust(widths[0]), *numbers, *row[3:]]).rstrip())
-    if len(report.leaves) > _MOST:
-        lines.append(f"… and {len(report.leaves) - _MOST} more, none of them worse")
+    if len(report.leaves) > _MOST_LEAVES:
+        lines.append(f"… and {len(report.leaves) - _MOST_LEAVES} more, none of them worse")
     lines += [
         "",
-        "error / bound: above 1 it is no rounding.",
-        f"{report.dtype} / full: the error in {report.dtype}, over the full batch's own there.",
+        "error / bound: above 1, it is not rounding.",
+        f"{report.dtype} / full: the error in {report.dtype}, relative to the full batch's own.",
     ]
     for diagnosis in report.diagnoses:
         lines += ["", *wrap(f"{diagnosis.kind}: {diagnosis.says}", 100), f"    {diagnosis.mend}"]
@@ -170,18 +178,13 @@ def _verdict(report: Report, wrong: list[Leaf]) -> str:
     return "does not fit, though every leaf agrees"
 
 
-def _kind(loss: str) -> str:
-    return "a Weighted mean" if loss == "Weighted" else f"a {loss}"
-
-
-def _number(x: float) -> str:
+def _short(x: float) -> str:
     return "–" if x != x else f"{x:.3g}" if 0.01 <= x < 1000 or not x else f"{x:.1e}"
 
 
-def split_text(split: Split) -> str:
-    """``rows 0 3 | 5``, a bar between microbatches."""
-    parts = [" ".join(map(str, part)) for part in split]
-    text = " | ".join(parts)
-    if len(text) > _WIDEST:
-        text = " | ".join(f"{len(part)} rows" for part in split)
-    return f"rows {text}" if split and len(" | ".join(parts)) <= _WIDEST else text
+def _split_text(split: Split) -> str:
+    """``rows 0 3 | 5``, a bar between microbatches; or how many rows, where they are many."""
+    rows = " | ".join(" ".join(map(str, part)) for part in split)
+    if len(rows) > _WIDEST:
+        return " | ".join(f"{len(part)} rows" for part in split)
+    return f"rows {rows}" if split else ""

@@ -2,14 +2,19 @@
 
     rows of the batch -> the sums that an accumulator holds after this microbatch
 
-Afterwards what the loss wrote to, or assigned to a module, is as it was. Each call begins with
-random numbers of its own, so that a loss that draws cannot hide it.
+Whatever the loss wrote to or assigned is put back after each call. Each call begins with random
+numbers of its own, so that a loss that draws cannot hide it.
+
+In another dtype than it was written for, whatever floating-point number the loss touches takes
+part in that dtype: an argument, a captured constant, the weights of a frozen module, a cast such
+as ``x.float()``, a ``dtype=`` or the default one. What it writes to a captured tensor there, it
+writes to a copy, which is forgotten.
 """
 
 import itertools
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,35 +25,7 @@ from torch.overrides import TorchFunctionMode
 from ..._base import tree_map, unflatten
 from ..._core import AccumState, Batch, Reduction, accumulator, unguarded
 from .kept import Kept
-
-
-Rows = tuple[int, ...]
-Parts = tuple[Rows, ...]
-
-
-def ways(rows: int, count: int, random: torch.Generator) -> list[Parts]:
-    """Halves, all but one row, quarters, single rows; then random parts in random order."""
-    everything = tuple(range(rows))
-    sizes = [-(-rows // 2), -(-rows // 4), -(-rows // 16)]
-    found = [split(everything, [size] * (rows // size)) for size in sizes]
-    found.insert(1, split(everything, [rows - 1]))
-    for _ in range(count):
-        order = torch.randperm(rows, generator=random).tolist()
-        cuts = int(torch.randint(1, min(rows, 8), (), generator=random))
-        edges = 1 + torch.randperm(rows - 1, generator=random)[:cuts].sort().values
-        found.append(parts_at(tuple(order), edges.tolist()))
-    return list(dict.fromkeys(parts for parts in found if len(parts) > 1))
-
-
-def split(rows: Rows, sizes: Iterable[int]) -> Parts:
-    """Parts of these sizes, and one of what is left."""
-    return parts_at(rows, list(itertools.accumulate(sizes)))
-
-
-def parts_at(rows: Rows, edges: Sequence[int]) -> Parts:
-    """Parts that end at these edges."""
-    ends = [0, *edges, len(rows)]
-    return tuple(rows[a:b] for a, b in itertools.pairwise(ends) if a < b)
+from .report import Indices, Split
 
 
 class Subject(NamedTuple):
@@ -58,26 +35,28 @@ class Subject(NamedTuple):
     params: Any
     batch: Batch
     rows: int
+    seeds: Iterator[int]  # of the random numbers of each call
     has_aux: bool = False
     reduction: Reduction = "mean"
-    dtype: torch.dtype | None = None  # None: as the data is
-    without: frozenset[str] = frozenset()  # functions that are left out
+    weighted: bool = False  # whether it returns Weighted
+    dtype: torch.dtype | None = None  # None: each tensor in its own
+    without: frozenset[str] = frozenset()  # names of functions that are left out
     kept: Kept = Kept()  # what the loss changes of what it holds, and what was there
     generators: Sequence[torch.Generator] = ()  # the loss's own
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
-        """The same loss, its data cast once."""
-        batch = self.batch._replace(leaves=cast(self.batch.leaves, dtype))
-        return self._replace(params=cast(self.params, dtype), batch=batch, dtype=dtype)
+        """The same loss in another dtype, its data cast once."""
+        batch = self.batch._replace(leaves=cast_tree(self.batch.leaves, dtype))
+        return self._replace(params=cast_tree(self.params, dtype), batch=batch, dtype=dtype)
 
-    def everything(self) -> Rows:
-        """The rows of the whole batch."""
+    def everything(self) -> Indices:
+        """All rows of the batch."""
         return tuple(range(self.rows))
 
-    def arguments(self, rows: Rows) -> tuple[Any, Any]:
-        """Copies of the parameters and of some rows: a loss that writes to them writes to these.
+    def arguments(self, rows: Indices) -> tuple[Any, Any]:
+        """Parameters and some rows that the loss may write to: copies of what the caller has.
 
-        In another dtype than their own they are copies already.
+        In another dtype than their own, parameters are copies already.
         """
         at = torch.tensor(rows, dtype=torch.int64)
         columns = [
@@ -89,8 +68,9 @@ class Subject(NamedTuple):
         return params, unflatten(self.batch.spec, columns)
 
     @contextmanager
-    def running(self, seed: int) -> Generator[None]:
-        """In the dtype, with random numbers from ``seed``; afterwards all is as it was."""
+    def running(self, seed: int | None = None) -> Generator[None]:
+        """Run what is inside in the dtype, with random numbers of its own; put back the rest."""
+        seed = next(self.seeds) if seed is None else seed
         mode = nullcontext() if self.dtype is None else computing_in(self.dtype, self.without)
         reseed(seed, self.generators)
         try:
@@ -99,8 +79,8 @@ class Subject(NamedTuple):
         finally:
             self.kept.put_back()
 
-    def sums(self, rows: Rows, seed: int) -> AccumState:
-        """What an accumulator holds after these rows."""
+    def sums(self, rows: Indices, seed: int | None = None) -> AccumState:
+        """What an accumulator holds after a microbatch of these rows."""
         # autograd runs what torch.func refuses, and batch norms that write to captured buffers
         acc = accumulator(self.loss_fn, self.has_aux, reduction=self.reduction, engine="autograd")
         params, part = self.arguments(rows)
@@ -109,12 +89,37 @@ class Subject(NamedTuple):
         return out[0] if self.has_aux else out
 
 
+# Splits ----------------------------------------------------------------------------------
+
+
+def ways(rows: int, count: int, random: torch.Generator) -> list[Split]:
+    """Halves, all but one row, quarters, single rows; then random parts in random order."""
+    everything = tuple(range(rows))
+    halves, quarters, few = (
+        split_at(everything, range(size, rows, size))
+        for size in (-(-rows // 2), -(-rows // 4), -(-rows // 16))
+    )
+    found = [halves, split_at(everything, [rows - 1]), quarters, few]
+    for _ in range(count):
+        order = torch.randperm(rows, generator=random).tolist()
+        cuts = int(torch.randint(1, min(rows, 8), (), generator=random))
+        edges = 1 + torch.randperm(rows - 1, generator=random)[:cuts].sort().values
+        found.append(split_at(tuple(order), edges.tolist()))
+    return list(dict.fromkeys(split for split in found if len(split) > 1))
+
+
+def split_at(rows: Indices, edges: Iterable[int]) -> Split:
+    """Cut rows into parts that end at these edges, and one of the rows that are left."""
+    ends = itertools.pairwise([0, *edges, len(rows)])
+    return tuple(rows[a:b] for a, b in ends if a < b)
+
+
 # Random numbers --------------------------------------------------------------------------
 
 
 @contextmanager
 def preserving_random(generators: Sequence[torch.Generator] = ()) -> Generator[None]:
-    """All generators that can be reached have the same state afterwards as before."""
+    """Leave the global generators, and these, as they were."""
     numpy = sys.modules.get("numpy")
     python, own = random.getstate(), [g.get_state() for g in generators]
     arrays = numpy.random.get_state() if numpy else None
@@ -130,7 +135,7 @@ def preserving_random(generators: Sequence[torch.Generator] = ()) -> Generator[N
 
 
 def reseed(seed: int, generators: Sequence[torch.Generator] = ()) -> None:
-    """Begin all generators anew."""
+    """Begin the global generators, and these, anew."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -141,20 +146,12 @@ def reseed(seed: int, generators: Sequence[torch.Generator] = ()) -> None:
         generator.manual_seed(seed)
 
 
-_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-_CASTS = {"float", "double", "half", "bfloat16"}
-
-
-def _dtypes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """What becomes of every other dtype."""
-    becomes = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])
-    return {old: new for old, new in becomes.items() if old != new}
+# In another dtype ------------------------------------------------------------------------
 
 
 @contextmanager
 def computing_in(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[None]:
-    """Run what is inside in ``dtype``; functions ``without`` hand their first argument on."""
+    """Run what is inside in ``dtype``; functions ``without`` return their first argument."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -164,9 +161,9 @@ def computing_in(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[N
         torch.set_default_dtype(default)
 
 
-def cast(tree: Any, dtype: torch.dtype) -> Any:
+def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     """Copies of a tree's tensors, those of floating-point numbers in ``dtype``."""
-    becomes = _dtypes(dtype)
+    becomes = _becomes(dtype)
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -176,20 +173,25 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(copy, tree)
 
 
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_CASTS = {"float", "double", "half", "bfloat16"}
+
+
+def _becomes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What each other floating-point or complex dtype becomes."""
+    becomes = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])
+    return {old: new for old, new in becomes.items() if old != new}
+
+
 class _InDtype(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype, without: frozenset[str]) -> None:
         super().__init__()
-        self.dtype, self.becomes, self.without = dtype, _dtypes(dtype), without
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+        self.dtype, self.becomes, self.without = dtype, _becomes(dtype), without
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), {} if kwargs is None else kwargs
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
             return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
@@ -207,14 +209,14 @@ class _InDtype(TorchFunctionMode):
             return self.becomes.get(x, x)
         if not isinstance(x, Tensor) or x.dtype not in self.becomes:
             return x
-        if id(x) not in self.held:  # one copy for the whole call, so that it can be written to
+        if id(x) not in self.copies:  # one copy for the whole call, so that it can be written to
             with torch.enable_grad():  # whatever the mode in which it is first used
-                self.held[id(x)] = x, x.to(self.becomes[x.dtype])
-        return self.held[id(x)][1]
+                self.copies[id(x)] = x, x.to(self.becomes[x.dtype])
+        return self.copies[id(x)][1]
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Compiled code runs as it is written: a compiler would trace our modes, too."""
+    """Run compiled code as it is written: a compiler would trace our modes, too."""
     if "torch._dynamo" not in sys.modules:  # whose import takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -235,6 +237,6 @@ def is_active(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name == BATCH_NORM:  # (input, running_mean, running_var, weight, bias, training, …)
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     if name in DROPOUTS:
-        default = "alpha" not in name  # torch is of two minds
+        default = "alpha" not in name  # torch's functions do not agree
         return bool(kwargs.get("training", args[2] if len(args) > 2 else default))
     return False

@@ -1,4 +1,4 @@
-"""How far what is accumulated, cut in some way, lies from the full batch.
+"""How far what is accumulated, split in some way, lies from the full batch.
 
 With ``c_k`` what microbatch ``k`` adds to a leaf of the result, the difference is rounding if
 
@@ -8,62 +8,25 @@ An honest error shrinks with the unit of the dtype, a real one does not, and the
 the geometric middle. The first term is about the sum. The second is about the loss itself: what
 it loses in float32 shows how ill-conditioned it is. (A gradient that is zero on paper, such as
 that of a bias below a softmax, is nothing but rounding and has no digit right.)
+
+Splits that fail are made smaller, to show the fault by as few rows as possible. Errors in the
+loss's own dtypes are reported beside these, relative to the full batch's own, and not judged.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._base import add, all_finite, tree_leaves
-from ..._core import AccumState, Reduction, divisor, mean_value, plain_sum
+from ..._base import add, all_finite, norm, tree_leaves
+from ..._core import AccumState, divisor, mean_value, plain_sum
 from .kept import Kept
-from .subject import Parts, Rows, Subject
-
-
-def natively(
-    run: Callable[[Parts], list[Tensor]],
-    alone: Callable[[], list[Tensor]],
-    full: list[Tensor],
-    tried: Sequence[Parts],
-) -> tuple[list[float], int | None]:
-    """Errors of what is accumulated, relative to the full batch's own; a leaf that is not finite.
-
-    Args:
-        run: Accumulates in the loss's own dtypes.
-        alone: The full batch at once, in these.
-        full: The full batch in the dtype of the comparison.
-        tried: Some splits that are finite there.
-    """
-
-    def error(got: list[Tensor]) -> list[float]:
-        return [norm(x - y) for x, y in zip(got, full, strict=True)]
-
-    if not tried:
-        return [math.nan] * len(full), None
-    own = error(alone())
-    worst = [max(column) for column in zip(*(error(run(parts)) for parts in tried), strict=True)]
-    overflow = (i for i, x in enumerate(worst) if not math.isfinite(x))
-    return [_ratio(x, y) for x, y in zip(worst, own, strict=True)], next(overflow, None)
-
-
-def _ratio(error: float, own: float) -> float:
-    if not own < math.inf:
-        return math.nan if not error < math.inf else 0.0
-    return error / own if own else math.nan if error else 1.0
-
-
-def as_near_as_can_be(ratios: Sequence[float]) -> bool:
-    """Whether the errors are rounding in the loss's own dtype, for all that can be told."""
-    told = [ratio for ratio in ratios if not math.isnan(ratio)]
-    return bool(told) and max(told) <= _ROUNDINGS
-
-
-_ROUNDINGS = 16.0  # of the full batch's own error: a real one is thousands of times that
+from .report import Indices, Split
+from .subject import Subject
 
 
 UNIT = {
@@ -74,7 +37,7 @@ UNIT = {
 }
 
 
-# Comparing -------------------------------------------------------------------------------
+# Results ---------------------------------------------------------------------------------
 
 
 class Result(NamedTuple):
@@ -91,30 +54,31 @@ class Bound(NamedTuple):
     floor: Sequence[float]
 
 
-def joined(states: Sequence[AccumState], reduction: Reduction) -> Result:
-    """Accumulated, and divided once."""
+def accumulated(subject: Subject, split: Split, seed: int | None = None) -> Result:
+    """What our own accumulator makes of some microbatches: sums, divided once."""
+    states = [subject.sums(rows, seed) for rows in split]
     whole = reduce(add, states)
-    by = divisor(whole.weight, plain_sum(whole, reduction))
+    by = divisor(whole.weight, plain_sum(whole, subject.reduction))
     value = mean_value(whole.total, by)
-    sizes = zip(*(terms(state) for state in states), strict=True)
+    sizes = zip(*(value_and_gradient(state) for state in states), strict=True)
     return Result(
         [value, *(x / by.to(x.device) for x in tree_leaves(whole.grads))],
-        [sum(norm(x) for x in column) / float(by) for column in sizes],
+        [sum(float(norm(x)) for x in column) / float(by) for column in sizes],
     )
 
 
-def terms(state: AccumState) -> list[Tensor]:
-    """What a microbatch adds, the value's part first."""
+def whole_batch(subject: Subject, seed: int | None = None) -> Result:
+    """What our own accumulator makes of the whole batch at once."""
+    return accumulated(subject, (subject.everything(),), seed)
+
+
+def value_and_gradient(state: AccumState) -> list[Tensor]:
+    """What a microbatch adds to the value, and to each leaf of the gradient."""
     return [state.total, *tree_leaves(state.grads)]
 
 
-def norm(x: Tensor) -> float:
-    """The Euclidean norm."""
-    return float(torch.linalg.vector_norm(x.to_dense()))
-
-
 def errors(got: Result, want: Sequence[Tensor], bound: Bound) -> list[float]:
-    """The distance of every leaf in units of its bound."""
+    """The distance of each leaf in units of its bound."""
     return [
         _error(x, y, bound.share * size + floor)
         for x, y, size, floor in zip(got.leaves, want, got.sizes, bound.floor, strict=True)
@@ -124,195 +88,221 @@ def errors(got: Result, want: Sequence[Tensor], bound: Bound) -> list[float]:
 def _error(got: Tensor, want: Tensor, allowed: float) -> float:
     if not all_finite(got):
         both_nan = got.isnan().equal(want.isnan()) and bool(got.isnan().any())
-        return 0.0 if both_nan else float("inf")  # the value over no weight at all
-    distance = norm(got - want)
-    return distance / allowed if distance and allowed else float("inf") if distance else 0.0
+        return 0.0 if both_nan else math.inf  # NaN: the value over no weight at all
+    distance = float(norm(got - want))
+    if not distance:
+        return 0.0
+    return distance / allowed if allowed else math.inf
+
+
+# A trial ---------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
-    """The errors of one way of cutting, and what a microbatch raised."""
+    """The error of each leaf for one split, and what a microbatch raised."""
 
     errors: list[float]
     raised: Exception | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether every error is rounding."""
+        return max(self.errors) <= 1
 
 
 class Trial(NamedTuple):
     """How to accumulate, how to find the full batch, and what rounding may do."""
 
     subject: Subject  # in the dtype of the comparison
-    accumulate: Callable[[Parts], Result]
-    whole: Callable[[Rows], list[Tensor]]
+    accumulate: Callable[[Split], Result]
+    whole: Callable[[Indices], list[Tensor]]
     bound: Bound
-    known: dict[Parts, Outcome]
+    known: dict[Split, Outcome]
 
-    def outcome(self, parts: Parts) -> Outcome:
-        """How far one way of cutting is off; a microbatch that raises is infinitely so."""
-        if parts not in self.known:
-            self.known[parts] = self.compared(parts)
-        return self.known[parts]
+    def outcome(self, split: Split) -> Outcome:
+        """How far one split is off, computed once; one that raises is infinitely so."""
+        if split not in self.known:
+            want = self.whole(tuple(sorted(itertools.chain(*split))))
+            try:
+                found = Outcome(errors(self.accumulate(split), want, self.bound))
+            except Exception as error:
+                found = Outcome([math.inf] * len(want), error)
+            self.known[split] = found
+        return self.known[split]
 
-    def compared(self, parts: Parts) -> Outcome:
-        """The same, not remembered."""
-        want = self.whole(tuple(sorted(itertools.chain(*parts))))
+    def fits(self, splits: Sequence[Split]) -> bool:
+        """Whether none of these splits is off; none is tried after one that is."""
+        return all(self.outcome(split).fits for split in splits)
+
+    def fails(self, split: Split, leaf: int) -> bool:
+        """Whether a split shows a leaf's fault; not where these rows alone cannot be computed."""
         try:
-            return Outcome(errors(self.accumulate(parts), want, self.bound))
-        except Exception as error:
-            return Outcome([float("inf")] * len(want), error)
-
-    def fails(self, parts: Parts, leaf: int) -> bool:
-        """Whether a way of cutting shows a leaf's fault; not where the rows cannot be computed."""
-        try:
-            return not self.outcome(parts).errors[leaf] <= 1
+            return not self.outcome(split).errors[leaf] <= 1
         except Exception:
             return False
 
 
-def trial_of(subject: Subject, reference: torch.dtype, seeds: Iterator[int]) -> Trial:
-    """A trial of a loss by our own accumulator, in another dtype than its own."""
-    trial = _trial(subject.in_dtype(reference), seeds)
-    floor = _floor(subject, trial.whole(subject.everything()), next(seeds))
-    return trial._replace(bound=Bound(UNIT[reference] ** 0.5, floor))
+def trial_of(subject: Subject) -> Trial:
+    """A trial of a loss by our own accumulator, in float64."""
+    trial = _trial(subject.in_dtype(torch.float64))
+    floor = _floor(subject, trial.whole(subject.everything()))
+    return trial._replace(bound=Bound(UNIT[torch.float64] ** 0.5, floor))
 
 
-def native_trial(subject: Subject, narrowest: torch.dtype, seeds: Iterator[int]) -> Trial:
-    """The same in the loss's own dtypes, of which one is the narrowest.
+def native_trial(subject: Subject, narrowest: torch.dtype) -> Trial:
+    """A trial of a loss by our own accumulator, in its own dtypes, of which one is the narrowest.
 
-    What it loses cannot be measured. A leaf that is small beside the whole gradient is allowed
-    u^(3/4) of that, the geometric middle between rounding and the bound of a leaf as large.
+    What the loss itself loses cannot be measured there. A leaf that is small beside the whole
+    gradient is allowed u^(3/4) of that, the geometric middle between rounding and the bound of a
+    leaf as large.
     """
-    trial, unit = _trial(subject, seeds), UNIT.get(narrowest, UNIT[torch.float32])
+    trial, unit = _trial(subject), UNIT.get(narrowest, UNIT[torch.float32])
     grads = trial.whole(subject.everything())[1:]
-    floor = unit**0.75 * math.hypot(*(norm(g) for g in grads))
+    floor = unit**0.75 * math.hypot(*(float(norm(g)) for g in grads))
     return trial._replace(bound=Bound(unit**0.5, [0.0, *(floor for _ in grads)]))
 
 
-def _trial(subject: Subject, seeds: Iterator[int]) -> Trial:
-    known: dict[Rows, list[Tensor]] = {}
+def _trial(subject: Subject) -> Trial:
+    known: dict[Indices, list[Tensor]] = {}
 
-    def accumulate(parts: Parts) -> Result:
-        return accumulated(subject, parts, seeds)
-
-    def whole(rows: Rows) -> list[Tensor]:
-        if rows not in known:
-            found = accumulate((rows,)).leaves
-            if len(rows) < subject.rows:
-                return found
+    def whole(rows: Indices) -> list[Tensor]:
+        if rows in known:
+            return known[rows]
+        found = accumulated(subject, (rows,)).leaves
+        if len(rows) >= subject.rows:
             known[rows] = found
-        return known[rows]
+        return found
 
-    return Trial(subject, accumulate, whole, Bound(0.0, ()), {})
-
-
-def accumulated(subject: Subject, parts: Parts, seeds: Iterator[int]) -> Result:
-    """What our own accumulation makes of some parts of the batch."""
-    return joined([subject.sums(rows, next(seeds)) for rows in parts], subject.reduction)
+    accumulate, bound = partial(accumulated, subject), Bound(0.0, ())
+    return Trial(subject=subject, accumulate=accumulate, whole=whole, bound=bound, known={})
 
 
-def _floor(subject: Subject, full: list[Tensor], seed: int) -> list[float]:
-    """The bound's second term: nothing where the loss cannot be computed in float32."""
+def _floor(subject: Subject, full: list[Tensor]) -> list[float]:
+    """The bound's second term; nothing where the loss cannot be computed in float32."""
     ratio = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
     try:
-        narrow = subject.in_dtype(torch.float32).sums(subject.everything(), seed)
+        narrow = whole_batch(subject.in_dtype(torch.float32)).leaves
     except Exception:
         return [0.0] * len(full)
-    found = joined([narrow], subject.reduction).leaves
-    return [ratio * norm(x - y) if all_finite(x) else 0.0 for x, y in zip(found, full, strict=True)]
+    return [
+        ratio * float(norm(x - y)) if all_finite(x) else 0.0
+        for x, y in zip(narrow, full, strict=True)
+    ]
 
 
 def repeats(
-    subject: Subject,
-    call: Callable[[Subject, int], Result],
-    bound: Bound,
-    seeds: Iterator[int],
-    times: int,
+    subject: Subject, call: Callable[[Subject, int], Result], bound: Bound, times: int
 ) -> tuple[bool, bool]:
-    """Whether other random numbers give another result; whether so many calls alike do."""
-    keeping, seed = subject._replace(kept=Kept()), next(seeds)
+    """Whether calls with other random numbers differ, and whether calls with the same ones do.
 
-    def other(seed: int) -> bool:
+    Between these calls, what the loss keeps is not put back.
+    """
+    keeping, seed = subject._replace(kept=Kept()), next(subject.seeds)
+
+    def differs(seed: int) -> bool:
         return max(errors(call(keeping, seed), first.leaves, bound)) > 1
 
     try:
         first = call(keeping, seed)
-        if any(other(seed) for _ in range(times)):
+        if any(differs(seed) for _ in range(times)):
             return False, True
-        return any(other(next(seeds)) for _ in range(times)), False
+        return any(differs(next(subject.seeds)) for _ in range(times)), False
     finally:
         subject.kept.put_back()
 
 
-def whole_batch(subject: Subject, seed: int) -> Result:
-    """The loss of the whole batch at once."""
-    return joined([subject.sums(subject.everything(), seed)], subject.reduction)
+# The smallest split ----------------------------------------------------------------------
 
 
-# Shrinking -------------------------------------------------------------------------------
-
-
-def shrunk(trial: Trial, parts: Parts, leaf: int, calls: int = 60) -> Parts:
-    """The smallest way of cutting, of the fewest rows, that was found to show the same fault."""
+def shrunk(trial: Trial, split: Split, leaf: int, calls: int = 60) -> Split:
+    """The smallest split, of the fewest rows, that was found to show a leaf's fault."""
     left = iter(range(calls))
 
-    def fails(candidate: Parts) -> bool:
+    def fails(candidate: Split) -> bool:
         return next(left, None) is not None and trial.fails(candidate, leaf)
 
-    for alone in parts if len(parts) > 2 else ():
-        rest = tuple(row for part in parts if part is not alone for row in part)
+    for alone in split if len(split) > 2 else ():
+        rest = tuple(row for part in split if part is not alone for row in part)
         if fails((alone, rest)):
-            parts = (alone, rest)
+            split = (alone, rest)
             break
-    size = max(map(len, parts))
+    size = max(map(len, split))
     while size:
         at = 0
-        while at < sum(map(len, parts)):
-            fewer = _without(parts, at, size)
+        while at < sum(map(len, split)):
+            fewer = _without(split, at, size)
             if len(fewer) > 1 and fails(fewer):
-                parts = fewer
+                split = fewer
             else:
                 at += size
         size //= 2
-    return parts
+    return split
 
 
-def _without(parts: Parts, at: int, size: int) -> Parts:
-    """Without so many rows from a place on, and without parts that are left empty."""
+def worst_of(
+    trials: Sequence[Trial], splits: Sequence[Split], leaves: int
+) -> list[tuple[float, Trial, Split]]:
+    """The worst error of each leaf, its trial, and a small split that shows it, or nothing."""
+    worst: list[tuple[float, Trial, Split]] = []
+    for i in range(leaves):
+        tried = [
+            (trial.outcome(split).errors[i], trial, split) for trial in trials for split in splits
+        ]
+        error, trial, split = max(tried, key=lambda it: it[0])
+        if error <= 1:
+            split = ()
+        else:  # another leaf's, where that does
+            others = (small for _, its, small in worst if small and its is trial)
+            split = next((small for small in others if trial.fails(small, i)), None) or shrunk(
+                trial, split, i
+            )
+        worst.append((error, trial, split))
+    return worst
+
+
+def _without(split: Split, at: int, size: int) -> Split:
+    """A split without so many rows from a place on, and without parts that are left empty."""
     numbered = itertools.count()
-    kept = (tuple(row for row in part if not at <= next(numbered) < at + size) for part in parts)
+    kept = (tuple(row for row in part if not at <= next(numbered) < at + size) for part in split)
     return tuple(part for part in kept if part)
 
 
-# Many of them --------------------------------------------------------------------------
+# In the loss's own dtypes ------------------------------------------------------------------
 
 
-class Tried(NamedTuple):
-    """A trial, and how every way of cutting came out."""
+def compare_natively(
+    run: Callable[[Split], list[Tensor]],
+    alone: Callable[[], list[Tensor]],
+    full: list[Tensor],
+    splits: Sequence[Split],
+) -> tuple[list[float], int | None]:
+    """The errors of what is accumulated, relative to the full batch's own; and what overflows.
 
-    trial: Trial
-    outcomes: dict[Parts, Outcome]
+    In the loss's own dtypes ``run`` accumulates a split, and ``alone`` takes the full batch at
+    once. In the dtype of the comparison ``full`` is the full batch, and all splits are finite.
+    """
 
-    @property
-    def wrong(self) -> bool:
-        """Whether any is off."""
-        return any(max(outcome.errors) > 1 for outcome in self.outcomes.values())
+    def error(got: list[Tensor]) -> list[float]:
+        return [float(norm(x - y)) for x, y in zip(got, full, strict=True)]
+
+    if not splits:
+        return [math.nan] * len(full), None
+    own = error(alone())
+    worst = [max(column) for column in zip(*(error(run(split)) for split in splits), strict=True)]
+    overflow = (i for i, x in enumerate(worst) if not math.isfinite(x))
+    return [_ratio(x, y) for x, y in zip(worst, own, strict=True)], next(overflow, None)
 
 
-def tried_all(trial: Trial, tried: list[Parts]) -> Tried:
-    """Try every way of cutting."""
-    return Tried(trial, {parts: trial.outcome(parts) for parts in tried})
+def _ratio(error: float, own: float) -> float:
+    if not own < math.inf:
+        return math.nan if not error < math.inf else 0.0
+    return error / own if own else math.nan if error else 1.0
 
 
-def worst_of(i: int, done: list[Tried], found: list[tuple[Trial, Parts]]) -> tuple[float, Parts]:
-    """A leaf's worst error, and a small split that shows it, another leaf's where that does."""
-    runs = [
-        (outcome.errors[i], one.trial, parts)
-        for one in done
-        for parts, outcome in one.outcomes.items()
-    ]
-    error, trial, parts = max(runs, key=lambda run: run[0])
-    if error <= 1:
-        return error, ()
-    for other, split in found:
-        if other is trial and trial.fails(split, i):
-            return error, split
-    found.append((trial, shrunk(trial, parts, i)))
-    return error, found[-1][1]
+def is_rounding(ratios: Sequence[float]) -> bool:
+    """Whether the errors are rounding in the loss's own dtype, as far as they are known."""
+    known = [ratio for ratio in ratios if not math.isnan(ratio)]
+    return bool(known) and max(known) <= _ROUNDINGS
+
+
+_ROUNDINGS = 16.0  # of the full batch's own error: a real one is thousands of times that

@@ -1,13 +1,16 @@
-"""What a loss does beside computing: what it writes to, where it draws, what it normalises with."""
+"""What a loss does beside computing: what it writes to, where it draws, what it normalises with.
 
-import inspect
+A mode sees every call of a torch function, and hooks see modules begin and end. A tensor that a
+function is called with, and that no function has returned, is one that the loss was given or that
+it holds.
+"""
+
 import linecache
-import random
-import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -15,45 +18,29 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ..._base import flatten, leads_to, paths, transform_active, tree_leaves
+from ..._base import flatten, is_cache, leads_to, paths, transform_active, tree_leaves
 from ..._core import Weighted, is_pair
-from .._pure import reachable
-from .kept import Held, Kept, Names, differs
+from .._pure import generators_beside_torch, reachable
+from .kept import Held, Kept, Namespace, differs
 from .subject import BATCH_NORM, Subject, is_active
 
 
 class Call(NamedTuple):
     """A call of a torch function: its name, and the module or the line that made it."""
 
-    function: str
-    module: str  # "net.1 (BatchNorm1d)", or ""
-    root: str  # "net"
-    path: str  # "1"
-    line: str  # "loss.py:12: x = net(x)"
+    function: str = ""
+    module: str = ""  # "net.1 (BatchNorm1d)"
+    root: str = ""  # "net"
+    path: str = ""  # "1"
+    line: str = ""  # "loss.py:12 (x = net(x))"
 
     @property
     def where(self) -> str:
-        """For a sentence."""
+        """Who makes the call, as the subject of a sentence."""
         return self.module or f"torch's {self.function} at {self.line}"
 
 
-NOBODY = Call("", "", "", "", "")
-
-
-def users_line() -> str:
-    """The innermost line that is neither torch's nor ours."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if not any(ours in file.parents for ours in _NOT_THE_USERS):
-            text = linecache.getline(str(file), frame.f_lineno).strip()
-            text = text if len(text) <= 60 else f"{text[:59]}…"
-            return f"{file.name}:{frame.f_lineno}" + (f" ({text})" if text else "")
-        frame = frame.f_back
-    return "an unknown line"
-
-
-_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[2])
+NOBODY = Call()
 
 
 class Written(NamedTuple):
@@ -64,19 +51,109 @@ class Written(NamedTuple):
     by: Call  # the first function that saw it
 
 
+class Seen(NamedTuple):
+    """All that was seen of a loss."""
+
+    written: list[Written]
+    assigned: list[str]  # names of another object, or of other numbers, after a first call
+    kept: Kept  # what has to be put back
+    draws: list[Call]
+    batch_norms: list[Call]  # in training mode
+    generators: list[torch.Generator]  # the loss's own
+    weighted: bool
+    dtype: torch.dtype  # of the loss
+    narrowest: torch.dtype  # of all that it computes with
+
+
+def watch(subject: Subject, names: list[Namespace]) -> Seen:
+    """Call a loss on its batch, and on its batch in reverse; afterwards all is as it was.
+
+    A tensor that only the first call writes to is a cache and no state.
+    """
+    held = list(reachable({"loss_fn": subject.loss_fn}))
+    mode = _Watching({id(x): path.rpartition("'s ")[2] for path, x in held})
+    modules = [x for _, x in held if isinstance(x, nn.Module)]
+    mode.note_held(modules)
+    totals: list[tuple[bool, torch.dtype, bool]] = []
+
+    def loss_fn(params: Any, part: Any) -> Any:
+        mode.note_given(params, "params")
+        mode.note_given(part, "batch")
+        with mode, mode.following_modules(), mode.watching_generators():
+            out = subject.loss_fn(params, part)
+        loss = out[0] if subject.has_aux and is_pair(out) else out
+        weighted = isinstance(loss, Weighted)
+        total = loss.total if weighted else loss
+        if isinstance(total, Tensor):
+            totals.append((weighted, total.dtype, leads_to(total, tree_leaves(params))))
+        return out
+
+    watched, before = subject._replace(loss_fn=loss_fn), names
+    try:
+        state = watched.sums(subject.everything())
+        weighted, dtype, leads = totals[0]
+        if not leads and not any(g.any() for g in tree_leaves(state.grads)):
+            raise ValueError(
+                "the loss does not depend on params: no gradient leads to them. Was it detached "
+                "(detach, item, float, no_grad), or did it use a module's own parameters? "
+                "torch.func.functional_call(module, params, (x,)) uses these."
+            )
+        first, changed = mode.written(), mode.changed()
+        names = [n.again() for n in before]
+        mode.begin_again(modules)
+        try:
+            watched.sums(subject.everything()[::-1])
+        except Exception:  # not every loss takes a batch in another order
+            watched.sums(subject.everything())
+        written = [w for w in first if w.given] + [w for w in mode.written() if not w.given]
+        anew = [name for n in names if n.kind == "tensors" for name in n.assigned()]
+        written += [Written(name, False, NOBODY) for name in anew]
+        assigned = [w.name for w in first if not w.given]
+        plain = (n for n in before if n.kind in ("names", "attributes"))
+        assigned += [name for n in plain for name in n.assigned()]
+    except BaseException:
+        Kept(mode.changed(), tuple(before)).put_back()
+        raise
+    finally:
+        for generator, state in mode.generators.values():
+            generator.set_state(state)
+    # A large model has thousands of attributes, and a loss changes few.
+    kept_names = (n for n in before if n.kind != "attributes" or n.assigned())
+    kept = Kept((*changed, *mode.changed()), tuple(kept_names))
+    kept.put_back()
+    return Seen(
+        written=written,
+        assigned=[name for name in assigned if not _is_mode_or_cache(name)],
+        kept=kept,
+        draws=list(mode.draws),
+        batch_norms=list(mode.batch_norms),
+        generators=[generator for generator, _ in mode.generators.values()],
+        weighted=weighted,
+        dtype=dtype,
+        narrowest=min(mode.dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=dtype),
+    )
+
+
+def _is_mode_or_cache(name: str) -> bool:
+    return name.endswith(".training") or is_cache(name.rpartition(".")[2])
+
+
+# The mode --------------------------------------------------------------------------------
+
+
 class _Noted(NamedTuple):
     """A tensor that a function was called with, and that no function had returned."""
 
     name: str
     tensor: weakref.ref[Tensor]  # dead after the call if it was the loss's own
-    first: Tensor  # what it held when it was seen first
-    held: Tensor  # … in this call
+    first: Tensor  # the numbers that it held when it was seen first
+    held: Tensor  # the numbers that it held when it was seen first in this call
     given: bool
     by: Call
 
 
-class Sight(TorchFunctionMode):
-    """What is seen of a loss while it runs."""
+class _Watching(TorchFunctionMode):
+    """Notes what is seen of a loss while it runs."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -87,23 +164,17 @@ class Sight(TorchFunctionMode):
         self.batch_norms: dict[Call, None] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.stack: list[nn.Module] = []
+        self.stack: list[nn.Module] = []  # the modules that are running
         self.dtypes: set[torch.dtype] = set()
-        self.handed: list[Tensor] = []
+        self.given: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, torch.Generator):
                 self.generators.setdefault(id(x), (x, x.get_state()))
             elif isinstance(x, Tensor) and not transform_active():
-                self.see(x, name)
+                self.note_used(x, name)
         if name == BATCH_NORM and is_active(name, args, kwargs):
             self.batch_norms[self.caller(name)] = None
         before = _random_state()
@@ -118,110 +189,20 @@ class Sight(TorchFunctionMode):
                     self.made[id(x)] = weakref.ref(x)
         return out
 
-    def knows(self, x: Tensor) -> bool:
-        """Whether a tensor was made by the loss, or has been noted."""
-        made, noted = self.made.get(id(x)), self.noted.get(id(x))
-        return (made is not None and made() is x) or (noted is not None and noted.tensor() is x)
-
-    def see(self, x: Tensor, function: str) -> None:
-        """Note who uses a tensor first, if it is not the loss's own."""
-        noted = self.noted.get(id(x))
-        if not self.knows(x):
-            self.note("", x, False, self.caller(function))
-        elif noted is not None and noted.by is NOBODY and not noted.given:
-            self.noted[id(x)] = noted._replace(by=self.caller(function))
-
-    def note(self, name: str, x: Tensor, given: bool, by: Call) -> None:
-        """Remember a tensor, and what it holds."""
-        numbers = x.detach().clone()
-        self.noted[id(x)] = _Noted(name, weakref.ref(x), numbers, numbers, given, by)
-
-    def note_held(self, modules: list[nn.Module]) -> None:
-        """Note what modules hold: code that is not Python's may write to it unseen."""
-        for root in modules:
-            of = self.root_name(root)
-            grads = ((f"{n}.grad", p.grad) for n, p in root.named_parameters())
-            for name, x in [*root.named_buffers(), *grads]:
-                if x is not None and id(x) not in self.noted:
-                    self.note(f"{of}.{name}", x, False, NOBODY)
-
-    def give(self, tree: Any, root: str) -> None:
-        """Note what is handed to the loss."""
-        given, spec = flatten(tree)
-        for path, x in zip(paths(spec, root), given, strict=True):
-            if isinstance(x, Tensor):
-                self.handed.append(x)  # alive until it has been looked at
-                self.note(path, x, True, NOBODY)
-
-    def written(self) -> list[Written]:
-        """What holds other numbers than at the beginning of this call."""
-        return [
-            Written(noted.name or self.name_of(x, noted.by), noted.given, noted.by)
-            for noted in self.noted.values()
-            if (x := noted.tensor()) is not None and differs(x, noted.held)
-        ]
-
-    def begin_again(self, modules: list[nn.Module]) -> None:
-        """Look at another call."""
-        self.handed.clear()
-        self.noted = {
-            key: noted._replace(held=x.detach().clone())
-            for key, noted in self.noted.items()
-            if not noted.given and (x := noted.tensor()) is not None
-        }
-        self.note_held(modules)
-
-    def changed(self) -> tuple[Held, ...]:
-        """The captured tensors that hold other numbers than at first."""
-        return tuple(
-            Held(x, noted.first)
-            for noted in self.noted.values()
-            if not noted.given and (x := noted.tensor()) is not None and differs(x, noted.first)
-        )
-
-    def name_of(self, x: Tensor, by: Call) -> str:
-        """What the user calls a captured tensor."""
-        if id(x) in self.names:
-            return self.names[id(x)]
-        for root in self.roots:
-            for named in (root.named_parameters(), root.named_buffers()):
-                for name, tensor in named:
-                    if tensor is x:
-                        return f"{self.root_name(root)}.{name}"
-        return f"a tensor of shape {tuple(x.shape)}, first used at {by.line}"
-
-    def root_name(self, root: nn.Module) -> str:
-        """What the user calls a module."""
-        return self.names.get(id(root), type(root).__name__)
-
-    def caller(self, function: str) -> Call:
-        """Who calls a function now."""
-        if not self.stack:
-            return Call(function, "", "", "", users_line())
-        root, inner = self.stack[0], self.stack[-1]
-        path = next((name for name, part in root.named_modules() if part is inner), "")
-        of, kind = self.root_name(root), type(inner).__name__
-        module = f"{of}.{path} ({kind})" if path else of if of == kind else f"{of} ({kind})"
-        return Call(function, module, of, path, users_line())
-
     @contextmanager
-    def others(self) -> Generator[None]:
-        """See generators that are not torch's."""
-        numpy = sys.modules.get("numpy")
-        states: dict[str, Callable[[], Any]] = {"Python's random": random.getstate}
-        if numpy:
-            states["numpy.random"] = lambda: str(numpy.random.get_state())
-        before = {name: state() for name, state in states.items()}
+    def watching_generators(self) -> Generator[None]:
+        """Note draws from the global generators that are not torch's."""
+        before = generators_beside_torch()
         try:
             yield
         finally:
-            for name, state in states.items():
-                if state() != before[name]:
-                    self.draws[NOBODY._replace(module=name)] = None
+            for name, state in generators_beside_torch().items():
+                if state != before.get(name, state):
+                    self.draws[Call(module=name)] = None
 
     @contextmanager
-    def modules(self) -> Generator[None]:
-        """See modules begin and end."""
+    def following_modules(self) -> Generator[None]:
+        """Know which modules are running."""
 
         def begin(module: nn.Module, args: Any) -> None:
             if not self.stack:
@@ -241,90 +222,108 @@ class Sight(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
+    def note(self, name: str, x: Tensor, given: bool, by: Call = NOBODY) -> None:
+        """Remember a tensor, and the numbers that it holds."""
+        numbers = x.detach().clone()
+        self.noted[id(x)] = _Noted(
+            name=name, tensor=weakref.ref(x), first=numbers, held=numbers, given=given, by=by
+        )
+
+    def note_given(self, tree: Any, root: str) -> None:
+        """Note what is handed to the loss."""
+        leaves, spec = flatten(tree)
+        for path, x in zip(paths(spec, root), leaves, strict=True):
+            if isinstance(x, Tensor):
+                self.given.append(x)  # alive until it has been looked at
+                self.note(path, x, given=True)
+
+    def note_held(self, modules: list[nn.Module]) -> None:
+        """Note what modules hold: code that is not Python's may write to it unseen."""
+        for root in modules:
+            of = self.root_name(root)
+            grads = ((f"{n}.grad", p.grad) for n, p in root.named_parameters())
+            for name, x in [*root.named_buffers(), *grads]:
+                if x is not None and id(x) not in self.noted:
+                    self.note(f"{of}.{name}", x, given=False)
+
+    def note_used(self, x: Tensor, function: str) -> None:
+        """Note who uses a tensor first, if the loss did not make it."""
+        noted = self.noted.get(id(x))
+        if not self.knows(x):
+            self.note("", x, given=False, by=self.caller(function))
+        elif noted is not None and noted.by is NOBODY and not noted.given:
+            self.noted[id(x)] = noted._replace(by=self.caller(function))
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor was made by the loss, or has been noted."""
+        made, noted = self.made.get(id(x)), self.noted.get(id(x))
+        return (made is not None and made() is x) or (noted is not None and noted.tensor() is x)
+
+    def begin_again(self, modules: list[nn.Module]) -> None:
+        """Get ready to see another call."""
+        self.given.clear()
+        self.noted = {
+            key: noted._replace(held=x.detach().clone())
+            for key, noted in self.noted.items()
+            if not noted.given and (x := noted.tensor()) is not None
+        }
+        self.note_held(modules)
+
+    def written(self) -> list[Written]:
+        """The tensors that hold other numbers than at the beginning of this call."""
+        return [
+            Written(noted.name or self.name_of(x, noted.by), noted.given, noted.by)
+            for noted in self.noted.values()
+            if (x := noted.tensor()) is not None and differs(x, noted.held)
+        ]
+
+    def changed(self) -> tuple[Held, ...]:
+        """The captured tensors that hold other numbers than at first."""
+        return tuple(
+            Held(x, noted.first)
+            for noted in self.noted.values()
+            if not noted.given and (x := noted.tensor()) is not None and differs(x, noted.first)
+        )
+
+    def name_of(self, x: Tensor, by: Call) -> str:
+        """What the user calls a captured tensor."""
+        if id(x) in self.names:
+            return self.names[id(x)]
+        for root in self.roots:
+            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+                if tensor is x:
+                    return f"{self.root_name(root)}.{name}"
+        return f"a tensor of shape {tuple(x.shape)}, first used at {by.line}"
+
+    def root_name(self, root: nn.Module) -> str:
+        """What the user calls a module."""
+        return self.names.get(id(root), type(root).__name__)
+
+    def caller(self, function: str) -> Call:
+        """Who calls a function now."""
+        if not self.stack:
+            return Call(function=function, line=users_line())
+        root, inner = self.stack[0], self.stack[-1]
+        path = next((name for name, part in root.named_modules() if part is inner), "")
+        of, kind = self.root_name(root), type(inner).__name__
+        module = f"{of}.{path} ({kind})" if path else of if of == kind else f"{of} ({kind})"
+        return Call(function=function, module=module, root=of, path=path, line=users_line())
+
 
 def _random_state() -> Tensor:
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
 
 
-class Seen(NamedTuple):
-    """All that was seen."""
-
-    written: list[Written]
-    assigned: list[str]  # what is another object, or holds other numbers, after a first call
-    kept: Kept  # what has to be put back
-    draws: list[Call]
-    batch_norms: list[Call]  # in training mode
-    generators: list[tuple[torch.Generator, Tensor]]  # the loss's own, and their states
-    weighted: bool
-    dtype: torch.dtype  # of the loss
-    narrowest: torch.dtype  # … and of all that it computes with
+def users_line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    for frame, line in walk_stack(None):
+        file = Path(frame.f_code.co_filename)
+        if not any(ours in file.parents for ours in _NOT_THE_USERS):
+            text = linecache.getline(str(file), line).strip()
+            text = text if len(text) <= 60 else f"{text[:59]}…"
+            return f"{file.name}:{line}" + (f" ({text})" if text else "")
+    return "an unknown line"
 
 
-def watch(subject: Subject, names: list[Names], seeds: Iterator[int]) -> Seen:
-    """Call a loss on its batch, and on its batch in reverse; afterwards all is as it was.
-
-    A tensor that only the first call writes to is a cache and no state.
-    """
-    held = list(reachable({"loss_fn": subject.loss_fn}))
-    mode = Sight({id(x): path.rpartition("'s ")[2] for path, x in held})
-    modules = [x for _, x in held if isinstance(x, nn.Module)]
-    mode.note_held(modules)
-    totals: list[tuple[bool, torch.dtype, bool]] = []
-
-    def loss_fn(params: Any, part: Any) -> Any:
-        mode.give(params, "params")
-        mode.give(part, "batch")
-        with mode, mode.modules(), mode.others():
-            out = subject.loss_fn(params, part)
-        loss = out[0] if subject.has_aux and is_pair(out) else out
-        weighted = isinstance(loss, Weighted)
-        total = loss.total if weighted else loss
-        if isinstance(total, Tensor):
-            totals.append((weighted, total.dtype, leads_to(total, tree_leaves(params))))
-        return out
-
-    watched, before = subject._replace(loss_fn=loss_fn), names
-    try:
-        state = watched.sums(subject.everything(), next(seeds))
-        weighted, dtype, leads = totals[0]
-        if not leads and not any(g.any() for g in tree_leaves(state.grads)):
-            raise ValueError(
-                "the loss does not depend on params: no gradient leads to them. Was it detached "
-                "(detach, item, float, no_grad), or did it use a module's own parameters? "
-                "torch.func.functional_call(module, params, (x,)) uses these."
-            )
-        first, changed = mode.written(), mode.changed()
-        names = [n.again() for n in before]
-        mode.begin_again(modules)
-        try:
-            watched.sums(subject.everything()[::-1], next(seeds))
-        except Exception:  # a batch in another order is no batch for every loss
-            watched.sums(subject.everything(), next(seeds))
-        written = [w for w in first if w.given] + [w for w in mode.written() if not w.given]
-        anew = [name for n in names if n.kind == "tensors" for name in n.assigned()]
-        written += [Written(name, False, NOBODY) for name in anew]
-        assigned = [w.name for w in first if not w.given]
-        plain = (n for n in before if n.kind in ("names", "attributes"))
-        assigned += [name for n in plain for name in n.assigned()]
-    except BaseException:
-        Kept(mode.changed(), tuple(before)).put_back()
-        raise
-    # A large model has thousands of attributes, and a loss changes few.
-    kept_names = (n for n in before if n.kind != "attributes" or n.assigned())
-    kept = Kept((*changed, *mode.changed()), tuple(kept_names))
-    kept.put_back()
-    return Seen(
-        written,
-        [name for name in assigned if not any(word in name for word in _CACHES)],
-        kept,
-        list(mode.draws),
-        list(mode.batch_norms),
-        list(mode.generators.values()),
-        weighted,
-        dtype,
-        min(mode.dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=dtype),
-    )
-
-
-_CACHES = (".training", "_flat_weight")  # a mode; what recurrent modules make anew in every call
+_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[2])

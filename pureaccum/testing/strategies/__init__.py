@@ -1,13 +1,16 @@
 """Strategies of hypothesis for data, losses and histories: ``pip install 'pureaccum[testing]'``.
 
+``data`` draws trees and batches, ``losses`` models with exact arithmetic, and ``histories``, to be
+read first, every way to accumulate a batch:
+
     @given(losses(rows=8), histories(8))
     def test_the_bits_of_the_full_batch(model, history):
         acc = accumulator(model.loss("mean"))
         grads, _ = acc.finalize(history.run(acc, model.params, model.batch))
         assert_trees_bitwise_equal(grads, model.full_batch("mean")[0])
 
-The data are exact, so that bits can be compared and no tolerance hides a fault, and a failing
-example shrinks to one that a person would have written.
+The data are exact, so that bits can be compared and no tolerance hides a fault. A failing example
+shrinks to one that a person would have written.
 """
 
 try:

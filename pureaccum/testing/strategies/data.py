@@ -15,10 +15,10 @@ from ..._base import Tree, flatten, unflatten
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds of torch's generators, which hypothesis knows nothing of.
+    """Seeds of torch's generators, which hypothesis does not know.
 
-    For ``torch.Generator().manual_seed(seed)`` and many numbers at once; a few are better drawn
-    one by one, because those shrink.
+    They are for ``torch.Generator().manual_seed(seed)`` and many numbers at once; a few numbers are
+    better drawn one by one, because those shrink.
 
     Returns:
         A strategy for ints from 0 to 2**32 - 1.
@@ -38,7 +38,7 @@ def dtypes(complex: bool = False) -> st.SearchStrategy[torch.dtype]:
     """Floating-point dtypes, which shrink to float32.
 
     Args:
-        complex: Complex dtypes too.
+        complex: Whether complex dtypes are drawn, too.
 
     Returns:
         A strategy for float32, float64, bfloat16 and float16; complex64 and complex128.
@@ -82,11 +82,11 @@ def shapes(dims: int = 2, side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
 def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Tree]:
     """Nested tuples, lists and dicts with at least one leaf; a tree shrinks to a leaf.
 
-    A dict's keys come in any order: optree sorts them, and torch's own pytree does not.
+    The keys of a dict come in any order: optree sorts them, and torch's own pytree does not.
 
     Args:
-        leaves: A strategy for the leaves; small float32 tensors of ordinary numbers, whose sums
-            do round, where it is None.
+        leaves: A strategy for the leaves; None draws small float32 tensors of ordinary numbers,
+            whose sums round.
 
     Returns:
         A strategy for trees.
@@ -122,13 +122,13 @@ def exact_trees(
     The rule: all numbers are integers times one power of two, with integers up to
     ``2**digits / terms``.
 
-    Mostly they are about as large as that, with the 24 digits of float32, the 11 of float16, the 8
-    of bfloat16 or the 53 of float64: a sum in a narrower dtype rounds.
+    float32 has 24 digits, float16 11, bfloat16 8 and float64 53. Most integers are about as large
+    as that, so that a sum in a narrower dtype rounds.
 
     Args:
         copies: How many trees.
-        terms: How many of them, repeated or not, have an exact sum; ``copies`` where it is None.
-        dtype: Of all leaves and of the sums, real and floating-point.
+        terms: How many of them, repeated or not, have an exact sum; None stands for ``copies``.
+        dtype: The dtype of all leaves and of the sums, real and floating-point.
 
     Returns:
         A strategy for lists of trees.
@@ -142,7 +142,7 @@ def exact_trees(
     References:
         `Hypothesis <https://hypothesis.readthedocs.io>`_; ``assert_trees_bitwise_equal``
     """
-    most = int(2 / torch.finfo(dtype).eps)  # it has all integers to there
+    most = int(2 / torch.finfo(dtype).eps)  # the dtype has all integers up to this one
     terms = copies if terms is None else terms
     if not 1 <= terms <= most:
         raise ValueError(f"terms is {terms}; expected 1 to {most}, the integers that {dtype} has.")
@@ -152,7 +152,7 @@ def exact_trees(
 @st.composite
 def _exact_trees(draw: st.DrawFn, copies: int, most: int, dtype: torch.dtype) -> list[Tree]:
     likes, spec = flatten(draw(trees(shapes().map(torch.empty))))
-    unit = 2.0 ** draw(st.integers(-8, 4))  # in float16 too nothing overflows or is subnormal
+    unit = 2.0 ** draw(st.integers(-8, 4))  # nothing overflows or is subnormal, even in float16
 
     def leaf(like: Tensor) -> Tensor:
         integers = draw(_tensors(like.shape, st.integers(-most, most), torch.float64))
@@ -171,8 +171,8 @@ def batches(rows: int, dtype: torch.dtype = torch.float32) -> st.SearchStrategy[
     three columns. ``"mask"`` is int64 and holds ``weights(rows)``.
 
     Args:
-        rows: How many samples; none is allowed.
-        dtype: Of ``"x"``.
+        rows: How many samples; 0 is allowed.
+        dtype: The dtype of ``"x"``.
 
     Returns:
         A strategy for batches.
@@ -202,13 +202,13 @@ def _batches(draw: st.DrawFn, rows: int, dtype: torch.dtype) -> dict[str, Tensor
 
 
 def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
-    """Weights of n rows or microbatches: whole numbers, many of them 0, and at times all.
+    """Weights of n rows or microbatches: whole numbers, many of them 0, and sometimes all.
 
     They shrink to ones: where a failing example has a zero, it takes a zero to fail.
 
     Args:
-        n: How many.
-        most: The largest, at least 1; 2**40 tokens are as exact as one, with weights in float64.
+        n: How many weights.
+        most: The largest weight, at least 1; 2**40 is as exact as 1, with weights in float64.
 
     Returns:
         A strategy for lists of ints.
@@ -221,7 +221,7 @@ def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
     References:
         `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Weighted``, whose weights they may be.
     """
-    # both are drawn: hypothesis takes what needs fewer draws for simpler
+    # both are drawn always: hypothesis takes an example of fewer draws for a simpler one
     return st.tuples(st.integers(0, 9), _list(_weight(most), n)).map(
         lambda drawn: [0] * n if drawn[0] == 9 else drawn[1]
     )
@@ -235,10 +235,10 @@ def _weight(most: int) -> st.SearchStrategy[int]:
 # Numbers one by one, which shrink ----------------------------------------------------------
 
 
-Drawn = TypeVar("Drawn")
+Element = TypeVar("Element")
 
 
-def _list(elements: st.SearchStrategy[Drawn], count: int) -> st.SearchStrategy[list[Drawn]]:
+def _list(elements: st.SearchStrategy[Element], count: int) -> st.SearchStrategy[list[Element]]:
     return st.lists(elements, min_size=count, max_size=count)
 
 

@@ -1,4 +1,7 @@
-"""Ways to accumulate a batch: any cut, any order, any number of states, any tree of merges."""
+"""Ways to accumulate a batch: any cut, any order, any number of states, any tree of merges.
+
+And what may go wrong on the way: a microbatch of NaN, inf, or numbers that overflow later.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,74 +15,6 @@ from ..._base import Tree, flatten, tree_map, unflatten
 from ..._core import AccumState, Accumulator
 
 
-class Fault(NamedTuple):
-    """What goes wrong, and where.
-
-    Attributes:
-        microbatch: Which one, counted from 0.
-        kind: ``"nan"`` or ``"inf"``; or ``"overflow"``, the largest number of its dtype, which is
-            finite where its square, or the sum of two, is not.
-
-    Example:
-        >>> fault = Fault(1, "inf")
-        >>> fault.spoil([torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
-        [tensor([1.]), tensor([inf, inf])]
-
-    References:
-        ``faults``, which draws it; ``accumulator``, whose ``nonfinite`` says what becomes of it.
-    """
-
-    microbatch: int
-    kind: Literal["nan", "inf", "overflow"]
-
-    def spoil(self, microbatches: Sequence[Tree]) -> list[Tree]:
-        """The same microbatches but one, whose floating-point tensors hold nothing else.
-
-        Integers stay, tokens as well as a mask. Whether a loss takes notice is its own affair:
-        a weight of zero does not, nor does a microbatch without rows.
-
-        Args:
-            microbatches: Trees; none is changed.
-
-        Returns:
-            A new list.
-        """
-
-        def spoilt(x: Any) -> Any:
-            if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
-                return x
-            number = {"nan": torch.nan, "inf": torch.inf, "overflow": torch.finfo(x.dtype).max}
-            return torch.full_like(x, number[self.kind])
-
-        new = list(microbatches)
-        new[self.microbatch] = tree_map(spoilt, new[self.microbatch])
-        return new
-
-
-def faults(parts: int) -> st.SearchStrategy[Fault]:
-    """One microbatch that goes wrong; it shrinks to a NaN in the first.
-
-    The rule: ``Fault(microbatch, kind)`` for each ``microbatch`` below ``parts`` and each kind.
-
-    Args:
-        parts: How many microbatches there are, at least one.
-
-    Returns:
-        A strategy for ``Fault``.
-
-    Example:
-        >>> from hypothesis import find
-        >>> find(faults(3), lambda fault: fault.kind != "nan")
-        Fault(microbatch=0, kind='inf')
-
-    References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Fault.spoil``
-    """
-    if parts < 1:
-        raise ValueError(f"parts is {parts}; expected at least one microbatch to spoil.")
-    return st.builds(Fault, st.integers(0, parts - 1), st.sampled_from(["nan", "inf", "overflow"]))
-
-
 MergeTree: TypeAlias = "int | tuple[MergeTree, MergeTree]"
 State = TypeVar("State")
 
@@ -88,16 +23,16 @@ State = TypeVar("State")
 
 
 def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
-    """Every way to cut n rows into microbatches; they shrink to one microbatch.
+    """Every way to cut n rows into microbatches; it shrinks to one microbatch.
 
-    The rule: the lists of numbers, above zero unless ``empty``, whose sum is n.
+    The rule: the lists of numbers whose sum is n, all above zero unless ``empty``.
 
     Args:
         n: How many rows.
-        empty: Microbatches without rows too.
+        empty: Whether microbatches may have no rows.
 
     Returns:
-        A strategy for lists of sizes, whose sum is n.
+        A strategy for lists of sizes.
 
     Example:
         >>> from hypothesis import find
@@ -124,8 +59,8 @@ def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
     The rule: ``torch.split(x, sizes)`` of every tensor ``x``.
 
     Args:
-        batch: A tree whose tensors have one row per sample; what is no tensor goes to each.
-        sizes: Rows of each microbatch, none allowed; their sum is the rows of the batch.
+        batch: A tree whose tensors have one row per sample; what is no tensor goes to each part.
+        sizes: The rows of each microbatch, which may be 0; their sum is the rows of the batch.
 
     Returns:
         Trees like ``batch``, whose tensors are views.
@@ -149,7 +84,7 @@ def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
 def merge_trees(n: int) -> st.SearchStrategy[MergeTree]:
     """Every way to merge n states, two at a time and in any order.
 
-    They shrink to merging one after the other: ``((0, 1), 2)``.
+    It shrinks to merging one after the other: ``((0, 1), 2)``.
 
     Args:
         n: How many states, at least one.
@@ -186,12 +121,12 @@ def merge_along(
 ) -> State:
     """Merge states as a tree says.
 
-    The rule: of an int ``i`` it is ``states[i]``, and of a pair ``(a, b)`` what ``merge`` gives for
-    those of ``a`` and of ``b``.
+    The rule: an int ``i`` stands for ``states[i]``, and a pair ``(a, b)`` for ``merge`` of what
+    ``a`` and ``b`` stand for.
 
     Args:
         tree: Nested pairs of positions in ``states``, as ``merge_trees`` draws them.
-        states: What is merged.
+        states: The states to merge.
         merge: ``merge(a, b)`` gives one state of two.
 
     Returns:
@@ -210,7 +145,7 @@ def merge_along(
     return merge(merge_along(left, states, merge), merge_along(right, states, merge))
 
 
-# Both ------------------------------------------------------------------------------------
+# Histories -------------------------------------------------------------------------------
 
 
 class History(NamedTuple):
@@ -247,7 +182,7 @@ class History(NamedTuple):
             acc: An accumulator of ``loss_fn(params, batch)``, without aux.
             params: What is differentiated.
             batch: A tree with ``sum(sizes)`` rows.
-            donate: Give each state up to the next ``update``.
+            donate: Whether each state is given up to the next ``update``.
 
         Returns:
             The state before ``finalize``.
@@ -263,7 +198,7 @@ class History(NamedTuple):
 
 
 def histories(n: int) -> st.SearchStrategy[History]:
-    """Every way to accumulate n rows; they shrink to one microbatch and one state.
+    """Every way to accumulate n rows; it shrinks to one microbatch and one state.
 
     Microbatches may have no rows, come in any order, and go into any number of states, some of
     which may stay as ``init`` made them.
@@ -292,3 +227,74 @@ def _histories(draw: st.DrawFn, n: int) -> History:
     counts = draw(compositions(len(sizes), empty=True))
     groups = [list(itertools.islice(rest, count)) for count in counts]
     return History(sizes, groups, draw(merge_trees(len(groups))))
+
+
+# Faults ----------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """What goes wrong, and in which microbatch.
+
+    Attributes:
+        microbatch: The microbatch, counted from 0.
+        kind: ``"nan"`` or ``"inf"``; or ``"overflow"``, the largest number of its dtype, which is
+            finite where its square, or the sum of two, is not.
+
+    Example:
+        >>> fault = Fault(1, "inf")
+        >>> fault.spoil([torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+        [tensor([1.]), tensor([inf, inf])]
+
+    References:
+        ``faults``, which draws it; ``accumulator``, whose ``nonfinite`` says what becomes of it.
+    """
+
+    microbatch: int
+    kind: Literal["nan", "inf", "overflow"]
+
+    def spoil(self, microbatches: Sequence[Tree]) -> list[Tree]:
+        """Replace all numbers in the floating-point tensors of one microbatch.
+
+        Integers stay, tokens as well as a mask. Not every loss changes with them: where the weight
+        is zero or the microbatch has no rows, it need not.
+
+        Args:
+            microbatches: Trees; none is changed.
+
+        Returns:
+            A new list of microbatches.
+        """
+
+        def spoilt(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+                return x
+            number = {"nan": torch.nan, "inf": torch.inf, "overflow": torch.finfo(x.dtype).max}
+            return torch.full_like(x, number[self.kind])
+
+        new = list(microbatches)
+        new[self.microbatch] = tree_map(spoilt, new[self.microbatch])
+        return new
+
+
+def faults(parts: int) -> st.SearchStrategy[Fault]:
+    """One microbatch that goes wrong; it shrinks to a NaN in the first.
+
+    The rule: ``Fault(microbatch, kind)`` for each ``microbatch`` below ``parts`` and each kind.
+
+    Args:
+        parts: How many microbatches there are, at least one.
+
+    Returns:
+        A strategy for ``Fault``.
+
+    Example:
+        >>> from hypothesis import find
+        >>> find(faults(3), lambda fault: fault.kind != "nan")
+        Fault(microbatch=0, kind='inf')
+
+    References:
+        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Fault.spoil``
+    """
+    if parts < 1:
+        raise ValueError(f"parts is {parts}; expected at least one microbatch to spoil.")
+    return st.builds(Fault, st.integers(0, parts - 1), st.sampled_from(["nan", "inf", "overflow"]))

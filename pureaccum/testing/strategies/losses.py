@@ -1,7 +1,7 @@
 """Small random models with exact arithmetic, and what their full batch gives.
 
-Every number on the way, forward and backward, is an integer (a quarter at the least, after ties
-of maxima) that float32 holds. Then any split, order and merge tree has to give the same bits as
+Every number on the way, forward and backward, is an integer that float32 holds (or a multiple of
+a quarter, after ties of maxima). Then any split, order and merge tree has to give the same bits as
 the full batch, and one wrong bit is a fault.
 """
 
@@ -25,10 +25,10 @@ KINDS: tuple[Kind, ...] = ("sum", "mean", "weighted")
 
 
 def reduction(kind: Kind) -> Reduction:
-    """The argument of pureaccum that goes with a kind of loss; ``Weighted`` overrides any.
+    """The argument ``reduction`` that goes with a kind of loss; ``Weighted`` overrides any.
 
     Args:
-        kind: ``"sum"``, ``"mean"`` or ``"weighted"``, which are ``KINDS``.
+        kind: One of ``KINDS``: ``"sum"``, ``"mean"`` or ``"weighted"``.
 
     Returns:
         ``"sum"`` or ``"mean"``.
@@ -48,11 +48,11 @@ def reduction(kind: Kind) -> Reduction:
 class ExactModel(NamedTuple):
     """A model, its parameters and a batch, with arithmetic that is exact in float32.
 
-    Exact are the sums over rows, and means over a power of two of them.
+    Sums over rows are exact, and so are means over a number of rows that is a power of two.
 
     Attributes:
         name: What kind of model it is.
-        per_row: ``per_row(params, batch)`` gives one loss a row; ``larger=`` may stand for
+        per_row: ``per_row(params, batch)`` gives one loss per row; ``larger=`` replaces
             ``torch.maximum``.
         params: A tree of float32 tensors.
         batch: The target ``"y"``, an int64 ``"mask"`` with zeros, and ``"x"`` or ``"tokens"``.
@@ -101,7 +101,7 @@ class ExactModel(NamedTuple):
         return {"sum": sum_, "mean": mean, "weighted": weighted}[kind]
 
     def full_batch(self, kind: Kind) -> tuple[Tree, Tensor]:
-        """What torch.func says of the whole batch at once; ``"weighted"`` is divided once.
+        """What torch.func gives for the whole batch at once; ``"weighted"`` is divided once.
 
         Args:
             kind: As for ``loss``.
@@ -129,8 +129,8 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
     they shrink to a single linear layer with numbers from -1 to 3.
 
     Args:
-        rows: Of the batch, at least one. Some hundred leave no room for large numbers.
-        sparse: Embeddings whose gradients are sparse, too.
+        rows: The rows of the batch, at least one. Some hundred leave no room for large numbers.
+        sparse: Whether embeddings with sparse gradients are drawn, too.
 
     Returns:
         A strategy for ``ExactModel``.
@@ -155,7 +155,7 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
 # How large the numbers may be ------------------------------------------------------------
 
 
-MOST = 15  # in a batch
+MOST = 15  # the largest number in a batch
 LIMIT = 2**20  # times 4 for two ties, times 3 for a mask: float32 holds integers to 2**24
 HIGHS = (255, 127, 63, 31, 22, 15, 11, 8, 6, 5, 4, 3, 2, 1)
 
@@ -181,11 +181,11 @@ def majorant(model: ExactModel) -> float:
 def _losses(draw: st.DrawFn, rows: int, sparse: bool) -> ExactModel:
     most = draw(st.sampled_from([3, *[HIGHS[0]] * 7]))  # it shrinks to 3, and is drawn large
     kinds = (_mlps(rows), _convnets(rows), _embeddings(rows, sparse))
-    name, per_row, recipe = draw(st.one_of(kinds))
+    name, per_row, fill = draw(st.one_of(kinds))
     seed = draw(seeds())
     for high in HIGHS[HIGHS.index(most) :]:
         random = torch.Generator().manual_seed(seed)
-        model = ExactModel(name, per_row, *recipe(random, high))
+        model = ExactModel(name, per_row, *fill(random, high))
         if majorant(model) < LIMIT:
             mask = torch.randint(-2, 4, (rows,), generator=random).relu()  # half of it zeros
             return model._replace(batch=model.batch | {"mask": mask})
@@ -195,11 +195,11 @@ def _losses(draw: st.DrawFn, rows: int, sparse: bool) -> ExactModel:
 
 # Models ----------------------------------------------------------------------------------
 #
-# The simplest, first of all, takes the fewest draws, and all take numbers: so any shrinks to it.
+# The first is the simplest and takes the fewest draws, and all draw numbers: any shrinks to it.
 
 
-Recipe = Callable[[torch.Generator, int], tuple[Any, dict[str, Tensor]]]
-Parts = tuple[str, Callable[..., Tensor], Recipe]
+Fill = Callable[[torch.Generator, int], tuple[Any, dict[str, Tensor]]]  # draws params and a batch
+Architecture = tuple[str, Callable[..., Tensor], Fill]  # a name, the losses per row
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "relu": lambda h, larger: h.relu(),
@@ -215,7 +215,7 @@ distances = st.sampled_from([*DISTANCES])
 
 
 def _integers(shape: tuple[int, ...], high: int, random: torch.Generator) -> Tensor:
-    """Of both signs, but more of the one: sums that cancel stay small and prove little."""
+    """Integers of both signs, but more that are positive: sums that cancel prove little."""
     return torch.randint(-high // 3, high + 1, shape, generator=random).float()
 
 
@@ -224,7 +224,7 @@ def _affine(into: int, out: int, high: int, random: torch.Generator) -> dict[str
 
 
 @st.composite
-def _mlps(draw: st.DrawFn, rows: int) -> Parts:
+def _mlps(draw: st.DrawFn, rows: int) -> Architecture:
     layers = draw(st.integers(1, 3))
     widths = [draw(st.integers(1, 4)) for _ in range(layers + 1)]
     acts = [draw(st.sampled_from([*ACTIVATIONS])) for _ in range(layers - 1)]
@@ -237,17 +237,17 @@ def _mlps(draw: st.DrawFn, rows: int) -> Parts:
             h = ACTIVATIONS[act](h, larger) @ layer["w"] + layer["b"]
         return DISTANCES[distance](h, batch["y"])
 
-    def recipe(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
+    def fill(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
         params = [_affine(a, b, high, random) for a, b in itertools.pairwise(widths)]
         shapes = {"x": (rows, widths[0]), "y": (rows, widths[-1])}
         most = min(high, MOST)
         return params, {name: _integers(shape, most, random) for name, shape in shapes.items()}
 
-    return f"{kind} {'-'.join(str(w) for w in widths)}, {distance}", per_row, recipe
+    return f"{kind} {'-'.join(str(w) for w in widths)}, {distance}", per_row, fill
 
 
 @st.composite
-def _convnets(draw: st.DrawFn, rows: int) -> Parts:
+def _convnets(draw: st.DrawFn, rows: int) -> Architecture:
     channels, filters, side = draw(st.tuples(*[st.integers(1, 2)] * 2, st.integers(1, 3)))
     act, distance = draw(st.sampled_from(["relu", "abs"])), draw(distances)
 
@@ -258,7 +258,7 @@ def _convnets(draw: st.DrawFn, rows: int) -> Parts:
             h.flatten(1) @ params["out"]["w"] + params["out"]["b"], batch["y"]
         )
 
-    def recipe(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
+    def fill(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
         pooled = filters * ((4 + 2 * (side // 2) - side + 1) // 2) ** 2
         params = {
             "filters": _integers((filters, channels, side, side), high, random),
@@ -269,11 +269,11 @@ def _convnets(draw: st.DrawFn, rows: int) -> Parts:
         return params, {"x": x, "y": _integers((rows, 2), min(high, MOST), random)}
 
     name = f"convnet with {act}, {channels} to {filters} channels by {side}x{side}, {distance}"
-    return name, per_row, recipe
+    return name, per_row, fill
 
 
 @st.composite
-def _embeddings(draw: st.DrawFn, rows: int, sparse: bool) -> Parts:
+def _embeddings(draw: st.DrawFn, rows: int, sparse: bool) -> Architecture:
     width, count = draw(st.tuples(st.integers(1, 4), st.integers(1, 3)))
     kinds = ["embedding", "bag", *(["sparse embedding", "sparse bag"] if sparse else [])]
     kind, distance = draw(st.sampled_from(kinds)), draw(distances)
@@ -287,10 +287,10 @@ def _embeddings(draw: st.DrawFn, rows: int, sparse: bool) -> Parts:
             h = F.embedding(tokens, table, sparse=sparse).sum(1)
         return DISTANCES[distance](h @ out["w"] + out["b"], batch["y"])
 
-    def recipe(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
+    def fill(random: torch.Generator, high: int) -> tuple[Any, dict[str, Tensor]]:
         table = _integers((5, width), min(high, MOST), random)
         tokens = torch.randint(0, 5, (rows, count), generator=random)
         y = _integers((rows, 2), min(high, MOST), random)
         return (table, _affine(width, 2, high, random)), {"tokens": tokens, "y": y}
 
-    return f"{kind} of {count} tokens, width {width}, {distance}", per_row, recipe
+    return f"{kind} of {count} tokens, width {width}, {distance}", per_row, fill
