@@ -25,7 +25,7 @@ from .._base import (
     without_history,
 )
 from .called_modules import call_watched, holding
-from .loss import Read, Shape, detached, known_to_all_ranks, read, read_again, tensors_of
+from .loss import Read, Shape, detached, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, nothing_like
 
 
@@ -103,7 +103,7 @@ def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> For
         for i, hook in hooks.items():
             primals[i].register_hook(_landing(hook, wrt.at(i)))
         seen, shape = read(loss(list(primals)), has_aux)
-        total, *rest = tensors_of(seen)
+        total, *rest = in_one_list(seen)
         return total, rest
 
     mode = nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records)

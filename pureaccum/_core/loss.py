@@ -133,20 +133,20 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
     return Read(total, weight, tensors), shape
 
 
-def tensors_of(seen: Read) -> list[Tensor]:
+def in_one_list(seen: Read) -> list[Tensor]:
     """The total and all else in one list: of a deeper tree torch.func makes much work."""
     weight = () if isinstance(seen.weight, tuple) else (seen.weight,)
     return [seen.total, *weight, *seen.aux]
 
 
 def read_again(total: Tensor, rest: list[Tensor], shape: Shape) -> Read:
-    """A loss as it was read, from what ``tensors_of`` gave."""
+    """A loss as it was read, from what ``in_one_list`` gave."""
     return Read(total, rest[0], rest[1:]) if shape.weighted else Read(total, (), rest)
 
 
 def detached(seen: Read, shape: Shape) -> Read:
     """A loss without what autograd recorded of it."""
-    total, *rest = without_history(tensors_of(seen))
+    total, *rest = without_history(in_one_list(seen))
     return read_again(total, rest, shape)
 
 
