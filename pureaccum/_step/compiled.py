@@ -131,13 +131,13 @@ class CompiledStep:
         def make(free: Freedom | None) -> Recipe:
             return recipe_for(plan, state, read_batch(batch), self.of_batches, free)
 
-        def run(recipe: Recipe) -> Any:
+        def call(recipe: Recipe) -> Any:
             given = recipe.arrange(leaves)
             if recipe.form == "loop":
-                return self._looped(recipe, began, given, eagerly)
-            return self._finished(recipe.form, state, old, given, eagerly, recipe)
+                return self.looped(recipe, began, given, eagerly)
+            return self.finished(recipe.form, state, old, given, eagerly, recipe)
 
-        came = self._run(kind, make, run)
+        came = self.run(kind, make, call)
         if isinstance(came[0], TrainState):
             return came
         window, aux = came
@@ -145,14 +145,14 @@ class CompiledStep:
         if plan.group is not None:
             window = window_of_all_ranks(plan, state, window, unit_of(plan))
             name = "applied"
-        return self._finished(name, state, old, (window, aux), eagerly)
+        return self.finished(name, state, old, (window, aux), eagerly)
 
     @compiling(update_window)
     def update(
         self, state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
     ) -> Any:
         """The window with one more microbatch, or ``(window, aux)``."""
-        plan, old = self.plan, self._checked(state, window)
+        plan, old = self.plan, self.checked(state, window)
         flat = read_batch(microbatch, "microbatch")
         if not flat.rows:
             return update_window(plan, state, window, microbatch, offset)
@@ -169,13 +169,13 @@ class CompiledStep:
             as_it_is = self.alone._replace(size=None)
             return recipe_for(as_it_is, state, flat, self.of_microbatches, free)
 
-        def run(recipe: Recipe) -> Any:
+        def call(recipe: Recipe) -> Any:
             (part,), numbers = recipe.arrange(flat.leaves)
             args = own, state, part, numbers
             return attempt(self.graph("more", True, recipe), args, eagerly, plan.donate)
 
         each = [x.shape if isinstance(x, Tensor) else type(x) for x in flat.leaves]
-        left, aux = self._run(("more", old[1], flat.spec, *each), make, run)
+        left, aux = self.run(("more", old[1], flat.spec, *each), make, call)
         new = renewed(given, left)
         if offset is not None:
             new = new._replace(rows=rows)
@@ -186,18 +186,18 @@ class CompiledStep:
     @compiling(apply_window)
     def apply(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
         """The next state, and what happened."""
-        plan, old = self.plan, self._checked(state, window)
+        plan, old = self.plan, self.checked(state, window)
         given = window
         if plan.group is not None:
             own = window if plan.donate else tree_map(torch.clone, window)
             given = window_of_all_ranks(plan, state, own)
         eagerly = partial(apply_window, self.alone, state, window)
-        result = self._finished("applied", state, old, (given, ()), eagerly)
+        result = self.finished("applied", state, old, (given, ()), eagerly)
         if plan.donate:
             mark(tree_leaves(window))
         return result
 
-    def _checked(self, state: TrainState, window: StepWindow) -> Flat:
+    def checked(self, state: TrainState, window: StepWindow) -> Flat:
         """A state, flattened, if a graph may be given it and the window."""
         old = flatten(state)
         kind = old[1], flatten(window)[1]
@@ -209,8 +209,8 @@ class CompiledStep:
         refuse_autocast_cache([state.samples])
         return old
 
-    def _run(
-        self, kind: Any, make: Callable[[Freedom | None], Recipe], run: Callable[[Recipe], Any]
+    def run(
+        self, kind: Any, make: Callable[[Freedom | None], Recipe], call: Callable[[Recipe], Any]
     ) -> Any:
         """Run the recipe of a kind, or where the compiler fails on it one that leaves less open."""
         recipe = self.recipes.get(kind)
@@ -220,14 +220,14 @@ class CompiledStep:
             recipe = self.recipes[kind] = make(None)
         while True:
             try:
-                return run(recipe)
+                return call(recipe)
             except CompileError as error:
                 free = None if is_limit(error.__cause__) else narrowed(recipe)
                 if free is None:
                     raise
             recipe = self.recipes[kind] = make(free)
 
-    def _looped(
+    def looped(
         self,
         recipe: Recipe,
         state: TrainState,
@@ -238,22 +238,22 @@ class CompiledStep:
         parts, numbers = given
         program = self.graph("first_of_a_batch", False, recipe)
         window, out = attempt(program, (state, parts[0], numbers), eagerly)
-        aux = self._folded(None, parts[0], *out) if self.plan.has_aux else None
+        aux = self.folded(None, parts[0], *out) if self.plan.has_aux else None
         for part in parts[1:]:
             program = self.graph("more_of_a_batch", True, recipe)
             left, out = attempt(program, (window, state, part, numbers), eagerly)
             window = renewed(flatten(window), left)
             if self.plan.has_aux:
-                aux = self._folded(aux, part, *out)
+                aux = self.folded(aux, part, *out)
         return window, () if aux is None else finish_aux(aux)
 
-    def _folded(
+    def folded(
         self, aux: AuxState | None, part: Tree, out: Tree, share: Tensor, finite: Any
     ) -> AuxState:
         stack = stack_of_one(out, share, finite if isinstance(finite, Tensor) else None)
         return fold_stack(aux, stack, read_batch(part).rows or 0, self.plan.aux_reduction)
 
-    def _finished(
+    def finished(
         self,
         name: str,
         state: TrainState,
