@@ -1,8 +1,8 @@
 """A step that compiles itself: ``make_step(..., compile=True)``.
 
-Each call looks its batch up by the shapes, arranges it for the graph and calls that. What an eager
-step refuses is refused in the same words: where a graph cannot be made, the step is run without
-the compiler first, and only if that goes well the compiler is to blame.
+Each call looks up the recipe for its batch by the shapes, arranges the batch by it, and calls the
+graph. What an eager step refuses is refused in the same words: where a graph fails, the step is run
+without the compiler, and only if that goes well is the compiler to blame.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,7 +74,7 @@ _SHARDED = "compile=True makes graphs of plain tensors. Leave compile out."
 
 
 def compiling(eager: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a method of a step that compiles itself, for which ``eager`` stands in at transforms."""
+    """Decorate a method of a step that compiles itself; under transforms ``eager`` stands in."""
 
     def of(method: Callable[..., Any]) -> Callable[..., Any]:
         return recording(method, lambda step, *args, **kw: eager(step.plan, *args, **kw))
@@ -87,8 +87,7 @@ class CompiledStep:
 
     def __init__(self, plan: Plan, settings: Mapping[str, Any]) -> None:
         self.plan = plan
-        # What fails in a graph is run so, to see whether the compiler is to blame; the other ranks,
-        # where nothing fails, do not run it.
+        # For what is run without the compiler: on this rank alone, since others may not fail.
         self.alone = plan._replace(donate=False, group=None)
         self.graph = programs(plan, settings)
         self.recorded = has_cuda_graphs(settings)
@@ -198,7 +197,7 @@ class CompiledStep:
         return result
 
     def checked(self, state: TrainState, window: StepWindow) -> Flat:
-        """A state, flattened, if a graph may be given it and the window."""
+        """Check that a graph may be given a state and a window, and flatten the state."""
         old = flatten(state)
         kind = old[1], flatten(window)[1]
         if kind not in self.fitting:
@@ -212,7 +211,7 @@ class CompiledStep:
     def run(
         self, kind: Any, make: Callable[[Freedom | None], Recipe], call: Callable[[Recipe], Any]
     ) -> Any:
-        """Run the recipe of a kind, or where the compiler fails on it one that leaves less open."""
+        """Call with the recipe of a kind; where the compiler fails, with one that leaves less open."""
         recipe = self.recipes.get(kind)
         if recipe is None:
             if len(self.recipes) >= SHAPES_REMEMBERED:
@@ -262,7 +261,7 @@ class CompiledStep:
         eagerly: Callable[[], object],
         recipe: Recipe | None = None,
     ) -> tuple[TrainState, StepInfo]:
-        """What a graph gives for the next state: in place, where that saves anything."""
+        """The next state and what happened, from a graph: in place where that saves anything."""
         leaves, _ = old
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
@@ -278,7 +277,7 @@ class CompiledStep:
 
 
 def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | None = None) -> None:
-    """Call the loss once for each kind of batch to see what it writes to: in a graph nobody can."""
+    """Call the loss once for each kind of batch, to see what it writes to: no graph can tell."""
     leaves, spec = flatten(state.params)
     call = caller(plan, state, spec)
 
@@ -294,7 +293,7 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
 
 
 def check_compilable(rule: Rule, settings: Any) -> None:
-    """Check what a step that compiles itself may be made of."""
+    """Check that a step of this rule can compile itself, with these settings."""
     if settings is not True and not isinstance(settings, Mapping):
         raise TypeError(
             f"compile is {settings!r}; expected True, False, or the arguments of torch.compile, "
@@ -304,14 +303,14 @@ def check_compilable(rule: Rule, settings: Any) -> None:
     strange = [name for name in ({} if settings is True else settings) if name not in taken]
     if strange:
         raise ValueError(
-            f"compile has {strange[0]!r}, which is not among what is handed on to torch.compile: "
+            f"compile has {strange[0]!r}; what it may hand on to torch.compile is "
             f"{', '.join(taken)}."
         )
     if rule.engine == "autograd":
         raise ValueError(
             "engine='autograd' came with compile; a graph is made of torch.func. For checkpoints "
-            "leave compile out, or use engine='func' without them: a graph computes again by "
-            "itself what is cheap."
+            "leave compile out, or use engine='func' without them: a graph recomputes by itself "
+            "what is cheap."
         )
     if rule.squares:
         raise ValueError(
