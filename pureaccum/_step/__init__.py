@@ -1,4 +1,18 @@
-"""A whole optimizer step as one pure function, eager and compiled."""
+"""A whole optimizer step as one pure function, eager or compiled.
+
+A step sums the gradients of the scaled loss over the microbatches of a window, divides them once,
+and applies them if they are finite. Compiled, it does the same in graphs; over several ranks, sums
+are added up before they are divided. The files follow each other:
+
+    loss_scale, precision, buffers  what may be configured
+    state                           what a step takes, gives and is made of, with the checks of it
+    microbatch_loss                 the loss of one microbatch, as a step calls it
+    ranks                           what ranks tell each other
+    windows                         the step: over a batch at hand, over a stream, and what follows
+    scan, graphs, compiled          the same in graphs: one loop, all that is compiled, and the step
+    step                            ``make_step``, which puts it together
+    memory_report                   what a step holds in memory
+"""
 
 from .loss_scale import LossScaleState as LossScaleState
 from .loss_scale import dynamic_loss_scale as dynamic_loss_scale

@@ -6,17 +6,17 @@
                   microbatches together; every other buffer goes sequentially
 
 "pooled" gives a BatchNorm the running statistics that the full batch would have given it, if no
-other BatchNorm lies above it in the network: what reaches it does not depend on the cut then.
-One below another sees what that one normalised with the statistics of a microbatch; only a module
-that takes the whole batch gives it the full batch's (``functional(module, microbatch_size=...)``).
+other BatchNorm lies above it in the network: what reaches it then does not depend on the cut. One
+below another sees what that one normalised with the statistics of a microbatch. Only a module that
+takes the whole batch gives it the full batch's (``functional(module, microbatch_size=...)``).
 
-    carried = begin(policy, buffers)
+    carried = begin_buffers(policy, buffers)
     for each microbatch:
         with watching(policy) as seen:
             ..., new_buffers = loss(..., buffers=carried.values)
-        collected = collect(policy, seen, new_buffers, carried.values)
-        carried = advance(policy, carried, collected, keep)
-    buffers = finish(carried)
+        collected = collect_buffers(policy, seen, new_buffers, carried.values)
+        carried = advance_buffers(policy, carried, collected, keep)
+    buffers = finish_buffers(carried)
 """
 
 from collections.abc import Generator, Sequence
@@ -49,10 +49,10 @@ Threading = Literal["freeze", "sequential", "pooled"]
 
 @loadable
 class LayerMoments(NamedTuple):
-    """What batch norm saw so far: one float64 number a channel, all its layers end to end.
+    """What batch norm saw so far: one float64 number per channel, all its layers end to end.
 
-    Args:
-        elements: How many there were; zero for a layer that was not called.
+    Attributes:
+        elements: How many elements there were; zero for a layer that was not called.
         mean: Their mean.
         squares: The sum of their squared distances from it, which does not cancel.
         momentum: What the last call was to update the running statistics with.
@@ -83,7 +83,7 @@ class BatchNormBuffers(NamedTuple):
 
 
 def batch_norm_buffers(leaves: list[Tensor], spec: optree.PyTreeSpec) -> list[BatchNormBuffers]:
-    """Every ``…running_mean`` with a ``…running_var`` of its shape beside it."""
+    """Find every ``…running_mean`` that has a ``…running_var`` of its shape beside it."""
     at: dict[Any, int] = {path: i for i, path in enumerate(spec.paths())}
     found: list[BatchNormBuffers] = []
     for path, mean in at.items():
@@ -116,7 +116,7 @@ def layer_moments(
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All their numbers in one float64 vector, on the device of the first."""
+    """The numbers of some tensors in one float64 vector, on the device of the first."""
     device = tensors[0].device
     return torch.cat([x.to(device).reshape(-1) for x in tensors]).double()
 
@@ -134,14 +134,14 @@ def merged_moments(a: LayerMoments, b: LayerMoments) -> LayerMoments:
     )
 
 
-# How they go through ----------------------------------------------------------------------------
+# How buffers go through -------------------------------------------------------------------------
 
 
 @loadable
 class Carried(NamedTuple):
     """What one microbatch hands to the next, all of it tensors.
 
-    Args:
+    Attributes:
         values: The buffers that the next microbatch is given.
         moments: For ``"pooled"``, what was seen for the pairs of running statistics among
             them, if there are any; otherwise ``()``.
@@ -169,9 +169,9 @@ def begin_buffers(policy: Threading | None, buffers: Tree) -> Any:
 def collect_buffers(
     policy: Threading, seen: list[BatchNormCall], new_buffers: Tree, buffers: Tree
 ) -> Carried:
-    """What one microbatch came to, from the ``buffers`` that its loss got and those it returned.
+    """What one microbatch makes of buffers: from those that its loss got, and those it returned.
 
-    To be called at the transform level of the loss.
+    This is called at the transform level of the loss.
     """
     given, given_spec = flatten(buffers)
     leaves, spec = read_tensors(new_buffers, "new_buffers", _CAUSE)
@@ -212,9 +212,9 @@ def collect_buffers(
 def advance_buffers(
     policy: Threading, carried: Carried, collected: Carried, keep: Tensor | None = None
 ) -> Carried:
-    """One microbatch more; where ``keep`` is false it leaves everything as it was.
+    """What the next microbatch is given: where ``keep`` is false, what this one was given.
 
-    Selected and never multiplied: the statistics of a microbatch that does not count may be NaN.
+    It is selected and never multiplied: statistics of a microbatch that does not count may be NaN.
     """
     if policy == "freeze":
         return carried
@@ -231,7 +231,7 @@ def advance_buffers(
 def finish_buffers(carried: Carried) -> Tree:
     """The new buffers, after the last microbatch.
 
-    A layer that no microbatch called, or none that counts, keeps what it has.
+    A layer that was called by no microbatch, or by none that counts, keeps what it has.
     """
     moments = carried.moments
     if not moments:

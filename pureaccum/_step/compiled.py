@@ -1,8 +1,8 @@
 """A step that compiles itself: ``make_step(..., compile=True)``.
 
-Each call looks its batch up by the shapes, arranges it for the graph and calls that. What an eager
-step refuses is refused in the same words: where a graph cannot be made, the step is run without
-the compiler first, and only if that goes well the compiler is to blame.
+Each call looks up the recipe for its batch by the shapes, arranges the batch by it, and calls the
+graph. What an eager step refuses is refused in the same words: where a graph fails, the step is run
+without the compiler, and only if that goes well is the compiler to blame.
 """
 
 from collections.abc import Callable, Mapping
@@ -74,7 +74,7 @@ _SHARDED = "compile=True makes graphs of plain tensors. Leave compile out."
 
 
 def compiling(eager: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a method of a step that compiles itself, for which ``eager`` stands in at transforms."""
+    """Decorate a method of a step that compiles itself; under transforms ``eager`` stands in."""
 
     def of(method: Callable[..., Any]) -> Callable[..., Any]:
         return recording(method, lambda step, *args, **kw: eager(step.plan, *args, **kw))
@@ -87,8 +87,7 @@ class CompiledStep:
 
     def __init__(self, plan: Plan, settings: Mapping[str, Any]) -> None:
         self.plan = plan
-        # What fails in a graph is run so, to see whether the compiler is to blame; the other ranks,
-        # where nothing fails, do not run it.
+        # For what is run without the compiler: on this rank alone, since others may not fail.
         self.alone = plan._replace(donate=False, group=None)
         self.graph = programs(plan, settings)
         self.recorded = has_cuda_graphs(settings)
@@ -131,13 +130,13 @@ class CompiledStep:
         def make(free: Freedom | None) -> Recipe:
             return recipe_for(plan, state, read_batch(batch), self.of_batches, free)
 
-        def run(recipe: Recipe) -> Any:
+        def call(recipe: Recipe) -> Any:
             given = recipe.arrange(leaves)
             if recipe.form == "loop":
-                return self._looped(recipe, began, given, eagerly)
-            return self._finished(recipe.form, state, old, given, eagerly, recipe)
+                return self.looped(recipe, began, given, eagerly)
+            return self.finished(recipe.form, state, old, given, eagerly, recipe)
 
-        came = self._run(kind, make, run)
+        came = self.run(kind, make, call)
         if isinstance(came[0], TrainState):
             return came
         window, aux = came
@@ -145,14 +144,14 @@ class CompiledStep:
         if plan.group is not None:
             window = window_of_all_ranks(plan, state, window, unit_of(plan))
             name = "applied"
-        return self._finished(name, state, old, (window, aux), eagerly)
+        return self.finished(name, state, old, (window, aux), eagerly)
 
     @compiling(update_window)
     def update(
         self, state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
     ) -> Any:
         """The window with one more microbatch, or ``(window, aux)``."""
-        plan, old = self.plan, self._checked(state, window)
+        plan, old = self.plan, self.checked(state, window)
         flat = read_batch(microbatch, "microbatch")
         if not flat.rows:
             return update_window(plan, state, window, microbatch, offset)
@@ -169,13 +168,13 @@ class CompiledStep:
             as_it_is = self.alone._replace(size=None)
             return recipe_for(as_it_is, state, flat, self.of_microbatches, free)
 
-        def run(recipe: Recipe) -> Any:
+        def call(recipe: Recipe) -> Any:
             (part,), numbers = recipe.arrange(flat.leaves)
             args = own, state, part, numbers
             return attempt(self.graph("more", True, recipe), args, eagerly, plan.donate)
 
         each = [x.shape if isinstance(x, Tensor) else type(x) for x in flat.leaves]
-        left, aux = self._run(("more", old[1], flat.spec, *each), make, run)
+        left, aux = self.run(("more", old[1], flat.spec, *each), make, call)
         new = renewed(given, left)
         if offset is not None:
             new = new._replace(rows=rows)
@@ -186,19 +185,19 @@ class CompiledStep:
     @compiling(apply_window)
     def apply(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
         """The next state, and what happened."""
-        plan, old = self.plan, self._checked(state, window)
+        plan, old = self.plan, self.checked(state, window)
         given = window
         if plan.group is not None:
             own = window if plan.donate else tree_map(torch.clone, window)
             given = window_of_all_ranks(plan, state, own)
         eagerly = partial(apply_window, self.alone, state, window)
-        result = self._finished("applied", state, old, (given, ()), eagerly)
+        result = self.finished("applied", state, old, (given, ()), eagerly)
         if plan.donate:
             mark(tree_leaves(window))
         return result
 
-    def _checked(self, state: TrainState, window: StepWindow) -> Flat:
-        """A state, flattened, if a graph may be given it and the window."""
+    def checked(self, state: TrainState, window: StepWindow) -> Flat:
+        """Check that a graph may be given a state and a window, and flatten the state."""
         old = flatten(state)
         kind = old[1], flatten(window)[1]
         if kind not in self.fitting:
@@ -209,10 +208,10 @@ class CompiledStep:
         refuse_autocast_cache([state.samples])
         return old
 
-    def _run(
-        self, kind: Any, make: Callable[[Freedom | None], Recipe], run: Callable[[Recipe], Any]
+    def run(
+        self, kind: Any, make: Callable[[Freedom | None], Recipe], call: Callable[[Recipe], Any]
     ) -> Any:
-        """Run the recipe of a kind, or where the compiler fails on it one that leaves less open."""
+        """Call with the recipe of a kind; if the compiler fails, with one that leaves less open."""
         recipe = self.recipes.get(kind)
         if recipe is None:
             if len(self.recipes) >= SHAPES_REMEMBERED:
@@ -220,14 +219,14 @@ class CompiledStep:
             recipe = self.recipes[kind] = make(None)
         while True:
             try:
-                return run(recipe)
+                return call(recipe)
             except CompileError as error:
                 free = None if is_limit(error.__cause__) else narrowed(recipe)
                 if free is None:
                     raise
             recipe = self.recipes[kind] = make(free)
 
-    def _looped(
+    def looped(
         self,
         recipe: Recipe,
         state: TrainState,
@@ -238,22 +237,22 @@ class CompiledStep:
         parts, numbers = given
         program = self.graph("first_of_a_batch", False, recipe)
         window, out = attempt(program, (state, parts[0], numbers), eagerly)
-        aux = self._folded(None, parts[0], *out) if self.plan.has_aux else None
+        aux = self.folded(None, parts[0], *out) if self.plan.has_aux else None
         for part in parts[1:]:
             program = self.graph("more_of_a_batch", True, recipe)
             left, out = attempt(program, (window, state, part, numbers), eagerly)
             window = renewed(flatten(window), left)
             if self.plan.has_aux:
-                aux = self._folded(aux, part, *out)
+                aux = self.folded(aux, part, *out)
         return window, () if aux is None else finish_aux(aux)
 
-    def _folded(
+    def folded(
         self, aux: AuxState | None, part: Tree, out: Tree, share: Tensor, finite: Any
     ) -> AuxState:
         stack = stack_of_one(out, share, finite if isinstance(finite, Tensor) else None)
         return fold_stack(aux, stack, read_batch(part).rows or 0, self.plan.aux_reduction)
 
-    def _finished(
+    def finished(
         self,
         name: str,
         state: TrainState,
@@ -262,7 +261,7 @@ class CompiledStep:
         eagerly: Callable[[], object],
         recipe: Recipe | None = None,
     ) -> tuple[TrainState, StepInfo]:
-        """What a graph gives for the next state: in place, where that saves anything."""
+        """The next state and what happened, from a graph: in place where that saves anything."""
         leaves, _ = old
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
@@ -278,7 +277,7 @@ class CompiledStep:
 
 
 def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | None = None) -> None:
-    """Call the loss once for each kind of batch to see what it writes to: in a graph nobody can."""
+    """Call the loss once for each kind of batch, to see what it writes to: no graph can tell."""
     leaves, spec = flatten(state.params)
     call = caller(plan, state, spec)
 
@@ -294,7 +293,7 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
 
 
 def check_compilable(rule: Rule, settings: Any) -> None:
-    """Check what a step that compiles itself may be made of."""
+    """Check that a step of this rule can compile itself, with these settings."""
     if settings is not True and not isinstance(settings, Mapping):
         raise TypeError(
             f"compile is {settings!r}; expected True, False, or the arguments of torch.compile, "
@@ -304,14 +303,14 @@ def check_compilable(rule: Rule, settings: Any) -> None:
     strange = [name for name in ({} if settings is True else settings) if name not in taken]
     if strange:
         raise ValueError(
-            f"compile has {strange[0]!r}, which is not among what is handed on to torch.compile: "
+            f"compile has {strange[0]!r}; what it may hand on to torch.compile is "
             f"{', '.join(taken)}."
         )
     if rule.engine == "autograd":
         raise ValueError(
             "engine='autograd' came with compile; a graph is made of torch.func. For checkpoints "
-            "leave compile out, or use engine='func' without them: a graph computes again by "
-            "itself what is cheap."
+            "leave compile out, or use engine='func' without them: a graph recomputes by itself "
+            "what is cheap."
         )
     if rule.squares:
         raise ValueError(

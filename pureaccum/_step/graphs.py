@@ -1,25 +1,25 @@
-"""What of a step is compiled, and in which form the compiler gets a batch.
+"""What parts of a step are compiled, and the form in which the compiler gets a batch.
 
-Each function here becomes a graph when it is first called:
+Each of these functions becomes a graph when it is first called:
 
-    scanned, unrolled   a whole step
-    more                one microbatch, added to a window
-    applied             a window, applied to the state
+    scan, unrolled   a whole step
+    more             one more microbatch, added to a window
+    applied          the next state, from a window
 
-The form follows from sizes, and can be read off (``step.form(state, batch)``):
+The form follows from sizes, and ``step.form(state, batch)`` says which one it is:
 
-    "unrolled"  one graph, in which each microbatch stands: for one of them, and, as the fastest and
+    "unrolled"  one graph that contains each microbatch: for one of them, and, as the fastest and
                 leanest form, for a few of a model of few leaves
-    "scan"      one graph with one loop, which holds three gradient trees: where they are small
+    "scan"      one graph with one loop, which holds three gradient trees: where these are small
     "loop"      a graph of one microbatch, which adds to the sums in place, and one that applies
                 them; streams of microbatches use the same two, and so do ranks, which add up their
-                sums between them
+                sums between the two
 
-A graph knows the shapes of a microbatch: others have graphs of their own. It leaves open how many
-microbatches there are, how many rows a shorter last one has, and which Python numbers come along:
-a handful of batch sizes is compiled a handful of times.
+A graph knows the shapes of a microbatch, and other shapes have graphs of their own. It leaves open
+how many microbatches there are, how many rows a shorter last one has, and which Python numbers come
+along: a handful of batch sizes is compiled a handful of times.
 
-In place, a graph writes the new tensors into the memory of the old ones and returns only those
+In place, a graph writes the new tensors into the memory of the old ones. It returns only those
 without dimensions, because torch 2.13 loses what a graph writes to a 0-d tensor on a CPU.
 """
 
@@ -50,7 +50,7 @@ Program = Callable[..., Any]
 
 
 def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
-    """``get(name, in_place, recipe)``: each graph is made once, for each recipe of its own.
+    """``get(name, in_place, recipe)``, which makes each graph once for each key of a recipe.
 
     Graphs with separate keys never count towards one another's limit of recompilations.
     """
@@ -119,7 +119,7 @@ def has_cuda_graphs(settings: Mapping[str, Any]) -> bool:
 
 
 def _kept(program: Program) -> Program:
-    """Clones, because a recording writes the next results over these."""
+    """A program that returns clones: a recording writes the next results over these."""
 
     def run(*args: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
@@ -132,12 +132,15 @@ def _clone(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
+# In place ------------------------------------------------------------------------------------
+
+
 def _in_place(function: Program) -> Program:
-    """Write what a function makes of its first argument into that."""
+    """A program that writes what a function makes of its first argument into that argument."""
 
     def run(old: Tree, *rest: Any) -> tuple[list[Tensor | None], Any]:
         new, more = function(old, *rest)
-        # Clones, because aux may be a parameter or a buffer, as it was before.
+        # Clones, because aux may be a parameter or a buffer as it was before the step.
         more = tree_map(_clone, more)
         return written(old, new), more
 
@@ -145,7 +148,7 @@ def _in_place(function: Program) -> Program:
 
 
 def written(old: Tree, new: Tree) -> list[Tensor | None]:
-    """Inside a graph: write what can be written; what cannot is returned."""
+    """Inside a graph, write a new tree into an old one; what cannot be written is returned."""
     left: list[Tensor | None] = []
     for x, y in zip(tree_leaves(old), tree_leaves(new), strict=True):
         alike = x.dim() > 0 and x.shape == y.shape and x.dtype == y.dtype
@@ -156,10 +159,13 @@ def written(old: Tree, new: Tree) -> list[Tensor | None]:
 
 
 def renewed(old: Flat, left: list[Tensor | None]) -> Tree:
-    """After a graph: the new tree, what was written to under new names."""
+    """After a graph, the new tree: what was written to under new names, and what came back."""
     leaves, spec = old
     new = [x.detach() if y is None else y for x, y in zip(leaves, left, strict=True)]
     return unflatten(spec, new)
+
+
+# Forms and recipes ---------------------------------------------------------------------------
 
 
 TINY, SMALL = 2**20, 2**23  # bytes of gradients, of which a scan holds three
@@ -170,8 +176,8 @@ class Freedom(NamedTuple):
     """What a graph leaves open."""
 
     several: int  # how many microbatches go together
-    numbers: Dtypes  # the Python numbers of a batch that are tensors in it
-    sizes: bool = True  # of microbatches, of rows in the last one, and what torch has seen to vary
+    numbers: Dtypes  # the Python numbers of a batch that are tensors in the graph
+    sizes: bool = True  # how many microbatches, how many rows in the last one, and the like
 
 
 class Recipe(NamedTuple):
@@ -179,45 +185,45 @@ class Recipe(NamedTuple):
 
     form: str
     key: int  # of its graphs
-    arrange: Callable[[list[Any]], tuple[Any, ...]]  # its arguments, from the leaves of a batch
-    tiny: bool  # gradients
-    cpp: bool  # wrapped in C++: faster for a graph of few leaves
+    arrange: Callable[[list[Any]], tuple[Any, ...]]  # from the leaves of a batch to the arguments
+    tiny: bool  # whether the gradients are
+    cpp: bool  # whether to wrap a whole step in C++, which is faster where leaves are few
     free: Freedom
 
 
-class FormName(NamedTuple):
+class BatchForm(NamedTuple):
     """A form, how many whole microbatches there are, and the rows that are left."""
 
     name: str
     whole: int
     rest: int
-    tiny: bool  # gradients
+    tiny: bool  # whether the gradients are
 
 
 class Shapes(NamedTuple):
     """What a step has been compiled for."""
 
-    first: dict[Any, tuple[int, ...]]  # the sizes that came first with them
-    graphs: dict[Any, int]  # numbers for graphs
-    told_apart: bool  # else shapes share graphs, as the user said by dynamic=True
+    first: dict[Any, tuple[int, ...]]  # the sizes that came first with each of them
+    graphs: dict[Any, int]  # the number of each graph
+    told_apart: bool  # False where shapes share graphs, as the user said by dynamic=True
 
 
-def form_of(plan: Plan, state: TrainState, flat: Batch) -> FormName:
+def form_of(plan: Plan, state: TrainState, flat: Batch) -> BatchForm:
     """The form that follows from the sizes."""
     leaves = tree_leaves(state.params)
     size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
     tiny = size <= TINY
     if plan.group is not None:  # what reaches other ranks cannot stand in a graph
         count, rest = divmod(flat.rows or 0, plan.size or flat.rows or 1)
-        return FormName("loop", count, rest, tiny)
+        return BatchForm("loop", count, rest, tiny)
     if plan.size is None or flat.rows is None or flat.rows <= plan.size:
-        return FormName("unrolled", 1, 0, tiny)
+        return BatchForm("unrolled", 1, 0, tiny)
     count, rest = divmod(flat.rows, plan.size)
     parts = count + (rest > 0)
     few = parts <= FEW and parts * len(leaves) <= SHORT
     if count == 1 or (few and not tiny):
-        return FormName("unrolled", count, rest, tiny)
-    return FormName("scan" if size <= SMALL else "loop", count, rest, tiny)
+        return BatchForm("unrolled", count, rest, tiny)
+    return BatchForm("scan" if size <= SMALL else "loop", count, rest, tiny)
 
 
 def recipe_for(
@@ -235,13 +241,13 @@ def recipe_for(
         sizes = *grouped(count, free.several), rest
     else:
         sizes = (flat.rows or 0,) if alone else (rest,)
-    rows = [x.shape[1:] if is_tensor(x) else type(x) for x in flat.leaves]
+    rows = [x.shape[1:] if isinstance(x, Tensor) else type(x) for x in flat.leaves]
     told = name, free, flat.spec, *(rows if shapes.told_apart else ())
-    # A graph that knows its sizes is the faster for it: only the second takes any.
+    # A graph that knows its sizes is faster: only the second one takes any.
     first = shapes.first.setdefault(told, sizes)
     usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
     vary = [free.sizes and n > 1 and n != m for n, m in zip(sizes, usual, strict=True)]
-    # None and one are other graphs to torch than any number of at least two.
+    # torch makes other graphs for zero and for one than for any number of at least two.
     each = [min(n, 2) for n in sizes] if free.sizes else sizes
     parts = count if name == "unrolled" else 0
     key = shapes.graphs.setdefault((*told, parts, *each), len(shapes.graphs))
@@ -265,7 +271,7 @@ def recipe_for(
 
 
 def narrowed(recipe: Recipe) -> Freedom | None:
-    """What a graph leaves open where the compiler failed on the one of this recipe, if anything."""
+    """What another graph leaves open where the compiler failed on the graph of this recipe."""
     free = recipe.free
     if free.several > 1:
         return free._replace(several=1)
@@ -275,7 +281,7 @@ def narrowed(recipe: Recipe) -> Freedom | None:
 
 
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:
-    """How many microbatches go through at once."""
+    """How many microbatches go through a scan at once."""
     if plan.has_aux or plan.buffers or plan.rule.nonfinite != "propagate":
         return 1
     params, spec = flatten(state.params)
@@ -293,12 +299,14 @@ def grouped(count: int, several: int) -> tuple[int, int]:
 def stacks(
     flat: Batch, size: int, several: int, sizes: Sequence[int], vary: Sequence[bool]
 ) -> tuple[Tree, Tree]:
-    """The whole microbatches stacked, in groups if several go together, and those that are left."""
+    """Whole microbatches, stacked, in groups where several go together, and those that are left."""
     groups, single, *_ = sizes
     end = groups * several * size
 
     def of(at: slice, any_number: bool, *shape: int) -> Tree:
-        leaves = [x[at].view(*shape, *x.shape[1:]) if is_tensor(x) else x for x in flat.leaves]
+        leaves = [
+            x[at].view(*shape, *x.shape[1:]) if isinstance(x, Tensor) else x for x in flat.leaves
+        ]
         return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
 
     shape = (groups,) if several == 1 else (groups, several)
@@ -310,17 +318,19 @@ def stacks(
 
 def rows_of(flat: Batch, start: int, any_number: bool) -> Tree:
     """The rows from ``start`` on, of which there may be any number."""
-    leaves = [x[start:] if is_tensor(x) and (start or any_number) else x for x in flat.leaves]
+    leaves = [
+        x[start:] if isinstance(x, Tensor) and (start or any_number) else x for x in flat.leaves
+    ]
     return unflatten(flat.spec, [open_to(x, any_number) for x in leaves])
 
 
 def open_to(x: Any, any_number: bool) -> Any:
-    """A leaf, and a graph that is made for it will take any number of rows."""
-    return let_vary(x) if any_number and is_tensor(x) else x
+    """A leaf, so marked that the graph made for it takes any number of rows."""
+    return let_vary(x) if any_number and isinstance(x, Tensor) else x
 
 
 def cuda_toolkit() -> str | None:
-    """The folder of the toolkit that CUDA's compiler comes with, which does not come with torch."""
+    """The folder of CUDA's toolkit, which has its compiler and does not come with torch."""
     from torch.utils import cpp_extension  # takes a third of a second
 
     return cpp_extension.CUDA_HOME
@@ -329,8 +339,3 @@ def cuda_toolkit() -> str | None:
 def has_cpp_wrapper(device: str, toolkit: Callable[[], str | None] = cuda_toolkit) -> bool:
     """Whether inductor can build its C++ wrapper for a type of device."""
     return device == "cpu" or (device == "cuda" and toolkit() is not None)
-
-
-def is_tensor(x: Any) -> bool:
-    """Whether a leaf of a batch is cut."""
-    return isinstance(x, Tensor)

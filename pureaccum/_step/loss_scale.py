@@ -10,18 +10,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Tree, accumulation_dtype, as_float, as_scalar_of, check_int, loadable, tree_map
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    as_float,
+    as_scalar_of,
+    check_int,
+    check_state,
+    loadable,
+    tree_map,
+)
 
 
 @loadable
 class LossScaleState(NamedTuple):
-    """The scale and what decides its next change; all of it 0-d tensors.
+    """The scale and what decides its next change, all of it 0-d tensors.
 
     Attributes:
         scale: What the loss is multiplied by, float32.
         growth_tracker: Finite updates since the scale last changed or overflowed, int32.
-        hysteresis_tracker: How many updates that are not finite the scale still forgives, int32:
-            at zero, and with the one that gets it there, it backs off.
+        hysteresis_tracker: How many more updates that are not finite the scale waits for, int32:
+            it backs off with the one that brings this to zero, and with every further one.
 
     Example:
         >>> import torch
@@ -44,8 +53,8 @@ class LossScale(NamedTuple):
 
     Attributes:
         init: ``init(device=None)`` gives the first state.
-        scale: ``scale(state, x)`` gives x times the scale; an x in fp16 or bf16 comes back in
-            float32, since 65536 is inf in fp16.
+        scale: ``scale(state, x)`` gives x times the scale; an x in fp16 or bf16 becomes float32,
+            since 65536 is inf in fp16.
         unscale: ``unscale(state, tree)`` gives a new tree, every leaf divided by the scale, in
             float32 at least: ask ``all_finite`` of this tree, and not of the scaled one.
         update: ``update(state, finite)`` gives the next state; finite is a 0-d bool tensor. It
@@ -90,13 +99,13 @@ def dynamic_loss_scale(
 
     Args:
         init_scale: The first scale.
-        growth_factor: The scale grows by it, above 1; not where that would be inf.
-        backoff_factor: The scale shrinks by it, below 1.
+        growth_factor: What the scale grows by, above 1; it does not grow where it would be inf.
+        backoff_factor: What the scale shrinks by, below 1.
         growth_interval: How many finite updates in a row make the scale grow.
-        min_scale: The scale is never below; 1 is the gradient as it is.
-        max_scale: The scale is never above.
+        min_scale: The scale is never below this; a scale of 1 leaves the gradient as it is.
+        max_scale: The scale is never above this.
         hysteresis: The scale backs off at this many updates that are not finite, and at every
-            further one. The count starts anew only when the scale grows, or would but for its
+            further one. The count starts anew only when the scale grows, or would grow but for its
             ceiling; GradScaler's is 1.
 
     Returns:
@@ -149,7 +158,8 @@ def dynamic_loss_scale(
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         """The next state, by whether every gradient was finite."""
-        scale, tracker, budget = read_scale_state(state)
+        check_state(state, LossScaleState, _OWNER)
+        scale, tracker, budget = state
         _check_flag(finite)
         due = finite & (tracker + 1 >= growth_interval)
         left = torch.where(finite, budget, (budget - 1).clamp(min=0))
@@ -167,14 +177,14 @@ def dynamic_loss_scale(
 
 
 def static_loss_scale(scale: float) -> LossScale:
-    """A scale that never changes; a step with an overflow is still a step not applied.
+    """A scale that never changes; a step with an overflow is still not applied.
 
     The rule: ``update(state, finite)`` is ``state``.
 
     Args:
         scale: What the loss is multiplied by; a power of two is exact. One far below 1 takes small
-            gradients to zero, which no step can tell from those that are: float32 holds nothing
-            below ``2**-149``, so with a scale of ``2**-149`` only gradients of 1 and more are left.
+            gradients to zero, and no step can tell: float32 holds nothing below ``2**-149``, so
+            with a scale of ``2**-149`` only gradients of 1 and more are left.
 
     Returns:
         ``init(device=None)``, ``scale(state, x)``, ``unscale(state, tree)`` and
@@ -197,28 +207,22 @@ def static_loss_scale(scale: float) -> LossScale:
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         """The same state, in memory of its own."""
+        check_state(state, LossScaleState, _OWNER)
         _check_flag(finite)
         # no two states may share a tensor: donating the one would take it from the other
-        return LossScaleState(*(x.clone() for x in read_scale_state(state)))
+        return LossScaleState(*(x.clone() for x in state))
 
     return LossScale(init, _scaled, _unscaled, update)
-
-
-def read_scale_state(state: Any) -> LossScaleState:
-    """The state itself, or an error that says what a state is."""
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            f"the state is a {type(state).__name__}; expected the LossScaleState that init or "
-            "update of the loss scale returned."
-        )
-    return state
 
 
 # What both kinds share ------------------------------------------------------------------
 
 
+_OWNER = "the loss scale"
+
+
 def _state(scale: float, hysteresis: int, device: torch.device | str | None) -> LossScaleState:
-    """Filled where it lives: nothing is copied from the host."""
+    """The first state, filled where it lives: nothing is copied from the host."""
     return LossScaleState(
         torch.full((), scale, dtype=torch.float32, device=device),
         torch.full((), 0, dtype=torch.int32, device=device),
@@ -228,22 +232,22 @@ def _state(scale: float, hysteresis: int, device: torch.device | str | None) -> 
 
 def _scaled(state: LossScaleState, x: Tensor) -> Tensor:
     """``x * scale``, in float32 at least."""
-    factor = read_scale_state(state).scale
+    check_state(state, LossScaleState, _OWNER)
     _check_tensor("x", x, "a tensor, the loss or the cotangent")
     wide = x.to(accumulation_dtype(x.dtype))
-    return wide * as_scalar_of(wide, factor)
+    return wide * as_scalar_of(wide, state.scale)
 
 
 def _unscaled(state: LossScaleState, tree: Tree) -> Tree:
     """``tree / scale``, in float32 at least."""
-    scale = read_scale_state(state).scale
+    check_state(state, LossScaleState, _OWNER)
 
     def unscale(x: Tensor) -> Tensor:
         _check_tensor("a leaf of the tree", x, "a tensor, a gradient")
         wide = x.to(accumulation_dtype(x.dtype))
         # not times the reciprocal, which is inf for a small scale: CUDA takes it where the divisor
         # is a Python number or lies on the host, and as_scalar_of brings it to the device
-        by = as_scalar_of(wide, scale)
+        by = as_scalar_of(wide, state.scale)
         if wide.is_complex() and not wide.is_sparse:  # a complex divisor is not exact
             return torch.complex(wide.real / by, wide.imag / by)
         return wide / by

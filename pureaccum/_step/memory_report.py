@@ -1,4 +1,4 @@
-"""What a training step holds in memory, before it is run and when it is.
+"""What a training step holds in memory: predicted before it is run, and measured.
 
     predicted: the step is run on tensors that have shapes and no numbers
     measured:  the step is run
@@ -34,12 +34,12 @@ class Memory(NamedTuple):
     ``gradients``, ``activations`` and ``workspace``.
 
     Attributes:
-        parameters: As they come.
-        buffers: As they come.
+        parameters: The parameters, as they come.
+        buffers: The buffers, as they come.
         optimizer: What the optimizer keeps, as it comes.
         gradients: The sums over the microbatches.
-        activations: What the forward pass of one microbatch leaves to its backward pass; of a
-            microbatched function, its inputs and outputs.
+        activations: What the forward pass of one microbatch keeps for its backward pass; a
+            microbatched function keeps its inputs and outputs.
         workspace: Everything else at the peak: temporaries, gradients that are not yet added, and
             where the peak is in the update, the next state.
 
@@ -68,8 +68,8 @@ class MemoryReport(NamedTuple):
     """What ``memory_report`` returns; printed, it is a table.
 
     Attributes:
-        predicted: Of a step of which nothing is computed.
-        measured: Of a step that is run; ``()`` where the tensors have no numbers.
+        predicted: The memory of a step that computes nothing.
+        measured: The memory of a step that is run; ``()`` where the tensors have no numbers.
 
     Example:
         >>> print(MemoryReport(Memory(1000, 0, 2000, 1000, 300, 60), ()))
@@ -84,7 +84,7 @@ class MemoryReport(NamedTuple):
         beyond the arguments           1,360
 
     References:
-        ``memory_report``, which makes it, of two ``Memory``.
+        ``memory_report``, which makes it out of two ``Memory``.
     """
 
     predicted: Memory
@@ -110,14 +110,13 @@ def memory_report(
         predicted: the step is run on tensors that have shapes and no numbers
         measured:  the step is run once, on copies if it donates, and what it returns is dropped
 
-    The prediction computes nothing and allocates nothing: a model need not fit. Give it a state
-    and a batch on the ``meta`` device, and only that is done. Code that reads a number of a tensor
-    is told 1 then, or True; operations whose shapes depend on numbers (``nonzero``) cannot be
-    predicted. On a CPU the measurement is of the tensors that are alive, and leaves out what a
-    kernel allocates for itself; on CUDA it is ``torch.cuda.max_memory_allocated``, whose record is
-    reset.
+    The prediction computes nothing and allocates nothing: a model need not fit. Given a state and a
+    batch on the ``meta`` device, it is all that is done. Code that reads a number of a tensor then
+    gets 1 or True; operations whose shapes depend on numbers (``nonzero``) cannot be predicted. On
+    a CPU the measurement counts the tensors that are alive, without what a kernel allocates for
+    itself; on CUDA it is ``torch.cuda.max_memory_allocated``, whose record is reset.
 
-    Of a stream, report the step over a list of its microbatches joined together, with their size.
+    For a stream, report the step over its microbatches joined into one batch, with their size.
 
     Args:
         step: What ``make_step`` made, without ``compile``.
@@ -172,7 +171,7 @@ def _run(
     batch: Tree,
     taken_for: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[int, int]:
-    """Bytes alive as a backward pass began, and at the peak."""
+    """The bytes that were alive as a backward pass began, and at the peak."""
     device = state.samples.device
     on_cuda = device.type == "cuda" and type(state.samples) is Tensor
     with counting(device=device, taken_for=taken_for) as live:
@@ -189,12 +188,12 @@ def _memory(state: TrainState, sums: int, before_backward: int, peak: int) -> Me
     activations = max(before_backward - sums, 0)
     workspace = max(peak - sums - activations, 0)
     return Memory(
-        _bytes(state.params),
-        _bytes(state.buffers),
-        _bytes(state.opt_state),
-        sums,
-        activations,
-        workspace,
+        parameters=_bytes(state.params),
+        buffers=_bytes(state.buffers),
+        optimizer=_bytes(state.opt_state),
+        gradients=sums,
+        activations=activations,
+        workspace=workspace,
     )
 
 

@@ -1,18 +1,17 @@
 """The loss of one microbatch as a step calls it, and what goes on to the next microbatch.
 
-What is carried is the buffers and the number of samples so far. The loss gets what was configured:
-``buffers=`` and ``keys=``, one key per row, made of the run's key, the number of the step and the
-number of the row. So masks do not depend on how a batch is cut.
+The buffers and the number of samples so far are carried from one microbatch to the next. The loss
+gets what was configured: ``buffers=`` and ``keys=``, one key per row, made of the run's key, the
+number of the step and the number of the row. So masks do not depend on how a batch is cut.
 
-A compiler takes a Python number for a constant: the number of the step, or a coefficient that is
-annealed, would be compiled anew with every value. So inside a graph the loss is given a 0-d tensor
-in place of each of them,
+A compiler takes a Python number for a constant, and would compile anew for every value of one that
+changes, such as the number of the step or a coefficient that is annealed. So inside a graph the
+loss is given a 0-d tensor in place of each number,
 
     batch["t"] = 0.3   ->   tensor(0.3)
 
-if that comes to the same. The loss is tried out with both, and what is not the same (a 0-d tensor
-may be wider than the numbers it meets; ``range(n)``, a slice or an ``if`` asks it what it is) stays
-a constant.
+if the loss is the same with it. Both are tried, and a number stays a constant where they differ (a
+0-d tensor may be wider than what it meets; ``range(n)``, a slice or an ``if`` asks for its value).
 """
 
 import math
@@ -35,7 +34,7 @@ from .state import Plan, TrainState
 def caller(
     plan: Plan, state: TrainState, spec: optree.PyTreeSpec
 ) -> Callable[[list[Tensor], Tree, Any], Any]:
-    """The loss of a microbatch, given what is carried: the buffers and the number of samples."""
+    """The loss of a microbatch as a function of leaves, the microbatch, and what is carried."""
     attempt = attempt_key(plan, state)
 
     def call(leaves: list[Tensor], part: Tree, carried: tuple[Any, Tensor]) -> Any:
@@ -51,7 +50,7 @@ def caller(
         collected: Any = ()
         if plan.buffers is None:
             out = plan.loss_fn(params, part, **named)
-            if not plan.has_aux or not is_pair(out):  # what is wrong with it is said elsewhere
+            if not plan.has_aux or not is_pair(out):  # the engine says what is wrong with it
                 return out
             loss, aux = out
         else:
@@ -78,13 +77,13 @@ def attempt_key(plan: Plan, state: TrainState) -> Tensor | None:
 
 
 def row_keys(attempt: Tensor, samples: Tensor, rows: int) -> Tensor:
-    """One key a row, from the number of the row in the run."""
+    """One key for each row, from the number of the row in the run."""
     index = torch.arange(rows, dtype=torch.int64, device=samples.device)
     return fold_in(attempt, samples + index)
 
 
 def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
-    """Loss, new buffers and aux of what a loss with buffers returned."""
+    """The loss, the new buffers and the aux in what a loss with buffers returned."""
     if not is_pair(out) or (has_aux and not is_pair(out[1])):
         wanted = "(loss, (new_buffers, aux))" if has_aux else "(loss, new_buffers)"
         raise TypeError(
@@ -97,37 +96,41 @@ def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
 def onwards(
     plan: Plan, carried: tuple[Any, Tensor], entry: Microbatch, rows: int
 ) -> tuple[tuple[Any, Tensor], Microbatch]:
-    """What the next microbatch is given; one that weighs nothing leaves the buffers alone."""
+    """What the next microbatch is given, and the microbatch with its own aux alone.
+
+    One that weighs nothing leaves the buffers as they were.
+    """
     buffers, samples = carried
     if plan.buffers:
         collected, aux = entry.aux
         keep = entry.share != 0 if isinstance(entry.share, Tensor) else None
-        buffers, entry = (
-            advance_buffers(plan.buffers, buffers, collected, keep),
-            entry._replace(aux=aux),
-        )
+        buffers = advance_buffers(plan.buffers, buffers, collected, keep)
+        entry = entry._replace(aux=aux)
     return (buffers, samples + rows), entry
 
 
-Numbers = dict[int, Tensor]  # which leaf of a batch, and what stands for it
-Dtypes = tuple[tuple[int, torch.dtype], ...]  # which leaf, and its dtype
+# Python numbers as tensors -------------------------------------------------------------------
 
-# A Python number takes on the dtype of what it meets, and so does a 0-d tensor where that has
-# dimensions. Where it has none, the wider of the two dtypes wins: hence the narrower ones.
+
+Numbers = dict[int, Tensor]  # which leaf of a batch, and the tensor in place of it
+Dtypes = tuple[tuple[int, torch.dtype], ...]  # which leaf, and the dtype of that tensor
+
+# A Python number takes on the dtype of what it meets, and so does a 0-d tensor if that has
+# dimensions. If it has none, the wider of the two dtypes wins: hence the narrower ones.
 OF_FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 OF_INTS = (torch.int64, torch.float64)  # an int64 that is divided is a float32
 
 
 def dtypes_of_numbers(plan: Plan, state: TrainState, batch: Batch) -> Dtypes:
-    """Which leaves may be tensors to the loss, and of what dtype.
+    """Which leaves of a batch the loss may be given as tensors, and of what dtype.
 
-    Bools choose what is computed, and remain what they are.
+    A bool chooses what is computed, and stays a bool.
     """
-    found = [i for i, x in enumerate(batch.leaves) if isinstance(x, (int, float))]
     chosen: Dtypes = ()
-    for i in (i for i in found if not isinstance(batch.leaves[i], bool)):
-        x = batch.leaves[i]
-        # Another value than this one, which may be 0 or 1, and hide what is done to it.
+    for i, x in enumerate(batch.leaves):
+        if isinstance(x, bool) or not isinstance(x, (int, float)):
+            continue
+        # Another value than its own, which may be 0 or 1 and hide what is done to it.
         value = x + 1 if isinstance(x, int) else (x + 1) / math.pi
         leaves = [*batch.leaves[:i], value, *batch.leaves[i + 1 :]]
         want = _tried(plan, state, batch._replace(leaves=leaves), ())
@@ -141,16 +144,19 @@ def dtypes_of_numbers(plan: Plan, state: TrainState, batch: Batch) -> Dtypes:
 
 
 def taken_out(leaves: list[Any], dtypes: Dtypes, device: torch.device) -> tuple[list[Any], Numbers]:
-    """Leaves in which all numbers of a place are alike, and those numbers as tensors."""
+    """The leaves with 0 in place of those numbers, and the numbers as tensors."""
     if not dtypes:
         return leaves, {}
-    # Filled and not copied: a device need not be waited for.
+    # Filled and not copied, so that nothing waits for a device.
     numbers = {i: torch.full((), leaves[i], dtype=dtype, device=device) for i, dtype in dtypes}
     return [0 if i in numbers else x for i, x in enumerate(leaves)], numbers
 
 
 def with_numbers(plan: Plan, numbers: Numbers) -> Plan:
-    """The plan of a loss that finds them in its batch; no policy casts them, as none casts 0.3."""
+    """The plan with a loss that finds the numbers in its batch.
+
+    No policy casts them, as none would cast 0.3.
+    """
     if not numbers:
         return plan
     loss_fn = plan.loss_fn if plan.policy is None else plan.loss_fn.__wrapped__
@@ -164,7 +170,7 @@ def with_numbers(plan: Plan, numbers: Numbers) -> Plan:
 
 
 def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
-    """What the loss makes of the first microbatch, and how often a tensor was asked what it is."""
+    """What the loss returns for the first microbatch, and how often a tensor's value was asked."""
     asked: list[Any] = []
 
     def see(arguments: Any, out: Any) -> None:
@@ -192,7 +198,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
 
 
 def _same(came: Any, want: Any) -> bool:
-    """Whether two trials came to the same dtypes, and to the same numbers up to rounding."""
+    """Whether two trials gave the same dtypes, and the same numbers up to rounding."""
     (read_a, *rest_a), (read_b, *rest_b) = came, want
     (xs, spec), (ys, other) = flatten(read_a), flatten(read_b)
     try:
@@ -203,7 +209,10 @@ def _same(came: Any, want: Any) -> bool:
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
-    """Kernels for numbers and for tensors differ in the last bits, narrower dtypes in half."""
+    """Whether two results are the same up to rounding.
+
+    Kernels for numbers and for tensors differ in the last bits; in narrow dtypes in half of them.
+    """
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     inexact = x.dtype.is_floating_point or x.dtype.is_complex

@@ -1,10 +1,10 @@
-"""Which dtype parameters are kept in, computed in, and what a loss gives back.
+"""The dtypes that parameters are kept in, that a loss computes in, and that its aux comes back in.
 
     master parameters --cast--> compute dtype --loss--> output dtype
 
-The cast stands inside the microbatch, so the gradient comes back through it in the master's
-dtype. Autocast is opened inside the microbatch for the same reason it must not be around it: its
-cache would keep one low-precision copy of the weights for every microbatch.
+The cast is done inside the microbatch, so that the gradient comes back through it in the master's
+dtype. Autocast too is opened inside each microbatch: around all of them, its cache would keep one
+low-precision copy of the weights for every microbatch.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ class Policy(NamedTuple):
 
         master parameters --cast--> compute dtype --loss--> output dtype
 
-    Only floating-point tensors are cast; integers, masks, complex tensors and what is no tensor
+    Only floating-point tensors are cast. Integers, masks, complex tensors and what is no tensor
     stay as they are.
 
     Attributes:
-        param: What ``step.init`` makes of the parameters; None leaves them.
-        compute: What the loss gets, parameters and batch; None leaves them. Buffers, such as
-            running statistics, are not cast.
-        output: What becomes of aux; None leaves it. The loss itself is always widened to float32.
+        param: The dtype to which ``step.init`` casts parameters; None leaves them.
+        compute: The dtype in which the loss gets parameters and batch; None leaves them. Buffers,
+            such as running statistics, are not cast.
+        output: The dtype of aux; None leaves it. The loss itself is always widened to float32.
         autocast: In place of ``compute``: the dtype of an autocast region around the loss.
 
     Example:
@@ -86,7 +86,7 @@ class Policy(NamedTuple):
 
 
 def check_precision(policy: Any) -> None:
-    """Check what stands in a policy."""
+    """Check that a policy is one, and that its dtypes go together."""
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is {policy!r}; expected pureaccum.Policy(compute=...) or None.")
     for name, dtype in policy._asdict().items():
@@ -100,7 +100,7 @@ def check_precision(policy: Any) -> None:
 
 
 def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same loss, computed as a policy says."""
+    """A loss that is computed as a policy says."""
     if policy is None:
         return loss_fn
 

@@ -1,11 +1,11 @@
 """A step over several ranks: each accumulates its own rows, and one reduction makes it whole.
 
-    rows of the ranks before this one, where rows have keys
+    where rows have keys: the rows of the ranks before this one
     ... the window, as in one process ...
-    sums, totals, weights, counts, rows, buffers over all ranks
+    sums, totals, weights, counts, rows and buffers of all ranks
 
-All that follows (division, clipping, what is applied and what the loss scale learns) is computed
-from the same bits on every rank, and so every rank comes to the same state.
+All that follows (division, clipping, whether the step is applied, what the loss scale learns) is
+computed from the same bits on every rank, and so every rank comes to the same state.
 """
 
 from functools import reduce
@@ -35,9 +35,9 @@ from .state import Plan, StepWindow, TrainState
 
 
 def agreement_of(plan: Plan, compile: Any) -> Agreement:
-    """What a step was made with, of all that decides what it makes of sums.
+    """What ranks have to agree on: all settings that decide what a step makes of sums.
 
-    How a rank comes to its sums is its own: its loss, its microbatches, its engine, its memory.
+    Each rank may come to its sums in its own way: by its loss, microbatches, engine and memory.
     """
     rule = plan.rule
     made_with = {
@@ -58,7 +58,7 @@ def agreement_of(plan: Plan, compile: Any) -> Agreement:
 
 
 def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
-    """How many rows the ranks before this one have in the batch."""
+    """How many rows of the batch the ranks before this one have."""
     assert plan.agreed is not None
     claimed = claim(
         plan.agreed,
@@ -76,16 +76,16 @@ def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
 def of_all_ranks(
     plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
 ) -> tuple[AccumState, tuple[Any, Tensor]]:
-    """What was accumulated on all ranks, from what was on this one.
+    """What was accumulated on all ranks.
 
     Args:
         plan: What the step is made of.
         state: The state before, the same on all ranks.
-        window: Of this rank; its gradients are a list, and are written to.
-        unit: What the gradients of this rank are still to be multiplied by: ranks may differ.
+        window: The window of this rank; its gradients are a list, and are written to.
+        unit: What the gradients of this rank are still to be multiplied by; ranks may differ.
 
     Returns:
-        The sums, and what is carried after the last row.
+        The sums of all ranks, and what is carried after their last row.
     """
     for grad in window.accum.grads:
         if isinstance(unit, Tensor) or unit != 1:
@@ -101,7 +101,7 @@ def of_all_ranks(
 def window_of_all_ranks(
     plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
 ) -> StepWindow:
-    """The same as a window, from one whose sums are written to."""
+    """The window of all ranks, from the window of this one, whose sums are written to."""
     sums, spec = flatten(window.accum.grads)
     own = window._replace(accum=window.accum._replace(grads=sums))
     accum, (buffers, samples) = of_all_ranks(plan, state, own, unit)
@@ -110,7 +110,7 @@ def window_of_all_ranks(
 
 
 def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, group: Any) -> None:
-    """Check that all ranks begin with the same; an error comes on all of them."""
+    """Check that all ranks begin with the same state; if not, all of them raise."""
     leaves, _ = read_params(params)
     refuse_sharded(
         leaves,
@@ -142,7 +142,7 @@ def _claimed(plan: Plan, state: TrainState, accum: AccumState) -> Claim:
 
 
 def _pooled(carried: Carried, group: Any) -> Carried:
-    """Moments merged, in the order of the ranks; every other buffer as rank 0 has it."""
+    """The buffers of all ranks: moments merged in the order of the ranks, the rest from rank 0."""
     leaves, spec = flatten(carried.values)
     pooled = {i for at in batch_norm_buffers(leaves, spec) for i in at if i is not None}
     for i, leaf in enumerate(leaves):

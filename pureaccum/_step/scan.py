@@ -2,19 +2,18 @@
 
     carry = zeros, what is carried, nothing counted
     carry, aux = scan(one more microbatch, carry, the microbatches, stacked)
-    carry, aux = one more microbatch, for a shorter last one
+    carry, aux = one more microbatch, if the last one is shorter
 
 It is for compiled code at top level: a scan under vmap does not compile.
 
-Microbatches may be so small that several go through at once and cost what one does:
+Small microbatches go through several at once, which costs as much as one:
 
     values, pull = vjp(vmap(loss of a microbatch), leaves)
     sums += pull(rows of each)
 
-The loss remains a function of one microbatch. Several go together only as long as what their
-forward passes keep is next to nothing, and only for a plain scalar loss under
-``nonfinite="propagate"``: what else a microbatch may come to (no weight, a gradient that is left
-out) cannot be told from a sum over several.
+The loss remains a function of one microbatch. Several go together only while their forward passes
+keep next to nothing, and only for a plain scalar loss under ``nonfinite="propagate"``: whether one
+of them has no weight, or a gradient that is left out, cannot be told from a sum over several.
 """
 
 import warnings
@@ -54,82 +53,21 @@ from .._core import (
 )
 
 
-LITTLE = 2**20  # bytes that forward passes keep for their backward passes, all of them together
+LITTLE = 2**20  # bytes that the forward passes of all that go together keep
 
-# The loss, of leaves, the tensors of a microbatch, and the number of samples before it.
+# The loss as a function of leaves, the tensors of a microbatch, and the samples before it.
 One = Callable[[Sequence[Tensor], list[Tensor], Tensor], object]
 
 
-def how_many(one: One, leaves: list[Tensor], xs: list[Tensor], samples: Tensor) -> int:
-    """How many microbatches like those in ``xs``, which are tried, go together; a power of two.
-
-    One, where anything speaks against it: torch cannot vmap the loss, or would take a slow way and
-    warns of it; the loss draws random numbers, which would be others; it is ``Weighted``.
-    """
-    params = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-    sizes: list[int] = []
-
-    def weigh(x: Tensor) -> Tensor:
-        if x.untyped_storage().data_ptr() not in params:
-            sizes.append(x.numel() * x.element_size())
-        return x
-
-    held = [leaf.detach().requires_grad_() for leaf in leaves]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with torch.no_grad():
-                _values(one, leaves, xs, samples.expand(len(xs[0])))
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(weigh, lambda x: x):
-                one(held, [x[0] for x in xs], samples)
-    except Exception:
-        return 1
-    most = LITTLE // max(sum(sizes), 1)
-    return 1 << max(0, most.bit_length() - 1)  # most numbers of microbatches divide by it
-
-
-def add_together(
-    one: One, wrt: Wrt, sums: list[Tensor], xs: list[Tensor], samples: Tensor, rule: Rule
-) -> tuple[list[Tensor], Tally]:
-    """Add the gradients of some microbatches; new sums, and what they came to."""
-    count, rows = xs[0].shape[:2]
-    before = samples + rows * torch.arange(count, dtype=samples.dtype, device=samples.device)
-    # pyright cannot tell the two lengths of vjp's result apart
-    values, pull = torch.func.vjp(lambda *leaves: _values(one, leaves, xs, before), *wrt.leaves)  # pyright: ignore
-    times = 1.0 if rule.reduction == "sum" else float(rows)
-    cotangent = scaled(torch.full_like(values, times / (wrt.unit or 1.0)), wrt.scale)
-    weighing = Weighing(cotangent, 1.0, None)
-    grads = pull(cotangent, retain_graph=False)
-    new = [
-        with_gradient_added(total, grad, weighing) for total, grad in zip(sums, grads, strict=True)
-    ]
-    wide = values.detach().double()
-    weights = torch.full_like(wide, times if rule.reduction == "mean" else 0.0)
-    return new, Tally((wide * times).sum(), weights.sum(), ((wide - wide) != 0).sum())
-
-
-def _values(one: One, leaves: Sequence[Tensor], xs: list[Tensor], samples: Tensor) -> Tensor:
-    def value(tensors: list[Tensor], before: Tensor) -> Tensor:
-        seen, _ = read(one(leaves, tensors, before), False)
-        if not isinstance(seen.weight, tuple):
-            raise TypeError("a Weighted loss goes alone: its weight may be zero")
-        return seen.total
-
-    return torch.func.vmap(value)(xs, samples)
-
-
 class Stacked(NamedTuple):
-    """A batch in microbatches of ``size`` rows; what there is not of it is None.
-
-    Where ``together`` is more than one, as many microbatches go through at once.
-    """
+    """A batch in microbatches of ``size`` rows; what it has none of is None."""
 
     microbatches: Tree  # stacked along a new dim 0; where some go together, along two
     rest: Tree  # those that are too few to go together, stacked
     tail: Tree  # a shorter last one
     size: int
-    together: int
-    untouched: bool = False  # there are several
+    together: int  # how many go through at once
+    untouched: bool = False  # it is never a batch in one piece
 
 
 def fold_scanned(window: Accumulation) -> Accumulated:
@@ -185,12 +123,12 @@ def fold_scanned(window: Accumulation) -> Accumulated:
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
-    """What of a batch is cut."""
+    """The leaves of a batch that are cut."""
     return [x for x in flatten(tree)[0] if isinstance(x, Tensor)]
 
 
 def one_of(call: LossOfPart, like: Tree) -> One:
-    """The loss as a function of leaves, the tensors of a microbatch, and the samples before it."""
+    """A loss in the form of ``One``, for batches whose other leaves are those of ``like``."""
     columns, spec = flatten(like)
 
     def one(leaves: Sequence[Tensor], tensors: list[Tensor], samples: Tensor) -> Any:
@@ -200,7 +138,7 @@ def one_of(call: LossOfPart, like: Tree) -> One:
 
 
 def _filled(columns: list[Any], spec: optree.PyTreeSpec, tensors: list[Tensor]) -> Tree:
-    """A tree with other tensors."""
+    """A tree with these tensors in place of its own."""
     rest = iter(tensors)
     return unflatten(spec, [next(rest) if isinstance(x, Tensor) else x for x in columns])
 
@@ -208,7 +146,7 @@ def _filled(columns: list[Any], spec: optree.PyTreeSpec, tensors: list[Tensor]) 
 def _more(
     window: Accumulation, wrt: Wrt, sums: list[Tensor], carried: Any, part: Tree, rows: int
 ) -> tuple[list[Tensor], Any, Microbatch]:
-    """One microbatch more."""
+    """Add one more microbatch: the sums, what is carried, and what it came to."""
 
     def loss(leaves: list[Tensor]) -> Any:
         return window.call(leaves, part, carried)
@@ -222,7 +160,7 @@ def _more(
 def _body(
     window: Accumulation, wrt: Wrt, batch: Stacked, carried_spec: optree.PyTreeSpec
 ) -> tuple[Callable[..., Any], Callable[..., Microbatch]]:
-    """One microbatch more, for a scan; and what such a one comes to."""
+    """A function that adds one more microbatch, for a scan; and what the first would come to."""
     columns, spec = flatten(batch.microbatches)
 
     def step(carry: Any, tensors: list[Tensor]) -> tuple[list[Tensor], Any, Microbatch]:
@@ -236,14 +174,14 @@ def _body(
         return (sums, kept, amounts), _outputs(entry, window.rule) if window.rule.has_aux else []
 
     def like(carry: Any, xs: list[Tensor]) -> Microbatch:
-        # Traced to see what a loss returns, and nothing of it is computed.
+        # Traced to see what a loss returns; the compiler drops what nobody uses.
         return step(carry, [x[0] for x in xs])[2]
 
     return body, like
 
 
 def _by_several(window: Accumulation, wrt: Wrt, batch: Stacked, carry: Any) -> tuple[Any, int]:
-    """Several microbatches at a time, and those that are left; and how many they were."""
+    """Add all microbatches, several at a time, then those that are left, and count them."""
 
     def body(carry: Any, xs: list[Tensor]) -> tuple[Any, list[Tensor]]:
         sums, (samples,), amounts = carry
@@ -268,13 +206,14 @@ _AMOUNTS = (torch.float64, torch.float64, torch.int64)  # total, weight, nonfini
 
 
 def _outputs(entry: Microbatch, rule: Rule) -> list[Tensor]:
-    """What is kept of each microbatch: its share, whether it is finite, and its aux."""
+    """What a scan keeps of each microbatch: its share, whether it is finite, and its aux."""
     tensors = [x for x in flatten(entry.aux)[0] if isinstance(x, Tensor)]
     flags = [entry.finite] if rule.nonfinite == "skip" and entry.finite is not None else []
     return [x.clone() for x in (share_of(entry), *flags, *tensors)]
 
 
 def _stacked(like: Microbatch, outputs: list[Tensor], rule: Rule) -> Stack:
+    """The aux of all microbatches, from what a scan kept of each; ``like`` has its structure."""
     leaves, spec = flatten(like.aux)
     share, rest = outputs[0], list(outputs[1:])
     finite = rest.pop(0) if rule.nonfinite == "skip" and like.finite is not None else None
@@ -282,3 +221,64 @@ def _stacked(like: Microbatch, outputs: list[Tensor], rule: Rule) -> Stack:
     return Stack(
         spec, [next(tensors) if isinstance(x, Tensor) else x for x in leaves], share, finite
     )
+
+
+# Several at once ----------------------------------------------------------------------------
+
+
+def how_many(one: One, leaves: list[Tensor], xs: list[Tensor], samples: Tensor) -> int:
+    """How many microbatches like those in ``xs`` go together: a power of two, found by trying.
+
+    It is one where torch cannot vmap the loss, or warns that it would be slow, where the loss draws
+    random numbers, which would be others, and where it is ``Weighted``.
+    """
+    params = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    sizes: list[int] = []
+
+    def weigh(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in params:
+            sizes.append(x.numel() * x.element_size())
+        return x
+
+    held = [leaf.detach().requires_grad_() for leaf in leaves]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with torch.no_grad():
+                _values(one, leaves, xs, samples.expand(len(xs[0])))
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(weigh, lambda x: x):
+                one(held, [x[0] for x in xs], samples)
+    except Exception:
+        return 1
+    most = LITTLE // max(sum(sizes), 1)
+    return 1 << max(0, most.bit_length() - 1)  # most numbers of microbatches divide by it
+
+
+def add_together(
+    one: One, wrt: Wrt, sums: list[Tensor], xs: list[Tensor], samples: Tensor, rule: Rule
+) -> tuple[list[Tensor], Tally]:
+    """Add the gradients of several microbatches: new sums, and what all of them came to."""
+    count, rows = xs[0].shape[:2]
+    before = samples + rows * torch.arange(count, dtype=samples.dtype, device=samples.device)
+    # pyright cannot tell the two lengths of vjp's result apart
+    values, pull = torch.func.vjp(lambda *leaves: _values(one, leaves, xs, before), *wrt.leaves)  # pyright: ignore
+    times = 1.0 if rule.reduction == "sum" else float(rows)
+    cotangent = scaled(torch.full_like(values, times / (wrt.unit or 1.0)), wrt.scale)
+    weighing = Weighing(cotangent, 1.0, None)
+    grads = pull(cotangent, retain_graph=False)
+    new = [
+        with_gradient_added(total, grad, weighing) for total, grad in zip(sums, grads, strict=True)
+    ]
+    wide = values.detach().double()
+    weights = torch.full_like(wide, times if rule.reduction == "mean" else 0.0)
+    return new, Tally((wide * times).sum(), weights.sum(), ((wide - wide) != 0).sum())
+
+
+def _values(one: One, leaves: Sequence[Tensor], xs: list[Tensor], samples: Tensor) -> Tensor:
+    def value(tensors: list[Tensor], before: Tensor) -> Tensor:
+        seen, _ = read(one(leaves, tensors, before), False)
+        if not isinstance(seen.weight, tuple):
+            raise TypeError("a Weighted loss goes alone: its weight may be zero")
+        return seen.total
+
+    return torch.func.vmap(value)(xs, samples)

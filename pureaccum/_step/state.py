@@ -1,4 +1,4 @@
-"""What a training step takes and gives, and what it is made of."""
+"""What a training step takes, gives and is made of, and how it checks what it is given."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -36,10 +36,10 @@ class TrainState(NamedTuple):
         buffers: Running statistics and the like; ``()`` where none are configured.
         opt_state: What the optimizer keeps.
         loss_scale: A ``LossScaleState``; ``()`` without one.
-        key: What all keyed randomness of the run comes from.
+        key: The key that all keyed randomness of the run comes from.
         attempts: How many steps there were, applied or not.
-        applied: How many were applied.
-        samples: How many rows there were.
+        applied: How many of them were applied.
+        samples: How many rows they had.
 
     Example:
         >>> import torch
@@ -65,18 +65,18 @@ class TrainState(NamedTuple):
 
 @loadable
 class StepInfo(NamedTuple):
-    """What happened in a step; 0-d tensors, which nothing has waited for.
+    """What happened in a step, in 0-d tensors that nothing has waited for.
 
     Attributes:
         loss: The loss over the whole batch, float64.
-        grad_norm: Of the gradient as the full batch has it: unscaled, before clipping.
+        grad_norm: The norm of the full batch's gradient: unscaled, before clipping.
         weight: What the loss was divided by: rows, or what ``Weighted`` says; 0 for sums.
-        microbatches: How many there were.
+        microbatches: How many microbatches there were.
         skipped: How many of them ``nonfinite="skip"`` left out.
-        applied: Whether the step was: its gradients and learning rates were finite, and anything
-            had a weight.
-        scale: The loss scale it was computed with.
-        aux: What the loss returned beside it, reduced; ``()`` without.
+        applied: Whether the step was applied: its gradients and learning rates were finite, and
+            anything had a weight.
+        scale: The loss scale that it was computed with.
+        aux: What the loss returned beside its value, reduced; ``()`` without ``has_aux``.
         noise: How much the microbatches' gradients scatter, for ``noise_scale`` and
             ``running_noise_scale``; ``()`` without ``noise=True``.
 
@@ -105,12 +105,12 @@ class StepInfo(NamedTuple):
 
 @loadable
 class StepWindow(NamedTuple):
-    """A step begun: what its microbatches have come to so far.
+    """A step that has begun: what its microbatches have come to so far.
 
     Attributes:
         accum: The gradients of the *scaled* loss, the weight and the counts.
         buffers: What the next microbatch is given; ``()`` where none are configured.
-        rows: How many rows they had: 0 at first, so that the windows of ranks can be merged.
+        rows: How many rows they had; it begins at 0, so that windows of ranks can be merged.
     """
 
     accum: AccumState
@@ -149,9 +149,9 @@ Flat = tuple[list[Tensor], optree.PyTreeSpec]  # parameters, or a whole state
 def recording(
     function: Callable[P, T], under_transforms: Callable[P, T] | None = None
 ) -> Callable[P, T]:
-    """The same function outside inference mode, in which autograd records nothing.
+    """Run a function outside inference mode, in which autograd would record nothing.
 
-    Under a transform or a compiler, which do not leave it, ``under_transforms`` may stand in.
+    Under a transform or a compiler the mode stays, and ``under_transforms`` may stand in.
     """
     stand_in = under_transforms or function
 
@@ -168,10 +168,10 @@ def recording(
 
 
 def read_train_state(plan: Plan, state: TrainState, check: Callable[..., T]) -> tuple[Flat, T]:
-    """Check that a state is of this plan, and give its parameters and what ``check`` gives.
+    """Check that a state is of this plan; give its parameters, and what ``check`` gives.
 
-    That is the optimizer's ``check``, or its ``ready`` where the step will be taken: they check the
-    optimizer's state, and nothing below does so again.
+    ``check`` is the optimizer's own, or its ``ready`` where the step is about to be taken: either
+    checks the optimizer's state, which is not checked again below.
     """
     check_state(state, TrainState, "this step")
     if plan.group is not None:

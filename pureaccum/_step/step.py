@@ -57,7 +57,7 @@ from .windows import (
 
 
 class Functions(NamedTuple):
-    """What a step is made of: see ``Step``."""
+    """The functions of a step, which ``Step`` describes."""
 
     init: Callable[..., TrainState]
     begin: Callable[[TrainState], StepWindow]
@@ -74,9 +74,9 @@ class Step(Functions):
     Attributes:
         init: ``init(params, buffers=None, seed=0)`` gives the first state, of copies.
         begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
-        update: ``update(state, window, microbatch, offset=None)`` gives the window with one
-            microbatch more, or ``(window, aux)``. With keys, ``offset`` says how many rows of the
-            step come before it, where ranks share them out, or they come in another order.
+        update: ``update(state, window, microbatch, offset=None)`` gives the window with one more
+            microbatch, or ``(window, aux)``. With keys, ``offset`` says how many rows of the step
+            come before it, where ranks share them out or they come in another order.
         apply: ``apply(state, window)`` gives ``(state, info)``.
         whole: ``whole(state, batch)`` is the step itself.
         merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those
@@ -87,7 +87,7 @@ class Step(Functions):
     """
 
     __slots__ = ()
-    # vmap asks for a name, and else for repr, of all that the loss is bound to; dynamo has none.
+    # vmap asks for a name, or else for the repr of all that the loss is bound to; dynamo has none.
     __name__ = "step"
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
@@ -127,11 +127,11 @@ def make_step(
 
     The rule::
 
-        sums, total, weight = those of an accumulator, the gradients those of scale * loss
+        sums, total, weight = those of an accumulator, with the gradients of scale * loss
         grads, loss = sums / weight / scale, total / weight
         applied = grads, loss and learning rate are finite, and anything had a weight
         params, opt_state = optimizer.apply(grads, opt_state, params)    # and buffers: if applied
-        loss_scale = update(loss_scale, that and every microbatch was finite)
+        loss_scale = update(loss_scale, grads, loss and every microbatch are finite)
 
     Args:
         loss_fn: ``loss_fn(params, batch)`` gives a scalar or ``Weighted``; with ``has_aux``,

@@ -1,6 +1,6 @@
-"""The window of a step: its microbatches, from a batch at hand or from a stream, and what follows.
+"""A window: the microbatches of one step, from a batch at hand or a stream, and what follows.
 
-    sums = those of the gradients of the scaled loss, microbatch by microbatch
+    sums = gradients of the scaled loss, added up microbatch by microbatch
     gradients = sums / weight / scale
     applied = all of them are finite, there was any weight, and the learning rate is finite
 
@@ -8,8 +8,8 @@ A step that is not applied leaves parameters, optimizer state, schedule and buff
 they were. The loss scale learns from it all the same, but only from its gradients: a learning rate
 of NaN says nothing about the scale.
 
-Each function is given the plan of the step first. All are pure; where the plan donates, they use
-the memory of the state that they are given.
+Each function is given the plan of the step first. All are pure; where the plan donates, they write
+to the memory of the state that they are given.
 """
 
 from collections.abc import Callable
@@ -99,18 +99,17 @@ def step_over(
     sums = summing(_accumulation(plan, state, params, cut, state.samples))
     # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
     rows = cut.rows or 1 if cut.untouched and not sums.weighted else 1
-    return finished(
-        plan, state, ready, sums.state, sums.carried, sums.aux, sums.unit, float(rows), own=True
-    )
+    given = plan, state, ready, sums.state, sums.carried, sums.aux
+    return finished(*given, unit=sums.unit, rows=float(rows), own=True)
 
 
 @recording
 def step_of_ranks(
     plan: Plan, summed: Callable[..., Accumulated], state: TrainState, batch: Tree
 ) -> tuple[TrainState, StepInfo]:
-    """One step over a batch of which each rank has some rows; ``summed`` are those of this rank.
+    """One step over a batch of which each rank has some rows; ``summed`` gives this rank's sums.
 
-    That may be tried more than once: no other rank is spoken to meanwhile.
+    It may have to try more than once, and meanwhile tells other ranks nothing.
     """
     rows = need_rows(read_batch(batch, "batch"), "batch")
     _, ready = read_train_state(plan, state, plan.optimizer.ready)
@@ -127,7 +126,7 @@ def step_of_ranks(
 def rows_of_this_rank(
     plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
 ) -> Accumulated:
-    """The rows of this rank, summed; ``first`` is the number of their first in the run."""
+    """The sums over the rows of this rank, the first of which is number ``first`` in the run."""
     cut = read_cut(batch, size, False, "batch")._replace(alone=False)
     if not cut.rows:  # nothing to call the loss with
         cut = cut._replace(size=1)
@@ -158,7 +157,7 @@ def _accumulation(
 
 @recording
 def begin_window(plan: Plan, state: TrainState) -> StepWindow:
-    """An empty window, with buffers to go through it."""
+    """An empty window, with the buffers that its first microbatch is given."""
     (leaves, _), _ = read_train_state(plan, state, plan.optimizer.check)
     count = len(leaves) if plan.rule.squares else None
     return StepWindow(
@@ -192,8 +191,8 @@ def updated_window(
     """The window with one more microbatch, and what that came to."""
     (leaves, spec), _ = read_train_state(plan, state, plan.optimizer.check)
     check_window(plan, state, window, (leaves, spec))
-    carried = window.buffers, window.rows
     read = read_batch(microbatch, "microbatch")
+    given = Given("state.params", leaves, spec), Given("microbatch", read.leaves, read.spec)
     call = caller(plan, state, spec)
     at = first_row(plan, window, offset)
 
@@ -208,15 +207,12 @@ def updated_window(
         read.rows,
         plan.rule,
         plan.recomputes,
-        (
-            plan.known,
-            Given("state.params", leaves, spec),
-            Given("microbatch", read.leaves, read.spec),
-        ),
+        (plan.known, *given),
         donate=plan.donate,
         scale=_scale(plan, state),
         unit=unit,
     )
+    carried = window.buffers, window.rows
     after, entry = onwards(plan, carried, entry, read.rows or 0)
     if plan.donate and not transform_active():
         given_up = state.params, state.buffers, window.buffers
@@ -232,9 +228,8 @@ def first_row(plan: Plan, window: StepWindow, offset: int | None) -> Tensor:
     """How many rows of the step come before those of the next microbatch."""
     if offset is not None:
         expected = "the rows of this step that come before this microbatch's, an int of at least 0"
-        return torch.full_like(
-            window.rows, check_int(offset, "offset", expected, 0, LARGEST_INT // 2)
-        )
+        offset = check_int(offset, "offset", expected, 0, LARGEST_INT // 2)
+        return torch.full_like(window.rows, offset)
     if plan.keys and plan.group is not None:
         raise ValueError(
             "a step with keys over several ranks cannot know which rows of the batch a microbatch "
@@ -270,10 +265,7 @@ def merge_windows(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
 def apply_window(
     plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
 ) -> tuple[TrainState, StepInfo]:
-    """The next state, and what happened.
-
-    The sums of the window are still to be multiplied by ``unit``.
-    """
+    """The next state and what happened, from sums that are still to be multiplied by ``unit``."""
     params, ready = read_train_state(plan, state, plan.optimizer.ready)
     check_window(plan, state, window, params)
     carried = window.buffers, state.samples + window.rows
@@ -285,7 +277,7 @@ def apply_window(
         if shared:
             accum, carried = of_all_ranks(plan, state, window._replace(accum=accum), unit)
             unit = 1.0
-        result = finished(plan, state, ready, accum, carried, aux, unit, own=own or shared)
+        result = finished(plan, state, ready, accum, carried, aux, unit=unit, own=own or shared)
     except BaseException:
         if own:
             mark(sums, Spoiled)
@@ -305,23 +297,23 @@ def finished(
     accum: AccumState,
     carried: tuple[Any, Tensor],
     aux: Tree,
+    *,
     unit: float | Tensor = 1.0,
     rows: float = 1.0,
-    *,
     own: bool,
 ) -> tuple[TrainState, StepInfo]:
-    """Finish a step.
+    """The next state and what happened, from sums.
 
     Args:
         plan: What the step is made of.
         state: The state before.
         ready: What the optimizer's ``ready`` gave for it.
-        accum: What was accumulated; its sums are a list.
+        accum: What was accumulated; its gradients are a list.
         carried: The buffers and the number of samples, as the last microbatch left them.
         aux: The aux of all microbatches, reduced.
-        unit: What the sums are still to be multiplied by.
+        unit: What the gradients are still to be multiplied by.
         rows: What the weight is still to be multiplied by.
-        own: Whether the sums may be changed in place.
+        own: Whether the gradients may be changed in place.
     """
     in_place = not transform_active()
     plain = plain_sum(accum, plan.rule.reduction)
@@ -380,10 +372,10 @@ def _scale(plan: Plan, state: TrainState) -> Tensor | None:
 
 
 def _applied(worth: Tensor, rate_is_sound: bool | Tensor) -> tuple[Tensor, Tensor]:
-    """Whether a step is applied, for the info, and for the optimizer.
+    """Whether a step is applied, for the info and for the optimizer.
 
-    The optimizer is told on the host what the host knows: a kernel need not run for nothing, and
-    torch's refuse a rate that the parameters' dtype cannot hold.
+    The optimizer is told on the host what the host knows: no kernel need run for nothing, and
+    torch's kernels refuse a rate that the dtype of the parameters cannot hold.
     """
     if isinstance(rate_is_sound, Tensor):
         worth = worth & moved(rate_is_sound, worth.device)

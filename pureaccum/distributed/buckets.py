@@ -10,9 +10,9 @@
 Each rank writes its numbers into a slot of its own, to which all others add zeros: so every rank
 has the numbers of all, bit for bit, and adds them up in one order.
 
-gloo ends a process whose collective is longer than another's. So the first is as long on all ranks,
-whatever they are about to sum: as long as they agreed on in the call before. What needs another
-length waits until they agree on that.
+gloo ends a process whose collective is longer than that of another. So the first has one length on
+all ranks, whatever they are about to sum: the one that they agreed on in the call before. Where
+another length is needed, they agree on it first.
 """
 
 from collections import deque
@@ -31,13 +31,13 @@ from .._base import Claim, between_ranks, compare
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket
 AHEAD = 2  # buckets filled while another is under way: more would be a second gradient tree
 RANK_NUMBERS = 7  # of a rank, beside its claim
-# So many bytes of gradients travel with those: a collective of 256 KiB takes gloo 396 us, one of a
-# few bytes 290.
+# The most bytes of gradients that travel with those: a collective of 256 KiB takes gloo 396 us, one
+# of a few bytes 290.
 RIDING = 2**18
 FLOATS = torch.float32, torch.float64
-# Of each group, the room for gradients in its first collective, on which all its ranks agreed: just
-# what these need. Where they lie decides in which order ranks are added up, and a run that begins
-# anew has to add them up as one that goes on.
+# For each group, the room for gradients in its first collective, on which all its ranks agreed: no
+# more than these need. Where gradients lie decides in which order ranks are added up, and a new run
+# has to add them up as one that goes on.
 Room = tuple[int, torch.dtype]
 _rooms: WeakKeyDictionary[Any, Room] = WeakKeyDictionary()
 
@@ -68,14 +68,14 @@ def sum_over_ranks_(
 
     Args:
         tensors: Of the same shapes and dtypes on every rank; they belong to the caller.
-        numbers: A float64 vector, at most ``NUMBERS`` long.
+        numbers: A float64 vector, at most ``RANK_NUMBERS`` long.
         group: The ranks.
-        claimed: What this rank holds that all should.
+        claimed: What this rank holds that all should hold.
         ahead: How many buckets may be under way at a time.
 
     Returns:
-        A function that waits until all is done, and gives the numbers of all ranks, (rank, number),
-        and whether ranks agree, where nobody has looked at that.
+        A function that waits until all is done, and gives the numbers of all ranks, one row each,
+        and whether ranks agree if nobody has looked yet.
     """
     group = dist.group.WORLD if group is None else group
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -92,7 +92,7 @@ def sum_over_ranks_(
     of_all, agreed = slots, None
 
     def send_first(room: Room, members: list[Tensor]) -> None:
-        """The numbers of all ranks, and room for so many of gradients."""
+        """Send the numbers of this rank, and with them gradients in as much room."""
         mine = _encode(slots)
         before = world * len(mine)
         flat = torch.zeros(before + room[0], dtype=room[1], device=slots.device)
@@ -143,7 +143,7 @@ def _summed(flat: Tensor, group: Any) -> Any:
 
 
 def _buckets(tensors: list[Tensor]) -> list[Bucket]:
-    """In order, those of one dtype and device together, each closed where it passes the cap."""
+    """The tensors in order, those of one dtype and device together, closed beyond the cap."""
     buckets: list[Bucket] = []
     still_open: dict[Any, int] = {}
     filled: dict[int, int] = {}  # bytes

@@ -4,7 +4,7 @@
 
 Accumulation is a monoid, so ranks are one more way to cut a batch: they may have had different
 numbers of rows and of microbatches, or none, and what comes out is the state of one process that
-had all of them. ``make_step(..., group=...)`` does this where it belongs.
+had all of them. ``make_step(..., group=...)`` does this at the end of each step.
 """
 
 from collections.abc import Callable
@@ -72,19 +72,19 @@ def all_reduce(
 
     The rule: what ``merge`` gives for the states of rank 0, 1, 2, …
 
-    Totals, weights and counts travel in one collective with the gradients of a small model, others
-    in flat buckets, one for each dtype, device and 25 MiB. What comes out has the same bits on all
-    ranks. States of different structures raise a ``ValueError`` on all of them that names what
-    differs.
+    Totals, weights and counts travel in one collective with the gradients of a small model; other
+    gradients travel in flat buckets, one for each dtype, device and 25 MiB. What comes out has the
+    same bits on all ranks. Where states differ in structure, all ranks raise a ``ValueError`` that
+    names what differs.
 
     Args:
-        state: What ``update`` returned, of any accumulator; with no update yet it adds nothing.
+        state: The state of any accumulator; one without updates adds nothing.
         group: A process group; None is all processes.
         merge: The ``merge`` of an accumulator whose ``reduce`` is the user's own functions, for
             which adding numbers may not be right: the states of all ranks come together first.
         donate: The state is given up, and its memory is used.
-        async_op: Return with the reduction under way: ``.wait()`` gives the state. On a CPU that is
-            once all ranks have come, with states of one structure.
+        async_op: Return while the reduction is under way; ``.wait()`` gives the state. On a CPU it
+            returns once all ranks have called, with states of one structure.
 
     Returns:
         The merged state.
@@ -181,22 +181,29 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
 def begin_sum(
     state: AccumState, group: Any, claimed: Claim, *more: Tensor, ahead: int = AHEAD
 ) -> Callable[[], tuple[AccumState, Tensor]]:
-    """Begin to add up states whose gradients are a list, and are written to.
+    """Begin to add up the states of all ranks, whose gradients are lists and are written to.
 
-    Where nobody has looked whether ranks agree, and they do not, the total becomes NaN.
+    If nobody has looked whether ranks agree, and they do not, the total becomes NaN.
 
     Args:
-        state: Of this rank.
+        state: The state of this rank.
         group: The ranks.
-        claimed: What this rank holds that all should.
+        claimed: What this rank holds that all should hold.
         more: Further 0-d numbers of this rank, at most one.
         ahead: See ``sum_over_ranks_``.
 
     Returns:
-        A function that waits, and gives the sum, and the further numbers of all ranks.
+        A function that waits, and gives the sum and the further numbers of all ranks.
     """
-    amounts = (*state[1:6], state.weighted)
-    numbers = torch.stack([x.double() for x in (*amounts, *more)])
+    amounts = {
+        "total": state.total,
+        "weight": state.weight,
+        "microbatches": state.microbatches,
+        "skipped": state.skipped,
+        "nonfinite": state.nonfinite,
+        "weighted": state.weighted,
+    }
+    numbers = torch.stack([x.double() for x in (*amounts.values(), *more)])
     squares = state.squares.clone() if isinstance(state.squares, Tensor) else ()
     tensors = [*state.grads, *([squares] if isinstance(squares, Tensor) else [])]
     with torch.no_grad():
@@ -206,16 +213,17 @@ def begin_sum(
         with torch.no_grad():
             of_all, agreed = wait()
         sums = of_all[:, : len(amounts)].sum(0).unbind()
-        summed = [new.to(old.dtype, copy=True) for new, old in zip(sums, amounts, strict=True)]
+        pairs = zip(amounts.items(), sums, strict=True)
+        summed = {name: new.to(old.dtype, copy=True) for (name, old), new in pairs}
         if agreed is not None:
-            summed[0] = torch.where(agreed, summed[0], torch.nan)
-        return AccumState(state.grads, *summed)._replace(squares=squares), of_all[:, len(amounts) :]
+            summed["total"] = torch.where(agreed, summed["total"], torch.nan)
+        return state._replace(squares=squares, **summed), of_all[:, len(amounts) :]
 
     return finish
 
 
 def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
-    """Compare claims, and give a number of each rank; float64, (rank)."""
+    """Compare claims, and give the numbers of all ranks, a float64 vector."""
     numbers = torch.full((1,), number, dtype=torch.float64, device=claimed.few.device)
     with torch.no_grad():
         return sum_over_ranks_([], numbers, group, claimed)()[0][:, 0]
@@ -253,7 +261,7 @@ def check_group(group: Any) -> None:
 
 
 def gathered(mine: Tensor, group: Any) -> list[Tensor]:
-    """A tensor of every rank, of the same shape on all."""
+    """The tensors of all ranks, which have one shape."""
     of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with between_ranks():
         dist.all_gather(of_all, mine, group=group)

@@ -74,7 +74,7 @@ def test_a_first_scale_outside_its_bounds_is_refused() -> None:
 @KINDS
 @pytest.mark.parametrize("state", [None, torch.tensor(2.0), (2.0, 0, 1), {"scale": 2.0}])
 def test_what_is_no_state_of_a_loss_scale_is_refused(loss_scale: LossScale, state: Any) -> None:
-    words = (f"the state is a {type(state).__name__}", "expected the LossScaleState", "init")
+    words = (f"state is a {type(state).__name__}", "expects the LossScaleState", "init")
     for call in (
         lambda: loss_scale.scale(state, torch.ones(())),
         lambda: loss_scale.unscale(state, {"w": torch.ones(2)}),

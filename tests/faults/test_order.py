@@ -75,7 +75,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     scale = pa.dynamic_loss_scale()
     yield (
         "loss scale",
-        Case(scale.update, (scale.init(), torch.tensor(True)), "the state is a object"),
+        Case(scale.update, (scale.init(), torch.tensor(True)), "state is a object"),
     )
     yield "check", Case(check_accumulation, (squares, PARAMS, BATCH), "loss_fn is of type object")
 
