@@ -34,7 +34,7 @@ def without_aliases(nodes: list[fx.Node], root: nn.Module) -> dict[fx.Node, Writ
     for node in nodes:
         memory[node] = {node}
         target = _target(node, root)
-        if _is_size(node, sizes) or target in sizes:  # n += 1 makes another number
+        if _is_size(node, sizes) or target in sizes:  # n += 1 writes to nothing
             sizes.add(node)
             continue
         if target is not None:
@@ -51,7 +51,7 @@ def without_aliases(nodes: list[fx.Node], root: nn.Module) -> dict[fx.Node, Writ
             sources = [target]
         elif is_given(node) or _is_new(node, root):
             continue
-        else:
+        else:  # perhaps a view of any of them
             sources = [n for n in node.all_input_nodes if n.op != "placeholder" and n not in sizes]
         for group in [memory[n] for n in sources]:
             group |= memory[node]

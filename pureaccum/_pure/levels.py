@@ -114,7 +114,7 @@ def cut_graph(root: nn.Module, graph: fx.Graph) -> CutGraph:
                     f"{norm.place} is given what does not depend on the batch; expected values of "
                     "its rows, or no running statistics."
                 )
-    last = level[output] = max(0, *level.values())
+    last = level[output] = max(0, *level.values())  # all that it is made of is handed on to there
     whole.repeated.update(_repeated(whole))
     end = fx.Graph()
     ends = {n: end.placeholder(n.name) for n in output.all_input_nodes}
@@ -180,7 +180,7 @@ class _Between(nn.Module):
 def _level(whole: _Graph, here: int, last: int) -> Level:
     level, made = whole.level, fx.Graph()
     gives = [n for n in whole.nodes if level[n] == here and _is_handed_on(whole, n)]
-    if here == last:
+    if here == last:  # what the output is made of, but for what is at hand by then
         outputs = whole.nodes[-1].all_input_nodes
         gives = [n for n in outputs if not (is_input(n) or _is_handed_on(whole, n))]
     pools = {n: norm for n, norm in whole.norms.items() if norm.level == here}
@@ -198,7 +198,7 @@ def _level(whole: _Graph, here: int, last: int) -> Level:
 
     def norm(node: fx.Node) -> fx.Node:
         call = batch_norm_call(node.args, node.kwargs)
-        affine: Any = None, None  # known outside: a part of the scaling
+        affine: Any = None, None  # the layer's own is a part of the scaling
         if whole.norms[node].affine is None:
             affine = fx.map_arg((call["weight"], call["bias"]), copy_of)
         its = copy_of(call["input"]), scaling[node], *affine, call["eps"]
@@ -250,9 +250,10 @@ def _wanted(whole: _Graph, here: int, ends: list[fx.Node]) -> list[fx.Node]:
 
 
 def _is_handed_on(whole: _Graph, node: fx.Node) -> bool:
+    """Whether later levels take a node, since they neither are given it nor compute it again."""
     here = whole.level[node]
-    given = is_given(node) or node in whole.repeated or here == CONSTANT
-    return not given and any(whole.level[user] > here for user in node.users)
+    at_hand = is_given(node) or node in whole.repeated or here == CONSTANT
+    return not at_hand and any(whole.level[user] > here for user in node.users)
 
 
 def _input_of(norm: fx.Node) -> fx.Node:
@@ -260,7 +261,7 @@ def _input_of(norm: fx.Node) -> fx.Node:
 
 
 def _is_unseen(whole: _Graph, write: fx.Node) -> bool:
-    """Whether a level may write to the tensor itself, since all that could see it is its own."""
+    """Whether a level may write to the tensor itself: only its own nodes could see it."""
     here = whole.level[write]
     return all(
         whole.level[n] == here != CONSTANT
