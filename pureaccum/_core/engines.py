@@ -39,12 +39,12 @@ class Wrt(NamedTuple):
     large: list[int]  # the leaves whose gradients are added one by one
     records: bool | None  # the grad mode of the forward pass; None under a transform: the caller's
     recomputes: set[bool]  # what is known of the loss: see called_modules.py
+    layouts: Layouts | None = None  # where the gradients of DTensors are summed
     devices: frozenset[torch.device] = frozenset()
     unit: float | None = None  # the sums of a window are multiples of this: see weights.py
     cotangents: dict[float, Tensor] | None = None
     scale: Tensor | None = None  # a loss scale
     straight: bool = False  # autograd itself may add to the sums
-    layouts: Layouts | None = None  # where the gradients of DTensors are summed
 
     def at(self, i: int) -> Layout | None:
         """Where the gradient of a leaf is summed, if it is a DTensor."""
@@ -56,7 +56,7 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
     if transform_active():
         refuse_sharded([innermost(x) for x in leaves], "params", _TRANSFORMS)
         if engine == "func":
-            return Wrt(leaves, [], None, recomputes)
+            return Wrt(leaves=leaves, large=[], records=None, recomputes=recomputes)
         raise RuntimeError(
             "engine='autograd' cannot run under a torch.func transform or torch.compile; "
             "engine='func', the default, can."
@@ -64,18 +64,22 @@ def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
     layouts = sum_layouts(leaves)
     parts = leaves if layouts is None else [local(leaf) for leaf in leaves]
     large = [i for i, part in enumerate(parts) if part.nbytes >= LARGE]
-    leaves = without_history(leaves)
+    wrt = Wrt(
+        leaves=without_history(leaves),
+        large=large,
+        records=True,
+        recomputes=recomputes,
+        layouts=layouts,
+    )
     if engine == "autograd":
-        devices = frozenset(leaf.device for leaf in leaves)
         # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
-        leaves = [x.clone() if x.is_inference() else x for x in leaves]
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        return Wrt(leaves, large, True, recomputes, devices, layouts=layouts)
+        leaves = [x.clone() if x.is_inference() else x for x in wrt.leaves]
+        devices = frozenset(leaf.device for leaf in leaves)
+        return wrt._replace(leaves=[leaf.requires_grad_() for leaf in leaves], devices=devices)
     # Detached leaves record nothing below torch.func's own level, but tensors that the loss
     # captured may: hence no_grad. Not on a CPU, where the kernel of LSTM asks for the grad mode
     # down there, and without it saves nothing for its backward pass.
-    records = leaves[0].device.type == "cpu"
-    return Wrt(leaves, large, records, recomputes, layouts=layouts)
+    return wrt._replace(records=leaves[0].device.type == "cpu")
 
 
 _TRANSFORMS = "torch.func's transforms do not see through them: call this outside of any."

@@ -94,8 +94,9 @@ def _is_size(node: fx.Node, sizes: set[fx.Node]) -> bool:
     name = node.args[1] if node.target is getattr else name_of(node)
     if node.op in ("call_function", "call_method") and name in _SIZES:
         return True
-    its = node.all_input_nodes
-    return node.op == "call_function" and bool(its) and sizes.issuperset(its)
+    its, by = node.all_input_nodes, getattr(node.target, "__module__", None)
+    arithmetic = node.op == "call_function" and by in ("_operator", "math", "builtins")
+    return arithmetic and bool(its) and sizes.issuperset(its)  # torch.zeros(size) is a tensor
 
 
 def _is_new(node: fx.Node, root: nn.Module) -> bool:

@@ -119,7 +119,8 @@ class WholeBatch:
         if changed(self.places.kept):
             raise what_changed(self.places)
         attributes, networks = self.known
-        hooks = (table for it in networks.values() if it is not None for table in it.hooks)
+        # A list: another thread may add a network meanwhile.
+        hooks = (table for it in [*networks.values()] if it is not None for table in it.hooks)
         if not attributes.dicts or changed(attributes) or any(hooks):
             self.known = contents_of([vars(part) for part in self.places.modules]), {}
         return self.known[1]

@@ -328,6 +328,33 @@ def test_sizes_may_depend_on_the_number_of_rows():
     check(resnets.Reshaping().double(), X4, [4, 3, (3, 7, 1)])
 
 
+class Scratch(nn.Module):
+    """Makes tensors of sizes alone, above a BatchNorm, and writes to them below it."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make, self.norm, self.last = make, nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.make(x)
+        y = self.norm(x)
+        held.add_(y)
+        return self.last(held)
+
+
+SCRATCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: torch.zeros(x.shape, dtype=x.dtype),
+    "zeros and one": lambda x: torch.zeros(x.shape, dtype=x.dtype) + 1,
+    "full": lambda x: torch.full((x.size(0), x.size(1)), 2.0, dtype=torch.float64),
+    "arange": lambda x: torch.arange(x.shape[1], dtype=x.dtype).expand(x.shape).contiguous(),
+}
+
+
+@pytest.mark.parametrize("make", SCRATCH.values(), ids=SCRATCH)
+def test_what_is_made_of_sizes_may_be_written_to(make: Any) -> None:
+    check(Scratch(make).double(), X, [1, 4, 11])
+
+
 def test_a_loss_may_weigh_rows_by_tokens():
     """A weight for each row, and no mean of the rows."""
     module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.GELU(), nn.Linear(5, 1)).double()
