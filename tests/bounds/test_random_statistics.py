@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pureaccum import _random
+from pureaccum._pure import keys as random_keys
 from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 
 
@@ -153,13 +153,13 @@ def test_one_flipped_bit_flips_half_of_the_block() -> None:
     keys, words = drawn.split(2, -1)
     keys = keys << 8 | keys >> 16  # … spread over 32
     counters = words[:, 0] << 40 ^ words[:, 1] << 8 ^ words[:, 0] >> 16
-    plain = _random._threefry(keys, counters)
+    plain = random_keys._threefry(keys, counters)
     for place in range(64):
         flip = torch.zeros(2, dtype=torch.int64)
         flip[place // 32] = 1 << place % 32
         for other in (
-            _random._threefry(keys ^ flip, counters),
-            _random._threefry(keys, counters ^ (-(2**63) if place == 63 else 1 << place)),
+            random_keys._threefry(keys ^ flip, counters),
+            random_keys._threefry(keys, counters ^ (-(2**63) if place == 63 else 1 << place)),
         ):
             flips = bits((plain ^ other).long(), 32).double()
             assert_fair(flips.mean(0), n)

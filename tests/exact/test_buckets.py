@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum import _buckets, distributed
+from pureaccum import distributed
 from pureaccum._base.agreement import Claim, agreement, claim
+from pureaccum.distributed import buckets
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.exact.given import every_kind_of_leaf
 from tests.ranks import in_step, on_ranks
@@ -29,13 +30,13 @@ def claimed() -> Claim:
 
 @on_ranks(3)
 @in_step()
-@given(numbers=st.lists(bits, min_size=1, max_size=_buckets.NUMBERS), origin=st.integers(0, 2))
+@given(numbers=st.lists(bits, min_size=1, max_size=buckets.RANK_NUMBERS), origin=st.integers(0, 2))
 @example(numbers=[-0.0, 0.0, math.inf, -math.inf, 5e-324, 2.0**53 + 2], origin=1)
 def test_numbers_travel_to_the_bit(rank, world, numbers, origin):
     """Through a sum with the zeros of other ranks."""
     given_ = torch.tensor(numbers, dtype=torch.float64)
     mine = given_ if rank == origin else -given_
-    came, _ = _buckets.sum_over_ranks_([], mine, None, claimed())()
+    came, _ = buckets.sum_over_ranks_([], mine, None, claimed())()
     for r in range(world):
         want = given_ if r == origin else -given_
         same = came[r].view(torch.int64) == want.view(torch.int64)
@@ -72,9 +73,9 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
     looks = [(x.stride(), x.dtype, x.data_ptr()) for x in kept]
     of_all = [some_tensors(seed, r) for r in range(world)]
     want = [sum(others[i] for others in of_all) for i in order[:keep]]
-    _buckets.CAP = cap
+    buckets.CAP = cap
     numbers = torch.tensor([rank + 0.5, -rank], dtype=torch.float64)
-    came, _ = _buckets.sum_over_ranks_(kept, numbers, None, claimed(), ahead=ahead)()
+    came, _ = buckets.sum_over_ranks_(kept, numbers, None, claimed(), ahead=ahead)()
     assert came.tolist() == [[r + 0.5, -r] for r in range(world)]
     assert_trees_bitwise_equal(kept, want)
     assert [(x.stride(), x.dtype, x.data_ptr()) for x in kept] == looks

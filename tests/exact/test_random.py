@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pureaccum import _random
+from pureaccum._pure import keys as random_keys
 from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions
@@ -55,7 +55,7 @@ def threefry(key: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
 def block(words: tuple[int, int], counter: tuple[int, int]) -> tuple[int, int]:
     signed = counter[0] - 2**32 * (counter[0] >> 31)
     counters = torch.tensor(signed * 2**32 + counter[1])
-    a, b = (_random._threefry(torch.tensor(words), counters).long() & WORD).tolist()
+    a, b = (random_keys._threefry(torch.tensor(words), counters).long() & WORD).tolist()
     return a, b
 
 
@@ -128,7 +128,7 @@ def test_the_largest_and_the_smallest_numbers(monkeypatch: pytest.MonkeyPatch) -
     """As if a block were all zeros or all ones: below 1, and finite."""
     for word in (0, -1):
         monkeypatch.setattr(
-            _random, "_threefry", lambda k, c, w=word: torch.full((*c.shape, 2), w).int()
+            random_keys, "_threefry", lambda k, c, w=word: torch.full((*c.shape, 2), w).int()
         )
         for dtype, bits in DTYPES.items():
             expected = 1 - 2.0**-bits if word else 0.0
@@ -177,7 +177,7 @@ def test_pieces_do_not_show(seed: int, rows: int, count: int, piece: int) -> Non
     keys = fold_in(key(seed), torch.arange(rows))
     whole = [draw(keys, (count,), dtype) for draw in (uniform, normal) for dtype in DTYPES]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_random, "PIECE", piece)
+        patch.setattr(random_keys, "PIECE", piece)
         cut = [draw(keys, (count,), dtype) for draw in (uniform, normal) for dtype in DTYPES]
     assert_trees_bitwise_equal(cut, whole)
 

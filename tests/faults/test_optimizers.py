@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import pureaccum as pa
-from pureaccum import _update
+from pureaccum._optim import update
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import refused, saying
 from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal, unread
@@ -340,7 +340,7 @@ def test_an_error_in_the_middle_of_the_leaves(
     make: Any, flag: Any, donate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's kernels know no float8. Nobody can take parameters of two steps for those of one."""
-    monkeypatch.setattr(_update, "GROUP", 1)
+    monkeypatch.setattr(update, "GROUP", 1)
     opt, params = make(), {"a": torch.ones(3), "b": torch.ones(3).to(torch.float8_e4m3fn)}
     state, grads = opt.init(params), {"a": torch.ones(3), "b": torch.ones(3)}
     with unchanged(*(() if donate else (params, state)), grads), pytest.raises(RuntimeError):

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum import _agreement
-from pureaccum._base.agreement import agreement, claim, compare, settings_of
+from pureaccum._base.agreement import (
+    NOT_READ,
+    _mixed,
+    agreement,
+    claim,
+    compare,
+    differences,
+    settings_of,
+)
 from tests.states import STATES
 
 
@@ -60,9 +67,9 @@ def test_small_leaves_are_seen_at_every_call(name, data):
     other = [*leaves]
     other[at] = leaves[at] * 2 + 1 if leaves[at].dtype != torch.bool else ~leaves[at]
     one, two = (claimed(optree.tree_unflatten(spec, some), whole=False) for some in (leaves, other))
-    assert one.bits == two.bits == _agreement.NOT_READ
+    assert one.bits == two.bits == NOT_READ
     assert one.few != two.few
-    mixed = partial(_agreement._mixed, device=HERE)
+    mixed = partial(_mixed, device=HERE)
     few, changed = ([some[i] for i in small] for some in (leaves, other))
     assert mixed(few) != mixed(changed)
     assert mixed(few) == mixed([x.clone() for x in few])
@@ -72,9 +79,7 @@ def test_small_leaves_are_seen_at_every_call(name, data):
 @given(numbers=st.lists(st.integers(0, 9), min_size=2, max_size=6), data=st.data())
 def test_the_order_of_numbers_counts_on_a_device(numbers, data):
     other = data.draw(st.permutations(numbers))
-    one, two = (
-        _agreement._mixed([torch.tensor(n) for n in some], HERE) for some in (numbers, other)
-    )
+    one, two = (_mixed([torch.tensor(n) for n in some], HERE) for some in (numbers, other))
     assert (one == two) == (numbers == other)
 
 
@@ -82,18 +87,17 @@ def test_all_is_read_at_the_first_call_and_more_and_more_seldom():
     agreed = agreement({})
     state = trees["first"]
     read = [
-        claim(agreed, "here", {}, {"state": state}, HERE, "").bits != _agreement.NOT_READ
-        for _ in range(20)
+        claim(agreed, "here", {}, {"state": state}, HERE, "").bits != NOT_READ for _ in range(20)
     ]
     assert [i for i, it in zip(count(1), read, strict=False) if it] == [1, 2, 4, 8, 16]
     agreed = agreement({})
     far = torch.device("meta")  # no numbers to wait for
     claims = [claim(agreed, "here", {}, {"state": state}, far, "") for _ in range(20)]
     assert [i for i, it in zip(count(1), claims, strict=False) if it.look] == [1, 2, 4, 8, 16]
-    assert [it.bits != _agreement.NOT_READ for it in claims] == [True] + [False] * 19
+    assert [it.bits != NOT_READ for it in claims] == [True] + [False] * 19
     other = trees["trained"]._replace(params=torch.ones(3))
     new = claim(agreed, "here", {}, {"state": other}, HERE, "")
-    assert new.bits != _agreement.NOT_READ  # of another structure
+    assert new.bits != NOT_READ  # of another structure
 
 
 def test_what_nobody_looks_at_is_compared_on_the_device():
@@ -103,7 +107,7 @@ def test_what_nobody_looks_at_is_compared_on_the_device():
     assert compare(one, of_all, None) is None
     assert compare(unseen, of_all, None)
     assert not compare(unseen, torch.stack([one.numbers(), other.numbers()]), None)
-    seldom = one._replace(bits=_agreement.NOT_READ)  # another rank need not have read all
+    seldom = one._replace(bits=NOT_READ)  # another rank need not have read all
     assert compare(one, torch.stack([one.numbers(), seldom.numbers()]), None) is None
 
 
@@ -171,7 +175,7 @@ def test_a_user_s_optimizer_counts_by_its_name():
 
 def test_ranks_that_differ_are_named():
     tables = ({"lr": "0.1"}, {"lr": "0.2"}, {"lr": "0.1"}, {"lr": "0.1", "new": "1"})
-    assert _agreement.differences(tables) == [
+    assert differences(tables) == [
         "lr is 0.1 on ranks 0, 2, 3 and 0.2 on rank 1",
         "new is absent on ranks 0, 1, 2 and 1 on rank 3",
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pureaccum as pa
-from pureaccum import _update
+from pureaccum._optim import update
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.optimizers import COMBINATIONS
 
@@ -112,7 +112,7 @@ def test_a_step_not_applied_changes_no_bit(
 def test_donated_leaves_are_stepped_in_groups_and_no_bit_is_another(
     name: str, applied: bool, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_update, "GROUP", group)
+    monkeypatch.setattr(update, "GROUP", group)
     optimizer, flag, found = MAKE[name](1e-2, False), torch.full((), applied, device="cuda"), []
     for donate in (False, True):
         params, _ = given()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from pureaccum import _torch
+from pureaccum._base import torch_internals
 
 
 def test_the_wrappers_of_transforms_come_off() -> None:
@@ -17,12 +17,12 @@ def test_the_wrappers_of_transforms_come_off() -> None:
     x = torch.ones(2, 3)
 
     def look(row: torch.Tensor) -> torch.Tensor:
-        before = _torch.version(_torch.innermost(row))
+        before = torch_internals.version(torch_internals.innermost(row))
         row.detach().mul_(1)
         assert before is not None
-        assert _torch.version(_torch.innermost(row)) == before + 1
-        assert _torch.innermost(row).data_ptr() == x.data_ptr()
-        seen.append(_torch.levels(row))
+        assert torch_internals.version(torch_internals.innermost(row)) == before + 1
+        assert torch_internals.innermost(row).data_ptr() == x.data_ptr()
+        seen.append(torch_internals.levels(row))
         return row.sum()
 
     seen: list[set[int]] = []
@@ -57,7 +57,7 @@ def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
     x = torch.tensor(3.0)
     with pytest.raises(RuntimeError):
         torch.func.jvp(Square.apply, (x,), (x,))
-    Square.forward_ad = staticmethod(_torch.forward_ad)
+    Square.forward_ad = staticmethod(torch_internals.forward_ad)
     assert torch.func.jvp(Square.apply, (x,), (torch.ones(()),))[1] == 6.0
 
 
@@ -65,11 +65,14 @@ def test_what_autograd_records_has_a_number() -> None:
     """Made before or after, in this thread."""
     w = torch.ones((), requires_grad=True)
     before = w * 2
-    begun = _torch.sequence_number()
+    begun = torch_internals.sequence_number()
     after = w * 2
-    assert _torch.recorded_at(w) == -1
+    assert torch_internals.recorded_at(w) == -1
     assert (
-        _torch.recorded_at(before) < begun <= _torch.recorded_at(after) < _torch.sequence_number()
+        torch_internals.recorded_at(before)
+        < begun
+        <= torch_internals.recorded_at(after)
+        < torch_internals.sequence_number()
     )
 
 
@@ -79,9 +82,12 @@ def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
 
     def look(x: Tensor) -> Tensor:
         def inside(y: Tensor) -> Tensor:
-            seen["outer"], seen["inner"] = _torch.followed(x, 1), _torch.followed(y, 1)
-            seen["detached"] = _torch.followed(x.detach(), 1)
-            seen["levels"] = _torch.levels(y)
+            seen["outer"], seen["inner"] = (
+                torch_internals.followed(x, 1),
+                torch_internals.followed(y, 1),
+            )
+            seen["detached"] = torch_internals.followed(x.detach(), 1)
+            seen["levels"] = torch_internals.levels(y)
             return (x * y).sum()
 
         return grad(inside)(torch.ones(2)).sum()
@@ -95,15 +101,15 @@ def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
     assert seen["outer"] == (True, False)
     vmap(look)(torch.ones(3, 2))
     assert seen["outer"] == (True, False)
-    assert _torch.followed(torch.ones(2), 0) == (False, False)
-    assert _torch.followed(torch.ones(2, requires_grad=True), 0) == (True, False)
+    assert torch_internals.followed(torch.ones(2), 0) == (False, False)
+    assert torch_internals.followed(torch.ones(2, requires_grad=True), 0) == (True, False)
 
 
 def test_whether_anything_differentiates_is_seen() -> None:
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(_torch.differentiating())
+        seen.append(torch_internals.differentiating())
         return x.sum()
 
     vmap(look)(torch.ones(2, 2))
@@ -126,6 +132,6 @@ def test_what_is_done_unnoticed_goes_by_no_mode() -> None:
     x = torch.ones(2)
     with Mode():
         x.add(1)
-        with _torch.unnoticed():
+        with torch_internals.unnoticed():
             x.sub(1)
     assert seen == ["add"]

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from pureaccum import _torch
+from pureaccum._base import torch_internals
 
 
 def test_a_transform_is_seen_at_every_level() -> None:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.transform_active())
+        seen.append(torch_internals.transform_active())
         return (x * x).sum()
 
     x = torch.ones(2)
@@ -37,14 +37,16 @@ def test_a_transform_is_seen_at_every_level() -> None:
 def test_compilation_is_seen() -> None:
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda x: x + 1 if _torch.transform_active() else x - 1, backend="eager", fullgraph=True
+        lambda x: x + 1 if torch_internals.transform_active() else x - 1,
+        backend="eager",
+        fullgraph=True,
     )
     assert compiled(torch.zeros(())) == 1
 
 
 def test_foreach_add_adds_in_place_and_widens() -> None:
     sums = [torch.ones(2), torch.ones(3)]
-    _torch.foreach_add_(sums, [torch.ones(2).bfloat16(), torch.ones(3)], alpha=3.0)
+    torch_internals.foreach_add_(sums, [torch.ones(2).bfloat16(), torch.ones(3)], alpha=3.0)
     assert torch.equal(sums[0], torch.full((2,), 4.0))
     assert torch.equal(sums[1], torch.full((3,), 4.0))
 
@@ -53,21 +55,21 @@ def test_foreach_add_takes_no_lists_that_are_empty() -> None:
     """Why ours asks first."""
     with pytest.raises(RuntimeError, match="at least one tensor"):
         torch._foreach_add_([], [])
-    _torch.foreach_add_([], [])
+    torch_internals.foreach_add_([], [])
 
 
 def test_foreach_add_takes_a_sparse_term() -> None:
     rows = torch.tensor([[1, 1]])
     term = torch.sparse_coo_tensor(rows, torch.ones(2, 3), (4, 3), check_invariants=True)
     total = torch.zeros(4, 3)
-    _torch.foreach_add_([total], [term], alpha=2.0)
+    torch_internals.foreach_add_([total], [term], alpha=2.0)
     assert torch.equal(total, 2 * term.to_dense())
 
 
 def test_modules_keep_their_tensors_where_we_look() -> None:
     norm = nn.BatchNorm1d(2)
     root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(norm, norm), nn.LSTM(2, 2), nn.ReLU())
-    places = {(module, name) for module, _, name in _torch.tensor_places(root)}
+    places = {(module, name) for module, _, name in torch_internals.tensor_places(root)}
     linear, lstm = root[0], root[2]
     assert places == {
         (linear, "_parameters"),
@@ -75,7 +77,7 @@ def test_modules_keep_their_tensors_where_we_look() -> None:
         (norm, "_buffers"),
         (lstm, "_parameters"),
     }
-    for module, attributes, name in _torch.tensor_places(root):
+    for module, attributes, name in torch_internals.tensor_places(root):
         assert attributes[name] is getattr(module, name)
     assert dict(linear._parameters) == {"weight": linear.weight, "bias": linear.bias}
     assert dict(norm._buffers) == dict(norm.named_buffers())
@@ -112,7 +114,11 @@ def test_versions_count_writes_but_not_those_in_inference_mode() -> None:
     x = torch.zeros(2)
     with torch.inference_mode():
         unseen = torch.zeros(2)
-    assert (_torch.version(x), _torch.version(x.add_(1)), _torch.version(unseen)) == (0, 1, None)
+    assert (
+        torch_internals.version(x),
+        torch_internals.version(x.add_(1)),
+        torch_internals.version(unseen),
+    ) == (0, 1, None)
 
 
 def test_hooks_on_tensors_are_seen_of_both_kinds() -> None:
@@ -120,29 +126,29 @@ def test_hooks_on_tensors_are_seen_of_both_kinds() -> None:
         pass
 
     x = torch.zeros(2, requires_grad=True)
-    assert _torch.tensor_hooks(x) == [[], []]
+    assert torch_internals.tensor_hooks(x) == [[], []]
     before, after = x.register_hook(hook), x.register_post_accumulate_grad_hook(hook)
-    assert _torch.tensor_hooks(x) == [[hook], [hook]]
+    assert torch_internals.tensor_hooks(x) == [[hook], [hook]]
     before.remove()
     after.remove()
-    assert _torch.tensor_hooks(x) == [[], []]
+    assert torch_internals.tensor_hooks(x) == [[], []]
 
 
 def test_hooks_of_all_modules_are_seen_of_every_kind() -> None:
     def hook(*_: object) -> None:
         pass
 
-    before = _torch.hooks_of_all_modules()
+    before = torch_internals.hooks_of_all_modules()
     known = vars(nn.modules.module).items()
     registers = {name: f for name, f in known if name.startswith("register_module_")}
     del registers["register_module_backward_hook"]  # goes with no full one, and has its place
     assert len(registers) >= 7
     for register in registers.values():
         handle = register(hook)
-        seen = _torch.hooks_of_all_modules()
+        seen = torch_internals.hooks_of_all_modules()
         assert [hook] in [hooks for name, hooks in seen.items() if hooks != before.get(name)]
         handle.remove()
-        assert _torch.hooks_of_all_modules() == before
+        assert torch_internals.hooks_of_all_modules() == before
 
 
 def test_functional_call_leaves_no_more_behind_than_flat_weights() -> None:
@@ -150,17 +156,17 @@ def test_functional_call_leaves_no_more_behind_than_flat_weights() -> None:
     lstm = nn.LSTM(2, 2)
     other = {name: torch.ones_like(p) for name, p in lstm.named_parameters()}
     lstm(torch.zeros(1, 2))
-    whole, ours = dict(vars(lstm)), _torch.module_vars(lstm)
+    whole, ours = dict(vars(lstm)), torch_internals.module_vars(lstm)
     torch.func.functional_call(lstm, other, (torch.zeros(1, 2),))
     assert all(vars(lstm)[name] is held for name, held in ours.items())
     assert {name for name in whole if name not in ours} >= {"_flat_weights", "_flat_weights_names"}
 
 
 def test_whether_saved_tensors_hooks_are_allowed_is_seen() -> None:
-    assert _torch.saved_tensors_hooks_allowed()
+    assert torch_internals.saved_tensors_hooks_allowed()
     with torch.autograd.graph.disable_saved_tensors_hooks("no"):
-        assert not _torch.saved_tensors_hooks_allowed()
-    assert _torch.saved_tensors_hooks_allowed()
+        assert not torch_internals.saved_tensors_hooks_allowed()
+    assert torch_internals.saved_tensors_hooks_allowed()
 
 
 # The compiler -----------------------------------------------------------------------------
@@ -175,7 +181,7 @@ def test_scan_is_a_loop_in_a_graph() -> None:
         return (total + grad, count + 1), [grad.sum()]
 
     def run(x: torch.Tensor) -> Any:
-        return _torch.scan(body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x])
+        return torch_internals.scan(body, (torch.zeros(2), torch.zeros((), dtype=torch.int64)), [x])
 
     x = torch.arange(6.0).reshape(3, 2)
     torch.compiler.reset()
@@ -200,18 +206,18 @@ def test_functions_of_one_def_have_limits_of_their_own() -> None:
     def add(number: float) -> Any:
         return lambda x: x + number
 
-    functions = [_torch.compile_anew(add(i), True, counting(graphs)) for i in range(10)]
+    functions = [torch_internals.compile_anew(add(i), True, counting(graphs)) for i in range(10)]
     assert [f(torch.zeros(1)).item() for f in functions] == list(range(10))
     assert len(graphs) == 10
 
 
 def test_one_graph_takes_any_number_of_rows_if_it_is_told_to() -> None:
     graphs: list[Any] = []
-    function = _torch.compile_anew(lambda x: x.sum(0), False, counting(graphs))
+    function = torch_internals.compile_anew(lambda x: x.sum(0), False, counting(graphs))
     for rows in (5, 3, 9):
-        assert function(_torch.let_vary(torch.ones(rows, 2))).tolist() == [rows, rows]
+        assert function(torch_internals.let_vary(torch.ones(rows, 2))).tolist() == [rows, rows]
     assert len(graphs) == 1
-    fixed = _torch.compile_anew(lambda x: x.sum(0), False, counting(graphs))
+    fixed = torch_internals.compile_anew(lambda x: x.sum(0), False, counting(graphs))
     for rows in (5, 3):
         fixed(torch.ones(rows, 2))
     assert len(graphs) == 3
@@ -236,25 +242,27 @@ def test_errors_of_the_compiler_are_told_from_others() -> None:
 
     x = torch.ones(2)
     with pytest.raises(Exception, match=r"[Dd]ata-dependent") as caught:
-        _torch.compile_anew(branches, False, {"backend": "eager"})(x)
-    assert _torch.is_compiler_error(caught.value)
-    last = _torch.compiler_stack(caught.value)[-1]
+        torch_internals.compile_anew(branches, False, {"backend": "eager"})(x)
+    assert torch_internals.is_compiler_error(caught.value)
+    last = torch_internals.compiler_stack(caught.value)[-1]
     assert (last.filename, last.line) == (__file__, "if x.sum() > 0:")
     with pytest.raises(Exception, match="while it is compiled") as caught:
-        _torch.compile_anew(lambda x: x + 1, False, {"backend": no_backend})(x)
-    assert _torch.is_compiler_error(caught.value)
+        torch_internals.compile_anew(lambda x: x + 1, False, {"backend": no_backend})(x)
+    assert torch_internals.is_compiler_error(caught.value)
     with pytest.raises(RuntimeError, match="while it runs") as caught:
-        _torch.compile_anew(lambda x: x + 2, False, {"backend": raising})(x)
-    assert not _torch.is_compiler_error(caught.value)
-    assert _torch.compiler_stack(caught.value) == []
-    function = _torch.compile_anew(lambda x, y: x if y else -x, False, {"backend": "eager"})
+        torch_internals.compile_anew(lambda x: x + 2, False, {"backend": raising})(x)
+    assert not torch_internals.is_compiler_error(caught.value)
+    assert torch_internals.compiler_stack(caught.value) == []
+    function = torch_internals.compile_anew(
+        lambda x, y: x if y else -x, False, {"backend": "eager"}
+    )
     function(x, True)
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.raises(Exception, match="fullgraph=True") as caught,
     ):
         function(x, None)
-    assert _torch.is_compiler_error(caught.value)
+    assert torch_internals.is_compiler_error(caught.value)
     assert "recompile" in type(caught.value).__name__.lower()  # what explain.py looks for
 
 
@@ -263,20 +271,20 @@ def test_guards_are_left_out_by_names_that_torch_gives_them(
 ) -> None:
     """Some are left out, and none that is about what the user holds."""
     seen: list[tuple[str, bool]] = []
-    real = _torch._worth_guarding
+    real = torch_internals._worth_guarding
 
     def spying(guards: Any) -> list[bool]:
         worth = real(guards)
         seen.extend(zip([guard.name for guard in guards], worth, strict=True))
         return worth
 
-    monkeypatch.setattr(_torch, "_worth_guarding", spying)
+    monkeypatch.setattr(torch_internals, "_worth_guarding", spying)
     module, held = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), {"number": 2.0}
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.relu(module(x)) * held["number"]
 
-    _torch.compile_anew(function, False, {"backend": "eager"})(torch.ones(1, 2))
+    torch_internals.compile_anew(function, False, {"backend": "eager"})(torch.ones(1, 2))
     names = {kept: [name for name, worth in seen if worth is kept] for kept in (True, False)}
     assert any("__import_torch" in name for name in names[False])
     assert any("held" in name or "['number']" in name for name in names[True])
@@ -305,13 +313,13 @@ def test_every_operation_is_seen_below_transforms_and_in_backward_passes() -> No
 
     def see(arguments: tuple[Any, ...], out: Any) -> None:
         assert type(out) is torch.Tensor
-        seen.append((_torch.in_backward(), len(arguments)))
+        seen.append((torch_internals.in_backward(), len(arguments)))
 
     x = torch.ones(3)
-    with _torch.seeing(see):
+    with torch_internals.seeing(see):
         torch.func.vmap(torch.func.grad(lambda x: x.sin()))(x)
     assert {backward for backward, _ in seen} == {False, True}
-    assert not _torch.in_backward()
+    assert not torch_internals.in_backward()
     count = len(seen)
     x.add(1)
     assert len(seen) == count
@@ -322,7 +330,7 @@ def test_what_is_imagined_holds_no_numbers() -> None:
     before = torch.get_rng_state()
     huge = torch.empty(2**30, 2**10, device="meta", dtype=torch.bool)
     captured = torch.ones(3)
-    with _torch.imagining() as (imagined, taken_for):
+    with torch_internals.imagining() as (imagined, taken_for):
         x = imagined(torch.ones(3, 2).T)
         assert (x.shape, x.stride(), x.device.type) == ((2, 3), (1, 2), "cpu")
         assert imagined(huge).device.type == "cpu"
@@ -341,11 +349,11 @@ def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:
     seen: dict[str, int] = {}
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        written = _torch.written_by(operation, args, kwargs)
+        written = torch_internals.written_by(operation, args, kwargs)
         seen[str(operation)] = len(written)
 
     x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
-    with _torch.seeing(before=before):
+    with torch_internals.seeing(before=before):
         x.add(1)
         x.add_(1)
         torch.add(x, 1, out=torch.empty(4, 3))
@@ -363,8 +371,10 @@ def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:
 def test_views_have_one_memory_and_others_have_not() -> None:
     x = torch.ones(4, 3)
     views = (x[1:], x.T, x.detach(), x.data, x.view(-1), torch.nn.Parameter(x))
-    assert {_torch.memory_of(y) for y in views} == {_torch.memory_of(x)}
-    assert _torch.memory_of(x.clone()) != _torch.memory_of(x)
-    assert _torch.memory_of(x.to_sparse()) is None
-    inside = torch.func.vmap(lambda y: y.sum() * (_torch.memory_of(y) == _torch.memory_of(x)))(x)
+    assert {torch_internals.memory_of(y) for y in views} == {torch_internals.memory_of(x)}
+    assert torch_internals.memory_of(x.clone()) != torch_internals.memory_of(x)
+    assert torch_internals.memory_of(x.to_sparse()) is None
+    inside = torch.func.vmap(
+        lambda y: y.sum() * (torch_internals.memory_of(y) == torch_internals.memory_of(x))
+    )(x)
     assert inside.eq(3).all()

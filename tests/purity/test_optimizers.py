@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pureaccum as pa
-from pureaccum import _update
 from pureaccum._core.auto_size import counting
+from pureaccum._optim import update
 from pureaccum._optim.kernels import Method, adam_method, sgd_method
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
@@ -266,15 +266,15 @@ def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
     columns = columns_of(name, switches, sizes, seed)
     grads = columns_of("sgd", {"momentum": False}, sizes, seed + 1)[0]
     count = torch.tensor(step)
-    stepped = _update.by_kernel(method, grads, clones(columns), count, rate, None, [], False)
+    stepped = update.by_kernel(method, grads, clones(columns), count, rate, None, [], False)
     cases = itertools.product((False, True), (False, True), (None, True, False))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_update, "GROUP", 96)
+        patch.setattr(update, "GROUP", 96)
         for foreach, donate, flag in cases:
             old, applied = clones(columns), None if flag is None else unread(torch.tensor(flag))
             given_up = leaves(old) if donate else []
             with unchanged(grads, () if donate else old):
-                new = _update.by_kernel(method, grads, old, count, rate, applied, given_up, foreach)
+                new = update.by_kernel(method, grads, old, count, rate, applied, given_up, foreach)
             new = optree.tree_map(lambda x: x.as_subclass(torch.Tensor), new)
             assert_trees_bitwise_equal(new, columns if flag is False else stepped)
 
@@ -289,8 +289,8 @@ def test_beside_a_donated_state_there_is_one_copy_of_a_group() -> None:
         given_up = clones(columns)
         given = method, grads, given_up, torch.tensor(2), rate, flag, leaves(given_up), foreach
         with pytest.MonkeyPatch.context() as patch, counting() as live:
-            patch.setattr(_update, "GROUP", count * 3 * leaf.nbytes)
-            _update.by_kernel(*given)
+            patch.setattr(update, "GROUP", count * 3 * leaf.nbytes)
+            update.by_kernel(*given)
         assert live.peak < (3 * count + own + 1) * leaf.nbytes
 
 
