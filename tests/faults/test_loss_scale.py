@@ -71,7 +71,7 @@ def test_a_first_scale_outside_its_bounds() -> None:
 @KINDS
 @pytest.mark.parametrize("state", [None, torch.tensor(2.0), (2.0, 0, 1), {"scale": 2.0}])
 def test_what_is_not_a_state(loss_scale: LossScale, state: Any) -> None:
-    words = (f"the state is a {type(state).__name__}", "expected the LossScaleState", "init")
+    words = (f"the state is a {type(state).__name__}", "expects the LossScaleState", "init")
     for call in (
         lambda: loss_scale.scale(state, torch.ones(())),
         lambda: loss_scale.unscale(state, {"w": torch.ones(2)}),
