@@ -18,12 +18,12 @@ from .bytes import rows_as_bytes as rows_as_bytes
 from .checks import LARGEST_INT as LARGEST_INT
 from .checks import as_float as as_float
 from .checks import check_argnums as check_argnums
-from .checks import check_at_least as check_at_least
 from .checks import check_choice as check_choice
 from .checks import check_disjoint as check_disjoint
 from .checks import check_dtype as check_dtype
 from .checks import check_fits as check_fits
 from .checks import check_int as check_int
+from .checks import check_number as check_number
 from .checks import check_state as check_state
 from .checks import outside_inference_mode as outside_inference_mode
 from .checks import positions as positions

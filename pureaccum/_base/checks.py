@@ -1,14 +1,15 @@
 """What callers hand in, checked before any work begins.
 
-An error names the leaf or the argument, what came, what was expected, and the likely cause.
+An error names the leaf or the argument, what came, what was expected, and the likely cause. What
+passes is returned, as what it stands for: an index as an int, any real number as a float.
 """
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
@@ -19,7 +20,60 @@ from .torch_internals import transform_active
 from .trees import Tree, check_same_structure, flatten, paths
 
 
+S = TypeVar("S")
 LARGEST_INT = 2**63 - 1  # that torch counts to: of rows, sizes and steps
+
+
+# Settings ------------------------------------------------------------------------------------
+
+
+def check_int(
+    value: Any, name: str, expected: str, least: int | None = None, most: int | None = None
+) -> int:
+    """The int that something is, or an error that says what was expected."""
+    if type(value) is int:
+        number = value
+    else:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+        if number is None or shape or isinstance(value, bool) or dtype == torch.bool:
+            came = f"{value!r}, a {type(value).__name__}"
+            if shape:
+                kind = "a tensor" if isinstance(value, Tensor) else "an array"
+                came = f"{kind} of shape {tuple(shape)}"
+            raise TypeError(f"{name} is {came}; expected {expected}.")
+    if (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{name} is {shown(number)}; expected {expected}.")
+    return number
+
+
+def check_number(
+    value: Any,
+    name: str,
+    expected: str = "a finite number of at least 0",
+    fits: Callable[[float], bool] = lambda number: 0 <= number < math.inf,
+) -> float:
+    """The float that a real number is, or an error that says what was expected."""
+    number = as_float(value)
+    if not isinstance(number, float):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
+    if not fits(number):
+        raise ValueError(f"{name} is {number!r}; expected {expected}.")
+    return number
+
+
+def as_float(value: Any) -> Any:
+    """Any real number as a float, or inf where none is so large; a bool and the rest as it is."""
+    if type(value) is float or isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    number: Any = value
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def shown(number: int) -> str:
@@ -28,15 +82,67 @@ def shown(number: int) -> str:
     return str(number) if bits <= 128 else f"an int of {bits} bits"
 
 
-def as_float(value: Any) -> Any:
-    """Any real number as a float, one that is too large for it as inf; the rest as it is."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return value
-    number: Any = value
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf
+def check_choice(value: str, choices: Sequence[str], name: str) -> None:
+    """Check that a word is one of a few."""
+    if value not in choices:
+        expected = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+
+
+def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that sums have at least: float32 where nothing was said."""
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(
+            f"dtype is {dtype}; expected torch.float32 or torch.float64: a sum in fewer bits stops "
+            "growing (4096 times 0.01 in bfloat16 is 4)."
+        )
+    return dtype or torch.float32
+
+
+# Arguments by their positions ----------------------------------------------------------------
+
+
+def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
+    """The positions that an int or a tuple of ints stands for, as a tuple."""
+    expected = "an int or a tuple of ints"
+    if not isinstance(argnums, tuple):
+        return (check_int(argnums, name, expected, -LARGEST_INT, LARGEST_INT),)
+    several = enumerate(cast("tuple[Any, ...]", argnums))
+    return tuple(
+        check_int(each, f"{name}[{i}]", expected, -LARGEST_INT, LARGEST_INT) for i, each in several
+    )
+
+
+def positions(
+    argnums: tuple[int, ...], count: int, name: str, *, missing: bool = False
+) -> tuple[int, ...]:
+    """The positions of some of ``count`` arguments, counted from the left.
+
+    A position that no argument has is an error; with ``missing`` it is left out.
+    """
+    if missing:
+        argnums = tuple(argnum for argnum in argnums if -count <= argnum < count)
+    for argnum in argnums:
+        if not -count <= argnum < count:
+            raise ValueError(
+                f"{name} names argument {argnum}, but the function got {count} positional "
+                "arguments. Batches are passed by position; a function without one takes "
+                "batch_argnums=()."
+            )
+    found = tuple(argnum % count for argnum in argnums)
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name}={argnums!r} names an argument twice; expected each once.")
+    return found
+
+
+def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> None:
+    """Check that no argument is both differentiated and cut."""
+    for both in sorted(set(argnums) & set(batch_argnums)):
+        raise ValueError(
+            f"argument {both} is named by argnums and by batch_argnums; what is differentiated is "
+            "the same for every microbatch, and what is cut is not. For gradients with respect to "
+            "the inputs use microbatch_size=None, or torch.func.vmap(torch.func.grad(...))."
+        )
 
 
 # Trees ---------------------------------------------------------------------------------------
@@ -83,15 +189,31 @@ def read_tensors(tree: Tree, root: str, cause: str) -> tuple[list[Tensor], optre
     return leaves, spec
 
 
+def check_state(
+    state: Any,
+    expected: type[S],
+    owner: str,
+    root: str = "state",
+    cause: str = "A state of another configuration? Arguments in another order?",
+) -> S:
+    """The state itself, or an error that says what its owner expects."""
+    if not isinstance(state, expected):
+        raise TypeError(
+            f"{root} is a {type(state).__name__}; {owner} expects the {expected.__name__} that "
+            f"its init or its last call returned. {cause}"
+        )
+    return state
+
+
 def check_fits(
-    leaves: list[Tensor],
+    leaves: Sequence[Tensor],
     spec: optree.PyTreeSpec,
     like: Sequence[Tensor],
     like_spec: optree.PyTreeSpec,
     names: tuple[str, str],
-    cause: str,
+    cause: str = "A state belongs to the params that it was made from by init.",
 ) -> None:
-    """Check that two trees have one structure and one shape a leaf, whatever their dtypes."""
+    """Check that two trees have one structure, and each leaf one shape, whatever their dtypes."""
     check_same_structure(like_spec, spec, names[1], names[0], cause)
     for i, (leaf, other) in enumerate(zip(leaves, like, strict=True)):
         if leaf.shape != other.shape:
@@ -104,109 +226,6 @@ def check_fits(
             raise ValueError(
                 f"{paths(spec, names[0])[i]} is {kind}; {names[1]} has {expected} there. {cause}"
             )
-
-
-# Arguments -----------------------------------------------------------------------------------
-
-
-def check_argnums(argnums: Any, name: str) -> tuple[int, ...]:
-    """One position or several, as a tuple."""
-    expected = "an int or a tuple of ints"
-    if not isinstance(argnums, tuple):
-        return (check_int(argnums, name, expected, -LARGEST_INT, LARGEST_INT),)
-    several = enumerate(cast("tuple[Any, ...]", argnums))
-    return tuple(
-        check_int(each, f"{name}[{i}]", expected, -LARGEST_INT, LARGEST_INT) for i, each in several
-    )
-
-
-def positions(
-    argnums: tuple[int, ...], count: int, name: str, *, missing: bool = False
-) -> tuple[int, ...]:
-    """The same positions counted from the left, once the number of arguments is known.
-
-    Those that are missing are an error, or are left out.
-    """
-    if missing:
-        argnums = tuple(argnum for argnum in argnums if -count <= argnum < count)
-    for argnum in argnums:
-        if not -count <= argnum < count:
-            raise ValueError(
-                f"{name} names argument {argnum}, but the function got {count} positional "
-                "arguments. Batches are passed by position; a function without one takes "
-                "batch_argnums=()."
-            )
-    found = tuple(argnum % count for argnum in argnums)
-    if len(set(found)) < len(found):
-        raise ValueError(f"{name}={argnums!r} names an argument twice; expected each once.")
-    return found
-
-
-def check_disjoint(argnums: tuple[int, ...], batch_argnums: tuple[int, ...]) -> None:
-    """Check that nothing is both differentiated and cut."""
-    for both in sorted(set(argnums) & set(batch_argnums)):
-        raise ValueError(
-            f"argument {both} is named by argnums and by batch_argnums; what is differentiated is "
-            "the same for every microbatch, and what is cut is not. For gradients with respect to "
-            "the inputs use microbatch_size=None, or torch.func.vmap(torch.func.grad(...))."
-        )
-
-
-def check_int(
-    value: Any, name: str, expected: str, least: int | None = None, most: int | None = None
-) -> int:
-    """The int that something is, or an error that says what was expected."""
-    if type(value) is int:
-        number = value
-    else:
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = None
-        shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
-        if number is None or shape or isinstance(value, bool) or dtype == torch.bool:
-            came = f"{value!r}, a {type(value).__name__}"
-            if shape:
-                kind = "a tensor" if isinstance(value, Tensor) else "an array"
-                came = f"{kind} of shape {tuple(shape)}"
-            raise TypeError(f"{name} is {came}; expected {expected}.")
-    if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"{name} is {shown(number)}; expected {expected}.")
-    return number
-
-
-def check_choice(value: str, choices: Sequence[str], name: str) -> None:
-    """Check that a word is one of a few."""
-    if value not in choices:
-        expected = " or ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} is {value!r}; expected {expected}.")
-
-
-def check_at_least(least: float, **numbers: float) -> None:
-    """Check settings by their names."""
-    for name, number in numbers.items():
-        if not isinstance(number, (int, float)) or not least <= number < float("inf"):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"{name} is {number!r}; expected a number of at least {least}.")
-
-
-def check_state(state: Any, expected: type, owner: str, root: str = "state") -> None:
-    """Check that a state is of the kind that its owner makes."""
-    if not isinstance(state, expected):
-        raise TypeError(
-            f"{root} is a {type(state).__name__}; {owner} expects the {expected.__name__} that "
-            "its init or its last call returned. A state of another configuration? Arguments in "
-            "another order?"
-        )
-
-
-def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The least dtype of a sum."""
-    if dtype not in (None, torch.float32, torch.float64):
-        raise ValueError(
-            f"dtype is {dtype}; expected torch.float32 or torch.float64: a sum in fewer bits stops "
-            "growing (4096 times 0.01 in bfloat16 is 4)."
-        )
-    return dtype or torch.float32
 
 
 # Contexts ------------------------------------------------------------------------------------
@@ -226,7 +245,7 @@ def refuse_autocast_cache(leaves: list[Tensor]) -> None:
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """In inference mode autograd records nothing, and says nothing."""
+    """Leave inference mode, in which autograd records nothing, and says nothing."""
     if transform_active() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)

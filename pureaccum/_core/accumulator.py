@@ -18,6 +18,7 @@ from .._base import (
     check_argnums,
     check_dtype,
     check_fits,
+    check_state,
     closed,
     flatten,
     hand_over,
@@ -220,12 +221,9 @@ def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
         )
 
 
-_FOREIGN = "A state belongs to the params that it was made from by init."
-
-
 def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) -> AccumState:
     """One state of two; ``names`` are what errors call their gradients."""
-    check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]), _FOREIGN)
+    check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]))
     check_squares(a, squares)
     check_squares(b, squares)
     return add(a, b)
@@ -233,12 +231,8 @@ def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) 
 
 def read_state(state: Any) -> AccumState:
     """The state itself, or an error that says what a state is."""
-    if not isinstance(state, AccumState):
-        raise TypeError(
-            f"the state is a {type(state).__name__}; expected the AccumState that init, update or "
-            "merge returned (with has_aux=True, update returns a pair (state, aux))."
-        )
-    return state
+    cause = "With has_aux=True, update returns a pair, (state, aux)."
+    return check_state(state, AccumState, "an accumulator", "the state", cause)
 
 
 # What a whole batch at hand shares with a stream ------------------------------------------
@@ -252,7 +246,7 @@ def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
 def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
     """Check that a state is an ``AccumState``, and belongs to these params."""
     sums, sums_spec = flatten(read_state(state).grads)
-    check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"), _FOREIGN)
+    check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"))
     check_squares(state, squares)
 
 

@@ -1,9 +1,9 @@
-"""What is made of several optimizers and gradient maps: a chain, or one for each kind of leaf.
+"""Optimizers that are made of others: a chain of gradient maps, and a partition of the leaves.
 
     chain:      for map in maps:
                     grads, state = map.update(grads, state)
                 params, state = optimizer.apply(grads, state, params)
-    partition:  each optimizer for the leaves with its label, over a flat dict from path to leaf
+    partition:  each optimizer steps the leaves of its label, a flat dict from path to leaf
 
 A gradient map is anything with ``init(params)`` and ``update(grads, state)``, as in optax; an
 optimizer is anything with ``init(params)`` and ``apply(grads, state, params)``.
@@ -20,8 +20,8 @@ from torch import Tensor
 from .._base import (
     Spoiled,
     Tree,
-    as_float,
     check_fits,
+    check_number,
     check_same_structure,
     flatten,
     global_norm,
@@ -35,18 +35,21 @@ from .._base import (
     unflatten,
     where,
 )
-from .update import Optimizer, Ready, both_sound, optimizer_of
+from .update import ONE_EACH, Optimizer, Ready, both_sound, optimizer_of
+
+
+# Gradient maps -------------------------------------------------------------------------------
 
 
 class GradientMap(NamedTuple):
-    """What changes gradients before an optimizer is given them.
+    """A map that changes gradients before an optimizer is given them.
 
     Attributes:
         init: ``init(params)`` gives the first state.
         update: ``update(grads, state, donate=False)`` gives ``(grads, state)``; with ``donate``
             grads are given up.
-        factor: ``factor(norm)`` gives what it multiplies gradients of a global norm by, where that
-            is all it does; else None.
+        factor: ``factor(norm)`` gives the number by which the map multiplies gradients of a global
+            norm, where it does nothing else; otherwise None.
     """
 
     init: Callable[[Tree], Any]
@@ -77,17 +80,15 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         `torch.nn.utils.clip_grad_norm_
         <https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html>`_
     """
-    max_norm = as_float(max_norm)
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"max_norm is {max_norm!r}; expected a number above zero.")
+    max_norm = check_number(max_norm, "max_norm", "a number above zero", lambda it: it > 0)
 
     def init(params: Tree) -> tuple[()]:
         """No state."""
         return ()
 
     def factor_of(norm: Tensor) -> Tensor:
+        """The number by which gradients of a norm are multiplied."""
         # torch's formula, small constant included: the same bits
-        """What gradients of a norm are multiplied by."""
         return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
@@ -102,8 +103,11 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
     return GradientMap(init, update, factor_of)
 
 
+# A chain -------------------------------------------------------------------------------------
+
+
 def chain(*parts: Any) -> Optimizer:
-    """Gradient maps, then an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
+    """Put gradient maps before an optimizer: ``chain(clip_by_global_norm(1.0), adamw(3e-4))``.
 
     The rule::
 
@@ -114,8 +118,8 @@ def chain(*parts: Any) -> Optimizer:
     A map's state is taken over only if the step is applied.
 
     Args:
-        parts: Gradient maps, ``init(params)`` and ``update(grads, state) -> (grads, state)``, and
-            last an optimizer.
+        parts: Gradient maps, which have ``init(params)`` and
+            ``update(grads, state) -> (grads, state)``, and last an optimizer.
 
     Returns:
         An optimizer whose state is the tuple of its parts' states.
@@ -148,7 +152,7 @@ def chain(*parts: Any) -> Optimizer:
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
     def check(state: Any, params: Tree, root: str = "state") -> None:
-        """Check that a state is one of this chain, and of these params."""
+        """Check that a state is one of this chain, and that its last part fits these params."""
         check_parts(state, root)
         optimizer.check(state[-1], params, f"{root}[{len(maps)}]")
 
@@ -186,8 +190,11 @@ def chain(*parts: Any) -> Optimizer:
     return optimizer_of(init, ready, check)
 
 
+# Optimizers of anybody's ---------------------------------------------------------------------
+
+
 def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
-    """An optimizer of ours or anybody's, made to keep everything where a step is not applied."""
+    """The optimizer itself, or anybody's as one that keeps all where a step is not applied."""
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer) or (
@@ -237,7 +244,7 @@ def _named(thing: Any) -> str:
     return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
 
 
-# Different optimizers for different leaves ---------------------------------------------------
+# A partition ---------------------------------------------------------------------------------
 
 
 def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]) -> Optimizer:
@@ -303,52 +310,47 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     def init(params: Tree) -> dict[str, Any]:
         """The state of each label before the first step."""
         leaves, spec = read_params(params)
-        return {
-            label: known[label].init({path: leaves[i] for path, i in at.items()})
-            for label, at in labels(spec).items()
-        }
+        return {label: known[label].init(_some(leaves, at)) for label, at in labels(spec).items()}
 
-    def check(state: Any, params: Tree, root: str = "state") -> None:
-        """Check that a state has those of all labels in use, and that they fit these params."""
+    def read(
+        state: Any, params: Tree, root: str
+    ) -> tuple[list[Tensor], optree.PyTreeSpec, dict[str, dict[str, int]]]:
+        """The leaves of params and those of each label, if a state is one of these labels."""
         leaves, spec = read_params(params)
-        for label, positions in labels_of_state(state, spec, root).items():
-            part = {path: leaves[i] for path, i in positions.items()}
-            known[label].check(state[label], part, f"{root}[{label!r}]")
-
-    def labels_of_state(
-        state: Any, spec: optree.PyTreeSpec, root: str
-    ) -> dict[str, dict[str, int]]:
-        """The leaves of each label, if a state is one of these labels."""
-        at = labels(spec)
-        if not isinstance(state, dict) or set(state) != set(at):
+        of_label = labels(spec)
+        if not isinstance(state, dict) or set(state) != set(of_label):
             came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
             raise TypeError(
                 f"{root} of partition holds {came}; expected a dict with a state for each label "
-                f"in use, {sorted(at)}. A state of another configuration?"
+                f"in use, {sorted(of_label)}. A state of another configuration?"
             )
-        return at
+        return leaves, spec, of_label
+
+    def check(state: Any, params: Tree, root: str = "state") -> None:
+        """Check that a state has those of all labels in use, and that they fit these params."""
+        leaves, _, of_label = read(state, params, root)
+        for label, at in of_label.items():
+            known[label].check(state[label], _some(leaves, at), f"{root}[{label!r}]")
 
     def ready(state: Any, params: Tree, root: str = "state") -> Ready:
         """The steps of all labels before any is taken: all of them are, or none."""
-        leaves, spec = read_params(params)
-        at = labels_of_state(state, spec, root)
-        begun: dict[str, Ready] = {}
-        for label, positions in at.items():
-            part = {path: leaves[i] for path, i in positions.items()}
-            begun[label] = known[label].ready(state[label], part, f"{root}[{label!r}]")
+        leaves, spec, of_label = read(state, params, root)
+        begun = {
+            label: known[label].ready(state[label], _some(leaves, at), f"{root}[{label!r}]")
+            for label, at in of_label.items()
+        }
         sound = reduce(both_sound, (one.sound for one in begun.values()))
 
         def step(grads: Tree, applied: Tensor | None, donate: bool) -> tuple[Tree, dict[str, Any]]:
             terms, terms_spec = flatten(grads)
-            check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), "One gradient a leaf.")
+            check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), ONE_EACH)
             new = list(leaves)
             states: dict[str, Any] = {}
             given = [*leaves, *tree_leaves(state)]
             try:
-                for label, positions in at.items():
-                    part = {path: terms[i] for path, i in positions.items()}
-                    updated, states[label] = begun[label].apply(part, applied, donate)
-                    for path, i in positions.items():
+                for label, at in of_label.items():
+                    updated, states[label] = begun[label].apply(_some(terms, at), applied, donate)
+                    for path, i in at.items():
                         new[i] = updated[path]
             except BaseException:
                 if states and donate:  # what the first ones gave up is lost
@@ -359,3 +361,8 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         return Ready(sound, step)
 
     return optimizer_of(init, ready, check)
+
+
+def _some(leaves: list[Tensor], at: Mapping[str, int]) -> dict[str, Tensor]:
+    """The leaves at some positions, by their paths."""
+    return {path: leaves[i] for path, i in at.items()}

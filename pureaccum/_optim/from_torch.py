@@ -2,8 +2,8 @@
 
     make the optimizer on copies of the parameters; put its state back; step; take its state out
 
-What such an optimizer keeps is found out by one step on a copy when the state is made, and the
-state has that structure from the start; before the first step its numbers mean nothing.
+What such an optimizer keeps is found out by one step on copies when the state is made, so that the
+state has its structure from the start; before the first step its numbers mean nothing.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -34,16 +35,16 @@ from .._base import (
     unflatten,
 )
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
-from .update import Optimizer, Ready, optimizer_of
+from .update import ONE_EACH, Optimizer, Ready, optimizer_of
 
 
 @loadable
 class TorchState(NamedTuple):
-    """How many steps were applied, and what the optimizer keeps, numbers as 0-d tensors.
+    """The state of an optimizer of torch, its numbers as 0-d tensors.
 
     Attributes:
         steps: How many steps were applied.
-        per_leaf: What it keeps for each leaf of params, in their order.
+        per_leaf: What the optimizer keeps for each leaf of params, in their order.
         group: Its settings that are numbers, which some optimizers change as they go.
     """
 
@@ -100,7 +101,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         return make(params, **settings)
 
     def first_step(leaves: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """What it keeps for each leaf after a step on copies, and its settings before it."""
+        """What the class keeps for each leaf after a step on copies; its settings before that."""
         copies = [x.detach().clone() for x in leaves]
         ones = [torch.ones_like(x) for x in copies]
         # A rate that any class takes: a schedule is asked for those of true steps alone.
@@ -112,7 +113,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         return kept, group
 
     def init(params: Tree) -> TorchState:
-        """The state before the first step, of the structure that it has after it."""
+        """The state before the first step, in the structure that it has after that step."""
         leaves, spec = read_params(params)
         _refuse_transforms(cls, leaves)
         if isinstance(lr, (int, float)):
@@ -122,37 +123,40 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             count = torch.zeros((), dtype=torch.int64, device="cpu")
             return TorchState(count, tree_map(torch.zeros_like, per_leaf), group)
 
-    def check(state: Any, params: Tree, root: str = "state") -> None:
-        """Check that a state is one, and of these params."""
+    def check(
+        state: Any, params: Tree, root: str = "state"
+    ) -> tuple[list[Tensor], optree.PyTreeSpec]:
+        """Check that a state is one of this class and of these params, and flatten the params."""
         check_state(state, TorchState, f"from_torch({cls.__name__})", root)
-        count = len(read_params(params)[0])
-        if len(state.per_leaf) != count:
+        leaves, spec = read_params(params)
+        if len(state.per_leaf) != len(leaves):
             raise ValueError(
-                f"{root}.per_leaf has {len(state.per_leaf)} entries for {count} leaves of params. "
-                "A state belongs to the params that it was made from by init."
+                f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(leaves)} leaves of "
+                "params. A state belongs to the params that it was made from by init."
             )
+        return leaves, spec
 
     def ready(state: Any, params: Tree, root: str = "state") -> Ready:
         """A step of the class before it is taken."""
         _refuse_transforms(cls, [])
-        check(state, params, root)
+        leaves, spec = check(state, params, root)
         with _plainly():
             rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
-            sound = not isinstance(rate, Tensor) or is_sound(rate, read_params(params)[0])
-        return Ready(sound, partial(step, state, params, rate))
+            sound = not isinstance(rate, Tensor) or is_sound(rate, leaves)
+        return Ready(sound, partial(step, state, leaves, spec, rate))
 
     @_plainly()
     def step(
         state: TorchState,
-        params: Tree,
+        given: list[Tensor],
+        spec: optree.PyTreeSpec,
         rate: Any,
         grads: Tree,
         applied: Tensor | None,
         donate: bool,
     ) -> tuple[Tree, TorchState]:
-        given, spec = read_params(params)
         terms, terms_spec = flatten(grads)
-        check_fits(terms, terms_spec, given, spec, ("grads", "params"), "One gradient a leaf.")
+        check_fits(terms, terms_spec, given, spec, ("grads", "params"), ONE_EACH)
         _refuse_transforms(cls, [*given, *terms])
         before, state_spec = flatten(state)
         work, before = taken([given, before], donate)
@@ -202,7 +206,7 @@ def _check_class(cls: Any) -> None:
 
 @contextmanager
 def _plainly() -> Generator[None]:
-    """Outside inference mode, and what a class makes on no device in particular is on the CPU."""
+    """Leave inference mode; what a class makes on no device in particular is on the CPU."""
     here = torch.get_default_device().type == "cpu"
     with outside_inference_mode(), nullcontext() if here else torch.device("cpu"):
         yield
@@ -230,14 +234,15 @@ def _check_same(cls: type, after: list[Any], before: list[Any]) -> None:
     check_same_structure(*specs, "the state before", "the state after", cause)
 
 
-# Python numbers as tensors, and back ------------------------------------------------------
+# Python numbers as tensors, and back ----------------------------------------------------------
+
 
 StatePath = tuple[Any, ...]
 DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def _encoded(value: Any, path: StatePath, kinds: dict[StatePath, Any]) -> Any:
-    """A state in tensors alone; what was a number or None is written down in ``kinds``."""
+    """A state in tensors alone; ``kinds`` then says where there was a number, or None."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):
@@ -258,6 +263,7 @@ def _encoded(value: Any, path: StatePath, kinds: dict[StatePath, Any]) -> Any:
 
 
 def _decoded(value: Any, path: StatePath, kinds: dict[StatePath, Any]) -> Any:
+    """The state as the class keeps it, with Python numbers and None again."""
     if path in kinds and isinstance(value, Tensor):
         return value.item()
     if path in kinds:
@@ -270,7 +276,7 @@ def _decoded(value: Any, path: StatePath, kinds: dict[StatePath, Any]) -> Any:
 
 
 def _numbers(optimizer: torch.optim.Optimizer, lr: Any) -> dict[str, Any]:
-    """Its settings that are numbers; a learning rate that is not one is the caller's."""
+    """An optimizer's settings that are numbers; a learning rate that is none is the caller's."""
     group = optimizer.param_groups[0]
     ours = {"params"} if isinstance(lr, float | int | None) else {"params", "lr"}
     return {

@@ -8,15 +8,17 @@ torch.compile the same formula runs in plain tensor operations, and agrees to a 
 last place.
 """
 
-from functools import partial
-from typing import Any, NamedTuple, cast
+import math
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.optim.adam import adam as torch_adam
+from torch.optim.sgd import sgd as torch_sgd
 
-from .._base import Tree, as_float, check_at_least, loadable
-from .kernels import adam_method, sgd_method
+from .._base import Tree, as_scalar_of, check_number, known, loadable, moved
 from .schedules import check_rate
-from .update import Keeping, Optimizer, Rate, check_kept, moment, optimizer_of, ready_method, start
+from .update import Columns, Method, Optimizer, Rate, by_method
 
 
 @loadable
@@ -85,24 +87,98 @@ def sgd(
     References:
         `torch.optim.SGD <https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html>`_
     """
-    lr, momentum = as_float(lr), as_float(momentum)
-    dampening, weight_decay = as_float(dampening), as_float(weight_decay)
-    check_rate(lr)
-    check_at_least(0, momentum=momentum, weight_decay=weight_decay)
+    return by_method(_sgd(lr, momentum, dampening, weight_decay, nesterov, maximize, fused))
+
+
+def _sgd(
+    lr: Rate,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    fused: bool,
+) -> Method:
+    """SGD, with one tree in its state where there is momentum."""
+    lr, momentum = check_rate(lr), check_number(momentum, "momentum")
+    dampening = check_number(dampening, "dampening", "a finite number", math.isfinite)
+    weight_decay = check_number(weight_decay, "weight_decay")
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
             "a momentum above zero and no dampening."
         )
-    method = sgd_method(momentum, dampening, weight_decay, nesterov, maximize, fused)
 
-    def init(params: Tree) -> SGDState:
-        """The state before the first step."""
-        return SGDState(*start(lr, params), moment(params) if momentum else ())
+    def formula(
+        grad: Tensor, numbers: tuple[Tensor, Any], param: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
+        rate, first = numbers
+        if maximize:
+            grad = -grad
+        if weight_decay:
+            grad = grad + weight_decay * param
+        if not momentum:
+            return (param - rate * grad,)
+        later = momentum * rest[0] + (1 - dampening) * grad
+        buffer = torch.where(first, grad, later)
+        return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
 
-    keeping = Keeping("sgd", SGDState, lr, ("momentum",) if momentum else ())
-    ready = partial(ready_method, method, keeping)
-    return optimizer_of(init, ready, partial(check_kept, keeping))
+    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Tensor, Any]:
+        return as_scalar_of(leaf, rate), moved(step, leaf.device) == 1 if momentum else None
+
+    def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
+        if fused:
+            _refuse_fused("sgd", params)
+        elif isinstance(rate, Tensor):
+            return False  # the kernel would read it on the host
+        # the first gradient is not dampened, and nobody may know whether it is the first
+        return not (known(step) is None and momentum and dampening)
+
+    def kernel(
+        columns: Columns,
+        grads: list[Tensor],
+        step: Tensor,
+        rate: Any,
+        found_inf: Tensor | None,
+        foreach: bool,
+    ) -> None:
+        params, *rest = columns
+        momenta: list[Any] = [None] * len(params)
+        if rest and known(step) != 1:
+            momenta = rest[0]
+        if foreach and nesterov and not (weight_decay or maximize):
+            grads = [x.clone() for x in grads]  # torch adds the momentum to what it is given
+        torch_sgd(
+            params,
+            grads,
+            momenta,
+            foreach=foreach,
+            fused=fused,
+            found_inf=found_inf,
+            lr=_in_float32(rate),
+            weight_decay=weight_decay,
+            momentum=momentum,
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
+        if rest and momenta is not rest[0]:
+            for mine, first in zip(rest[0], momenta, strict=True):
+                # where the first step is not applied, the kernel leaves memory as it found it
+                keep = None if found_inf is None else found_inf.bool()
+                mine.copy_(first if keep is None else torch.where(keep, mine, first))
+
+    return Method(
+        kernel=kernel,
+        runs=runs,
+        numbers=numbers,
+        formula=formula,
+        fused=fused,
+        lr=lr,
+        state=SGDState,
+        trees=(("momentum", momentum > 0),),
+        owner="sgd",
+    )
 
 
 def adam(
@@ -147,7 +223,8 @@ def adam(
         Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2014;
         `torch.optim.Adam <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html>`_
     """
-    return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=False)
+    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
+    return by_method(_adam(*knobs, decoupled=False))
 
 
 def adamw(
@@ -190,7 +267,8 @@ def adamw(
         <https://arxiv.org/abs/1711.05101>`_, 2017;
         `torch.optim.AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_
     """
-    return _adam(lr, betas, eps, weight_decay, amsgrad, maximize, fused, decoupled=True)
+    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
+    return by_method(_adam(*knobs, decoupled=True))
 
 
 def _adam(
@@ -202,25 +280,119 @@ def _adam(
     maximize: bool,
     fused: bool,
     decoupled: bool,
-) -> Optimizer:
-    lr, eps, weight_decay = as_float(lr), as_float(eps), as_float(weight_decay)
-    check_rate(lr)
-    check_at_least(0, eps=eps, weight_decay=weight_decay)
-    if isinstance(betas, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        betas = cast("tuple[float, float]", tuple(map(as_float, betas)))
-    numbers = isinstance(betas, tuple) and all(isinstance(b, (int, float)) for b in betas)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not numbers or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+) -> Method:
+    """Adam, or AdamW where the weight decay is decoupled."""
+    lr, owner = check_rate(lr), "adamw" if decoupled else "adam"
+    eps, weight_decay = check_number(eps, "eps"), check_number(weight_decay, "weight_decay")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:  # pyright: ignore[reportUnnecessaryIsInstance,reportUnnecessaryComparison]
         raise ValueError(f"betas is {betas!r}; expected two numbers from 0 to less than 1.")
+    beta1, beta2 = (
+        check_number(beta, f"betas[{i}]", "a number from 0 to less than 1", lambda it: 0 <= it < 1)
+        for i, beta in enumerate(betas)
+    )
 
-    method = adam_method(betas, eps, weight_decay, amsgrad, maximize, fused, decoupled)
+    def formula(
+        grad: Tensor, numbers: tuple[Any, Tensor, Tensor], param: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, ...]:
+        if param.is_complex():  # its parts are parameters of their own
+            pairs = [torch.view_as_real(x) for x in (grad, param, *rest)]
+            new = formula(pairs[0], numbers, *pairs[1:])
+            return tuple(torch.view_as_complex(x) for x in new)
+        decay, rate_by_first, root_of_second = numbers
+        mean, square, *most = rest
+        if maximize:
+            grad = -grad
+        if decay is not None:
+            param = param * decay
+        elif weight_decay:
+            grad = grad + weight_decay * param
+        mean = mean + (1 - beta1) * (grad - mean)
+        square = beta2 * square + (1 - beta2) * grad * grad
+        if amsgrad:
+            most = [torch.maximum(most[0], square)]
+        top = most[0] if amsgrad else square
+        # The root has no derivative at zero, where a meta-gradient would turn into NaN.
+        positive = top > 0
+        root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
+        denominator = root / root_of_second + eps
+        return param - rate_by_first * mean / denominator, mean, square, *most
 
-    def init(params: Tree) -> AdamState:
-        """The state before the first step."""
-        begun = start(lr, params)
-        most = moment(params) if amsgrad else ()
-        return AdamState(*begun, moment(params), moment(params), most)
+    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Any, Tensor, Tensor]:
+        rate = as_scalar_of(leaf, rate)
+        wide = moved(step, leaf.device, torch.float64)
+        first, second = 1 - beta1**wide, 1 - beta2**wide
+        decay = 1 - rate * weight_decay if weight_decay and decoupled else None
+        return decay, rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
 
-    trees = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else []))
-    keeping = Keeping("adamw" if decoupled else "adam", AdamState, lr, trees)
-    ready = partial(ready_method, method, keeping)
-    return optimizer_of(init, ready, partial(check_kept, keeping))
+    def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
+        if fused:
+            _refuse_fused(owner, params)
+        return True
+
+    def kernel(
+        columns: Columns,
+        grads: list[Tensor],
+        step: Tensor,
+        rate: Any,
+        found_inf: Tensor | None,
+        foreach: bool,
+    ) -> None:
+        params, exp_avg, exp_avg_sq, *most = columns
+        # The kernel counts for itself, once for every leaf.
+        steps = (step - 1).float().expand(len(params)).clone().unbind()
+        torch_adam(
+            params,
+            grads,
+            exp_avg,
+            exp_avg_sq,
+            most[0] if most else [],
+            list(steps),
+            foreach=foreach,
+            fused=fused,
+            capturable=params[0].device.type != "cpu",
+            found_inf=found_inf,
+            has_complex=any(x.is_complex() for x in params),
+            decoupled_weight_decay=decoupled,
+            amsgrad=amsgrad,
+            beta1=beta1,
+            beta2=beta2,
+            lr=_in_float32(rate),
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=maximize,
+        )
+
+    return Method(
+        kernel=kernel,
+        runs=runs,
+        numbers=numbers,
+        formula=formula,
+        fused=fused,
+        lr=lr,
+        state=AdamState,
+        trees=(("exp_avg", True), ("exp_avg_sq", True), ("max_exp_avg_sq", amsgrad)),
+        owner=owner,
+    )
+
+
+# What torch's fused kernels take ----------------------------------------------------------------
+
+
+def _in_float32(rate: float | Tensor) -> Any:
+    return rate.float() if isinstance(rate, Tensor) else rate
+
+
+def _refuse_fused(name: str, params: list[Tensor]) -> None:
+    for x in params:
+        if x.is_complex():
+            raise ValueError(
+                f"{name}(fused=True) came with parameters in {x.dtype}; torch's fused kernels know "
+                "no complex numbers. Use fused=False."
+            )
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        if name == "sgd" and half and x.device.type == "cpu":
+            raise ValueError(
+                f"sgd(fused=True) came with parameters in {x.dtype} on a CPU; torch's kernel "
+                "leaves most of them as they are, without an error, up to torch 2.13 "
+                "(github.com/pytorch/pytorch/issues/191763). Use fused=False."
+            )

@@ -1,28 +1,38 @@
 """Learning rates that change with the number of applied steps.
 
-A schedule is any function from that number, a 0-d integer tensor, to a 0-d tensor. Those made
-here give float64 and never wait for the device; they go through vmap, torch.compile and
+A schedule is any function from that number, a 0-d integer tensor, to a 0-d tensor. Those that are
+made here return float64 and never wait for the device. They go through vmap, torch.compile and
 torch.func, also for gradients with respect to the rates that they are made of.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._base import LARGEST_INT, as_float, known, moved, paths, shown, transform_active
+from .._base import (
+    LARGEST_INT,
+    as_float,
+    check_int,
+    check_number,
+    known,
+    moved,
+    paths,
+    transform_active,
+)
 
 
 Schedule = Callable[[Tensor], Any]
+COUNT = "a positive int below 2**63, a number of applied steps"
 
 
 def constant(value: float | Tensor) -> Schedule:
-    """The same rate for ever.
+    """Keep one rate for all steps.
 
     The rule: ``rate(count) = value``, in float64.
 
@@ -40,12 +50,12 @@ def constant(value: float | Tensor) -> Schedule:
         ``optax``: `Optimizer schedules
         <https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html>`_
     """
-    value = _part("value", value)
+    value = _rate("value", value)
     return lambda count: _float64(value, count)
 
 
 def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0) -> Schedule:
-    """From ``start`` at count 0 in a straight line to ``peak`` at ``steps``, and on at ``peak``.
+    """Go from ``start`` at count 0 in a straight line to ``peak`` at ``steps``, and stay there.
 
     The rule: ``rate(count) = start + (peak - start) * min(count / steps, 1)``.
 
@@ -65,9 +75,8 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
     References:
         Goyal et al., `Accurate, large minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
     """
-    peak = _part("peak", peak)
-    _check_count("steps", steps)
-    start = _part("start", start)
+    peak, start = _rate("peak", peak), _rate("start", start)
+    steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
 
     def rate(count: Tensor) -> Tensor:
         done = _within(count, steps) / steps
@@ -77,7 +86,7 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
 
 
 def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) -> Schedule:
-    """From ``peak`` at count 0 along half a cosine to ``end`` at ``steps``, and on at ``end``.
+    """Go from ``peak`` at count 0 along half a cosine to ``end`` at ``steps``, and stay there.
 
     The rule: ``rate(count) = end + (peak - end) * (1 + cos(pi * min(count / steps, 1))) / 2``.
 
@@ -97,9 +106,8 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
     References:
         Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_, 2017.
     """
-    peak = _part("peak", peak)
-    _check_count("steps", steps)
-    end = _part("end", end)
+    peak, end = _rate("peak", peak), _rate("end", end)
+    steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
 
     def rate(count: Tensor) -> Tensor:
         left = (steps - _within(count, steps)) / steps
@@ -111,16 +119,16 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
 
 
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after the other: at each boundary the next begins, at its own count 0.
+    """Put schedules one after the other: at each boundary the next begins, at its own count 0.
 
     The rule: ``rate(count) = schedules[i](count - begins[i])``, where ``begins`` is
     ``[0, *boundaries]`` and ``i`` the last one that has begun.
 
-    A schedule is only ever asked for counts of its own share, also where another one is chosen:
-    an inf or NaN outside of it reaches neither the rate nor its derivatives.
+    A schedule is asked only for counts of its own share, also where another one is chosen: an inf
+    or NaN outside of its share reaches neither the rate nor its derivatives.
 
     Args:
-        schedules: What is joined, at least one.
+        schedules: The schedules, at least one.
         boundaries: The counts at which the second, third … schedule begins, increasing.
 
     Returns:
@@ -135,13 +143,12 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         ``optax.join_schedules``: `Optimizer schedules
         <https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html>`_
     """
-    _check_joined(schedules, boundaries)
-    begins = (0, *boundaries)
+    begins = (0, *_check_joined(schedules, boundaries))
     lasts = (*(end - begin - 1 for begin, end in itertools.pairwise(begins)), None)
     shares = tuple(zip(schedules, begins, lasts, strict=True))
 
     def rate(count: Tensor) -> Tensor:
-        _check_steps_taken(count)
+        _check_count(count)
         rates = [_float64(rate_at(f, (count - a).clamp(0, z)), count) for f, a, z in shares]
         chosen = rates[0]
         for begin, later in zip(begins[1:], rates[1:], strict=True):
@@ -151,14 +158,14 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     return rate
 
 
-# For those who take a rate --------------------------------------------------------------
+# What optimizers ask of a learning rate -------------------------------------------------------
 
 
-def check_rate(lr: Any) -> None:
-    """Raise where lr is no learning rate; the numbers in a tensor are not looked at."""
+def check_rate(lr: Any) -> Any:
+    """The learning rate itself, a number as a float; the numbers in a tensor are not looked at."""
     refuse_scheduler(lr)
-    if not callable(lr):
-        _part("lr", lr, "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)")
+    expected = "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)"
+    return lr if callable(lr) else _rate("lr", lr, expected)
 
 
 def refuse_scheduler(lr: Any) -> None:
@@ -179,8 +186,8 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
     (tensor(0.5000, dtype=torch.float64), tensor(0.2500))
     """
     if not callable(lr):
-        check_rate(lr)
-        return lr if isinstance(lr, Tensor) else _float64(as_float(lr), count)
+        rate = check_rate(lr)
+        return rate if isinstance(rate, Tensor) else _float64(rate, count)
     rate = lr(count)
     if isinstance(rate, Tensor):
         if rate.ndim or not _is_real(rate):
@@ -189,7 +196,8 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
                 "expected a real 0-d tensor, one rate for the step."
             )
         return rate
-    if not _is_number(rate):
+    number = as_float(rate)
+    if not isinstance(number, float):
         raise TypeError(
             f"the schedule returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
             "computed from the number of applied steps. A schedule without a return?"
@@ -200,7 +208,7 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
             "bake into the graph as a constant: the rate would never change again. Compute it "
             "from the step tensor with torch operations; for one fixed rate pass the number itself."
         )
-    return _float64(as_float(rate), count)
+    return _float64(number, count)
 
 
 def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None:
@@ -217,7 +225,7 @@ def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None
 def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
     """Whether a learning rate is finite in the dtypes of the parameters.
 
-    A bool where the host knows the rate, which costs a device nothing, and else a 0-d tensor.
+    It is a bool where the host knows the rate, which costs a device nothing, else a 0-d tensor.
     """
     dtypes = {x.dtype for x in leaves}
     if rate.is_floating_point():
@@ -227,12 +235,12 @@ def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
     return rate.abs() <= most if number is None else abs(number) <= most
 
 
-# Pieces ---------------------------------------------------------------------------------
+# Numbers and counts ----------------------------------------------------------------------------
 
 
 def _float64(value: float | Tensor, count: Tensor) -> Tensor:
-    """A rate where the count lies; a number is filled in there and not copied from the host."""
-    _check_steps_taken(count)
+    """A rate on the device of the count; a number is filled in there, not copied from the host."""
+    _check_count(count)
     if isinstance(value, Tensor):
         return moved(value, count.device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=count.device)
@@ -240,19 +248,11 @@ def _float64(value: float | Tensor, count: Tensor) -> Tensor:
 
 def _within(count: Tensor, steps: int) -> Tensor:
     """The count, from 0 to steps, as float64: integers are exact up to 2**53."""
-    _check_steps_taken(count)
+    _check_count(count)
     return count.clamp(0, steps).double()
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_real(x: Tensor) -> bool:
-    return not x.is_complex() and x.dtype != torch.bool
-
-
-def _check_steps_taken(count: Any) -> None:
+def _check_count(count: Any) -> None:
     if not isinstance(count, Tensor):
         raise TypeError(
             f"the count is {count!r}, a {type(count).__name__}; expected the number of applied "
@@ -260,35 +260,28 @@ def _check_steps_taken(count: Any) -> None:
         )
 
 
-def _part(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> Any:
-    """A rate that others are made of: a tensor as it is, and any other number as a float."""
-    value = as_float(value)
-    if isinstance(value, Tensor):
-        if value.ndim or not _is_real(value):
-            raise ValueError(
-                f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected "
-                f"{expected}, of a real dtype."
-            )
-    elif not _is_number(value):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
-    elif not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}; expected {expected}, finite and not negative.")
+def _rate(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> Any:
+    """A rate: a tensor as it is, and any other number as a float."""
+    if not isinstance(value, Tensor):
+        return check_number(value, name, f"{expected}, finite and not negative")
+    if value.ndim or not _is_real(value):
+        raise ValueError(
+            f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; expected "
+            f"{expected}, of a real dtype."
+        )
     return value
 
 
-def _check_count(name: str, value: Any) -> None:
-    expected = "a positive int below 2**63, a number of applied steps"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
-    if not 1 <= value <= LARGEST_INT:
-        raise ValueError(f"{name} is {shown(value)}; expected {expected}.")
+def _is_real(x: Tensor) -> bool:
+    return not x.is_complex() and x.dtype != torch.bool
 
 
-def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> None:
+def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> list[int]:
+    """The boundaries as ints, if they and the schedules go together."""
     if len(schedules) != len(boundaries) + 1:
         raise ValueError(
             f"there are {len(schedules)} schedules and {len(boundaries)} boundaries; expected one "
-            "schedule more than boundaries, each of which lies between two schedules."
+            "more schedule than boundaries, each of which lies between two schedules."
         )
     for i, schedule in enumerate(schedules):
         if not callable(schedule):
@@ -296,10 +289,14 @@ def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> None:
                 f"schedules[{i}] is {schedule!r}, a {type(schedule).__name__}; expected a "
                 "schedule. One fixed rate is constant(rate)."
             )
-    for i, boundary in enumerate(boundaries):
-        _check_count(f"boundaries[{i}]", boundary)
-        if i and boundary <= boundaries[i - 1]:
+    found = [
+        check_int(boundary, f"boundaries[{i}]", COUNT, 1, LARGEST_INT)
+        for i, boundary in enumerate(boundaries)
+    ]
+    for i, (before, boundary) in enumerate(itertools.pairwise(found), 1):
+        if boundary <= before:
             raise ValueError(
-                f"boundaries[{i}] is {boundary}, after {boundaries[i - 1]}; expected boundaries "
-                "to increase: they are counts of all applied steps, not lengths."
+                f"boundaries[{i}] is {boundary}, after {before}; expected boundaries to increase: "
+                "they are counts of all applied steps, not lengths."
             )
+    return found

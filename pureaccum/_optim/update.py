@@ -1,4 +1,8 @@
-"""Run an optimizer's kernel so that a step which is not applied leaves every bit as it was.
+"""What an optimizer is, and how those of ours take a step, or leave every bit as it was.
+
+    init      zeros, and the learning rate if it is a number
+    ready     check that the state fits; ask the schedule for the learning rate
+    step      the next columns, by torch's kernel or by the formula, as trees again
 
 At eager top level the arithmetic is torch's own kernel, in place on copies, or on the state
 itself where that was donated. Kernels read numbers on the host and have no derivative with
@@ -37,7 +41,6 @@ from .._base import (
     tree_map,
     unflatten,
 )
-from .kernels import Columns, Method
 from .schedules import Schedule, check_held, is_sound, rate_at
 
 
@@ -100,105 +103,115 @@ def optimizer_of(
         applied: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tree, Any]:
-        """The next params and state, or where ``applied`` is false the same again."""
+        """The next params and state; where ``applied`` is false, the old ones bit for bit."""
         return ready(state, params).apply(grads, applied, donate)
 
     return Optimizer(init, apply, check, ready)
 
 
-class Begun(NamedTuple):
-    """What the states of all methods begin with."""
-
-    steps: Tensor
-    lr: Any
+# Optimizers of ours ------------------------------------------------------------------------
 
 
-def start(lr: Rate, params: Tree) -> Begun:
-    """No step applied yet. A learning rate that is a number becomes a part of the state."""
-    leaves, spec = read_params(params)
-    steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
-    if not isinstance(lr, (int, float)):
-        return Begun(steps, ())
-    check_held(lr, leaves, spec)
-    # On a CPU, where a kernel can read it without waiting.
-    return Begun(steps, torch.full((), lr, dtype=torch.float64, device="cpu"))
+Columns = list[list[Tensor]]  # parameters, then each tree of the state, leaf by leaf
 
 
-def moment(params: Tree) -> Tree:
-    """Zeros in the dtypes of the parameters, as in torch."""
-    return tree_map(lambda x: torch.zeros_like(x, requires_grad=False), params)
+class Method(NamedTuple):
+    """What an optimizer of ours keeps, and its arithmetic: torch's kernel, and the formula of it.
 
+    Attributes:
+        kernel: ``kernel(columns, grads, step, rate, found_inf, foreach)`` writes the next columns
+            in place. ``step`` counts this step; ``rate`` is a number if the host knows it;
+            ``foreach`` is torch's variant for all leaves at once.
+        runs: ``runs(params, step, rate)``: whether the kernel runs without waiting for a device.
+            Raises where it cannot take such parameters.
+        numbers: ``numbers(step, rate, leaf)`` gives what the formula of all leaves of one device
+            and dtype needs of the two.
+        formula: ``formula(grad, numbers, param, *state)`` gives the next row of one leaf.
+        fused: Whether the kernel itself leaves everything as it was where ``found_inf`` is 1.
+        lr: The learning rate; one that is a number becomes part of the state.
+        state: The class of the state: steps, learning rate and trees.
+        trees: The name of each tree, and whether it is kept, or is ``()``.
+        owner: What errors call the optimizer.
+    """
 
-class Keeping(NamedTuple):
-    """What the state of a method looks like: it begins as ``Begun`` does, and trees follow."""
-
-    owner: str
-    kind: type
+    kernel: Callable[[Columns, list[Tensor], Tensor, Any, Tensor | None, bool], None]
+    runs: Callable[[list[Tensor], Tensor, float | Tensor], bool]
+    numbers: Callable[[Tensor, Tensor, Tensor], Any]
+    formula: Callable[..., tuple[Tensor, ...]]
+    fused: bool
     lr: Rate
-    trees: tuple[str, ...]  # the names of those that are kept; the others hold ()
-
-    @property
-    def rate_is_kept(self) -> bool:
-        """Whether the learning rate is a number, which stands in the state."""
-        return isinstance(self.lr, (int, float))
+    state: type
+    trees: tuple[tuple[str, bool], ...]
+    owner: str
 
 
-class Fitted(NamedTuple):
-    """Parameters and the trees of a state that fits them, flattened."""
-
-    columns: Columns
-    spec: optree.PyTreeSpec
+def by_method(method: Method) -> Optimizer:
+    """An optimizer of ours."""
+    return optimizer_of(partial(_init, method), partial(_ready, method), partial(_check, method))
 
 
-def check_kept(keeping: Keeping, state: Any, params: Tree, root: str = "state") -> Fitted:
-    """Check that a state is of that look and of these params."""
-    check_state(state, keeping.kind, keeping.owner, root)
-    if keeping.rate_is_kept != isinstance(state.lr, Tensor):
+def _init(method: Method, params: Tree) -> Any:
+    """The state before the first step: zeros in the dtypes of the parameters, as in torch."""
+    leaves, spec = read_params(params)
+    lr: Any = ()
+    if isinstance(method.lr, float):
+        check_held(method.lr, leaves, spec)
+        # On a CPU, where a kernel can read it without waiting.
+        lr = torch.full((), method.lr, dtype=torch.float64, device="cpu")
+    steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+    zeros = partial(torch.zeros_like, requires_grad=False)
+    trees = {name: tree_map(zeros, params) if kept else () for name, kept in method.trees}
+    return method.state(steps=steps, lr=lr, **trees)
+
+
+def _check(
+    method: Method, state: Any, params: Tree, root: str = "state"
+) -> tuple[Columns, optree.PyTreeSpec]:
+    """Check that a state is one of this method and fits these params; gives the columns of both."""
+    check_state(state, method.state, method.owner, root)
+    if isinstance(method.lr, float) != isinstance(state.lr, Tensor):
         raise ValueError(
-            f"{root}.lr is {state.lr!r}, but this optimizer was made with lr={keeping.lr!r}. A "
+            f"{root}.lr is {state.lr!r}, but this optimizer was made with lr={method.lr!r}. A "
             "number is kept in the state; with a tensor or a schedule the state holds () there. A "
             "state of another configuration?"
         )
     leaves, spec = read_params(params)
     columns = [leaves]
-    for name in state._fields[len(Begun._fields) :]:
+    for name, kept in method.trees:
         column, column_spec = flatten(getattr(state, name))
-        if name in keeping.trees:
-            check_fits(column, column_spec, leaves, spec, (f"{root}.{name}", "params"), _FOREIGN)
+        if kept:
+            check_fits(column, column_spec, leaves, spec, (f"{root}.{name}", "params"))
             columns.append(column)
         elif column:
             raise ValueError(
                 f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
                 "another configuration?"
             )
-    return Fitted(columns, spec)
+    return columns, spec
 
 
-def ready_method(
-    method: Method, keeping: Keeping, state: Any, params: Tree, root: str = "state"
-) -> Ready:
+def _ready(method: Method, state: Any, params: Tree, root: str = "state") -> Ready:
     """A step of a method before it is taken."""
-    fitted = check_kept(keeping, state, params, root)
-    rate = state.lr if keeping.rate_is_kept else rate_at(keeping.lr, state.steps)
+    columns, spec = _check(method, state, params, root)
+    rate = state.lr if isinstance(method.lr, float) else rate_at(method.lr, state.steps)
     if transform_active():  # a graph moves it once, and not for every dtype
-        rate = moved(rate, fitted.columns[0][0].device)
-    step = partial(_apply_method, method, keeping, fitted, rate, state)
-    return Ready(is_sound(rate, fitted.columns[0]), step)
+        rate = moved(rate, columns[0][0].device)
+    return Ready(is_sound(rate, columns[0]), partial(_step, method, state, columns, spec, rate))
 
 
-def _apply_method(
+def _step(
     method: Method,
-    keeping: Keeping,
-    fitted: Fitted,
-    rate: Tensor,
     state: Any,
+    columns: Columns,
+    spec: optree.PyTreeSpec,
+    rate: Tensor,
     grads: Tree,
     applied: Tensor | None,
     donate: bool,
 ) -> tuple[Tree, Any]:
-    columns, spec = fitted
+    """The next params and state, from the columns of both that ``_check`` gave."""
     terms, terms_spec = flatten(grads)
-    check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), _FOREIGN)
+    check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), ONE_EACH)
     terms = [_dense(g, x.dtype) for g, x in zip(terms, columns[0], strict=True)]
     own = donate and not transform_active()
     given_up = tree_leaves((columns, state.steps, state.lr)) if own else []
@@ -211,21 +224,24 @@ def _apply_method(
         with torch.no_grad():
             new = by_kernel(method, *given, given_up, foreach)
     steps = state.steps + (1 if applied is None else moved(applied, state.steps.device))
-    lr = state.lr.clone() if keeping.rate_is_kept else ()
+    lr = state.lr.clone() if isinstance(method.lr, float) else ()
     mark(given_up)
     if layouts is not None:
         new = [closed(column, layouts) for column in new]
-    new_params, *trees = (unflatten(spec, column) for column in new)
-    changed = dict(zip(keeping.trees, trees, strict=True))
+    new_params, *later = (unflatten(spec, column) for column in new)
+    column = iter(later)
+    trees = {name: next(column) if kept else () for name, kept in method.trees}
     # not _replace, from which torch 2.11's compiler returns broken tuples
-    rest = (changed.get(name, ()) for name in state._fields[len(Begun._fields) :])
-    return new_params, state.__class__(steps, lr, *rest)
+    return new_params, method.state(steps=steps, lr=lr, **trees)
+
+
+ONE_EACH = "There is one gradient for each leaf of params."
 
 
 def _on_this_rank(
     columns: Columns, grads: list[Tensor]
 ) -> tuple[Columns, list[Tensor], Layouts | None]:
-    """Local parts, which is all that a method looks at: it goes element by element."""
+    """Local parts, which are all that a method looks at: it goes element by element."""
     params = columns[0]
     if not any_sharded(params):
         return columns, grads, None
@@ -239,7 +255,7 @@ def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return dense if dense.dtype == dtype else dense.to(dtype)
 
 
-_FOREIGN = "An optimizer's state belongs to the params that it was made from by init."
+# The next columns, in two ways ---------------------------------------------------------------
 
 
 def by_formula(
@@ -266,8 +282,8 @@ def by_formula(
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-# Donated leaves are stepped in groups, a copy of which comes beside them: so many bytes with their
-# state, or those of the largest leaf.
+# Donated leaves are stepped in groups, and of one group at a time there is a copy: groups of so
+# many bytes, the state included, or of the largest leaf.
 GROUP = 64 * 2**20
 
 
@@ -289,28 +305,27 @@ def by_kernel(
     certain = True if applied is None else known(applied)
     number = known(rate)
     rate_ = rate if number is None else number
-    kernel = method.kernel(columns[0], step, rate_)
-    if kernel is None and certain is not False:
+    if not method.runs(columns[0], step, rate_) and certain is not False:
         return by_formula(method, grads, columns, step, rate, applied)
     # Donated memory is written under new names, which take over if all goes well.
     work, written = taken(columns, bool(given_up)), False
     try:
-        if certain is False or kernel is None:
+        if certain is False:
             pass
         elif certain or method.fused:
             found_inf = None if certain else (~applied).float()  # pyright: ignore
             written = True
-            kernel(work, grads, step, rate_, found_inf, foreach)
+            method.kernel(work, grads, step, rate_, found_inf, foreach)
         elif given_up:
             for part in _groups(work):
                 old = [column[part] for column in work]
                 new = [[x.clone() for x in column] for column in old]
-                kernel(new, grads[part], step, rate_, None, foreach)
+                method.kernel(new, grads[part], step, rate_, None, foreach)
                 written = True
                 _select(applied, new, old, into=1)
                 del new  # before there is a copy of the next
         else:
-            kernel(work, grads, step, rate_, None, foreach)
+            method.kernel(work, grads, step, rate_, None, foreach)
             _select(applied, work, columns, into=0)
     except BaseException:
         if written:
@@ -332,6 +347,7 @@ def _groups(columns: Columns) -> Iterator[slice]:
 
 
 def _select(applied: Any, new: Columns, old: Columns, into: int) -> None:
+    """Write the new numbers or the old ones, by ``applied``, into the old (1) or the new (0)."""
     keep: dict[torch.device, Tensor] = {}
     for pair in zip((x for c in new for x in c), (x for c in old for x in c), strict=True):
         device = pair[0].device

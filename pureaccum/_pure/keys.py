@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import check_int, shown, transform_active
+from .._base import check_int, check_number, shown, transform_active
 
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -206,8 +206,7 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"x is a {type(x).__name__}; expected a tensor.")
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"p is {p!r}; expected a Python number in [0, 1].")
+    p = check_number(p, "p", "a number in [0, 1]", lambda p: 0 <= p <= 1)
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"x is a tensor of {x.dtype}; expected floating-point or complex numbers.")
     _check_key(key)

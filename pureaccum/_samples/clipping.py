@@ -13,9 +13,8 @@ from torch import Tensor
 from .._base import (
     Tree,
     accumulation_dtype,
-    as_float,
     as_scalar_of,
-    check_at_least,
+    check_number,
     read_params,
     unflatten,
 )
@@ -109,7 +108,7 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
         2016.
     """
     if not isinstance(std, Tensor):
-        check_at_least(0.0, std=as_float(std))
+        std = check_number(std, "std")
     else:  # NaN, and no error: a look at a number would wait for the device
         std = torch.where(std >= 0, std, torch.nan)
     if not isinstance(key, Tensor) or key.shape != (2,):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -120,7 +119,7 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
         parts = torch.view_as_real(x) if x.is_complex() else x
         wide = accumulation_dtype(parts.dtype)
         noise = normal(fold_in(key.to(x.device), i), tuple(parts.shape), wide)
-        by = as_scalar_of(noise, std) if isinstance(std, Tensor) else as_float(std)
+        by = as_scalar_of(noise, std) if isinstance(std, Tensor) else std
         parts = (parts.to(wide) + noise * by).to(parts.dtype)
         return torch.view_as_complex(parts) if x.is_complex() else parts
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._base import (
     Tree,
-    as_float,
+    check_number,
     check_state,
     flatten,
     loadable,
@@ -181,9 +181,7 @@ def running_noise_scale(decay: float = 0.99) -> RunningNoiseScale:
         McCandlish, Kaplan, Amodei and OpenAI Dota Team, `An empirical model of large-batch training
         <https://arxiv.org/abs/1812.06162>`_, 2018.
     """
-    decay = as_float(decay)
-    if not isinstance(decay, (int, float)) or not 0 <= decay < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"decay is {decay!r}; expected a number from 0, and below 1.")
+    decay = check_number(decay, "decay", "a number from 0, and below 1", lambda it: 0 <= it < 1)
 
     def init(params: Tree) -> NoiseAverages:
         """Averages of nothing."""

@@ -189,12 +189,11 @@ def _of_user(reducer: Reducer) -> ChunkReducer:
 def _merged(a: Tree, b: Tree, moments: bool) -> Tree:
     _check_kind(a, moments)
     names = "the second state's grads", "the first state's grads"
-    check_fits(*flatten(b), *flatten(a), names, _ANOTHER_S)
+    check_fits(*flatten(b), *flatten(a), names)
     return add(a, b)
 
 
 _merge_sums, _merge_moments = partial(_merged, moments=False), partial(_merged, moments=True)
-_ANOTHER_S = "A state belongs to the params, and to the transform, that init made it for."
 
 
 def _finish_sums(sums: Tree, _: Tensor) -> Tree:
@@ -235,7 +234,7 @@ def _check_kind(state: Any, moments: bool) -> None:
 
 def _check_fits(sums: Tree, chunk: Chunk) -> None:
     names = "state.grads", "a sample's gradient"
-    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names, _ANOTHER_S)
+    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names)
 
 
 def _leaf_by_leaf(chunk: Chunk) -> Any:

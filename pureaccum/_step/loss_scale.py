@@ -13,9 +13,9 @@ from torch import Tensor
 from .._base import (
     Tree,
     accumulation_dtype,
-    as_float,
     as_scalar_of,
     check_int,
+    check_number,
     check_state,
     loadable,
     tree_map,
@@ -125,16 +125,15 @@ def dynamic_loss_scale(
         Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018;
         `torch.amp.GradScaler <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
-    init_scale, min_scale, max_scale = (as_float(x) for x in (init_scale, min_scale, max_scale))
-    growth_factor, backoff_factor = as_float(growth_factor), as_float(backoff_factor)
-    for name, scale in (
-        ("init_scale", init_scale),
-        ("min_scale", min_scale),
-        ("max_scale", max_scale),
-    ):
-        _check_scale(name, scale)
-    _check_between("growth_factor", growth_factor, 1.0, math.inf, "the scale grows by it")
-    _check_between("backoff_factor", backoff_factor, 0.0, 1.0, "the scale shrinks by it")
+    init_scale = _check_scale("init_scale", init_scale)
+    min_scale, max_scale = (
+        _check_scale("min_scale", min_scale),
+        _check_scale("max_scale", max_scale),
+    )
+    why = "the scale grows by it"
+    growth_factor = _check_between("growth_factor", growth_factor, 1.0, math.inf, why)
+    why = "the scale shrinks by it"
+    backoff_factor = _check_between("backoff_factor", backoff_factor, 0.0, 1.0, why)
     why = "finite updates are counted up to it"
     growth_interval = _check_count("growth_interval", growth_interval, why)
     hysteresis = _check_count("hysteresis", hysteresis, "1 backs off at every overflow")
@@ -198,8 +197,7 @@ def static_loss_scale(scale: float) -> LossScale:
     References:
         Micikevicius et al., `Mixed precision training <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
-    scale = as_float(scale)
-    _check_scale("scale", scale)
+    scale = _check_scale("scale", scale)
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
         """The first state, complete."""
@@ -262,23 +260,14 @@ SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # the positive nu
 LARGEST_COUNT = torch.iinfo(torch.int32).max
 
 
-def _check_number(name: str, value: Any, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected {expected}.")
-
-
-def _check_scale(name: str, value: Any) -> None:
+def _check_scale(name: str, value: Any) -> float:
     expected = "a positive number that float32 holds (2**-149 to 3.4e38), the dtype of the scale"
-    _check_number(name, value, expected)
-    if not SMALLEST <= value <= LARGEST:
-        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+    return check_number(value, name, expected, lambda scale: SMALLEST <= scale <= LARGEST)
 
 
-def _check_between(name: str, value: Any, low: float, high: float, why: str) -> None:
+def _check_between(name: str, value: Any, low: float, high: float, why: str) -> float:
     expected = f"a finite number between {low} and {high}, both excluded: {why}"
-    _check_number(name, value, expected)
-    if not low < value < high:
-        raise ValueError(f"{name} is {value!r}; expected {expected}.")
+    return check_number(value, name, expected, lambda factor: low < factor < high)
 
 
 def _check_count(name: str, value: Any, why: str) -> int:

@@ -320,8 +320,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "momentum that is dampened from the start": Mutant(
         "The first momentum is dampened, which torch's is not.",
-        "_optim/kernels.py",
-        "if rest and count != 1:",
+        "_optim/optimizers.py",
+        "if rest and known(step) != 1:",
         "if rest:",
     ),
     "moments pooled without what lies between means": Mutant(

@@ -303,5 +303,6 @@ def test_other_params_and_bad_decays_are_refused() -> None:
         with refused(ValueError, "leaves"):
             pa.noise_scale(seen, like=like)
     for decay in (1, 1.5, -0.1, "0.9", None, torch.nan):
-        with refused(ValueError, "decay", repr(decay)):
+        error = ValueError if isinstance(decay, int | float) else TypeError
+        with refused(error, "decay", repr(decay)):
             pa.running_noise_scale(decay)  # type: ignore[arg-type]

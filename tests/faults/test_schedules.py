@@ -70,7 +70,7 @@ def test_steps_are_a_positive_int(make: Any) -> None:
     for steps in (0, -1):
         with refused(ValueError, f"steps is {steps}", "expected a positive int"):
             make(0.1, steps)
-    for steps in (True, 2.0, None, torch.tensor(2)):
+    for steps in (True, 2.0, None, torch.tensor(2.0)):
         with refused(TypeError, f"steps is {steps!r}", "expected a positive int"):
             make(0.1, steps)
 
@@ -85,7 +85,7 @@ A = pa.constant(0.1)
     ("schedules", "boundaries"), [([A], [1]), ([A, A], []), ([A, A], [1, 2]), ([], [])]
 )
 def test_there_is_one_schedule_more_than_boundaries(schedules: Any, boundaries: Any) -> None:
-    words = (f"{len(schedules)} schedules", f"{len(boundaries)} boundaries", "one schedule more")
+    words = (f"{len(schedules)} schedules", f"{len(boundaries)} boundaries", "one more schedule")
     with refused(ValueError, *words):
         pa.join_schedules(schedules, boundaries)
 

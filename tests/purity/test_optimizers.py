@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import pureaccum as pa
 from pureaccum._core.auto_size import counting
 from pureaccum._optim import update
-from pureaccum._optim.kernels import Method, adam_method, sgd_method
+from pureaccum._optim.optimizers import _adam, _sgd
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
@@ -215,14 +215,14 @@ def test_the_gradients_are_given_up_only_where_a_map_changes_them() -> None:
 
 def settings_of(switches: dict[str, bool]) -> dict[str, Any]:
     numbers = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
-    return {flag: numbers.get(flag, True) if on else False for flag, on in switches.items()}
+    return {flag: on * numbers[flag] if flag in numbers else on for flag, on in switches.items()}
 
 
-def method_of(name: str, switches: dict[str, bool]) -> Method:
+def method_of(name: str, switches: dict[str, bool]) -> update.Method:
     if name == "sgd":
-        return sgd_method(**settings_of(switches), fused=False)
+        return _sgd(0.1, **settings_of(switches), fused=False)
     own = {"fused": False, "decoupled": name == "adamw"}
-    return adam_method((0.9, 0.99), 1e-8, **settings_of(switches), **own)
+    return _adam(0.1, (0.9, 0.99), 1e-8, **settings_of(switches), **own)
 
 
 def columns_of(name: str, switches: dict[str, bool], sizes: list[int], seed: int) -> list[Any]:
