@@ -211,7 +211,7 @@ class CompiledStep:
     def run(
         self, kind: Any, make: Callable[[Freedom | None], Recipe], call: Callable[[Recipe], Any]
     ) -> Any:
-        """Call with the recipe of a kind; if the compiler fails, with one that leaves less open."""
+        """Call with a kind's recipe; where the compiler fails, with one that leaves less open."""
         recipe = self.recipes.get(kind)
         if recipe is None:
             if len(self.recipes) >= SHAPES_REMEMBERED:

@@ -132,13 +132,13 @@ class Plan(NamedTuple):
     buffers: Threading | None
     keys: bool
     donate: bool
-    recomputes: set[bool]  # what is learned of the loss: see called_modules.py
-    known: Known  # … and what it writes to: see writes.py
-    group: Any = None  # the ranks that share a batch …
-    agreed: Agreement | None = None  # … and what they have to agree on: see agreement.py
+    recomputes: set[bool]  # whether the loss does, once that is known: see called_modules.py
+    known: Known  # what else is known of the loss: see writes.py
+    group: Any = None  # the ranks that share a batch
+    agreed: Agreement | None = None  # what these have to agree on: see agreement.py
 
 
-# The door ------------------------------------------------------------------------------------
+# Checks at the entry -------------------------------------------------------------------------
 
 
 P = ParamSpec("P")

@@ -261,8 +261,8 @@ def make_step(
         return step
     if group is None:
         return step._replace(whole=by_memory(partial(_in_size, plan), _looked_at, memory_budget))
-    summed = by_memory(partial(rows_of_this_rank, plan), _looked_at, memory_budget)
-    return step._replace(whole=partial(step_of_ranks, plan, summed))
+    accumulate = by_memory(partial(rows_of_this_rank, plan), _looked_at, memory_budget)
+    return step._replace(whole=partial(step_of_ranks, plan, accumulate))
 
 
 def _check_shared(group: Any, buffers: Threading | None) -> None:

@@ -36,8 +36,8 @@ RANK_NUMBERS = 7  # of a rank, beside its claim
 RIDING = 2**18
 FLOATS = torch.float32, torch.float64
 # For each group, the room for gradients in its first collective, on which all its ranks agreed: no
-# more than these need. Where gradients lie decides in which order ranks are added up, and a new run
-# has to add them up as one that goes on.
+# more than these need. Where gradients lie decides in which order ranks are added up, and a run
+# that begins anew has to add them up as one that goes on.
 Room = tuple[int, torch.dtype]
 _rooms: WeakKeyDictionary[Any, Room] = WeakKeyDictionary()
 
