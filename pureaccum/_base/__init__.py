@@ -1,4 +1,11 @@
-"""Trees, DTensors, donation, the private names of torch, and the checks of what callers hand in."""
+"""What all wings stand on: trees and DTensors, states, checks, and the private names of torch.
+
+``torch_internals`` has every private name of torch, and ``dtensors`` all that is known of DTensors;
+on these two stands the arithmetic of ``trees``. ``states`` are tuples of tensors that may be given
+up, ``checks`` say what is wrong with what callers hand in, and ``refusals`` what torch's compiler,
+vmap and vjp refuse. ``agreement`` compares what ranks hold, by checksums of ``bytes``;
+``generators`` draw the same random numbers again.
+"""
 
 from .agreement import CLAIM_NUMBERS as CLAIM_NUMBERS
 from .agreement import Agreement as Agreement
@@ -9,7 +16,6 @@ from .agreement import between_ranks as between_ranks
 from .agreement import claim as claim
 from .agreement import compare as compare
 from .agreement import differences as differences
-from .agreement import in_words as in_words
 from .agreement import settings_of as settings_of
 from .agreement import value_in_words as value_in_words
 from .bytes import bits as bits

@@ -1,14 +1,14 @@
 """What all ranks should hold alike, and an error on all of them where they do not.
 
-    a claim of each rank: three numbers, which ride along with the first reduction
-    the same on all? go on
-    else             all tell each other in words what they hold, and all raise the same error
+    each rank makes a claim: three numbers, which travel with the first reduction
+    the claims agree?  go on
+    else               each rank tells the others in words what it holds, and all raise one error
 
 All ranks see the claims of all, and so they all take the same branch.
 
 Settings live in closures, where nothing shows them: ``settings_of`` reads them there, through
 partials, NamedTuples and functions of this package. A function of the user's own counts by its name
-alone, because what it closes over may well be a rank's own.
+alone, because what it closes over may differ between ranks.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -35,11 +35,11 @@ Table = dict[str, str]  # what a rank holds, by name
 
 
 class Agreement(NamedTuple):
-    """What the calls of one function of several ranks have in common.
+    """What is known between the calls of one function that several ranks call together.
 
     Attributes:
-        settings: What it was made with, by name.
-        calls: How many there were; calls 1, 2, 4, 8, … compare more than the others.
+        settings: What the function was made with, by name.
+        calls: Counts the calls; calls 1, 2, 4, 8, … compare more than the others.
         kinds: The checksums of structures that were met before.
     """
 
@@ -49,21 +49,21 @@ class Agreement(NamedTuple):
 
 
 def agreement(settings: Table) -> Agreement:
-    """Before the first call."""
+    """What is known before the first call."""
     return Agreement(settings, count(1), {})
 
 
 class Claim(NamedTuple):
-    """What a rank holds that all should: as numbers below 2**53, and in words.
+    """What a rank holds that all should hold alike: as numbers below 2**53, and in words.
 
     Attributes:
         kind: A checksum of the call, of its settings, and of names, shapes and dtypes.
         bits: A checksum of all values; ``NOT_READ`` at most calls.
-        few: A checksum of the small leaves, of which the host has not read those on a device; it is
-            a 0-d float64 tensor where the numbers ride along.
-        look: Whether the host compares now, and waits for that.
-        words: Gives what the checksums are of, from the outside to the inside.
-        cause: What may have happened.
+        few: A checksum of the small leaves, for which the host reads nothing from a device: a 0-d
+            float64 tensor on the device of the reduction.
+        look: Whether the host compares at this call, and waits for that.
+        words: ``words()`` gives what the checksums are of, from the outside to the inside.
+        cause: What may have happened where ranks differ.
     """
 
     kind: int
@@ -74,7 +74,7 @@ class Claim(NamedTuple):
     cause: str
 
     def numbers(self) -> Tensor:
-        """As they ride along."""
+        """The three numbers, on the device of the reduction."""
         host = torch.tensor([self.kind, self.bits], dtype=torch.float64, device="cpu")
         return torch.cat([self.few[None], host.to(self.few.device, non_blocking=True)])
 
@@ -92,14 +92,14 @@ def claim(
     """What this rank holds.
 
     Args:
-        agreed: What the calls have in common.
+        agreed: What is known from earlier calls.
         call: Where in the program this rank is.
-        kinds: Trees that are to be of one structure, by their names.
-        values: Trees that are to be of the same bits.
-        device: Where the numbers are to ride along.
+        kinds: Trees that have one structure on all ranks, by their names.
+        values: Trees that have the same bits on all ranks, by their names.
+        device: The device of the reduction with which the numbers travel.
         cause: What may have happened where ranks differ.
-        whole: Whether to read all values; None does so at the first call, and where that need not
-            wait at calls 2, 4, 8, … too.
+        whole: Whether to read all values. None reads them at the first call, and at calls 2, 4, 8,
+            … too where nobody waits for that.
     """
     flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
     looks = tuple((spec, *map(_look, leaves)) for leaves, spec in flat.values())
@@ -135,16 +135,20 @@ def claim(
     leaves = [x for root in values for x in flat[root][0] if isinstance(x, Tensor)]
     few = _small([x for x in leaves if x.numel() <= FEW], device)
     bits = reduce(lambda check, x: checksum(local(x), check), leaves, 0) if whole else NOT_READ
-    return Claim(kind, bits, few, new or turn or here, words, cause)
+    look = new or turn or here
+    return Claim(kind=kind, bits=bits, few=few, look=look, words=words, cause=cause)
 
 
 def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
-    """Raise on all ranks if claims differ; of numbers that nobody looks at, whether they agree.
+    """Raise on all ranks if claims differ.
 
     Args:
         mine: The claim of this rank.
         of_all: The claims of all, (rank, number).
         group: The ranks.
+
+    Returns:
+        None where the host has compared; otherwise whether the claims agree, as a 0-d tensor.
     """
     if not mine.look:
         return (of_all[:, :2] == of_all[0, :2]).all()
@@ -154,16 +158,12 @@ def compare(mine: Claim, of_all: Tensor, group: Any) -> Tensor | None:
     tables: list[Any] = [None] * len(of_all)
     with between_ranks():
         dist.all_gather_object(tables, mine.words(), group=group)
-    for columns in zip(*tables, strict=True):
-        if found := differences(columns):
-            break
-    else:
-        found = ["the bits of what they hold"]
-    raise ValueError(f"the ranks of the group do not hold the same: {in_words(found)} {mine.cause}")
+    found = next(filter(None, map(differences, zip(*tables, strict=True))), "their bits differ.")
+    raise ValueError(f"the ranks of the group do not hold the same: {found} {mine.cause}")
 
 
-def differences(of_ranks: tuple[Table, ...]) -> list[str]:
-    """What differs: ``lr is 0.1 on ranks 0, 2, 3 and 0.2 on rank 1``."""
+def differences(of_ranks: tuple[Table, ...]) -> str:
+    """What differs, if anything does: "lr is 0.1 on ranks 0, 2, 3 and 0.2 on rank 1."."""
     found: list[str] = []
     for name in {name: None for table in of_ranks for name in table}:
         by_text: dict[str, list[str]] = {}
@@ -176,13 +176,8 @@ def differences(of_ranks: tuple[Table, ...]) -> list[str]:
                 for text, ranks in by_text.items()
             ]
             found.append(f"{name} is {' and '.join(each)}")
-    return found
-
-
-def in_words(found: list[str]) -> str:
-    """The first of what differs, and how much more does."""
     more = f" {len(found) - 3} more differ." if len(found) > 3 else ""
-    return f"{'; '.join(found[:3])}.{more}"
+    return f"{'; '.join(found[:3])}.{more}" if found else ""
 
 
 @contextmanager
@@ -190,7 +185,7 @@ def between_ranks(
     what: str = "the sums of the ranks could not be added up",
     after: str = "The training state before this step is as it was.",
 ) -> Generator[None]:
-    """Say what an error of a collective means here."""
+    """Add to an error of a collective what it means here."""
     try:
         yield
     except RuntimeError as error:
@@ -209,7 +204,7 @@ def _look(x: Any) -> Any:
 
 
 def value_in_words(x: Any) -> str:
-    """A number as it is, and of many a checksum."""
+    """The numbers of a small tensor, and of a larger one its shape and checksum."""
     if not isinstance(x, Tensor):
         return repr(x)
     x = x.detach()
@@ -219,7 +214,7 @@ def value_in_words(x: Any) -> str:
 
 
 def _small(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """A checksum of some numbers, on a device; the host reads those that lie on a CPU."""
+    """A checksum of small tensors, on a device; the host reads only those that lie on a CPU."""
     here = crc32(repr([x.tolist() for x in tensors if x.device.type == "cpu"]).encode())
     checksum = torch.tensor(here, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
     there = [x for x in tensors if x.device.type != "cpu"]
@@ -228,13 +223,13 @@ def _small(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 @cache
 def _factors(size: int, device: torch.device) -> Tensor:
-    """Odd numbers, one a place: what differs in two places does not cancel."""
+    """An odd number for each place, so that what differs in two places does not cancel."""
     odd = torch.arange(1, 2 * size, 2, dtype=torch.int64, device=device)
     return odd * 0x1E3779B97F4A7C15
 
 
 def _mixed(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """A checksum that no host reads; integers wrap, and so they are the same everywhere."""
+    """A checksum that no host reads: of integers, which wrap in the same way everywhere."""
     integers: list[Tensor] = []
     for x in tensors:
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
@@ -243,7 +238,7 @@ def _mixed(tensors: list[Tensor], device: torch.device) -> Tensor:
     numbers = torch.cat(integers)
     mixed = numbers * _factors(len(numbers), device)
     mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-    return (mixed.sum() >> 12).double()  # 52 bits: float64 holds them, and 32 of a crc added
+    return (mixed.sum() >> 12).double()  # 52 bits: float64 holds their sum with the 32 of a crc
 
 
 # Settings ------------------------------------------------------------------------------------
@@ -253,14 +248,14 @@ PACKAGE = __name__.partition(".")[0]
 
 
 def settings_of(thing: Any, name: str) -> dict[str, str]:
-    """What a thing was made with, by name; the name itself says by which functions it was made."""
+    """What a thing was made with, by name; under its own name stand the functions that made it."""
     found: dict[str, list[str]] = {}
     _read(thing, name, name, found, set())
     return {name: ", ".join(texts) for name, texts in found.items()}
 
 
 def _read(thing: Any, name: str, inside: str, found: dict[str, list[str]], seen: set[int]) -> None:
-    """Note a thing under its name; what has settings of its own notes them ``inside``."""
+    """Note a thing under its name, and its own settings, if it has any, under ``inside``."""
     if isinstance(thing, (FunctionType, partial)):
         if id(thing) in seen:  # a function may close over itself
             return
@@ -274,14 +269,14 @@ def _read(thing: Any, name: str, inside: str, found: dict[str, list[str]], seen:
             _note(f"{thing.__module__}.{thing.__qualname__}", name, found)
             return
         factory, _, made = thing.__qualname__.partition(".<locals>")
-        if made:  # the first is what a user called; others are how that is made
+        if made:  # the first function is the one that a user called; it called the others
             found.setdefault(inside, [factory.lstrip("_")])
         cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
         for free, cell in cells:
             _read(cell.cell_contents, f"{inside}.{free}", inside, found, seen)
     elif isinstance(thing, Mapping):
         for key, value in thing.items():
-            if isinstance(key, str):  # other keys are of what was learned, and no settings
+            if isinstance(key, str):  # other keys belong to what was learned, which is no setting
                 _read(value, f"{inside}.{key}", f"{inside}.{key}", found, seen)
     elif isinstance(thing, tuple) and hasattr(thing, "_fields"):
         for field, value in zip(thing._fields, thing, strict=True):  # pyright: ignore

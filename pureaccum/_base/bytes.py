@@ -1,6 +1,6 @@
 """The numbers of a tensor as bytes that this process can read: row by row, 1 MiB at a time.
 
-So many are still in the cache of the core when they have been read once, for a checksum.
+A piece of that size is still in the core's cache when it is written after its checksum was taken.
 """
 
 import ctypes
@@ -15,19 +15,19 @@ STEP = 2**20
 
 
 def rows_as_bytes(x: Tensor) -> Tensor:
-    """The numbers of a tensor, or their bits, row by row; a copy where they lie otherwise."""
+    """The numbers of a tensor, or their bits, on the host and row by row; copied if need be."""
     x = x.detach().resolve_conj().resolve_neg()
     return (x if x.is_contiguous() else bits(x).contiguous()).cpu()
 
 
 def bits(x: Tensor) -> Tensor:
-    """As integers, which can be copied: torch can only hold numbers of some dtypes."""
+    """The same memory as integers: torch can hold numbers of some dtypes, and not copy them."""
     as_wide = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.view(as_wide.get(x.itemsize, x.dtype))
 
 
 def memory(x: Tensor) -> Iterator[memoryview]:
-    """The memory of a tensor that ``on_host`` gave, or of an empty one to fill."""
+    """The memory of a tensor that ``rows_as_bytes`` gave, or of an empty one that is filled."""
     size = x.nbytes
     if size:
         whole = memoryview((ctypes.c_ubyte * size).from_address(x.data_ptr()))
@@ -36,7 +36,7 @@ def memory(x: Tensor) -> Iterator[memoryview]:
 
 
 def checksum(x: Tensor, before: int = 0) -> int:
-    """The crc32 of its bytes, after that of others."""
+    """The crc32 of a tensor's bytes, continued from that of other bytes."""
     for part in memory(rows_as_bytes(x)):
         before = zlib.crc32(part, before)
     return before

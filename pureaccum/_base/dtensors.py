@@ -1,14 +1,13 @@
 """What the package knows of DTensors: tensors of which every rank of a mesh holds its own part.
 
-    leaf            sums of its gradients     the end of a window
-    Replicate()     Partial(): a sum a rank   one reduction
-    Shard(d)        Shard(d)                  nothing
+    leaf            sums of its gradients           the end of a window
+    Replicate()     Partial(): a sum on each rank   one reduction
+    Shard(d)        Shard(d)                        nothing
 
 A sum of gradients is a sum over ranks too, so it may wait: whatever a microbatch gives is added to
-this rank's part, without communication wherever that is possible. All arithmetic is on local parts,
-which are plain tensors; ``opened`` and ``closed`` are the way there and back. Every rank runs the
-same program; what is decided (is it finite? is there any weight?) is decided by all of them
-together.
+this rank's part, without communication wherever possible. All arithmetic is on local parts, which
+are plain tensors; ``opened`` and ``closed`` are the way there and back. Every rank runs the same
+program; what is decided (is it finite? is there any weight?) is decided by all of them together.
 
 A batch whose rows lie on several ranks is cut by each rank where it is: microbatch i is part i of
 every rank's rows. Nothing is communicated. Other rows come together than in a plain batch, which no
@@ -58,7 +57,7 @@ def any_sharded(leaves: Sequence[Any]) -> bool:
 
 
 def first_partial(leaves: Sequence[Any]) -> int | None:
-    """The first DTensor of which no rank has the numbers themselves."""
+    """The position of the first DTensor of which no rank has the numbers themselves."""
     if not any_sharded(leaves):
         return None
     partial = (
@@ -80,15 +79,15 @@ def layout_of(x: Any) -> Layout | None:
 
 
 def local(x: Any) -> Tensor:
-    """This rank's part of a tensor: the very one that a DTensor holds."""
+    """This rank's part of a tensor: for a DTensor, the very tensor that it holds."""
     if not is_sharded(x):
         return x
-    with torch.no_grad():  # else it is a view of it
+    with torch.no_grad():  # otherwise it is a view of that tensor
         return x.to_local()
 
 
 def block_of(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where in a tensor the numbers begin that this rank holds, and their shape."""
+    """Where in a tensor this rank's block begins, and the shape of the block."""
     if not is_sharded(x):
         return (0,) * x.dim(), tuple(x.shape)
     (block,) = x.__create_chunk_list__()  # as torch's own checkpoints ask
@@ -102,21 +101,21 @@ def block_of(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def opened(leaves: list[Tensor]) -> tuple[list[Tensor], Layouts | None]:
-    """Local parts and how they lie; plain leaves as they are, with None for all of it."""
+    """The local parts of leaves and their layouts, which are None if all leaves are plain."""
     if not any_sharded(leaves):
         return leaves, None
     return [local(x) for x in leaves], [layout_of(x) for x in leaves]
 
 
 def closed(parts: list[Tensor], layouts: Layouts | None) -> list[Tensor]:
-    """The tensors of which these are the local parts."""
+    """The tensors of which ``parts`` are the local parts."""
     if layouts is None:
         return parts
     return [close(x, at) for x, at in zip(parts, layouts, strict=True)]
 
 
 def close(part: Tensor, at: Layout | None) -> Tensor:
-    """The same of one tensor."""
+    """The tensor of which ``part`` is the local part."""
     if at is None:
         return part
     dtensor = module().DTensor
@@ -126,7 +125,7 @@ def close(part: Tensor, at: Layout | None) -> Tensor:
 
 
 def placed_like(leaves: list[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves, where they are DTensors in the placements of others."""
+    """Leaves in the placements of others, where those are DTensors."""
     if not any_sharded(like):
         return leaves
     return [_placed(x, layout_of(y)) for x, y in zip(leaves, like, strict=True)]
@@ -143,7 +142,7 @@ def _placed(x: Any, at: Layout | None) -> Tensor:
 
 
 def sum_layout(x: Any) -> Layout | None:
-    """Where the gradients of a leaf are summed: what is replicated may stay a sum over ranks."""
+    """The layout of the sums of a leaf's gradients: what is replicated may be a sum over ranks."""
     at = layout_of(x)
     if at is None:
         return None
@@ -152,17 +151,17 @@ def sum_layout(x: Any) -> Layout | None:
 
 
 def zeros_of_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """No gradient of a leaf added yet."""
+    """The sum of no gradients of a leaf yet."""
     return close(torch.zeros_like(local(x), dtype=dtype), sum_layout(x))
 
 
 def sum_layouts(leaves: list[Tensor]) -> Layouts | None:
-    """The same of all leaves; None where all are plain."""
+    """The layouts of the sums of the leaves' gradients; None if all leaves are plain."""
     return [sum_layout(x) for x in leaves] if any_sharded(leaves) else None
 
 
 def landed(grad: Any, at: Layout | None) -> Tensor | None:
-    """This rank's part of what a gradient adds to a sum; None where that is nothing."""
+    """This rank's part of what a gradient adds to a sum; None where this rank adds nothing."""
     if at is None:
         return grad
     if not is_sharded(grad):
@@ -175,7 +174,7 @@ def landed(grad: Any, at: Layout | None) -> Tensor | None:
     mine = True
     for i, (came, sum_) in enumerate(zip(grad.placements, at.placements, strict=True)):
         if sum_.is_partial() and came != sum_:
-            # All ranks have the same: the first of them adds it, and no bit is lost in a division.
+            # All ranks have the same: the first one adds it, since a division would lose bits.
             wanted.append(replicate)
             mine = mine and coordinate[i] == 0
         else:
@@ -185,9 +184,9 @@ def landed(grad: Any, at: Layout | None) -> Tensor | None:
 
 
 def resolved(sums: list[Tensor]) -> list[Tensor]:
-    """Sums of which no rank holds a part of its own: one reduction for each that is ``Partial``.
+    """Sums over all ranks: one reduction for each sum that is ``Partial``.
 
-    What waited until the end of a window is communicated here and nowhere else. Each takes the
+    What waited until the end of a window is communicated here and nowhere else. Each sum takes the
     place of its parts in the list, so that there are never two trees of them.
     """
     if any_sharded(sums):
@@ -197,7 +196,7 @@ def resolved(sums: list[Tensor]) -> list[Tensor]:
 
 
 def whole_layout(at: Layout | None) -> Layout | None:
-    """The layout of a sum of which no rank holds a part of its own."""
+    """The layout of a sum once it is one over all ranks."""
     if at is None:
         return None
     replicate = module().Replicate()
@@ -209,7 +208,7 @@ def whole_layout(at: Layout | None) -> Layout | None:
 
 
 def with_all_terms(scalars: list[Tensor]) -> list[Tensor]:
-    """0-d tensors as plain ones, the same on all ranks: one reduction for all of one layout."""
+    """0-d tensors as plain ones, the same on all ranks, by one reduction for each layout."""
     if not any_sharded(scalars):
         return scalars
     found = list(scalars)
@@ -225,7 +224,7 @@ def with_all_terms(scalars: list[Tensor]) -> list[Tensor]:
 
 
 def replicated(x: Tensor, like: Any) -> Tensor:
-    """A plain tensor that is the same on all ranks, on the mesh of another tensor if it has one."""
+    """A plain tensor, the same on all ranks, as one on the mesh of ``like``, if that has one."""
     at = layout_of(like)
     if at is None or is_sharded(x):
         return x
@@ -247,14 +246,14 @@ def largest(number: Tensor, layouts: Layouts) -> Tensor:
     """The largest that a number is on any rank of any mesh."""
     most = module().Partial("max")
     for mesh in dict.fromkeys(at.mesh for at in layouts if at is not None):
-        if mesh.get_coordinate() is None:  # this rank is not one of them
+        if mesh.get_coordinate() is None:  # this rank is not in the mesh
             continue
         number = _full(number.to(mesh.device_type), mesh, [most] * mesh.ndim)
     return number
 
 
 def norms_over_ranks(norms: list[Tensor], layouts: Layouts) -> list[Tensor]:
-    """Norms of which the whole norm is made, from those of local parts: one for each layout.
+    """The norms of which the whole norm is made, one for each layout, from norms of local parts.
 
     A part that several ranks hold counts once. The squares are float64, and do not overflow.
     """
@@ -274,12 +273,12 @@ def norms_over_ranks(norms: list[Tensor], layouts: Layouts) -> list[Tensor]:
     return found
 
 
-# Giving up -------------------------------------------------------------------------------------
+# Refusals --------------------------------------------------------------------------------------
 
 
 @cache
 def refusing(reason: str) -> type:
-    """A class of DTensors that refuse every use with a reason."""
+    """A class of DTensors that refuse every use with a reason: what is left of donated ones."""
 
     def refuse(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(reason)
@@ -288,11 +287,8 @@ def refusing(reason: str) -> type:
     return type("Refusing", (module().DTensor,), body)
 
 
-# Refusals --------------------------------------------------------------------------------------
-
-
 def refuse_sharded(leaves: Sequence[Any], root: str, what: str) -> None:
-    """Say what is not for DTensors, and what is."""
+    """Raise where a leaf is a DTensor; ``what`` says what is not for DTensors, and what is."""
     if any_sharded(leaves):
         i = next(i for i, x in enumerate(leaves) if is_sharded(x))
         at = layout_of(leaves[i])
@@ -307,7 +303,7 @@ def refuse_sharded(leaves: Sequence[Any], root: str, what: str) -> None:
 
 
 def cut_rows(leaves: Sequence[Any], sizes: Sequence[int], rows: int) -> list[Any]:
-    """Each leaf of a batch with DTensors in it, in pieces of so many rows."""
+    """For each leaf of a batch with DTensors in it, its pieces of ``sizes`` rows."""
     layouts = [layout_of(x) for x in leaves]
     over = [_over(at) for x, at in zip(leaves, layouts, strict=True) if isinstance(x, Tensor)]
     if over.count(over[0]) < len(over):
@@ -315,7 +311,7 @@ def cut_rows(leaves: Sequence[Any], sizes: Sequence[int], rows: int) -> list[Any
             "the rows of a batch that is cut lie on ranks in different ways: in one tensor they "
             "are sharded over a mesh, in another they are not, or it is no DTensor. Each rank "
             "cuts the rows that it has, so rows of the one would come together with other rows of "
-            "the other. Give all of them one placement along dim 0 (distribute_tensor), or take "
+            "the other. Give all tensors one placement along dim 0 (distribute_tensor), or take "
             "the batch whole."
         )
     mesh, dims = over[0]

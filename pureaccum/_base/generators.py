@@ -1,4 +1,4 @@
-"""Calling something again with the random numbers that it drew the first time.
+"""Call something again with the random numbers that it drew the first time.
 
     with noted(devices) as drawn:
         call()
@@ -25,7 +25,7 @@ class Drawn(NamedTuple):
 
 @contextmanager
 def noted(devices: Iterable[torch.device]) -> Generator[list[Drawn]]:
-    """Which of torch's generators are drawn from inside, known afterwards."""
+    """Note from which of torch's generators numbers are drawn inside; filled in at the end."""
     before, drawn = generators(devices), list[Drawn]()
     yield drawn
     drawn += [it for it in before if not torch.equal(it.state, _state(it.device))]
@@ -43,7 +43,7 @@ def replaying(drawn: list[Drawn]) -> Generator[None]:
 
 
 def put_back(device: torch.device) -> AbstractContextManager[None]:
-    """Let the generators of the CPU and of a device stand afterwards where they stood."""
+    """Put the generators of the CPU and of a device back, at the end, to where they stood."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
@@ -54,7 +54,7 @@ def generators(devices: Iterable[torch.device]) -> list[Drawn]:
 
 
 def restore(states: Iterable[Drawn]) -> None:
-    """Let generators go on from there."""
+    """Let generators go on from noted states."""
     for it in states:
         _owner(it.device).set_rng_state(it.state, *_which(it.device))
 

@@ -1,6 +1,7 @@
-"""What the compiler, vmap and vjp refuse, said of the user's own code, and the way out.
+"""What torch's compiler, vmap and vjp refuse, said of the user's own code, and the way out.
 
-torch's own words follow: whoever knows them wants to see them.
+A table for each has words of torch and what they mean. torch's own message always follows, for
+anyone who knows it.
 """
 
 import re
@@ -20,10 +21,12 @@ from .torch_internals import compiler_stack, is_compiler_error
 from .trees import tree_leaves
 
 
-# Words of the compiler, and what they mean for whoever wrote the line.
+# The compiler --------------------------------------------------------------------------------
+
+
 NUMBER = "a number that is known only when the step runs"
 NOTHING_ELSE = "a graph computes on tensors and does nothing else"
-MEANINGS = {  # the first that fits
+MEANINGS = {  # words of the compiler about a line, and what they mean for it: the first that fits
     "branching": f"it decides by {NUMBER}; torch.where takes both sides",
     "assertion": f"it decides by {NUMBER}; look at what the step returns instead",
     "logging.logger": f"{NOTHING_ELSE}; return what is to be logged as aux (has_aux=True)",
@@ -33,8 +36,8 @@ MEANINGS = {  # the first that fits
     "on data-dependent": f"it asks for {NUMBER}; keep it a tensor",
     "dynamic shape operator": f"the size of its result is {NUMBER}; a mask keeps the size "
     "(torch.where, or Weighted)",
-    "higher order operator": "it changes something outside of the loop that the graph is, such as "
-    "a list; return it as aux (has_aux=True)",
+    "higher order operator": "it changes something outside the loop that the graph is, such as a "
+    "list; return it as aux (has_aux=True)",
     "builtin operator": NOTHING_ELSE,
 }
 RAISED = re.compile(r"""raised exception \w+\((["'])(.*?)\1\)""")
@@ -47,7 +50,7 @@ LIBRARIES = (
 
 
 class CompileError(RuntimeError):
-    """A step that runs, and does not compile."""
+    """The error of a step that runs, and does not compile."""
 
 
 def attempt(
@@ -56,13 +59,13 @@ def attempt(
     eagerly: Callable[[], object],
     spoils: bool = False,
 ) -> Any:
-    """Call a graph; what goes wrong without the compiler too is said without it.
+    """Call a graph; an error that has nothing to do with the compiler is raised as it is.
 
     Args:
         program: The graph, which the first call makes.
-        args: Its arguments, of which the first is written to if it ``spoils`` that.
+        args: Its arguments, of which it writes to the first if it ``spoils`` that.
         eagerly: Does the same without the compiler.
-        spoils: Whether the first is of no use any more where the graph fails while it runs.
+        spoils: Whether the first argument is of no more use if the graph fails while it runs.
     """
     try:
         with torch.no_grad():
@@ -80,7 +83,7 @@ def attempt(
 
 
 def compiler_refusal(error: BaseException) -> str | None:
-    """A message for an error of the compiler; None for any other error."""
+    """A message for an error of the compiler, or None for any other error."""
     if not is_compiler_error(error):
         return None
     text = str(error)
@@ -88,7 +91,7 @@ def compiler_refusal(error: BaseException) -> str | None:
         return (
             "this step was compiled anew again and again: something besides the number of rows "
             "changes from call to call (torch's own warning names it), or a Python number is made "
-            "of that. Put a number that the loss reads into the batch, where it may change at "
+            "from that. Put a number that the loss reads into the batch, where it may change at "
             "every step; if it is there, the loss makes a size, a range or a branch of it: hand "
             "over a tensor with one row per sample. Pad what comes in many lengths, and keep the "
             f"order of a dict's keys. The compiler's own words:\n\n{text}"
@@ -113,7 +116,7 @@ def compiler_refusal(error: BaseException) -> str | None:
 
 
 def is_limit(error: BaseException | None) -> bool:
-    """Whether the compiler would not make one more graph of the same code."""
+    """Whether the compiler has refused to make one more graph of the same code."""
     return is_compiler_error(error) and "recompile" in type(error).__name__.lower()
 
 
@@ -127,7 +130,7 @@ def _of_a_library(file: str) -> bool:
 
 ONE_BY_ONE = "engine='autograd' takes the samples one by one"
 STATISTICS = "Batch norm got a batched tensor", "more than 1 value per channel when training"
-RULES = (  # words of torch about vmap, and what they mean
+RULES = (  # words of torch about vmap, and what they mean: the first that fits
     (
         "randomness error mode",
         "draws random numbers, and vmap has to be told whether samples share them: "
@@ -155,7 +158,7 @@ RULES = (  # words of torch about vmap, and what they mean
     (
         "mutate a captured tensor",
         "writes to a tensor that is no argument of the loss: a running statistic, a cache. Pass it "
-        "as an argument (pureaccum.functional), or have it stay as it is: net.eval().",
+        "as an argument (pureaccum.functional), or leave it as it is: net.eval().",
     ),
     ("batching rule", f"calls what torch has no rule for under vmap: {ONE_BY_ONE}."),
     ("vmap support", f"calls what torch has no rule for under vmap: {ONE_BY_ONE}."),
@@ -182,7 +185,7 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
         "has a tensor require grad (a gradient penalty, torch.autograd.functional, transformers' "
         "gradient_checkpointing_enable)",
         f"{BY_AUTOGRAD}, and a checkpoint takes {{'use_reentrant': False}}; torch.func.grad, jvp "
-        "and the like inside of the loss run in both engines.",
+        "and the like inside the loss run in both engines.",
     ),
     ("Tensor.retain_grad()", "keeps the gradient of a tensor of its own", f"{BY_AUTOGRAD}."),
     (
@@ -220,23 +223,23 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
 
 
 def advise_on_vjp(error: RuntimeError) -> None:
-    """Say what to do where torch.func's vjp refuses a loss."""
+    """Add to an error of torch.func's vjp what to do with a loss that it refuses."""
     for words, why, way_out in ADVICE:
         if words in str(error):
             note = f"pureaccum: torch.func cannot differentiate this loss, which {why}. {way_out}"
-            if note not in getattr(error, "__notes__", ()):  # of a transform inside of another
+            if note not in getattr(error, "__notes__", ()):  # from a transform inside another one
                 error.add_note(note)
             return
 
 
 def vmap_refusal(error: Exception) -> str | None:
-    """A message for what vmap refused; None where the error is the loss's own."""
+    """A message for what vmap refused, or None where the error is the loss's own."""
     text = str(error)
     where, module = _module_of(error)
     said = f"\n\ntorch said: {text}"
     if isinstance(module, nn.RNNBase) and "broadcast shape" in text:
         return (
-            f"{where} cannot go through vmap, for which torch has no rule; {ONE_BY_ONE}, and a "
+            f"{where} cannot go through vmap, since torch has no rule for it; {ONE_BY_ONE}, and a "
             f"loop over cells (GRUCell, RNNCell) goes through vmap.{said}"
         )
     of_a_batch = "BatchNorm" in type(module).__name__ and "mutate a captured" in text
@@ -253,7 +256,7 @@ def vmap_refusal(error: Exception) -> str | None:
 
 
 def _module_of(error: Exception) -> tuple[str, nn.Module | None]:
-    """The innermost module that was being called, by its name in the outermost."""
+    """The innermost module that was being called, and its name in the outermost one."""
     called = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     modules = [x for x in called if isinstance(x, nn.Module)]
     if not modules:

@@ -1,7 +1,7 @@
-"""States: NamedTuples of tensors, which torch.load reads, and which their caller may give up.
+"""States: NamedTuples of tensors, which torch.load reads, and which their owner may give up.
 
-Donation: the caller gives a state up, and its memory is used again. Every later use of one of its
-tensors raises.
+That is donation: a caller gives a state up, its memory is used again, and every later use of one of
+its tensors raises an error that says so.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,11 @@ from .dtensors import is_sharded, local, refusing
 C = TypeVar("C", bound=type)
 
 
+# Files ---------------------------------------------------------------------------------------
+
+
 def loadable(state: C) -> C:
-    """Name a class to ``torch.load(file, weights_only=True)``, which makes objects of no other.
+    """Name a class to ``torch.load(file, weights_only=True)``, which makes no other objects.
 
     States are tuples of tensors, which run nothing when they are made.
     """
@@ -28,7 +31,7 @@ def loadable(state: C) -> C:
 def make_public(names: dict[str, Any], module: str) -> None:
     """Let classes go by the module that users know, in messages and pickles.
 
-    Otherwise a file that torch.save wrote could not be read once a class lies in another file.
+    Otherwise a file that torch.save wrote could not be read after a class has moved.
     """
     ours = module.partition(".")[0]
     for value in names.values():
@@ -53,7 +56,7 @@ class Refusing(torch.Tensor):
 
 
 class Donated(Refusing):
-    """What is left of a tensor whose memory was given away."""
+    """A tensor whose memory was given away."""
 
     reason: ClassVar[str] = (
         "this tensor belongs to a state that was given up with donate=True: its memory now belongs "
@@ -63,7 +66,7 @@ class Donated(Refusing):
 
 
 class Spoiled(Refusing):
-    """What is left of donated tensors after an error in the middle of the work on them."""
+    """A donated tensor after an error in the middle of the work on it."""
 
     reason: ClassVar[str] = (
         "this tensor belongs to a state that was given up with donate=True to a call which failed "
@@ -76,9 +79,9 @@ NOTHING = torch.empty(0, device="cpu")
 
 
 def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
-    """Tensors to write to: the memory of donated ones under new names, else copies.
+    """Tensors that may be written to: the donated ones under new names, or copies.
 
-    Where a tensor comes twice (tied leaves), all are copied: none is written to twice.
+    Where a tensor comes twice (tied leaves) all are copied, so that none is written to twice.
     """
     every = [id(x) for column in columns for x in column]
     if donate and len(set(every)) == len(every):
@@ -87,7 +90,7 @@ def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
 
 
 def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
-    """The new tensors, those among them that are old ones renewed; the old ones are marked."""
+    """The new tensors, under new names where they are old ones; the old ones are marked."""
     given = {id(tensor): tensor for tensor in old}
     renewed = [tensor.detach() if id(tensor) in given else tensor for tensor in new]
     mark(given.values())
@@ -95,13 +98,13 @@ def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
 
 
 def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
-    """Leave tensors behind as donated. Subclasses other than DTensor cannot be marked."""
+    """Make tensors refuse every use. Subclasses other than DTensor cannot be marked."""
     for tensor in tensors:
         kind: type = type(tensor)
         if kind is torch.Tensor:
             tensor.data = NOTHING  # a third of the time of set_()
             tensor.__class__ = state
-        elif kind is Donated:  # to a call that failed later
+        elif kind is Donated:  # and the call failed later
             tensor.__class__ = state
         elif is_sharded(tensor):  # operations go by the outer tensor, to_local gives the inner one
             mark([local(tensor)], state)

@@ -24,7 +24,7 @@ name                               what for                                check
 ``nn.modules.module._global_...``  the hooks of all modules                2.11, 2.13, 2.15
 ``torch._higher_order_ops.scan``   a loop in compiled code                 2.11, 2.13, 2.15
 ``torch._dynamo``                  dims that vary; the compiler's errors   2.11, 2.13, 2.15
-``torch._inductor.exc``            the same                                2.11, 2.13, 2.15
+``torch._inductor.exc``            the compiler's errors                   2.11, 2.13, 2.15
 ``torch.utils._python_dispatch``   see every operation                     2.11, 2.13, 2.15
 ``._should_skip_dynamo``           … and import no compiler for it         2.11, 2.13
 ``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
@@ -55,8 +55,8 @@ VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 def transform_active() -> bool:
     """Whether code runs under a torch.func transform or is being compiled.
 
-    Asked in that order: dynamo cannot trace the second question. Everywhere it is asked of dynamo,
-    since ``torch.compiler.is_compiling`` is true of all threads while one of them compiles.
+    The compiler is asked first, since dynamo cannot trace the second question; and dynamo itself is
+    asked, since ``torch.compiler.is_compiling`` is true in all threads while one of them compiles.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -69,16 +69,16 @@ def transform_level() -> int | None:
 
 
 def differentiating() -> bool:
-    """Whether a transform around this differentiates, and does not only map."""
+    """Whether some active transform differentiates, and does not only map."""
     functorch = torch._C._functorch  # pyright: ignore
     stack = functorch.get_interpreter_stack() or ()
     return any(each.key() != functorch.TransformType.Vmap for each in stack)
 
 
 def transform_depth() -> int:
-    """How many transforms are active, while the compiler traces them too.
+    """How many transforms are active, also while the compiler traces them.
 
-    On torch 2.11 it cannot tell.
+    On torch 2.11 the compiler cannot tell, and the answer is 1.
     """
     if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
         return 1
@@ -93,7 +93,7 @@ def is_wrapped(x: Tensor) -> bool:
 def innermost(x: Tensor) -> Tensor:
     """The tensor itself, without the wrappers of torch.func's transforms.
 
-    It counts all writes: a wrapper of vmap counts none.
+    The tensor counts every write to it, of which a wrapper of vmap counts none.
     """
     if torch.compiler.is_dynamo_compiling():
         return x
@@ -131,9 +131,9 @@ def wants_gradient(x: Tensor) -> bool:
 
 
 def followed(x: Tensor, level: int) -> tuple[bool, bool]:
-    """Whether autograd or a transform up to a level follows a tensor: differentiates or maps it.
+    """Whether autograd or a transform up to a level differentiates or maps a tensor.
 
-    And whether one above that level wraps it.
+    The second answer is whether a transform above that level wraps it.
     """
     functorch, above = torch._C._functorch, False  # pyright: ignore
     while functorch.is_functorch_wrapped_tensor(x):
@@ -149,13 +149,13 @@ def followed(x: Tensor, level: int) -> tuple[bool, bool]:
 def _is_differentiated(x: Tensor, level: int) -> bool:
     if x.requires_grad or not forward_ad_active():
         return x.requires_grad
-    with down_to(level):  # seen from another one it has no tangent
+    with down_to(level):  # seen from another level it has no tangent
         return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 @contextmanager
 def down_to(level: int) -> Generator[None]:
-    """As if the transforms above a level were not there."""
+    """Run as if the transforms above a level were not there."""
     functorch, above = torch._C._functorch, list[Any]()  # pyright: ignore
     try:
         while (transform_level() or 0) > level:
@@ -172,12 +172,12 @@ def sequence_number() -> int:
 
 
 def recorded_at(x: Tensor) -> int:
-    """The number of the operation that gave a tensor; of one that none gave, none."""
+    """The number of the operation that gave a tensor, or -1 if none did."""
     return -1 if x.grad_fn is None else x.grad_fn._sequence_nr()  # pyright: ignore
 
 
 def unnoticed() -> AbstractContextManager[None]:
-    """Look at tensors without any torch function mode taking notice: who is asked is the tensor."""
+    """Look at tensors themselves, so that no torch function mode takes notice."""
     return torch._C.DisableTorchFunction()  # pyright: ignore
 
 
@@ -187,7 +187,7 @@ def forward_ad_active() -> bool:
 
 
 def forward_ad() -> AbstractContextManager[None]:
-    """Let forward AD go on where torch turns it off: in the rules of an autograd Function."""
+    """Keep forward AD on where torch turns it off: in the rules of an autograd Function."""
     return torch.autograd.forward_ad._set_fwd_grad_enabled(True)  # pyright: ignore
 
 
@@ -207,9 +207,12 @@ def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def foreach_add_(sums: list[Tensor], terms: Sequence[Tensor], alpha: float = 1.0) -> None:
-    """``sum += alpha * term`` for every pair; torch's own raises on empty lists."""
+    """Add ``alpha * term`` to each sum; torch's own raises on empty lists."""
     if sums:
         torch._foreach_add_(sums, terms, alpha=alpha)  # pyright: ignore
+
+
+# Modules -----------------------------------------------------------------------------------
 
 
 # Where a module keeps what belongs to it, in its vars.
@@ -217,7 +220,7 @@ PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 
 
 def is_cache(attribute: str) -> bool:
-    """Whether a recurrent module makes an attribute anew when its parameters are others."""
+    """Whether a recurrent module makes an attribute anew when its parameters are replaced."""
     return attribute.startswith("_flat_weight")
 
 
@@ -233,7 +236,7 @@ Place = tuple[torch.nn.Module, dict[str, Any], str]  # a module, its vars, a nam
 def tensor_places(root: torch.nn.Module) -> list[Place]:
     """Where a module and those below it keep their tensors.
 
-    Writing there directly is what ``functional_call`` does; ``Module.__setattr__`` would inspect.
+    ``functional_call`` too writes there directly; ``Module.__setattr__`` would inspect each value.
     """
     places: list[Place] = []
     seen: set[torch.nn.Module] = set()
@@ -257,7 +260,7 @@ def tensor_places(root: torch.nn.Module) -> list[Place]:
 def scan(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: list[Tensor]
 ) -> tuple[Any, Any]:
-    """``carry, y = body(carry, x)`` for all rows of ``xs``; the last carry and all y, stacked."""
+    """The last carry and all y, stacked, of ``carry, y = body(carry, x)`` for each row of xs."""
     from torch._higher_order_ops.scan import scan  # imports the compiler: seconds
 
     return scan(body, carry, xs)
@@ -266,11 +269,11 @@ def scan(
 def compile_anew(
     function: Callable[..., Any], wrapped: bool, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """``torch.compile(function, fullgraph=True, **settings)`` with a memory of its own.
+    """Call ``torch.compile(function, fullgraph=True, **settings)`` on code of its own.
 
     torch keeps graphs by the code of a function: all closures made by one ``def`` share its
-    ``recompile_limit``, and the ninth would not compile. And by its name and line it remembers
-    sizes: what it sees with another one it leaves open, in another model too, which is slower, and
+    ``recompile_limit``, and the ninth would not compile. By name and line it remembers sizes: one
+    that it has seen with two values it leaves open, in another model too. That is slower, and
     torch.func has no dropout then.
     """
     own = function.__code__.replace(co_name=f"{function.__name__}_{next(_MADE)}")
@@ -290,11 +293,11 @@ _MADE = count()
 
 
 def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
-    """Not what torch, optree and we ourselves are made of: half of a small step's time.
+    """Which guards to keep: none on what torch, optree and this package are made of.
 
-    What users may change of their own stays guarded. Who puts another function into torch itself
-    calls ``torch.compiler.reset()``, and so does who adds hooks to a module, which torch's
-    compiler does not guard either.
+    Those take half of a small step's time. What users may change of their own stays guarded. Anyone
+    who puts another function into torch itself, or adds hooks to a module, which torch's compiler
+    does not guard either, calls ``torch.compiler.reset()``.
     """
     return ["_global_" in guard.name or not _LIBRARY.search(guard.name) for guard in guards]
 
@@ -306,13 +309,13 @@ _LIBRARY = re.compile(
 
 
 def let_vary(x: Tensor) -> Tensor:
-    """The tensor, and a graph that is made for it will take any number of rows."""
+    """The tensor itself; a graph that is made for it will take any number of rows."""
     torch._dynamo.maybe_mark_dynamic(x, 0)  # pyright: ignore
     return x
 
 
 def is_compiler_error(error: BaseException | None) -> bool:
-    """Whether it is the compiler's own, and not one of a graph that runs."""
+    """Whether an error is the compiler's own, and not that of a graph which runs."""
     return any(
         cls.__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx.experimental"))
         for cls in type(error).__mro__
@@ -320,7 +323,7 @@ def is_compiler_error(error: BaseException | None) -> bool:
 
 
 def compiler_stack(error: BaseException) -> list[FrameSummary]:
-    """Where in the code that was compiled, outermost first."""
+    """Where in the code the compiler raised an error, outermost first."""
     return list(getattr(error, "real_stack", None) or [])
 
 
@@ -328,7 +331,7 @@ def compiler_stack(error: BaseException) -> list[FrameSummary]:
 
 
 def version(x: Tensor) -> int | None:
-    """How often a tensor was written to; nobody counts that for inference tensors, or compiling."""
+    """How often a tensor was written to; None for inference tensors, and while compiling."""
     if torch.compiler.is_dynamo_compiling():
         return None
     x = innermost(x)
@@ -336,7 +339,7 @@ def version(x: Tensor) -> int | None:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each of some tensors was written to; inference tensors and foreach do not count."""
+    """How often each tensor was written to: 0 for inference tensors; foreach may not count."""
     if transform_level() is None:
         try:
             return [*map(_VERSION, tensors)]
@@ -349,7 +352,7 @@ _VERSION = attrgetter("_version")
 
 
 def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
-    """Whether the graph of a loss ends in any of these."""
+    """Whether the graph of a loss ends in any of the leaves."""
     if torch._C._functorch.is_gradtrackingtensor(total):  # pyright: ignore
         return total.requires_grad  # on this level
     wanted, below, seen = {id(x) for x in leaves}, [total.grad_fn], set[Any]()
@@ -365,15 +368,15 @@ def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
 
 
 def tensor_hooks(x: Tensor) -> list[Any]:
-    """The hooks on a tensor's gradient, and those after it has been accumulated."""
+    """The hooks on a tensor's gradient, and those that run after it was accumulated."""
     held = (x._backward_hooks, x._post_accumulate_grad_hooks)  # pyright: ignore
     return [list((hooks or {}).values()) for hooks in held]
 
 
 def module_vars(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module holds, without the caches of recurrent ones.
+    """What a module holds, without the caches of recurrent modules.
 
-    ``functional_call`` itself leaves these stale, and each call makes them anew.
+    ``functional_call`` itself leaves these caches stale, and each call makes them anew.
     """
     return {k: v for k, v in vars(module).items() if not is_cache(k)}
 
@@ -396,10 +399,10 @@ def seeing(
     see: Callable[[tuple[Any, ...], Any], None] | None = None,
     before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
 ) -> TorchDispatchMode:
-    """Call ``before(operation, args, kwargs)`` and ``see(operands, out)`` around each operation.
+    """A mode that calls ``before(operation, args, kwargs)`` and ``see(operands, out)`` for each.
 
-    It stands below torch.func's transforms and autograd: forward, backward, in-place and foreach
-    operations all come by, with plain tensors.
+    It works below torch.func's transforms and autograd: it sees forward, backward, in-place and
+    foreach operations, all of them with plain tensors.
     """
     return (_Uncompiled if "torch._dynamo" in sys.modules else _Seeing)(see, before)
 
@@ -407,7 +410,7 @@ def seeing(
 class _Seeing(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """By default torch imports its compiler, which takes a second, to keep that out of here."""
+        """Say no: by default torch imports its compiler, which takes a second, to keep it out."""
         return False
 
     def __init__(self, see: Any, before: Any) -> None:
@@ -427,7 +430,7 @@ class _Seeing(TorchDispatchMode):
 
 
 class _Uncompiled(_Seeing):
-    """The same where the compiler has been imported, and would compile what stands here."""
+    """The mode for where the compiler has been imported: it would compile this code otherwise."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -456,27 +459,27 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def is_taken_as_new(operation: Any) -> bool:
-    """Whether its operand is a tensor that was made of numbers just now, by no operation."""
+    """Whether an operation takes in a tensor just made from numbers, which no operation gave."""
     return operation is torch.ops.aten.lift_fresh.default
 
 
 def memory_of(x: Tensor) -> int | None:
-    """What is the same for all views of one memory; None where tensors have several, or none."""
+    """A number that all views of one memory have in common; None where there is no one memory."""
     x = innermost(x)
     return None if x.layout != torch.strided or x.is_nested else x.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work on a backward pass, in this thread."""
+    """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore
 
 
 @contextmanager
 def imagining() -> Generator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """Compute nothing: tensors have shapes and no numbers, and who reads a number is told 1.
+    """Compute nothing: tensors have shapes and no numbers, and code that reads a number gets 1.
 
-    Yields what makes such a tensor out of another one, on a CPU where that is on no device; and
-    what says which one an operation takes a captured tensor for.
+    Yields two functions. One makes such a tensor from another one, on a CPU if that is on no
+    device; the other says which such tensor stands for a captured one.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -493,7 +496,7 @@ def imagining() -> Generator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor]
 
 
 class Telling(TorchDispatchMode):
-    """Answers 1 where code reads a number that is not there, and that what is compared is equal."""
+    """Gives 1 to code that reads a number where there is none, and calls compared tensors equal."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

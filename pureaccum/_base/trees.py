@@ -1,17 +1,8 @@
-"""Arithmetic on trees of tensors, with optree as the one tree library.
+"""Trees of tensors, with optree as the one tree library: their structure, dtypes and arithmetic.
 
 optree sorts dict keys where torch's own pytree keeps their order, so leaves of the one are never
 paired with leaves of the other: trees are flattened here, and torch gets lists. Classes that are
 registered globally in optree, or under the namespace ``"pureaccum"``, are trees too.
-
-``stack`` makes one tree of many, for ``vmap(step)`` over seeds, learning rates or data orders:
-
-    stacked = stack([step.init(params_of(seed), seed=seed) for seed in seeds])
-    stacked, info = vmap(step, in_dims=(0, None))(stacked, batch)
-    states = unstack(stacked)
-
-Nothing is shared between members: each has counts, a loss scale and an ``applied`` of its own, so
-one member's overflow leaves all others alone.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -38,34 +29,37 @@ Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and read
 NAMESPACE = "pureaccum"
 
 
+# Structure -----------------------------------------------------------------------------------
+
+
 def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and structure; None is structure."""
+    """The leaves and the structure of a tree; None is structure."""
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Tree:
-    """The tree of that structure."""
+    """The tree of a structure with these leaves."""
     return optree.tree_unflatten(spec, leaves)
 
 
 def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """``func`` over the leaves of trees of one structure."""
+    """The tree of what ``func`` gives for the leaves of one tree, or of several alike."""
     return optree.tree_map(func, tree, *rest, namespace=NAMESPACE)
 
 
 def tree_leaves(tree: Tree) -> list[Any]:
-    """The leaves alone."""
+    """The leaves of a tree."""
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
-    """How a user would write each leaf: ``params['layer'][0].weight``."""
+    """Each leaf as a user would write it: ``params['layer'][0].weight``."""
     kind: Any = spec.type
     if kind in _WITH_ITEMS:
         names = [f"{root}[{entry!r}]" for entry in spec.entries()]
     elif optree.is_namedtuple_class(kind):
         names = [f"{root}.{field}" for field in kind._fields]
-    else:  # a leaf, or a class that somebody registered; three objects a leaf, which take a while
+    else:  # a leaf, or a class that somebody registered; accessors make three objects per leaf
         return [accessor.codify(root) for accessor in spec.accessors()]
     if spec.num_nodes == spec.num_leaves + 1:
         return names
@@ -116,19 +110,19 @@ def accumulation_dtype(leaf: torch.dtype, at_least: torch.dtype = torch.float32)
 
 
 def continuous(x: Tensor) -> bool:
-    """Whether it can have a derivative."""
+    """Whether a tensor can have a derivative."""
     return x.is_floating_point() or x.is_complex()
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """In which it is summed: 0-d ones as all totals are, others in float32 at least."""
+    """The dtype in which a tensor is summed: 0-d ones in float64, others in float32 at least."""
     if continuous(x):
         return accumulation_dtype(x.dtype, torch.float64 if x.dim() == 0 else torch.float32)
     return torch.int64
 
 
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
-    """Zeros shaped like a tree, in its accumulation dtypes: where its gradients are summed."""
+    """Zeros shaped like a tree, in the dtypes in which its gradients are summed."""
     of = zeros_of_sum if any_sharded(tree_leaves(tree)) else torch.zeros_like
     return tree_map(lambda x: of(x, dtype=accumulation_dtype(x.dtype, dtype)), tree)
 
@@ -137,18 +131,8 @@ def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """``a + b``, a new tree."""
+    """The sum ``a + b``, a new tree."""
     return tree_map(torch.add, a, b)
-
-
-def add_(a: Tree, b: Tree) -> Tree:
-    """``a += b`` in a's own memory: ten times faster than ``add`` on a CPU."""
-    return tree_map(lambda x, y: x.add_(y), a, b)
-
-
-def scale(tree: Tree, factor: float | Tensor) -> Tree:
-    """``factor * tree``, a new tree of the same dtypes."""
-    return tree_map(lambda x: torch.mul(x, factor), tree)
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
@@ -157,8 +141,8 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
 
 
 def apart(tree: Tree, given_up: Tree) -> Tree:
-    """A tree that shares no memory with one that is given up, and will be written to."""
-    held = {memory_of(local(x)) for x in tree_leaves(given_up)} | {None}  # None: of several parts
+    """A tree that shares no memory with one that is given up and will be written to."""
+    held = {memory_of(local(x)) for x in tree_leaves(given_up)} | {None}  # None: several memories
 
     def copied(x: Any) -> Any:
         return x.clone() if isinstance(x, Tensor) and memory_of(local(x)) in held else x
@@ -166,13 +150,19 @@ def apart(tree: Tree, given_up: Tree) -> Tree:
     return tree_map(copied, tree)
 
 
+# Scalars ---------------------------------------------------------------------------------------
+
+
 def as_scalar_of(x: Tensor, scalar: Tensor) -> Tensor:
-    """A 0-d tensor ready to multiply or divide ``x``: a 0-d ``x`` would take on its dtype."""
+    """A 0-d tensor in the real dtype of ``x``, ready to multiply or divide it.
+
+    A 0-d ``x`` would take on the dtype of another 0-d tensor.
+    """
     return moved(scalar, x.device, (x.real if x.is_complex() else x).dtype)
 
 
 def scalars_of(scalar: Tensor) -> Callable[[Tensor], Tensor]:
-    """``as_scalar_of`` for many tensors: moved and cast once for each device and dtype."""
+    """Gives ``as_scalar_of`` for many tensors: moved and cast once per device and dtype."""
     made: dict[Any, Tensor] = {}
 
     def of(x: Tensor) -> Tensor:
@@ -185,7 +175,7 @@ def scalars_of(scalar: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def moved(scalar: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A 0-d tensor on a device: on the way there nobody need wait; from there, one must."""
+    """A 0-d tensor on a device: a copy from the host waits for nothing, one to the host must."""
     ready = scalar.device.type == "cpu"
     return scalar.to(device, dtype or scalar.dtype, non_blocking=ready)
 
@@ -196,7 +186,7 @@ def known(scalar: Tensor) -> Any:
     return scalar.item() if here else None
 
 
-# Looking at a whole tree ---------------------------------------------------------------
+# Norms, and what is finite ---------------------------------------------------------------------
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -204,7 +194,7 @@ def global_norm(tree: Tree) -> Tensor:
 
     The rule: ``sqrt(Σ |x|²)``, every leaf summed in float32 at least.
 
-    Of DTensors it is the norm of the whole, on all ranks.
+    For DTensors it is the norm of the whole tensors, on all ranks.
 
     Args:
         tree: A pytree of tensors.
@@ -231,7 +221,7 @@ def global_norm(tree: Tree) -> Tensor:
 
 
 def norm(x: Tensor) -> Tensor:
-    """The same of one tensor."""
+    """The Euclidean norm of one tensor, summed in float32 at least."""
     x = x.coalesce().values() if x.is_sparse else x
     return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype))
 
@@ -239,7 +229,7 @@ def norm(x: Tensor) -> Tensor:
 def all_finite(tree: Tree) -> Tensor:
     """Whether no number in a tree is inf or NaN, as a 0-d bool tensor on the device.
 
-    The rule: ``isfinite(x).all()`` of every leaf, and of all these. Of DTensors it is the same on
+    The rule: ``isfinite(x).all()`` for every leaf, and all of these. For DTensors it is the same on
     all ranks: false if any of them holds an inf or NaN.
 
     Args:
@@ -266,7 +256,7 @@ def all_finite(tree: Tree) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """Whether no number of one tensor is inf or NaN.
 
-    The smallest and the largest number tell, and NaN passes through both: one pass without a
+    The smallest and the largest number tell, since NaN passes through both: one pass without a
     temporary, ten times faster than ``isfinite(x).all()``.
     """
     x = x.detach()  # a flag has no derivative, and torch 2.11 no forward AD of aminmax
@@ -279,7 +269,7 @@ def finite(x: Tensor) -> Tensor:
     return torch.isfinite(torch.stack(torch.aminmax(x))).all()
 
 
-# Ensembles -----------------------------------------------------------------------------------
+# Ensembles: one tree of many -------------------------------------------------------------------
 
 
 def stack(trees: Sequence[Tree]) -> Tree:
@@ -287,9 +277,18 @@ def stack(trees: Sequence[Tree]) -> Tree:
 
     The rule: ``torch.stack`` of the first leaf of each, of the second leaf of each, and so on.
 
+    That is for ``vmap(step)`` over seeds, learning rates or data orders::
+
+        stacked = stack([step.init(params_of(seed), seed=seed) for seed in seeds])
+        stacked, info = vmap(step, in_dims=(0, None))(stacked, batch)
+        states = unstack(stacked)
+
+    Members share nothing: each has counts, a loss scale and an ``applied`` of its own, so one
+    member's overflow leaves all others alone.
+
     Args:
-        trees: One for each member: states, parameters, batches. Of one structure, and a leaf has
-            one shape, dtype and device in all of them.
+        trees: A tree for each member: states, parameters, batches. All have one structure, and
+            each leaf has one shape, dtype and device in all of them.
 
     Returns:
         A tree like each of them.
@@ -304,7 +303,9 @@ def stack(trees: Sequence[Tree]) -> Tree:
         any tree.
     """
     if not isinstance(trees, (list, tuple)):
-        raise TypeError(f"trees is a {type(trees).__name__}; expected a list, a tree a member.")
+        raise TypeError(
+            f"trees is a {type(trees).__name__}; expected a list of one tree per member."
+        )
     if not trees:
         raise ValueError("stack got no trees; expected one for each member.")
     columns: list[list[Any]] = []
@@ -340,7 +341,7 @@ def unstack(tree: Tree) -> list[Tree]:
         [{'w': tensor(1.)}, {'w': tensor(2.)}]
 
     References:
-        `torch.unbind <https://docs.pytorch.org/docs/stable/generated/torch.unbind.html>`_ of leaves
+        `torch.unbind <https://docs.pytorch.org/docs/stable/generated/torch.unbind.html>`_
     """
     leaves, spec = flatten(tree)
     for i, x in enumerate(leaves):
@@ -360,11 +361,11 @@ def _said(x: Any) -> str:
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
-# Casts ---------------------------------------------------------------------------------------
+# Casts that know what they were made from ------------------------------------------------------
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same tensor in another dtype, which knows of it."""
+    """A tensor in another dtype, of which ``original`` gives the tensor that was cast."""
     low = x.to(dtype)
     if low is not x and not torch.compiler.is_dynamo_compiling():
         setattr(low, _ORIGINAL, (x, version(x), version(low)))
@@ -372,7 +373,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def original(x: Tensor) -> Tensor:
-    """What a tensor was cast from, or the tensor itself."""
+    """The tensor that was cast to this one, if neither was written to since; else the tensor."""
     if (cast_from := getattr(x, _ORIGINAL, None)) is None:
         return x
     first, *then = cast_from

@@ -1,4 +1,10 @@
-"""Optimizers as pairs of pure functions, schedules, and what is made of several optimizers."""
+"""Optimizers as pure functions: ``init(params)`` and ``apply(grads, state, params)``.
+
+``optimizers`` has the arithmetic of ``sgd``, ``adam`` and ``adamw``; ``update`` says what an
+optimizer is, and how those three take a step that leaves every bit as it was if not applied.
+``schedules`` are learning rates that depend on the number of applied steps. ``combinators`` makes
+optimizers of others (``chain``, ``partition``), and ``from_torch`` of any class of ``torch.optim``.
+"""
 
 from .combinators import GradientMap as GradientMap
 from .combinators import as_optimizer as as_optimizer

@@ -105,9 +105,9 @@ def step_over(
 
 @recording
 def step_of_ranks(
-    plan: Plan, accumulate: Callable[..., Accumulated], state: TrainState, batch: Tree
+    plan: Plan, summing: Callable[..., Accumulated], state: TrainState, batch: Tree
 ) -> tuple[TrainState, StepInfo]:
-    """One step over a batch of which each rank has some rows; ``accumulate`` sums its own.
+    """One step over a batch of which each rank has some rows; ``summing`` sums its own.
 
     It may have to try more than once, and meanwhile tells other ranks nothing.
     """
@@ -116,7 +116,7 @@ def step_of_ranks(
     first = state.samples
     if plan.keys:
         first = first + before_this_rank(plan, state, rows)
-    sums = accumulate(state, batch, first)
+    sums = summing(state, batch, first)
     buffers, last = sums.carried
     window = StepWindow(sums.state, buffers, last - first)
     accum, carried = of_all_ranks(plan, state, window, sums.unit)

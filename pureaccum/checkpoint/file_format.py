@@ -3,14 +3,14 @@
     8 bytes    the length of the header
     header     JSON: dtype, shape and place of each tensor; as metadata, all that is no tensor
     tensors    row by row, those of the widest numbers first, so that each is aligned
-    crc32      a tensor too: the checksum of each of the others, and last that of the header
+    crc32      one more tensor: the checksum of each of the others, and last that of the header
 
-Every reader of that format finds the right numbers in the right places. What it has no words for
-stands as JSON in the metadata, by the name of the tensor: a dtype, an order in memory, and of which
-part of which leaf the numbers are.
+Every reader of that format finds the right numbers in the right places. What the format has no
+words for stands as JSON in the metadata, by the name of the tensor: a dtype, an order in memory,
+and which part of which leaf the numbers are.
 
 Nothing in a file decides what runs or how much memory is taken. A header is not parsed but matched,
-entry by entry, against what ``header_of`` can write, so that bytes which are not that cost nothing.
+entry by entry, against what ``header_of`` can write, so that any other bytes cost nothing.
 """
 
 import itertools
@@ -34,7 +34,7 @@ LONGEST = 100_000_000  # bytes of a header: other readers take no more
 SCALARS = (bool, int, float, str)
 
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if type(x) is torch.dtype}
-# What safetensors calls a dtype, and a last dim where it has none such; all others go as bytes.
+# What safetensors calls a dtype, and a last dim where it has no such dtype; others are bytes to it.
 NAMES: dict[torch.dtype, tuple[str, tuple[int, ...]]] = {
     torch.bool: ("BOOL", ()),
     torch.uint8: ("U8", ()),
@@ -62,11 +62,11 @@ class Piece(NamedTuple):
     """A tensor in a file: a whole leaf, or the part of one that a rank held.
 
     Attributes:
-        dtype: Of the leaf.
-        shape: Of the piece.
+        dtype: The dtype of the leaf.
+        shape: The shape of the piece.
         whole: The shape of the leaf.
         at: Where in the leaf the piece begins.
-        strides: Of the leaf in memory.
+        strides: The strides of the leaf in memory.
     """
 
     dtype: torch.dtype
@@ -77,12 +77,12 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How long it is in a file."""
+        """The number of bytes of the piece in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Part(NamedTuple):
-    """Which file it is of a checkpoint in several: shard 1 of 4 of the save of that name."""
+    """Which file of a checkpoint in several files: shard 1 of 4, say, of a save with a name."""
 
     save: str
     shard: int
@@ -93,13 +93,13 @@ class Contents(NamedTuple):
     """What a file holds of the leaves that are wanted.
 
     Attributes:
-        part: Which file it is of a checkpoint in several.
+        part: Which file it is, if the checkpoint is in several.
         scalars: Python numbers and strings, by their paths.
         pieces: Tensors, by their paths, in the order of the file.
-        places: Where the bytes of each begin, and its number.
+        places: For each tensor, where its bytes begin, and its number.
         checks: The checksums of all tensors, by their numbers, and that of the header.
-        others: The first of the leaves that are not wanted.
-        count_of_others: How many of them there are.
+        others: Some names of leaves that are not wanted.
+        count_of_others: How many leaves are not wanted.
     """
 
     part: Part | None
@@ -114,21 +114,21 @@ class Contents(NamedTuple):
 # Writing -----------------------------------------------------------------------------------
 
 
-@lru_cache(256)  # of hundreds of thousands of leaves most look like others
+@lru_cache(256)  # among hundreds of thousands of leaves most look like others
 def whole_piece(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Piece:
-    """A whole leaf."""
-    return Piece(dtype, shape, shape, (0,) * len(shape), strides)
+    """The piece that is a whole leaf."""
+    return Piece(dtype=dtype, shape=shape, whole=shape, at=(0,) * len(shape), strides=strides)
 
 
 def header_of(
     pieces: Mapping[str, Piece], scalars: Mapping[str, Any], part: Part | None = None
 ) -> bytes:
-    """All that stands before the tensors, which follow in the order of ``pieces``.
+    """All bytes before the tensors, which follow in the order of ``pieces``.
 
     Args:
-        pieces: By their paths, those of the widest numbers first.
+        pieces: The tensors by their paths, those of the widest numbers first.
         scalars: Python numbers and strings, by their paths.
-        part: Of a checkpoint in several files.
+        part: Which file it is, if the checkpoint is in several.
     """
     metadata = {"format": FORMAT, "version": VERSION}
     if part is not None:
@@ -162,15 +162,15 @@ def header_of(
 
 
 def checks_of(header: bytes, of_tensors: list[int]) -> bytes:
-    """What stands after the tensors, whose checksums these are.
+    """All bytes after the tensors: their checksums, and that of the header.
 
-    As this machine writes numbers: on one that writes them the other way they do not fit.
+    The byte order is this machine's; on a machine with the other order no checksum fits.
     """
     return struct.pack(f"={len(of_tensors) + 1}I", *of_tensors, zlib.crc32(header))
 
 
 def _entry(path: str, name: str, shape: tuple[int, ...], begin: int, end: int) -> str:
-    """What a header says of a tensor; by hand, for there may be a hundred thousand of them."""
+    """What a header says of a tensor; written by hand, as there may be a hundred thousand."""
     sizes = ", ".join(map(str, shape))
     where = f'"shape": [{sizes}], "data_offsets": [{begin}, {end}]'
     return f'{_QUOTED(path)}: {{"dtype": "{name}", {where}}}'
@@ -197,7 +197,7 @@ def _in_words(dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
 
 # Reading -----------------------------------------------------------------------------------
 
-# Possessive: what matches in one way only need not be remembered.
+# Possessive, since what matches in one way only need not be remembered.
 _REST = rb'[^"\\]*+(?:\\.[^"\\]*+)*+"'  # of a string
 _BEGIN = re.compile(
     rb'\{"__metadata__": \{"format": "pureaccum", "version": "([^"\\]{0,20})"'
@@ -211,24 +211,24 @@ _TENSOR = re.compile(
 )
 _CHECKS = b', "crc32": '
 LONGEST_TEXT = 10_000  # bytes of a note, or of a number
-SHOWN = 20  # leaves in an error
-MANY = 100_000  # leaves that nobody wants, or what is said of them
+SHOWN = 20  # leaves that an error names
+MANY = 100_000  # entries about leaves that are not wanted
 
 
 def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
-    """What a file holds; ValueError says why it is not whole.
+    """What a file holds; a ValueError says why it is not whole.
 
     Args:
         file: Its beginning and its end are read.
-        wanted: Pieces and scalars such as are wanted, by their paths. Nothing is kept of others,
-            so that no header takes more memory than these do.
+        wanted: Pieces and scalars like those that are wanted, by their paths. Nothing is kept of
+            others, so that no header takes more memory than these do.
     """
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if length > LONGEST or 8 + length + 4 > size:
         raise ValueError(f"it ends after {size} bytes, in its header. Cut short, or something else")
-    header = bytearray(8 + length)  # and not a second one for a moment
+    header = bytearray(8 + length)  # filled in place: it is never in memory twice
     header[:8] = start
     file.readinto(memoryview(header)[8:])
     part, at = _begun(header)
@@ -236,7 +236,7 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
         contents, end = _matched(header, at, wanted)
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ValueError("its header contradicts itself. Damaged") from None
-    if not end:  # it has too many leaves that are not wanted to look at them all
+    if not end:  # too many leaves are not wanted to look at them all
         return contents
     if size != end:
         raise ValueError(f"it has {size} bytes, and {end} were written. Cut short, or damaged")
@@ -248,7 +248,7 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
 
 
 def _begun(header: bytearray) -> tuple[Part | None, int]:
-    """Which file it is of several, and where what is said of leaves begins."""
+    """Which file it is, if there are several, and where in the header the leaves begin."""
     begin = _BEGIN.match(header, 8)
     if begin is None:
         raise ValueError("it does not begin as one. Of another program, or damaged")
@@ -262,7 +262,10 @@ def _begun(header: bytearray) -> tuple[Part | None, int]:
 
 
 def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Contents, int]:
-    """What a header says of leaves, and how long the file is by that; errors are of its bytes."""
+    """What a header says of leaves, and how long the file should be, or 0 where there are too many.
+
+    It raises whatever its bytes lead to, a ValueError where they contradict themselves.
+    """
     names = {_QUOTED(path).encode(): path for path in wanted}
     longest = max(map(len, names), default=0)
     notes: dict[str, Any] = {}
@@ -302,10 +305,8 @@ def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Con
         begin, end = end, int(entry[4])
         if path := path_of(entry, pieces):
             noted = path in notes
-            piece, nbytes = (
-                _noted_piece(entry[2], notes.pop(path)) if noted else _plain_piece(entry[2])
-            )
-            if nbytes != end - begin or path in scalars:
+            piece = _noted_piece(entry[2], notes.pop(path)) if noted else _plain_piece(entry[2])
+            if piece.nbytes != end - begin or path in scalars:
                 raise ValueError(path)
             pieces[path] = piece
             places[path] = len(header) + begin, count
@@ -313,8 +314,16 @@ def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Con
             raise ValueError("holes")
         count += 1
     checks = memoryview(bytearray(4 * count + 4)).cast("I")  # as this machine writes numbers
-    contents = Contents(None, scalars, pieces, places, checks, others, count_of_others)
-    if not left:  # of another tree
+    contents = Contents(
+        part=None,
+        scalars=scalars,
+        pieces=pieces,
+        places=places,
+        checks=checks,
+        others=others,
+        count_of_others=count_of_others,
+    )
+    if not left:  # it is of another tree
         return contents._replace(others=others or ["much else"]), 0
     at = _after(header, at, f", {_entry_of_checks(count, end)}}}".encode())
     if notes or len(header) - at > 7 or header[at:].strip(b" "):
@@ -323,17 +332,18 @@ def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Con
 
 
 def _after(header: bytearray, at: int, what: bytes) -> int:
+    """Where a header goes on after some bytes, which have to be there."""
     if not header.startswith(what, at):
         raise ValueError(what)
     return at + len(what)
 
 
 def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
-    """What stands in the metadata of a leaf of that class."""
+    """What the metadata say of a leaf: a note, or a scalar of that class."""
     begin, until = entry.span(2)
     is_string = header.startswith(b'"\\"', begin)
     if is_string and kind is not str:
-        return ""  # one that nobody reads, of whatever length
+        return ""  # nobody reads it, whatever its length
     if not is_string and until - begin > LONGEST_TEXT:
         raise ValueError("too long")
     value = json.loads(json.loads(header[begin:until]))
@@ -344,32 +354,31 @@ def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
 
 @lru_cache(256)
 def _look_of(text: bytes) -> tuple[str, tuple[int, ...]]:
-    """A dtype as safetensors calls it, and a shape."""
+    """The dtype of an entry, as safetensors calls it, and the shape."""
     _, name, sizes = text.decode().split(": ")
     sizes = sizes.removeprefix("[").removesuffix("]")
     return name.split('"')[1], tuple(map(int, sizes.split(", "))) if sizes else ()
 
 
 @lru_cache(256)
-def _plain_piece(text: bytes) -> tuple[Piece, int]:
-    """The piece that a header describes, and its bytes."""
+def _plain_piece(text: bytes) -> Piece:
+    """The piece that an entry describes alone."""
     name, shape = _look_of(text)
-    piece = whole_piece(ITSELF[name], shape, row_by_row(shape))
-    return piece, piece.nbytes
+    return whole_piece(ITSELF[name], shape, row_by_row(shape))
 
 
-def _noted_piece(text: bytes, note: dict[str, Any]) -> tuple[Piece, int]:
-    """The same where the metadata says more of it; ValueError if there can be no such piece."""
+def _noted_piece(text: bytes, note: dict[str, Any]) -> Piece:
+    """The piece that an entry and a note describe; a ValueError if no leaf has such a piece."""
     name, sizes = _look_of(text)
     dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[name]
     expected, last = _in_words(dtype)
     shape = sizes[: len(sizes) - len(last)]
     whole, at = tuple(note.pop("whole", shape)), tuple(note.pop("at", (0,) * len(shape)))
     strides = tuple(note.pop("strides")) if "strides" in note else row_by_row(whole)
-    piece = Piece(dtype, shape, whole, at, strides)
+    piece = Piece(dtype=dtype, shape=shape, whole=whole, at=at, strides=strides)
     if note or name != expected or sizes != shape + last or not _makes_sense(piece):
         raise ValueError(text)
-    return piece, piece.nbytes
+    return piece
 
 
 def _makes_sense(piece: Piece) -> bool:

@@ -1,7 +1,7 @@
 """Trees on disk, bit for bit: ``save(path, tree)`` and ``load(path, like=tree)``.
 
-Nothing is pickled. Tensors are written from where they lie and read to where they stay: no second
-tree is held, on a GPU or not, but one leaf at a time.
+Nothing is pickled. Tensors are written from where they lie and read to where they stay: there is
+never a second tree in memory, on a GPU or not, only one leaf at a time.
 """
 
 import os
@@ -42,18 +42,18 @@ TOO_LONG = 10**4300  # for Python to read it
 
 
 def save(path: Path, tree: Tree) -> None:
-    """Write a tree to a file, which then is there whole, or as it was before.
+    """Write a tree to a file, which afterwards is there whole, or is as it was before.
 
     The rule: ``load(path, like)`` gives the same bits again.
 
-    A process that dies at any moment leaves the old file or the new one. What tensors share is
-    written once for each of them. It waits for the device, and for the disk.
+    A process that dies at any moment leaves the old file or the new one. Memory that tensors share
+    is written once for each of them. The call waits for the device, and for the disk.
 
     Args:
-        path: Of the file; one that is there is replaced.
-            Where the tree holds DTensors, all ranks save together: to a new folder of a file for
-            each rank, which gets its name when it is whole. What is no DTensor is written once, and
-            has to be the same on all of them. Any number of ranks can load it.
+        path: The path of the file; a file that is there is replaced.
+            Where the tree holds DTensors, all ranks save together: to a new folder with one file
+            per rank, which gets its name when it is whole. What is no DTensor is written once, and
+            has to be the same on all ranks. Any number of ranks can load the folder.
         tree: A pytree of tensors, and of Python bools, ints, floats and strings beside them: a
             ``TrainState``, an ``AccumState``, ``{"state": state, "window": window, "epoch": 3}``.
 
@@ -94,8 +94,8 @@ def load(path: Path, like: Tree) -> Tree:
     The rule: the structure and the devices of ``like``, with the numbers of the file.
 
     Args:
-        path: Of the file, or of the folder that several ranks saved.
-        like: A tree such as was saved, ``step.init(params)`` for instance. It gives structure,
+        path: The path of the file, or of the folder that several ranks saved.
+        like: A tree like the saved one, ``step.init(params)`` for instance. It gives structure,
             devices, and the placements of DTensors, whose ranks load together; its numbers are not
             used, and it stays as it is.
 
@@ -105,8 +105,8 @@ def load(path: Path, like: Tree) -> Tree:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or not a checkpoint, or not one of a tree like this: then
-            every leaf that is off is named. With DTensors it is raised on all ranks, if on one.
+        ValueError: The file is damaged, or is not a checkpoint, or holds another tree: then every
+            leaf that is off is named. With DTensors all ranks raise it if one does.
 
     Example:
         >>> import tempfile
@@ -141,7 +141,7 @@ def load(path: Path, like: Tree) -> Tree:
 def _read(
     tree: Tree, root: str
 ) -> tuple[list[Any], optree.PyTreeSpec, dict[str, Piece | bool | int | float | str]]:
-    """The leaves of a tree, and what a file says of each; those that cannot be saved are named."""
+    """The leaves of a tree, its structure, and what a file says of each leaf, by its path."""
     values, spec = flatten(tree)
     names = paths(spec, ROOT)
     leaves = {name: _leaf(x, name, root) for x, name in zip(values, names, strict=True)}
@@ -153,11 +153,12 @@ def _read(
 
 
 def _leaf(x: Any, name: str, root: str) -> Any:
+    """What a file says of a leaf: a piece, or the scalar itself; others cannot be saved."""
     if type(x) in SCALARS:
         if type(x) is int and abs(x) >= TOO_LONG:
             raise ValueError(
                 f"{_named(name, root)} is an int of more than 4,300 digits; expected a "
-                "shorter one, since Python by itself reads no longer ones. Save it as a str."
+                "shorter one, since Python reads no longer ones by default. Save it as a str."
             )
         return x
     if not isinstance(x, Tensor):
@@ -166,12 +167,12 @@ def _leaf(x: Any, name: str, root: str) -> Any:
             "bool, int, float or str. Functions, modules and arrays of other libraries are no part "
             "of a state."
         )
-    dtype = x.dtype  # a donated one says that it is
+    dtype = x.dtype  # a donated tensor raises here, and says that it is one
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     if not plain and not is_sharded(x):
         raise TypeError(
             f"{_named(name, root)} is a {type(x).__name__}, a tensor that may hold its "
-            "numbers anywhere; expected plain ones, or DTensors."
+            "numbers anywhere; expected a plain tensor, or a DTensor."
         )
     here = x if plain else local(x)
     dense = here.layout == torch.strided and not here.is_quantized
@@ -194,7 +195,7 @@ def _named(name: str, root: str) -> str:
 
 
 def _check_alike(path: str, files: Sequence[Contents], wanted: Mapping[str, Any]) -> None:
-    """Name every leaf that a checkpoint has and ``like`` has not, and the other way round."""
+    """Raise where the files are not all of a tree like the wanted one, and name what is off."""
     came: set[str] = set()
     other: dict[str, str] = {}
     for contents in files:
@@ -242,7 +243,7 @@ def _said(leaf: Any) -> Any:
 def _opened(
     name: str, stack: ExitStack, wanted: Mapping[str, Any]
 ) -> tuple[BufferedReader, Contents]:
-    """A file and what it holds; a folder cannot be read, and a pipe might never end."""
+    """An open file and what it holds; a folder cannot be read, and a pipe might never end."""
     if not stat.S_ISREG(os.stat(name).st_mode):
         raise ValueError(not_whole(name, "it is not a file"))
     file = stack.enter_context(open(name, "rb"))  # noqa: SIM115
@@ -273,7 +274,7 @@ def _loaded(files: Sequence[tuple[BufferedReader, Contents]], like: Mapping[str,
 
 
 def _empty(like: Any, piece: Piece, spread: bool) -> Any:
-    """Memory for a leaf; nobody sees it before every number of it is there."""
+    """Memory for a leaf; nobody sees it before every number is there."""
     at = layout_of(like) if spread else None
     if at is None:
         strides = piece.strides
@@ -283,7 +284,7 @@ def _empty(like: Any, piece: Piece, spread: bool) -> Any:
 
 
 def _in_place_of(x: Any, old: Any) -> Any:
-    """The same in the layout of another: of a sum over ranks, the first has all of it."""
+    """A leaf in the layout of another one: the first rank of a sum over ranks gets all of it."""
     if type(x) is Tensor or (at := layout_of(old)) is None or at == whole_layout(at):
         return x
     part = landed(x, at)

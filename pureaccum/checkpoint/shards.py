@@ -2,9 +2,9 @@
 
     path/shard-00001-of-00004.safetensors    what one rank held, each part of a leaf once
 
-Each file says of which save it is, how many there are, and which part of which leaf its tensors
-are, with their checksums. So any number of ranks can read them again, each what it needs, and none
-goes on unless all of it was there and whole.
+Each file says to which save it belongs, how many files there are, and which part of which leaf its
+tensors are, with their checksums. So any number of ranks can read them again, each what it needs,
+and no rank goes on unless everything was there and whole.
 """
 
 import itertools
@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base import Table, between_ranks, differences, in_words, largest, layout_of
+from .._base import Table, between_ranks, differences, largest, layout_of
 from .file_format import Contents, Part, Piece
 from .files import whole_folder, write_file
 
 
 def is_ours_to_write(x: Any, i: int) -> bool:
-    """Whether this rank writes its part of the leaf of that number: of those that hold it one does.
+    """Whether this rank, among those that hold its part of leaf ``i``, is the one that writes it.
 
-    The leaves go round, so that all write about as much.
+    The leaves go round, so that all ranks write about as much.
     """
     at = layout_of(x)
     if at is None:
@@ -49,9 +49,9 @@ def save_by_ranks(
     """Write a checkpoint; all ranks call this together.
 
     Args:
-        path: Of the folder.
-        tensors: What this rank is to write.
-        scalars: What the first rank writes beside them.
+        path: The path of the folder.
+        tensors: The tensors that this rank writes.
+        scalars: The scalars that the first rank writes beside its tensors.
         words: What has to be the same on all ranks, by the names of the leaves.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -65,7 +65,7 @@ def save_by_ranks(
         if len({check for check, _, _ in begun}) > 1:
             found = differences(tuple(_on_all_ranks(lambda: words)))
             raise ValueError(
-                f"the ranks do not hold the same tree: {in_words(found)} What is no DTensor is "
+                f"the ranks do not hold the same tree: {found} What is no DTensor is "
                 "saved once for all of them; what is a rank's own goes into a file of its own."
             )
         _, folder, save = begun[0]
@@ -81,7 +81,7 @@ def save_by_ranks(
 
 
 def files_of(path: str) -> list[str]:
-    """The files of a checkpoint: itself, or those in a folder, none of which may be missing."""
+    """The files of a checkpoint: the path itself, or all files in a folder if none is missing."""
     if not os.path.isdir(path):
         return [path]
     found = set(filter(_NAME.fullmatch, os.listdir(path)))
@@ -99,7 +99,7 @@ def files_of(path: str) -> list[str]:
 
 
 def check_parts(path: str, files: Sequence[tuple[str, Contents]]) -> None:
-    """Check that all files are of one save, each in its place."""
+    """Check that all files belong to one save, and each is in its place."""
     parts = [contents.part or Part("", 0, 0) for _, contents in files]
     if files[0][0] == path:
         if parts[0].shards:
@@ -118,7 +118,7 @@ def check_parts(path: str, files: Sequence[tuple[str, Contents]]) -> None:
 
 
 def not_whole(path: str, why: str) -> str:
-    """What is said of a file that cannot be loaded."""
+    """The message of a file that cannot be loaded."""
     return f"{path!r} is not a whole pureaccum checkpoint: {why}."
 
 
@@ -126,7 +126,7 @@ def not_whole(path: str, why: str) -> str:
 def all_or_none(leaves: Sequence[Any], path: str) -> Generator[list[int]]:
     """Where one rank of the meshes of these leaves raises an error, raise one on all of them.
 
-    Yields what takes the checksum of what is loaded, which has to be the same on all.
+    Yields a list to which the checksum of what is loaded is appended: all have to load the same.
     """
     error, loaded = None, [0]
     try:
@@ -163,7 +163,7 @@ def _name(shard: int, shards: int) -> str:
 
 
 def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
-    """What it returns on each rank; where it raises an error on one, all of them raise it."""
+    """What ``do`` returns on each rank; where it raises an error on one, all of them raise it."""
     result = error = None
     try:
         result = do()
@@ -177,6 +177,6 @@ def _on_all_ranks(do: Callable[[], Any]) -> list[Any]:
         raise error
     for rank, (_, failure) in enumerate(told):
         if failure is not None:
-            failure.add_note(f"on rank {rank}, so that no rank saved anything")
+            failure.add_note(f"on rank {rank}, and so no rank saved anything")
             raise failure
     return [result for result, _ in told]

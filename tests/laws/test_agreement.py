@@ -178,7 +178,8 @@ def test_a_user_s_optimizer_counts_by_its_name():
 
 def test_ranks_that_differ_are_named():
     tables = ({"lr": "0.1"}, {"lr": "0.2"}, {"lr": "0.1"}, {"lr": "0.1", "new": "1"})
-    assert differences(tables) == [
-        "lr is 0.1 on ranks 0, 2, 3 and 0.2 on rank 1",
-        "new is absent on ranks 0, 1, 2 and 1 on rank 3",
-    ]
+    assert differences(tables) == (
+        "lr is 0.1 on ranks 0, 2, 3 and 0.2 on rank 1; "
+        "new is absent on ranks 0, 1, 2 and 1 on rank 3."
+    )
+    assert differences(tables[:1] * 2) == ""
