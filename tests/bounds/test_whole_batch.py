@@ -24,8 +24,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.pure
-
-
 PROMISED = 1e-10
 Size = int | Sequence[int]
 Loss = Callable[[Any, Any], Tensor]  # of what the module returns, and the batch

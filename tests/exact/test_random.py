@@ -19,8 +19,6 @@ from tests.draws import examples, slices
 
 
 pytestmark = pytest.mark.pure
-
-
 WORD = 2**32 - 1
 DTYPES = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 words = st.integers(0, WORD)

@@ -26,8 +26,6 @@ from tests.tables import each_once
 
 
 pytestmark = pytest.mark.core
-
-
 X = make_batch()["x"]
 UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "fewer rows": (

@@ -16,8 +16,6 @@ from pureaccum.__main__ import main
 
 
 pytestmark = pytest.mark.testing
-
-
 FILE = """\
 import torch
 

@@ -24,8 +24,6 @@ from tests.faults.refusals import saying
 
 
 pytestmark = pytest.mark.checkpoint
-
-
 TREE = {
     "epoch": 3,
     "image": torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),

@@ -11,8 +11,6 @@ from tests.faults.refusals import Loss, refused, saying
 
 
 pytestmark = pytest.mark.core
-
-
 W = torch.tensor([1.0, -2.0])
 X = torch.arange(8.0).reshape(4, 2)
 

@@ -14,8 +14,6 @@ from tests.faults.refusals import refused, saying
 
 
 pytestmark = pytest.mark.core
-
-
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))
 x = X[0]
 

@@ -14,8 +14,6 @@ from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squ
 
 
 pytestmark = pytest.mark.step
-
-
 BATCH = make_batch(4)
 BUFFERS = {"n": torch.tensor([1.0, 2.0])}
 ANOTHER = "A state of another configuration?"

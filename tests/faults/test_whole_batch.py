@@ -16,8 +16,6 @@ from tests.faults.refusals import refused, saying
 
 
 pytestmark = pytest.mark.pure
-
-
 X = torch.arange(12.0).reshape(4, 3).sin()
 
 

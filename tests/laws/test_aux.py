@@ -17,8 +17,6 @@ from tests.laws.exactly import integers
 
 
 pytestmark = pytest.mark.core
-
-
 UNIT = Fraction(1, 2**24)  # u of float32
 TRANSFORMS = ("grad", "value")
 

@@ -20,8 +20,6 @@ from tests.laws.exactly import copied
 
 
 pytestmark = pytest.mark.step
-
-
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 NO_BOUNDS = {"min_scale": SMALLEST, "max_scale": LARGEST}
 

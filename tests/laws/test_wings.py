@@ -15,8 +15,6 @@ import pureaccum
 
 
 pytestmark = pytest.mark.project
-
-
 LINES = (  # lowest first; wings on one line do not know each other
     {"_base"},
     {"_core", "_optim", "checkpoint"},

@@ -17,7 +17,6 @@ import pureaccum as pa
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytestmark = [pytest.mark.core, pytest.mark.hf]
-
 KEPT = (12, 1, 7, 0, 0, 3, 12)  # tokens that count in each row: rows 3 and 4 are all masked
 SIZES = (1, 2, 3, 7)
 

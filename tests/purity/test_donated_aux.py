@@ -13,8 +13,6 @@ from tests.laws.exactly import copied
 
 
 pytestmark = [pytest.mark.core, pytest.mark.step]
-
-
 X = torch.arange(12.0).view(6, 2) - 5
 
 

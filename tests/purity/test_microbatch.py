@@ -24,8 +24,6 @@ from tests.purity.calls import BoomError, Explodes
 
 
 pytestmark = pytest.mark.core
-
-
 ROWS = 6
 
 

@@ -21,8 +21,6 @@ from tests.transforms.test_step import leaves
 
 
 pytestmark = pytest.mark.step
-
-
 STEPS = 11  # torch compiles the same code no more than eight times
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 

@@ -15,8 +15,6 @@ from tests.transforms.test_step import assert_close
 
 
 pytestmark = pytest.mark.step
-
-
 ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 

@@ -15,8 +15,6 @@ from tests.transforms.problems import TRANSFORMS, Problem, jvp, make, problems, 
 
 
 pytestmark = pytest.mark.core
-
-
 each = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 
 

@@ -25,8 +25,6 @@ from tests.transforms.test_step import assert_close, leaves, loss, make_batch, m
 
 
 pytestmark = pytest.mark.step
-
-
 MEMBERS = 3
 
 

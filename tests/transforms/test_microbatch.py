@@ -28,8 +28,6 @@ from tests.transforms.problems import TRANSFORMS
 
 
 pytestmark = pytest.mark.core
-
-
 BOUND = 2.0**-26  # sqrt(u) of float64
 ROWS = 5
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
