@@ -406,7 +406,7 @@ K, X = key(0), torch.ones(4, 3)
         (lambda: dropout(X[0, 0], 0.5, K[None]), ValueError, r"key has shape \(1, 2\)"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
+def test_arguments_of_a_draw_that_make_no_sense_are_refused(
     call: Callable[[], Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):

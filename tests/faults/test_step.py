@@ -112,7 +112,7 @@ def test_a_policy_computes_in_one_way() -> None:
         ({"aux_reduction": {"a": "avg"}}, ValueError, ["aux_reduction is 'avg'", "'concat'"]),
     ],
 )
-def test_knobs_that_make_no_sense_are_refused(
+def test_knobs_of_a_step_that_make_no_sense_are_refused(
     knobs: dict[str, Any], error: Any, words: list[str]
 ) -> None:
     with refused(error, *words):

@@ -134,7 +134,7 @@ def test_a_chain_is_its_parts_by_hand(flags: list[bool], donate: bool, seed: int
     assert state[1].count == sum(flags)
 
 
-def test_chains_in_chains_and_users_optimizers() -> None:
+def test_chains_may_hold_chains_and_users_optimizers() -> None:
     """``chain(a, chain(b, opt))`` is ``chain(a, b, opt)``, whoever made the optimizer."""
     for last in (pa.adam(0.1), Polyak(), pa.from_torch(torch.optim.Adagrad, lr=0.1)):
         flat = pa.chain(Times(3.0), pa.clip_by_global_norm(1.0), last)

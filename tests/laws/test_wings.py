@@ -108,7 +108,7 @@ def test_one_word_for_one_thing() -> None:
                 found[node.name] = name
 
 
-def test_no_circle_among_files() -> None:
+def test_no_files_import_each_other_in_a_circle() -> None:
     graph = {name: set(imports(name, tree)) for name, tree in TREES.items()}
     tuple(TopologicalSorter(graph).static_order())
 
