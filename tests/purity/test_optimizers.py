@@ -166,7 +166,7 @@ def test_optimizer_states_share_no_memory(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "fused momentum", "fused adamw", "momentum", "from_torch"])
 @pytest.mark.parametrize("applied", [None, True, False])
-def test_donated_memory_is_the_memory_of_the_new_params(kind: str, applied: Any) -> None:
+def test_an_optimizer_writes_into_donated_memory(kind: str, applied: Any) -> None:
     opt, params, state = started(kind)
     places = [x.data_ptr() for x in leaves(params)]
     flag = None if applied is None else torch.tensor(applied)
