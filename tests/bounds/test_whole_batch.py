@@ -149,7 +149,7 @@ def first(module: Any, batch: tuple[Tensor, Tensor]) -> Any:
     ("make", "width", "sizes"),
     [
         (resnets.resnet18, 8, [3, 1, 5, 11, 16, (3, 7, 1, 5), 32]),
-        (resnets.resnet101, 4, [3, (3, 7, 1, 5)]),
+        pytest.param(resnets.resnet101, 4, [3, (3, 7, 1, 5)], marks=pytest.mark.slow),
     ],
     ids=["resnet18", "resnet101"],
 )
