@@ -18,7 +18,7 @@ help:  ## list the targets
 demo: $(VENV)/installed  ## train on digits, by the full batch and by ragged microbatches
 	$(RUN) pureaccum demo
 
-test: $(VENV)/installed  ## run the tests and the doctests
+test: $(VENV)/installed  ## run the tests and the doctests; HYPOTHESIS_PROFILE=ci for the slow ones too
 	$(RUN) pytest -n auto --dist worksteal
 
 bench: $(VENV)/bench  ## measure beside other libraries; arguments in BENCH="..."

@@ -13,8 +13,6 @@ from tests.bounds.rounding import UNIT, exact_sum, gamma
 
 
 pytestmark = pytest.mark.core
-
-
 PARAMS = torch.zeros(())
 
 

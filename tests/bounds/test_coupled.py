@@ -21,8 +21,6 @@ from tests.draws import examples
 
 
 pytestmark = pytest.mark.core
-
-
 BOUND = 1e-10
 MISSED = 1e-4  # at least, by what is no bound but a wrong gradient
 families = pytest.mark.parametrize("name", FAMILIES)

@@ -27,8 +27,6 @@ from tests.optimizers import clones, normal, unread
 
 
 pytestmark = pytest.mark.optim
-
-
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 SLACK = 1.001
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])

@@ -18,8 +18,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.core
-
-
 REAL = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,

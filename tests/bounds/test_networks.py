@@ -17,8 +17,6 @@ from tests.draws import examples
 
 
 pytestmark = pytest.mark.core
-
-
 ROOT_OF_UNIT = float(UNIT[torch.float64]) ** 0.5
 networks = pytest.mark.parametrize("network", list(NETWORKS))
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])

@@ -26,8 +26,6 @@ from tests.transforms.problems import U64, Problem, make, total, weight
 
 
 pytestmark = pytest.mark.samples
-
-
 ROOT_U = U64**0.5
 engines, policies = st.sampled_from(["func", "autograd"]), st.sampled_from(["propagate", "skip"])
 kinds = st.sampled_from(["mean", "weighted"])

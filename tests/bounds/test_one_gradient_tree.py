@@ -17,8 +17,6 @@ from tests.purity.calls import ENGINES
 
 
 pytestmark = pytest.mark.core
-
-
 SIDE, ROWS = 512, 4
 LEAF = SIDE * SIDE * 4  # 1 MiB, from which on each is added by itself
 

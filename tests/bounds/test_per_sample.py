@@ -31,8 +31,6 @@ from tests.draws import examples
 
 
 pytestmark = pytest.mark.samples
-
-
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
 ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 

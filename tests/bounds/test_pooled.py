@@ -26,8 +26,6 @@ from tests.parity.test_functional import through
 
 
 pytestmark = pytest.mark.step
-
-
 DTYPES = (torch.float32, torch.float64)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 MOMENTA = (0.1, 0.75, 1.0, None)

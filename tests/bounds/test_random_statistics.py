@@ -16,8 +16,6 @@ from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, unifo
 
 
 pytestmark = pytest.mark.pure
-
-
 SIGMAS = 6.0
 N = 2**16
 SEED = 20

@@ -24,8 +24,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.pure
-
-
 PROMISED = 1e-10
 Size = int | Sequence[int]
 Loss = Callable[[Any, Any], Tensor]  # of what the module returns, and the batch
@@ -151,7 +149,7 @@ def first(module: Any, batch: tuple[Tensor, Tensor]) -> Any:
     ("make", "width", "sizes"),
     [
         (resnets.resnet18, 8, [3, 1, 5, 11, 16, (3, 7, 1, 5), 32]),
-        (resnets.resnet101, 4, [3, (3, 7, 1, 5)]),
+        pytest.param(resnets.resnet101, 4, [3, (3, 7, 1, 5)], marks=pytest.mark.slow),
     ],
     ids=["resnet18", "resnet101"],
 )
@@ -162,7 +160,7 @@ def test_a_residual_network_is_that_of_the_full_batch(make, width, sizes, way):
 
 
 @pytest.mark.parametrize("make", [resnets.resnet18, resnets.resnet101])
-def test_the_same_network_accumulated_plainly_is_another(make):
+def test_a_residual_network_accumulated_plainly_is_another(make):
     """The control: each microbatch would be normalised by itself."""
     module, batch = make(4).double(), images(16)
     fn = pa.functional(module)
@@ -179,7 +177,7 @@ def test_the_same_network_accumulated_plainly_is_another(make):
     assert apart(buffers, want_buffers) > 1e-2
 
 
-def test_a_contrastive_loss_of_a_network_with_batch_norm():
+def test_a_contrastive_loss_of_a_network_with_batch_norm_is_the_full_batch_s():
     """Rows meet in the loss too, which is plain code."""
 
     def pairs(out: Tensor, batch: Any) -> Tensor:

@@ -22,8 +22,6 @@ from tests.ranks import in_step, on_ranks
 
 
 pytestmark = pytest.mark.distributed
-
-
 bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum._base.bytes import STEP
-from pureaccum.testing import unchanged
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.draws import generator
-from tests.states import STATES
+from tests.states import STATES, batch_of, first_state, full_step
 
 
 pytestmark = pytest.mark.checkpoint
@@ -393,3 +393,25 @@ def test_large_tensors_go_in_pieces(tmp_path: Path) -> None:
     pa.save(tmp_path / "run", tree)
     loaded = pa.load(tmp_path / "run", tree)
     assert all(torch.equal(x, y) for x, y in zip(loaded, tree, strict=True))
+
+
+@pytest.mark.cuda
+def test_a_state_on_cuda_goes_to_the_device_of_like(tmp_path: Path) -> None:
+    step = full_step()
+    here, _ = step(first_state(step), batch_of(10))
+    there = optree.tree_map(lambda x: x.cuda(), here, namespace="pureaccum")
+    turned = torch.randn(2, 3, 4, 5, device="cuda").to(memory_format=torch.channels_last)
+    pa.save(tmp_path / "run", [there, turned])
+    for like in ([there, turned], [here, turned.cpu()]):
+        state, x = pa.load(tmp_path / "run", like=like)
+        assert all(
+            got.device == wanted.device
+            for got, wanted in zip(
+                optree.tree_leaves([state, x], namespace="pureaccum"),
+                optree.tree_leaves(like, namespace="pureaccum"),
+                strict=True,
+            )
+        )
+        assert_trees_bitwise_equal(state, like[0])
+        assert torch.equal(x.cpu(), turned.cpu())
+        assert x.stride() == turned.stride()

@@ -29,8 +29,6 @@ from tests.laws.exactly import (
 
 
 pytestmark = pytest.mark.step
-
-
 EAGER = {"backend": "eager"}
 LR = 0.25
 # A form follows from how large the gradients are and from how many microbatches there are; the
@@ -152,6 +150,7 @@ def without_weight(batch: Any) -> set[int]:
 # Aux, and what is left out of it ------------------------------------------------------------
 
 HOW = {"all": "concat", "sum": "sum", "mean": "mean", "last": "last", "each": "stack"}
+HOW |= {"rows": "sum", "word": "last"}  # a number, and what is none
 
 
 def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
@@ -161,7 +160,8 @@ def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
     if "large" in params:
         total = total + 0 * params["large"].sum()
     whole = {"sum": seen.sum(), "mean": batch["i"].sum(), "last": seen[-1], "each": seen[0]}
-    return pa.Weighted(total, batch["mask"].sum()), whole | {"all": batch["i"]}
+    whole |= {"all": batch["i"], "rows": len(seen), "word": "done"}
+    return pa.Weighted(total, batch["mask"].sum()), whole
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,10 @@ def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, 
         batch["y"][[row for row in bad if row < rows]] = torch.nan
         state = ours.init(params, seed=seed)
         assert ours.form(state, batch) == form
-        assert_trees_bitwise_equal(ours(state, batch), eager(state, batch))
+        (new, info), (want, said) = ours(state, batch), eager(state, batch)
+        assert info.aux.pop("word") == said.aux.pop("word") == "done"
+        assert int(info.aux.pop("rows")) == int(said.aux.pop("rows"))
+        assert_trees_bitwise_equal((new, info), (want, said))
 
     run()
 

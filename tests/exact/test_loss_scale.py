@@ -19,8 +19,6 @@ from pureaccum.testing import assert_trees_bitwise_equal
 
 
 pytestmark = pytest.mark.step
-
-
 FINITE = torch.tensor(True)
 
 

@@ -25,8 +25,6 @@ from tests.laws.exactly import integers
 
 
 pytestmark = pytest.mark.core
-
-
 WIDTH = 2
 LIMIT = 2**21  # times 3 for a mask; a tie of maxima halves a gradient, and counts twice
 KINDS = ("sum", "mean", "weighted")

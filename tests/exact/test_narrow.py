@@ -19,8 +19,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.core
-
-
 MOST = {torch.bfloat16: 15, torch.float16: 127}  # in a row; 16 rows stay below 2**8, 2**11
 narrow = pytest.mark.parametrize("dtype", list(MOST))
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])

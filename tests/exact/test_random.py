@@ -19,8 +19,6 @@ from tests.draws import examples, slices
 
 
 pytestmark = pytest.mark.pure
-
-
 WORD = 2**32 - 1
 DTYPES = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 words = st.integers(0, WORD)
@@ -408,7 +406,7 @@ K, X = key(0), torch.ones(4, 3)
         (lambda: dropout(X[0, 0], 0.5, K[None]), ValueError, r"key has shape \(1, 2\)"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
+def test_arguments_of_a_draw_that_make_no_sense_are_refused(
     call: Callable[[], Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):

@@ -24,8 +24,6 @@ from tests.ranks import in_step, on_ranks
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.step]
-
-
 kinds = st.sampled_from(KINDS)
 
 

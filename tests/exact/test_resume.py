@@ -24,8 +24,6 @@ from tests.states import a_row, batch_of, first_state, full_step
 
 
 pytestmark = [pytest.mark.checkpoint, pytest.mark.step]
-
-
 STEPS, PARTS = 5, 3
 CUTS = [slice(0, 4), slice(4, 8), slice(8, 10)]
 

@@ -15,8 +15,6 @@ from tests.draws import examples, few, powers_of_two
 
 
 pytestmark = pytest.mark.core
-
-
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 
@@ -90,14 +88,6 @@ def test_all_splits_of_a_mean_over_13_rows_agree_to_the_bit(model, data):
     assert_trees_bitwise_equal(
         pa.grad(model.loss("mean"), microbatch_size=size)(model.params, model.batch), want
     )
-
-
-@examples(1 / 2)
-@given(losses(13, sparse=True), st.integers(13, 15))
-def test_a_single_microbatch_is_torch_func_untouched(model, size):
-    loss, args = model.loss("mean"), (model.params, model.batch)
-    want = torch.func.grad_and_value(loss)(*args)
-    assert_trees_bitwise_equal(pa.grad_and_value(loss, microbatch_size=size)(*args), want)
 
 
 @engines

@@ -22,8 +22,6 @@ from tests.tables import each_once
 
 
 pytestmark = pytest.mark.step
-
-
 scales = st.integers(-10, 60).map(lambda e: 2.0**e)
 rates = st.integers(-8, 3).map(lambda e: 2.0**e)
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -19,8 +19,6 @@ from tests.laws.exactly import integers
 
 
 pytestmark = pytest.mark.step
-
-
 ROWS = 8
 FEATURES = 4
 kinds = pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])

@@ -18,8 +18,6 @@ from tests.ranks import run_on_ranks
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.step]
-
-
 W = torch.tensor([1.0, -2.0, 4.0])
 FN = pa.functional(nn.BatchNorm1d(3, affine=False, momentum=0.25, dtype=torch.float64))
 

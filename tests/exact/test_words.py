@@ -23,8 +23,6 @@ from tests.laws.exactly import integers
 
 
 pytestmark = pytest.mark.core
-
-
 ROWS = 8
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 

@@ -15,8 +15,6 @@ from tests.laws.exactly import integers
 
 
 pytestmark = pytest.mark.core
-
-
 ROWS = 8
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 policies = pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])

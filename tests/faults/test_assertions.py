@@ -24,8 +24,6 @@ from tests.faults.refusals import PACKAGE
 
 
 pytestmark = pytest.mark.testing
-
-
 NAN, INF = math.nan, math.inf
 A = torch.tensor([[1.25, -2.5], [3.75, 7.5]])
 

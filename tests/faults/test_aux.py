@@ -12,8 +12,6 @@ from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
 
 
 pytestmark = pytest.mark.core
-
-
 Aux = Callable[[Tensor], Any]
 ELSE = ("'sum'", "'mean'", "'stack'", "'last'")
 NOT_REDUCED: dict[str, tuple[str, Aux, type[Exception], tuple[str, ...]]] = {

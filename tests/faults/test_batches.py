@@ -26,8 +26,6 @@ from tests.tables import each_once
 
 
 pytestmark = pytest.mark.core
-
-
 X = make_batch()["x"]
 UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "fewer rows": (
@@ -80,22 +78,6 @@ def test_a_batch_without_rows_to_cut_is_refused(to: Receiver, batch: Any, came: 
     loss = Loss(squares)
     with refused(ValueError, "holds no tensor", came, "one row per sample", loss=loss):
         to.run(loss, PARAMS, batch)
-
-
-@pytest.mark.parametrize(("batch", "came"), UNCOUNTED.values(), ids=UNCOUNTED)
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_mean_over_rows_that_nobody_counts_is_refused(
-    batch: Any, came: str, donate: bool
-) -> None:
-    """A stream need not cut: only a mean asks for rows, once the loss is seen to be one."""
-    loss = Loss(lambda params, batch: params["b"] * 2)
-    acc = pa.accumulator(loss)
-    state = acc.init(PARAMS)
-    words = ("no batch argument holds a tensor", "Weighted", "reduction='sum'", "batch_argnums")
-    with refused(ValueError, *words, given=state, loss=loss, calls=1):
-        acc.update(state, PARAMS, batch, donate=donate)
-    weighted = pa.accumulator(lambda params, batch: pa.Weighted(params["b"] * 6, 3))
-    assert weighted.finalize(weighted.update(state, PARAMS, batch))[0]["b"] == 2
 
 
 # Tensors that torch does not split ---------------------------------------------------------

@@ -21,8 +21,6 @@ from tests.states import batch_of, first_state, full_step
 
 
 pytestmark = pytest.mark.checkpoint
-
-
 np = pytest.importorskip("numpy")
 OLD = {"w": torch.arange(3.0)}
 

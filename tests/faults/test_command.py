@@ -16,8 +16,6 @@ from pureaccum.__main__ import main
 
 
 pytestmark = pytest.mark.testing
-
-
 FILE = """\
 import torch
 
@@ -349,7 +347,7 @@ def test_warnings_are_left_alone(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("target", ["make", "make_total", "ready"])
-def test_a_loss_that_fits_is_said_to_fit(target: str, capsys: Capture) -> None:
+def test_of_a_loss_that_fits_the_command_says_so(target: str, capsys: Capture) -> None:
     assert check(f"train.py:{target}") == 0
     assert capsys.readouterr().out.startswith("fits")
 

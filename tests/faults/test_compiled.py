@@ -24,8 +24,6 @@ from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
 
 
 pytestmark = pytest.mark.step
-
-
 EAGER = {"backend": "eager"}
 IN_PLACE = {"backend": "aot_eager"}
 

@@ -29,8 +29,6 @@ from tests.tables import each_once
 
 
 pytestmark = pytest.mark.core
-
-
 KINDS = {kind: kind for kind in ("grad", "stream", "donated stream")}
 LossOf = Callable[[Tensors, Any], Tensor]
 

@@ -24,8 +24,6 @@ from tests.faults.refusals import saying
 
 
 pytestmark = pytest.mark.checkpoint
-
-
 TREE = {
     "epoch": 3,
     "image": torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
@@ -226,6 +224,7 @@ def test_not_every_leaf_that_nobody_wants_is_looked_at(path: Path, text: str) ->
         assert int(re.search(r"(\d+) leaves are off", str(caught.value))[1]) <= MANY + 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each file is loaded in a fork")
 def test_a_hostile_file_costs_nothing(tmp_path: Path) -> None:
     """It is refused by a ValueError, and takes at most 16 MB beyond its size."""

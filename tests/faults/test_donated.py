@@ -20,8 +20,6 @@ from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squ
 
 
 pytestmark = pytest.mark.core
-
-
 X = torch.ones(2)
 USES: dict[str, Callable[[Tensor], Any]] = {
     "+": lambda t: t + 1,

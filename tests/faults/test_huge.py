@@ -12,8 +12,6 @@ from tests.faults.refusals import refused
 
 
 pytestmark = [pytest.mark.core, pytest.mark.optim, pytest.mark.step]
-
-
 W, X, KEY = torch.tensor(2.0), torch.arange(6.0), pa.key(0)
 
 

@@ -14,8 +14,6 @@ from tests.tables import each_once
 
 
 pytestmark = pytest.mark.core
-
-
 MAKERS: dict[str, Callable[..., Any]] = {
     "grad": pa.grad,
     "grad_and_value": pa.grad_and_value,

@@ -12,8 +12,6 @@ from tests.faults.refusals import refused
 
 
 pytestmark = pytest.mark.step
-
-
 KINDS = pytest.mark.parametrize(
     "loss_scale", [pa.dynamic_loss_scale(), pa.static_loss_scale(2.0)], ids=["dynamic", "static"]
 )

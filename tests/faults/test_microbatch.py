@@ -11,8 +11,6 @@ from tests.faults.refusals import Loss, refused, saying
 
 
 pytestmark = pytest.mark.core
-
-
 W = torch.tensor([1.0, -2.0])
 X = torch.arange(8.0).reshape(4, 2)
 
@@ -198,7 +196,7 @@ def test_a_function_that_is_not_pure_is_refused() -> None:
         torch.func.grad(loss)(W)
 
 
-def test_auto_is_refused_under_a_transform() -> None:
+def test_auto_of_a_microbatched_function_is_refused_under_a_transform() -> None:
     """To look for a size takes calls of its own, which a transform would see."""
     run = micro(size="auto")
     with refused(RuntimeError, "'auto'"):

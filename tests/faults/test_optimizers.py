@@ -18,8 +18,6 @@ from tests.optimizers import Count, Polyak, clones, leaves, make_params, normal,
 
 
 pytestmark = pytest.mark.optim
-
-
 DONATE = pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 MAKERS = pytest.mark.parametrize("make", [pa.sgd, pa.adam, pa.adamw])
 PARAMS = make_params()

@@ -351,6 +351,7 @@ print(sizes[0], rows, torch.equal(found.params, again))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc are Linux's")
+@pytest.mark.slow
 def test_memory_may_run_out_in_the_allocator_itself() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

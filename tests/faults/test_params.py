@@ -11,8 +11,6 @@ from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers,
 
 
 pytestmark = pytest.mark.core
-
-
 W = PARAMS["w"]
 NOT_DIFFERENTIABLE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "int": (W.int(), (" is torch.int32", "floating-point or complex", "another argument")),

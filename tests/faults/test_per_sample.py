@@ -16,8 +16,6 @@ from tests.faults.refusals import PARAMS, Loss, Old, make_batch, refused, saying
 
 
 pytestmark = pytest.mark.samples
-
-
 STATISTICS = "normalises with the statistics of a whole batch"
 ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 BATCH = make_batch(5)

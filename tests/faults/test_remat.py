@@ -14,8 +14,6 @@ from tests.faults.refusals import refused, saying
 
 
 pytestmark = pytest.mark.core
-
-
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))
 x = X[0]
 
@@ -133,7 +131,7 @@ def test_a_second_backward_pass_has_to_be_announced() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_arguments_that_make_no_sense_are_refused(
+def test_arguments_of_remat_that_make_no_sense_are_refused(
     error: Any, words: tuple[str, ...], make: Any
 ) -> None:
     with refused(error, *words):

@@ -12,8 +12,6 @@ from tests.faults.refusals import refused, saying
 
 
 pytestmark = pytest.mark.optim
-
-
 COUNT = torch.tensor(3)
 PARTS: dict[str, Any] = {
     "constant": (pa.constant, "value"),

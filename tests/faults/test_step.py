@@ -14,8 +14,6 @@ from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squ
 
 
 pytestmark = pytest.mark.step
-
-
 BATCH = make_batch(4)
 BUFFERS = {"n": torch.tensor([1.0, 2.0])}
 ANOTHER = "A state of another configuration?"
@@ -114,7 +112,7 @@ def test_a_policy_computes_in_one_way() -> None:
         ({"aux_reduction": {"a": "avg"}}, ValueError, ["aux_reduction is 'avg'", "'concat'"]),
     ],
 )
-def test_knobs_that_make_no_sense_are_refused(
+def test_knobs_of_a_step_that_make_no_sense_are_refused(
     knobs: dict[str, Any], error: Any, words: list[str]
 ) -> None:
     with refused(error, *words):

@@ -23,8 +23,6 @@ from tests.purity.calls import (
 
 
 pytestmark = pytest.mark.core
-
-
 PARAMS = make_params()
 SPOILED = ("given up with donate=True", "failed in the middle", "state that was not donated")
 engines = pytest.mark.parametrize("engine", ENGINES)

@@ -15,8 +15,6 @@ from tests.purity.calls import ENGINES, NONFINITE
 
 
 pytestmark = pytest.mark.core
-
-
 BAD = (-1.0, -0.5, -1e300, torch.nan, torch.inf, -torch.inf)
 engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)

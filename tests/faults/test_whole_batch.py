@@ -16,8 +16,6 @@ from tests.faults.refusals import refused, saying
 
 
 pytestmark = pytest.mark.pure
-
-
 X = torch.arange(12.0).reshape(4, 3).sin()
 
 
@@ -295,7 +293,7 @@ def test_a_scripted_batch_norm_is_refused():
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_lazy_module_is_refused(affine):
+def test_a_lazy_module_is_not_cut(affine):
     lazy = nn.LazyBatchNorm1d(affine=affine, track_running_stats=affine)
     with saying(ValueError, "lazy module" if affine else "module.2 is a LazyBatchNorm1d"):
         pa.functional(norm(lazy), microbatch_size=3)
@@ -308,7 +306,7 @@ def test_a_branch_is_no_hindrance_where_no_batch_norm_looks_at_the_batch():
     torch.testing.assert_close(out[:3], module(X[:3]))
 
 
-def test_knobs_that_make_no_sense_are_refused():
+def test_knobs_of_a_module_that_make_no_sense_are_refused():
     module = norm()
     for size in (0, 2.0, "few", [3, 0]):
         with refused((TypeError, ValueError), "microbatch_size"):

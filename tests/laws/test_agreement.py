@@ -25,8 +25,6 @@ from tests.states import STATES
 
 
 pytestmark = [pytest.mark.base, pytest.mark.distributed]
-
-
 HERE = torch.device("cpu")
 trees = {name: make() for name, make in STATES.items()}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,8 +17,6 @@ from tests.laws.exactly import integers
 
 
 pytestmark = pytest.mark.core
-
-
 UNIT = Fraction(1, 2**24)  # u of float32
 TRANSFORMS = ("grad", "value")
 
@@ -219,60 +217,3 @@ def test_update_hands_out_the_aux_of_its_microbatch(seed: int, rows: int) -> Non
     assert_trees_bitwise_equal(
         state, pa.accumulator(lambda w, x: loss(w, x)[0]).update(acc.init(w), w, x)
     )
-
-
-AUX: dict[str, Any] = {
-    "a number": lambda params, buffers, x: 3,
-    "a float": lambda params, buffers, x: 0.5,
-    "a word": lambda params, buffers, x: "word",
-    "None": lambda params, buffers, x: None,
-    "nothing": lambda params, buffers, x: (),
-    "of rows": lambda params, buffers, x: x,
-    "integers": lambda params, buffers, x: (x > 0).sum(),
-    "complex": lambda params, buffers, x: torch.complex(x, x),
-    "sparse": lambda params, buffers, x: (x * 1).to_sparse(),
-    "no numbers": lambda params, buffers, x: x[:0],
-    "a parameter": lambda params, buffers, x: params["w"],
-    "a part of one": lambda params, buffers, x: params["w"][1:],
-    "the large one, turned": lambda params, buffers, x: params["large"].t(),
-    "a buffer": lambda params, buffers, x: buffers["n"],
-    "a part of a buffer": lambda params, buffers, x: buffers["n"][None],
-}
-
-
-@given(
-    kinds=st.lists(st.sampled_from(sorted(AUX)), min_size=1, max_size=4),
-    size=st.sampled_from([None, 2, 9]),
-    engine=st.sampled_from(["func", "autograd"]),
-)
-@example(kinds=sorted(AUX), size=2, engine="func")
-def test_aux_outlives_the_state_that_a_step_was_given(
-    kinds: list[str], size: int | None, engine: Any
-) -> None:
-    """With donation it is what it is without, whatever its leaves are, also after the next step."""
-
-    def loss(params: Any, x: Tensor, buffers: Any) -> Any:
-        value = (x @ params["w"]).mean() + params["large"].mean()
-        aux = [AUX[kind](params, buffers, x) for kind in kinds]
-        return value, ({"n": buffers["n"] + 1}, aux)
-
-    def auxes(donate: bool) -> list[Any]:
-        step = pa.make_step(
-            loss,
-            pa.sgd(0.5, momentum=0.5),
-            has_aux=True,
-            aux_reduction="last",
-            microbatch_size=size,
-            buffers="sequential",
-            donate=donate,
-            engine=engine,
-        )
-        params = {"w": torch.tensor([1.0, -2.0]), "large": torch.ones(512, 512)}
-        state = step.init(params, buffers={"n": torch.tensor(0.0)})
-        came: list[Any] = []
-        for seed in range(3):
-            state, info = step(state, data(seed, 5)[1])
-            came.append(info.aux)
-        return came
-
-    assert_trees_bitwise_equal(auxes(donate=True), auxes(donate=False))

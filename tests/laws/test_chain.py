@@ -134,7 +134,7 @@ def test_a_chain_is_its_parts_by_hand(flags: list[bool], donate: bool, seed: int
     assert state[1].count == sum(flags)
 
 
-def test_chains_in_chains_and_users_optimizers() -> None:
+def test_chains_may_hold_chains_and_users_optimizers() -> None:
     """``chain(a, chain(b, opt))`` is ``chain(a, b, opt)``, whoever made the optimizer."""
     for last in (pa.adam(0.1), Polyak(), pa.from_torch(torch.optim.Adagrad, lr=0.1)):
         flat = pa.chain(Times(3.0), pa.clip_by_global_norm(1.0), last)
@@ -280,3 +280,19 @@ def test_a_partition_serves_classes_of_torch() -> None:
         their = Torchs(cls, {k: params[k] for k in names}, lr=lr)
         their.step({k: grads[k] for k in names})
         their.assert_same_params({k: new[k] for k in names})
+
+
+def test_a_dict_is_its_keys_and_not_their_order_in_a_graph_too() -> None:
+    """Of gradients and of params, in another order than those that the state was made from."""
+    random = generator(0)
+    params, grads = (
+        {name: torch.randn(3, generator=random) for name in order} for order in ("bac", "cab")
+    )
+    opt = pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.5, momentum=0.5))
+    alike = [{name: tree[name] for name in "abc"} for tree in (grads, params)]
+    state = opt.init(alike[1])
+    torch.compiler.reset()
+    compiled = torch.compile(opt.apply, fullgraph=True, backend="aot_eager")
+    got, _ = compiled(grads, state, params)
+    want, _ = compiled(alike[0], state, alike[1])
+    assert_trees_bitwise_equal(got, want)

@@ -25,8 +25,6 @@ from tests.draws import examples
 
 
 pytestmark = pytest.mark.testing
-
-
 W = torch.tensor([1.0, -2.0, 0.5])
 X = torch.linspace(-1, 2, 24).reshape(8, 3)
 models = st.integers(2, 12).flatmap(losses)

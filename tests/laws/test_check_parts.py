@@ -38,8 +38,6 @@ from tests.draws import generator
 
 
 pytestmark = pytest.mark.testing
-
-
 W = torch.tensor([1.0, -2.0, 0.5])
 X = torch.linspace(-1, 2, 24).reshape(8, 3)
 

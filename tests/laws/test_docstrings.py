@@ -18,8 +18,6 @@ from pureaccum.testing import mutants, strategies
 
 
 pytestmark = pytest.mark.project
-
-
 KNOBS = ["batch_argnums", "has_aux", "reduction", "aux_reduction", "microbatch_size", "nonfinite"]
 LINK = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>`]*)?")
 

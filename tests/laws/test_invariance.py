@@ -13,7 +13,6 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, pieces, seeds
 from tests.draws import examples, generator
 from tests.laws.exactly import (
-    WEIGHTED,
     Loss,
     folded,
     full_batch,
@@ -29,35 +28,9 @@ from tests.laws.exactly import (
 pytestmark = pytest.mark.core
 
 
-engines = st.sampled_from(["func", "autograd"])
-
-
 def accumulated(loss: Loss, params: Any, parts: Any, **knobs: Any) -> Any:
     acc = pa.accumulator(loss.call, reduction=loss.reduction, **knobs)
     return acc.finalize(folded(acc, acc.init(params), params, parts))
-
-
-@given(seeds(), losses, sizes, engines)
-def test_any_split_of_a_stream_is_the_full_batch(
-    seed: int, loss: Loss, sizes: list[int], engine: str
-) -> None:
-    params, batch = make_params(seed), make_batch(seed, sum(sizes))
-    grads, value = accumulated(loss, params, pieces(batch, sizes), engine=engine)
-    assert_trees_bitwise_equal(grads, full_batch(loss, params, batch))
-    if loss.name != "mean":  # the mean of three rows has been rounded inside the loss
-        weight = loss.weight(batch)
-        expected = loss.total(params, batch).double() / weight if weight else torch.nan
-        assert_trees_bitwise_equal(value, torch.as_tensor(expected, dtype=torch.float64))
-
-
-@given(seeds(), losses, st.integers(2, 12), st.data(), engines)
-def test_any_microbatch_size_is_the_full_batch(
-    seed: int, loss: Loss, rows: int, data: st.DataObject, engine: str
-) -> None:
-    params, batch = make_params(seed), make_batch(seed, rows)
-    size = data.draw(st.integers(1, rows - 1))
-    grads = pa.grad(loss.call, microbatch_size=size, reduction=loss.reduction, engine=engine)
-    assert_trees_bitwise_equal(grads(params, batch), full_batch(loss, params, batch))
 
 
 @given(seeds(), losses, st.integers(2, 12), st.data())
@@ -79,23 +52,6 @@ def test_a_batch_twice_is_twice_the_sum_and_the_same_mean(
     once, twice = (accumulated(loss, params, p) for p in (parts, parts + parts))
     factor = 2 if loss.name == "sum" else 1
     assert_trees_bitwise_equal(twice, optree.tree_map(lambda x: factor * x, once))
-
-
-@given(seeds(), sizes, st.integers(0, 6), engines, st.booleans())
-def test_zero_weight_and_no_rows_add_only_to_the_counts(
-    seed: int, sizes: list[int], at: int, engine: str, poisoned: bool
-) -> None:
-    """Bit for bit, even where the total and the gradient of the masked microbatch are NaN."""
-    params, parts = make_params(seed), pieces(make_batch(seed, sum(sizes)), sizes)
-    masked = {**make_batch(seed + 1, 3), "mask": torch.zeros(3, dtype=torch.int64)}
-    if poisoned:
-        masked["y"] = torch.full_like(masked["y"], torch.inf)
-    empty = make_batch(seed, 0)
-    acc = pa.accumulator(WEIGHTED.call, engine=engine)
-    plain = folded(acc, acc.init(params), params, parts)
-    state = folded(acc, acc.init(params), params, [*parts[:at], masked, empty, *parts[at:]])
-    counts = {"microbatches": plain.microbatches + 2, "weighted": plain.weighted + 2}
-    assert_trees_bitwise_equal(state, plain._replace(**counts))
 
 
 @given(seeds(), losses, sizes, st.integers(-20, 20))

@@ -9,8 +9,6 @@ import pytest
 
 
 pytestmark = pytest.mark.project
-
-
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

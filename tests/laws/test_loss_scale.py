@@ -20,8 +20,6 @@ from tests.laws.exactly import copied
 
 
 pytestmark = pytest.mark.step
-
-
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 NO_BOUNDS = {"min_scale": SMALLEST, "max_scale": LARGEST}
 
@@ -204,7 +202,9 @@ long = st.lists(st.booleans(), max_size=30)
 
 
 @given(knobs(), long)
-def test_floor_ceiling_and_hysteresis(knobs: Knobs, flags: list[bool]) -> None:
+def test_floor_ceiling_and_hysteresis_are_those_of_the_model(
+    knobs: Knobs, flags: list[bool]
+) -> None:
     loss_scale = knobs.loss_scale()
     states = run(loss_scale, loss_scale.init(), flags)
     assert [numbers(state) for state in states] == model(knobs, flags)

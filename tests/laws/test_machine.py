@@ -28,8 +28,6 @@ from tests.laws.exactly import copied
 
 
 pytestmark = pytest.mark.core
-
-
 MOST = 256  # microbatches in a state: 256 * 3 rows * 2 * 3 * 315 * 7 < 2**24
 
 

@@ -26,8 +26,6 @@ from tests.states import FN, STATES, a_row, batch_of, full_step
 
 
 pytestmark = pytest.mark.base
-
-
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: pa.sgd(0.1),
     "sgd with everything": lambda: pa.sgd(pa.linear_warmup(0.1, 3), 0.9, 0.0, 0.01, True),

@@ -28,8 +28,6 @@ from tests.laws.exactly import copied
 
 
 pytestmark = pytest.mark.step
-
-
 ROOT_U64 = 2.0**-26.5
 EPS = 1e-3
 SCHEDULE = pa.join_schedules([pa.linear_warmup(0.1, 3, 0.01), pa.cosine_decay(0.1, 7, 0.01)], [3])

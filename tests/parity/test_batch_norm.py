@@ -23,8 +23,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.pure
-
-
 ROWS, CHANNELS = 12, 3
 SHAPES = {"1d": (), "3d": (5,), "2d": (4, 3)}
 FACTOR = 4.0  # as many roundings as that, where torch has one

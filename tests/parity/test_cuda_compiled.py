@@ -11,7 +11,6 @@ import pureaccum as pa
 
 
 pytestmark = [pytest.mark.step, pytest.mark.cuda]
-
 TABLES = {"scan": 8, "unrolled": 40_000, "loop": 300_000}  # rows of 8: to 9.6 MB
 
 

@@ -13,7 +13,6 @@ from tests.optimizers import COMBINATIONS
 
 
 pytestmark = [pytest.mark.optim, pytest.mark.step, pytest.mark.cuda]
-
 RATES = {
     "a number": 1e-2,
     "a schedule": pa.join_schedules(

@@ -13,8 +13,6 @@ from pureaccum.__main__ import main
 
 
 pytestmark = pytest.mark.project
-
-
 ESCAPE = "\x1b"
 
 

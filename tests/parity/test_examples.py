@@ -12,8 +12,6 @@ import torch
 
 
 pytestmark = pytest.mark.project
-
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

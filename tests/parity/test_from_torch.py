@@ -21,8 +21,6 @@ from tests.optimizers import Torchs, clones, leaves, normal
 
 
 pytestmark = pytest.mark.optim
-
-
 STEPS = 7
 CLASSES: dict[str, Any] = {
     name: cls

@@ -19,8 +19,6 @@ import pureaccum as pa
 
 
 pytestmark = pytest.mark.step
-
-
 STEPS, CONTEXT, WIDTH, VOCABULARY = 60, 6, 48, 128
 BAND = 0.02
 FORCED = 2.0**30

@@ -106,52 +106,6 @@ def test_torch_alone_recomputes_with_the_wrong_parameters() -> None:
     assert (wrong["body.0.weight"] - right["body.0.weight"]).norm() > 1e-3
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
-@pytest.mark.parametrize("size", [2, 5])
-def test_ours_recomputes_with_the_right_parameters(
-    size: int, nonfinite: Any, weighted: bool
-) -> None:
-    params, x, loss = checkpointed()
-
-    def gradient(remat: bool) -> Any:
-        def call(p: Any, x: Tensor) -> Any:
-            out = loss(p, x, remat)
-            return pa.Weighted(out, 1.0) if weighted else out
-
-        knobs = {"microbatch_size": size, "nonfinite": nonfinite, "engine": "autograd"}
-        acc = pa.accumulator(call, nonfinite=nonfinite, engine="autograd")
-        return pa.grad(call, **knobs)(params, x), acc.update(acc.init(params), params, x)
-
-    assert_trees_bitwise_equal(gradient(True), gradient(False))
-
-
-def test_torch_func_refuses_checkpoints_and_we_say_what_to_do() -> None:
-    params, x, loss = checkpointed()
-    with pytest.raises(RuntimeError, match="saved tensor hooks") as error:
-        pa.grad(loss, microbatch_size=2)(params, x)
-    assert any("engine='autograd'" in note for note in error.value.__notes__)
-
-
-def test_a_function_without_setup_context_runs_in_the_other_engine() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return 2 * grad
-
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return Double.apply(w * x).sum()
-
-    w, x = torch.tensor(1.0), torch.arange(5.0)
-    with pytest.raises(RuntimeError, match="setup_context"):
-        pa.grad(loss, microbatch_size=2, reduction="sum")(w, x)
-    assert pa.grad(loss, microbatch_size=2, reduction="sum", engine="autograd")(w, x) == 20
-
-
 def test_a_float16_loss_of_65536_is_infinite() -> None:
     """Why a loss is widened before it is pulled or scaled."""
     assert torch.tensor(65536.0).half().isinf()

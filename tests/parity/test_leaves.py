@@ -17,8 +17,6 @@ from tests.tables import each_once
 
 
 pytestmark = pytest.mark.core
-
-
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 widths = pytest.mark.parametrize("width", [3, 2**18])  # the latter is added by a hook
 COUNTS = ("microbatches", "skipped", "nonfinite", "weighted")

@@ -14,8 +14,6 @@ from pureaccum.testing import assert_trees_bitwise_equal
 
 
 pytestmark = pytest.mark.core
-
-
 ENGINES = ("func", "autograd")
 engines = pytest.mark.parametrize("engine", ENGINES)
 

@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.samples,
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
 ]
-
 ROWS = 9
 ROOT_OF_UNIT = {torch.float32: 2.0**-12, torch.float64: 2.0**-26.5}
 DTYPES = pytest.mark.parametrize("dtype", ROOT_OF_UNIT, ids=["float32", "float64"])

@@ -21,8 +21,6 @@ from tests.optimizers import COMBINATIONS, Torchs, clones, leaves, normal
 
 
 pytestmark = pytest.mark.optim
-
-
 STEPS = 10
 NAMES = {
     "momentum": "momentum_buffer",

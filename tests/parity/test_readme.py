@@ -19,8 +19,6 @@ import torch
 
 
 pytestmark = pytest.mark.project
-
-
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "examples" / "guide").glob("*.md"))]

@@ -18,8 +18,6 @@ from tests.optimizers import Copies
 
 
 pytestmark = pytest.mark.optim
-
-
 rates = st.floats(1e-8, 1e3)
 lengths = st.integers(1, 40)
 COUNTS = torch.arange(12)

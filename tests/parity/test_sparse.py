@@ -16,8 +16,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.core
-
-
 VOCABULARIES = (6, 2**16)  # 4 columns of float32: the latter is 1 MiB, and added by a hook
 
 

@@ -24,8 +24,6 @@ from tests.purity.calls import (
 
 
 pytestmark = pytest.mark.core
-
-
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 
 

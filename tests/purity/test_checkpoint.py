@@ -32,8 +32,6 @@ from tests.purity.networks import (
 
 
 pytestmark = pytest.mark.core
-
-
 AMBIGUOUS = "two different sets of parameters"
 
 

@@ -13,8 +13,6 @@ from pureaccum.testing import assert_trees_bitwise_equal
 
 
 pytestmark = pytest.mark.step
-
-
 EAGER = {"backend": "eager"}  # what a graph writes, it writes under any backend
 
 

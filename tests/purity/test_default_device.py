@@ -18,8 +18,6 @@ from tests.purity.calls import ENGINES, NONFINITE
 
 
 pytestmark = pytest.mark.base
-
-
 KEY = pa.key(3)
 KEYS = pa.fold_in(KEY, torch.arange(4))
 PARAMS = {

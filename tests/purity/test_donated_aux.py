@@ -13,8 +13,6 @@ from tests.laws.exactly import copied
 
 
 pytestmark = [pytest.mark.core, pytest.mark.step]
-
-
 X = torch.arange(12.0).view(6, 2) - 5
 
 
@@ -23,6 +21,7 @@ def aliases(p: Any, b: Any, sparse: bool) -> dict[str, Any]:
     dense = p["w"].detach()
     return {
         "parameter": p["w"],
+        "large one, turned": p["large"].t(),
         "views": [p["w"].view(1, 2), p["w"][:1], p["s"].expand(3), dense],
         "buffers": b,
         "view of a buffer": b["mean"][1:],
@@ -47,6 +46,7 @@ def step_of(optimizer: str, sparse: bool, **knobs: Any) -> tuple[Any, Any]:
     def loss(p: Any, x: Any, *, buffers: Any) -> Any:
         new = {"mean": buffers["mean"] * 0.5 + x.mean(0), "calls": buffers["calls"] + 1}
         value = ((x * p["w"]) ** 2).mean() * p["s"].exp() + buffers["mean"].sum()
+        value = value + p["large"].mean()
         return value, (new, [aliases(p, b, sparse) for b in (buffers, new)])
 
     step = pa.make_step(
@@ -59,6 +59,7 @@ def step_of(optimizer: str, sparse: bool, **knobs: Any) -> tuple[Any, Any]:
         **knobs,
     )
     params = {"w": torch.tensor([1.0, -0.5]), "s": torch.tensor(0.5)}
+    params["large"] = torch.ones(512, 512)
     return step, step.init(params, buffers={"mean": torch.zeros(2), "calls": torch.tensor(0)})
 
 

@@ -14,8 +14,6 @@ from tests.purity.calls import ENGINES, NONFINITE, make_batch, make_params, mean
 
 
 pytestmark = pytest.mark.core
-
-
 PARAMS, BATCH = make_params(), make_batch(2)
 OPERATIONS = ("init", "update", "donated update", "merge", "finalize", "donated finalize")
 

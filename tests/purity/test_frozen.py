@@ -17,8 +17,6 @@ from tests.laws.exactly import copied
 
 
 pytestmark = [pytest.mark.pure, pytest.mark.step]
-
-
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
 

@@ -82,7 +82,7 @@ def calls(module: nn.Module) -> dict[str, Callable[..., Any]]:
         if call != "vmap" or name not in NOT_MAPPED
     ],
 )
-def test_a_call_changes_nothing(name: str, call: str) -> None:
+def test_a_call_of_a_functional_changes_nothing(name: str, call: str) -> None:
     for train in (True, False):
         module, params, buffers = prepared(ALL[name])
         module.train(train)

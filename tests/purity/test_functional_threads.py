@@ -30,8 +30,6 @@ from tests.purity.test_functional import Twice
 
 
 pytestmark = pytest.mark.pure
-
-
 T = TypeVar("T")
 Job = Callable[[], Any]
 

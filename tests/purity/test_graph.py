@@ -22,8 +22,6 @@ from tests.purity.calls import (
 
 
 pytestmark = pytest.mark.core
-
-
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 KINDS = {
     "parameters": lambda p: {k: torch.nn.Parameter(x) for k, x in p.items()},

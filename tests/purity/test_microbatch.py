@@ -24,8 +24,6 @@ from tests.purity.calls import BoomError, Explodes
 
 
 pytestmark = pytest.mark.core
-
-
 ROWS = 6
 
 
@@ -123,7 +121,7 @@ def test_an_error_inside_changes_nothing(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "value"])
-def test_an_error_in_the_backward_pass_changes_nothing(call: str) -> None:
+def test_an_error_in_the_backward_pass_of_a_cut_changes_nothing(call: str) -> None:
     params, batch = make_params(), make_batch()
     explodes = lambda x: Explodes.apply(x) if x.shape[1] == 4 else x  # noqa: E731
     with unchanged(params, batch, T), pytest.raises(BoomError):

@@ -14,8 +14,6 @@ from tests.purity.networks import call, inputs, make, other_params, switch
 
 
 pytestmark = pytest.mark.core
-
-
 Tensors = dict[str, Tensor]
 NAMES = ("linear", "lstm", "parametrized", "batch norm", "tied", "nested")
 some_calls = pytest.mark.parametrize(

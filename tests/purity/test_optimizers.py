@@ -32,8 +32,6 @@ from tests.optimizers import (
 
 
 pytestmark = pytest.mark.optim
-
-
 EVERY = pytest.mark.parametrize("kind", KINDS)
 # from_torch has to know whether a step is applied; the others need not.
 UNREAD = pytest.mark.parametrize("kind", [kind for kind in KINDS if "from_torch" not in kind])
@@ -149,7 +147,7 @@ def test_a_flag_on_an_accelerator_is_not_waited_for(kind: str, donate: bool) -> 
 
 
 @EVERY
-def test_states_share_no_memory(kind: str) -> None:
+def test_optimizer_states_share_no_memory(kind: str) -> None:
     """So a caller, too, may write to one of them in place."""
     opt, params = make_optimizer(kind), make_params()
     states = [(params, opt.init(params))]
@@ -168,7 +166,7 @@ def test_states_share_no_memory(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "fused momentum", "fused adamw", "momentum", "from_torch"])
 @pytest.mark.parametrize("applied", [None, True, False])
-def test_donated_memory_is_the_memory_of_the_new_state(kind: str, applied: Any) -> None:
+def test_an_optimizer_writes_into_donated_memory(kind: str, applied: Any) -> None:
     opt, params, state = started(kind)
     places = [x.data_ptr() for x in leaves(params)]
     flag = None if applied is None else torch.tensor(applied)

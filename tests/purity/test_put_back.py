@@ -15,8 +15,6 @@ from pureaccum.testing._check.subject import preserving_random, reseed
 
 
 pytestmark = pytest.mark.testing
-
-
 W, X = torch.tensor([1.0, -2.0, 0.5]), torch.linspace(-1, 2, 24).reshape(8, 3)
 
 

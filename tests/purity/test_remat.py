@@ -18,8 +18,6 @@ from tests.faults.refusals import Old
 
 
 pytestmark = pytest.mark.core
-
-
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 x = X[0]
 
@@ -234,10 +232,6 @@ def test_segments_are_even(n: int, segments: int | None) -> None:
     assert len(sizes) == (segments or math.ceil(math.sqrt(n)))
     assert max(sizes) - min(sizes) <= 1
     assert sum(sizes) == n
-
-
-def map_to_list(f: Any, n: int) -> list[Any]:
-    return [f(i) for i in range(n)]
 
 
 @pytest.mark.parametrize("donate", [False, True])

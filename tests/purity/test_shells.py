@@ -13,8 +13,6 @@ from tests.faults.refusals import saying
 
 
 pytestmark = pytest.mark.pure
-
-
 X = torch.arange(6.0).view(3, 2)
 
 

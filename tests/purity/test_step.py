@@ -24,8 +24,6 @@ from tests.purity.calls import (
 
 
 pytestmark = pytest.mark.step
-
-
 GIVEN_UP = r"given up with donate=True.*Use the returned state"
 OPTIMIZERS: dict[str, Any] = {
     "sgd": pa.sgd(0.1),

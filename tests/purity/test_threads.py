@@ -15,8 +15,6 @@ from tests.purity.networks import by_hand, call, inputs, make, other_params, squ
 
 
 pytestmark = pytest.mark.core
-
-
 REPEATS = 15
 
 

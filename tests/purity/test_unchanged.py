@@ -17,8 +17,6 @@ from pureaccum.testing import assert_pure, unchanged
 
 
 pytestmark = pytest.mark.testing
-
-
 Change = Callable[[nn.Module, Tensor], Any]
 
 

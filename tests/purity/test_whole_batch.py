@@ -16,8 +16,6 @@ from tests.draws import generator
 
 
 pytestmark = pytest.mark.pure
-
-
 X = torch.randn(6, 4, generator=generator(0))
 
 

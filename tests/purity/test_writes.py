@@ -18,8 +18,6 @@ from tests.faults.refusals import saying
 
 
 pytestmark = pytest.mark.core
-
-
 OURS = "in place, and what is given or captured is only lent to it"
 SAID = "in place, and what is given|would mutate a captured Tensor"
 TORCHS = "would mutate a captured Tensor"  # torch.func, before anybody else can look
@@ -94,10 +92,6 @@ def _stream(step: Any, of: World) -> Any:
 
 def _updated(acc: Any, of: World, donate: bool) -> Any:
     return acc.finalize(acc.update(acc.init(of.params), of.params, of.batch, donate=donate))
-
-
-def _batch(of: World) -> Any:
-    return {k: v for k, v in of.batch.items() if k != "late"}
 
 
 FORMS: dict[str, Callable[[Any, World, Any], Any]] = {

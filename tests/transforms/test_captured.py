@@ -22,8 +22,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.core
-
-
 BOUND = 2.0**-26  # sqrt(u) of float64: half of its digits, for what is ill-conditioned
 ROWS = 5
 Body = Callable[[Tensor, Tensor], Tensor]  # (captured, rows) -> rows

@@ -21,8 +21,6 @@ from tests.transforms.test_step import leaves
 
 
 pytestmark = pytest.mark.step
-
-
 STEPS = 11  # torch compiles the same code no more than eight times
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -256,6 +254,7 @@ def test_an_int_around_the_loss_may_change_at_every_step() -> None:
     assert len(graphs) <= 5  # of 0, of 1 and of any, some of them of one microbatch at a time
 
 
+@pytest.mark.slow
 def test_a_float_around_the_loss_has_few_values() -> None:
     held = {"t": 0.0}
     ours, eager = pair(lambda w, b: rows(w, b).mean() * held["t"], pa.sgd(0.01))

@@ -15,8 +15,6 @@ from tests.transforms.test_step import assert_close
 
 
 pytestmark = pytest.mark.step
-
-
 ROWS = 600_000  # of a table whose gradient is too large for a scan
 
 
@@ -120,6 +118,7 @@ def test_dropout_compiles_in_a_ragged_stream() -> None:
     assert step.apply(state, window)[1].weight == 12
 
 
+@pytest.mark.slow
 def test_no_other_size_is_open() -> None:
     """Of a second model of other widths in the same process, or of another length."""
     seen: list[Any] = []
@@ -150,6 +149,7 @@ def test_open_sizes_are_had_for_the_asking() -> None:
     assert len(graphs) <= 2
 
 
+@pytest.mark.slow
 def test_a_module_that_begins_to_drop_goes_on() -> None:
     """Microbatches that went through together, while nothing was random, go one by one."""
     fn = pa.functional(module := net().eval())

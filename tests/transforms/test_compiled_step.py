@@ -29,8 +29,6 @@ from tests.transforms.test_step import (
 
 
 pytestmark = pytest.mark.step
-
-
 EAGER = {"backend": "eager"}
 
 
@@ -140,42 +138,7 @@ def test_a_step_with_large_gradients_is_the_eager_one() -> None:
     alike(ours, eager, state, [poisoned(batches[0], [0, 5, 8]), batches[1]])
 
 
-# Aux and buffers --------------------------------------------------------------------------
-
-
-HOW = {"all": "concat", "n": "sum", "last": "last", "each": "stack", "mean": "mean", "word": "last"}
-
-
-def five_kinds(params: Any, batch: Any) -> Any:
-    rows = (torch.tanh(batch["x"] @ params["w"]) - batch["y"]).square().sum(-1)
-    if "table" in params:
-        rows = rows * params["table"][: len(rows), 0] ** 2
-    aux = {
-        "all": rows,
-        "n": len(rows),
-        "last": rows[-1],
-        "each": rows[0],
-        "mean": rows.amax(),
-        "word": "done",
-    }
-    return pa.Weighted((rows * batch["mask"]).sum(), batch["mask"].sum()), aux
-
-
-@pytest.mark.parametrize("form", ["scan", pytest.param("loop", marks=pytest.mark.slow)])
-def test_aux_of_a_compiled_step_is_reduced(form: str) -> None:
-    ours, eager = pair(five_kinds, pa.sgd(0.1), has_aux=True, aux_reduction=HOW, nonfinite="skip")
-    params = {"w": make_params()["w"]}
-    if form == "loop":
-        params["table"] = torch.ones(600_000, 2, dtype=torch.float64)
-    state = ours.init(params)
-    batch = make_batch(0, 10) | {"mask": torch.tensor([0.0, 0, 1, 2, 0, 1, 3, 0, 1, 0]).double()}
-    assert ours.form(state, batch) == form
-    for bad in (poisoned(batch, [4]), poisoned(batch, range(10))):
-        (new, info), (other, what) = ours(state, bad), eager(state, bad)
-        assert info.aux.pop("word") == what.aux.pop("word") == "done"
-        n, m = info.aux.pop("n"), what.aux.pop("n")
-        assert int(n) == int(m)
-        assert_close((new, info), (other, what))
+# Buffers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("buffers", [pytest.param("sequential", marks=pytest.mark.slow), "pooled"])

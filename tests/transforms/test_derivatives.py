@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import example, given
 
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import examples
+from tests.laws.exactly import SUM, WEIGHTED, Loss, full_batch, make_batch, make_params
 from tests.transforms.problems import TRANSFORMS, Problem, jvp, make, problems, tangent
 
 
 pytestmark = pytest.mark.core
-
-
 each = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 
 
@@ -81,3 +82,15 @@ def test_the_hessian_vector_product_that_the_documentation_names(problem: Proble
     terms = [product(f) for f in problem.pieces()]
     ours = jvp(problem.gradient)(problem.params, problem.batch)
     problem.compare(ours, product(problem.whole), terms)
+
+
+@pytest.mark.parametrize(("loss", "nonfinite"), [(SUM, "propagate"), (WEIGHTED, "skip")])
+def test_an_accumulation_compiles_into_one_graph(loss: Loss, nonfinite: str) -> None:
+    gradient = pa.grad_and_value(
+        loss.call, microbatch_size=3, reduction=loss.reduction, nonfinite=nonfinite
+    )
+    params, batch = make_params(0), make_batch(0, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(gradient, fullgraph=True, backend="aot_eager")
+    assert_trees_bitwise_equal(compiled(params, batch), gradient(params, batch))
+    assert_trees_bitwise_equal(compiled(params, batch)[0], full_batch(loss, params, batch))

@@ -25,8 +25,6 @@ from tests.transforms.test_step import assert_close, leaves, loss, make_batch, m
 
 
 pytestmark = pytest.mark.step
-
-
 MEMBERS = 3
 
 
@@ -40,7 +38,7 @@ def fill_(tree: Any, number: int) -> Any:
 
 
 @given(trees(), st.integers(1, 4))
-def test_stacked_and_taken_apart_again(tree: Any, count: int) -> None:
+def test_states_are_stacked_and_taken_apart_again(tree: Any, count: int) -> None:
     """The bits of each, and memory of their own: what is written to one stays there."""
     each = [tree, *(fill_(exactly.copied(tree), i) for i in range(1, count))]
     before = exactly.copied(each)

@@ -17,8 +17,6 @@ import pureaccum as pa
 
 
 pytestmark = pytest.mark.core
-
-
 SQRT_U = 2.0**-26
 
 

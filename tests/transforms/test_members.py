@@ -20,8 +20,6 @@ from tests.laws.exactly import WEIGHTED, Loss, full_batch, losses, make_batch, m
 
 
 pytestmark = pytest.mark.core
-
-
 MEMBERS = 3
 
 

@@ -26,8 +26,6 @@ from tests.transforms.problems import U64, Problem, tangent
 
 
 pytestmark = [pytest.mark.core, pytest.mark.step]
-
-
 ROWS, STEPS = 5, 3
 map_ = optree.tree_map
 

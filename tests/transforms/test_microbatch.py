@@ -28,8 +28,6 @@ from tests.transforms.problems import TRANSFORMS
 
 
 pytestmark = pytest.mark.core
-
-
 BOUND = 2.0**-26  # sqrt(u) of float64
 ROWS = 5
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
@@ -104,7 +102,9 @@ def test_the_map_of_a_cut_is_the_cut_of_the_map(cut: Any, seed: int, dims: Any) 
 @pytest.mark.parametrize("by", ["func", "backward"])
 @examples(1 / 2)
 @given(cuts, seeds())
-def test_derivatives_of_higher_order_in_bits(order: int, by: str, cut: Any, seed: int) -> None:
+def test_derivatives_of_higher_order_have_the_bits_of_plain_code(
+    order: int, by: str, cut: Any, seed: int
+) -> None:
     """With respect to what is shared and to rows, by torch.func and by autograd."""
     w, x, c = exact(seed)
     micro = pa.microbatch(both, microbatch_size=cut, reduce=WORDS)

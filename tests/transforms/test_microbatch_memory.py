@@ -18,8 +18,6 @@ from pureaccum._core.auto_size import counting
 
 
 pytestmark = pytest.mark.core
-
-
 WIDTH, SIZE, LAYERS = 48, 16, 6
 Params = list[Tensor]
 Loss = Callable[[Params, Tensor], Tensor]

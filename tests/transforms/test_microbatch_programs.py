@@ -21,8 +21,6 @@ import pureaccum as pa
 
 
 pytestmark = pytest.mark.core
-
-
 BOUND = 1e-10
 Cut = Callable[..., Any]
 PROGRAMS: dict[str, Callable[[Cut], Any]] = {}

@@ -21,8 +21,6 @@ from tests.transforms.problems import TRANSFORMS, Problem, kinds, make, total, w
 
 
 pytestmark = pytest.mark.samples
-
-
 MAX_NORM = 0.75
 sizes = st.none() | st.integers(1, 6)
 problems = st.builds(make, kinds, st.just("propagate"), seeds(), st.integers(1, 5), sizes)

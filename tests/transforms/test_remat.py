@@ -31,8 +31,6 @@ from tests.draws import generator
 
 
 pytestmark = pytest.mark.core
-
-
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 x = X[0]
 

@@ -22,8 +22,6 @@ from tests.draws import examples, generator
 
 
 pytestmark = pytest.mark.step
-
-
 ROOT_U64 = 2.0**-26.5
 U64 = 2.0**-53
 Tensors = dict[str, Tensor]
