@@ -114,7 +114,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
-    """Zeros shaped like a tree, in the dtypes in which its gradients are summed."""
+    """Zeros shaped like a tree, in its accumulation dtypes: where its gradients are summed."""
     return tree_map(lambda x: zeros_of_sum(x, accumulation_dtype(x.dtype, dtype)), tree)
 
 
