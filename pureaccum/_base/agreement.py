@@ -28,8 +28,8 @@ from .dtensors import local
 from .trees import Tree, flatten, paths
 
 
-CLAIM_NUMBERS = 3  # of a claim
-FEW = 2  # numbers of a leaf that is compared at every call: counts, scales, rates and keys
+CLAIM_NUMBERS = 3  # in a claim
+FEW = 2  # numbers at most in a leaf that is compared at every call: a count, scale, rate or key
 NOT_READ = -1
 Table = dict[str, str]  # what a rank holds, by name
 
@@ -89,7 +89,7 @@ def claim(
     *,
     whole: bool | None = None,
 ) -> Claim:
-    """What this rank holds.
+    """The claim of this rank.
 
     Args:
         agreed: What is known from earlier calls.

@@ -44,7 +44,7 @@ def module() -> Any:
 
 
 def is_sharded(x: object) -> TypeGuard[Any]:
-    """Whether it is a DTensor."""
+    """Whether something is a DTensor."""
     return any_sharded([x])
 
 
@@ -151,7 +151,7 @@ def sum_layout(x: Any) -> Layout | None:
 
 
 def zeros_of_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of no gradients of a leaf yet."""
+    """Zeros, to which the gradients of a leaf are added."""
     return close(torch.zeros_like(local(x), dtype=dtype), sum_layout(x))
 
 
@@ -243,7 +243,7 @@ def true_on_all_ranks(flag: Tensor, layouts: Layouts) -> Tensor:
 
 
 def largest(number: Tensor, layouts: Layouts) -> Tensor:
-    """The largest that a number is on any rank of any mesh."""
+    """The largest value that a number has on any rank of any mesh."""
     most = module().Partial("max")
     for mesh in dict.fromkeys(at.mesh for at in layouts if at is not None):
         if mesh.get_coordinate() is None:  # this rank is not in the mesh

@@ -182,7 +182,7 @@ def unnoticed() -> AbstractContextManager[None]:
 
 
 def forward_ad_active() -> bool:
-    """Whether torch's forward AD is going on, outside of any transform."""
+    """Whether torch's forward AD is active, outside of any transform."""
     return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore
 
 
@@ -192,7 +192,7 @@ def forward_ad() -> AbstractContextManager[None]:
 
 
 def any_tangent(tensors: Iterable[Tensor]) -> bool:
-    """Whether forward AD goes along with some tensor, outside of any transform."""
+    """Whether some tensor has a tangent of torch's forward AD, outside of any transform."""
     unpack = torch.autograd.forward_ad.unpack_dual
     return forward_ad_active() and any(unpack(x).tangent is not None for x in tensors)
 
@@ -382,7 +382,7 @@ def module_vars(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def hooks_of_all_modules() -> dict[str, list[Any]]:
-    """What ``register_module_forward_hook`` and its kin registered."""
+    """The hooks that ``register_module_forward_hook`` and its like registered."""
     known = vars(torch.nn.modules.module).items()
     return {k: list(v.values()) for k, v in known if k.startswith("_global") and v and "hooks" in k}
 
@@ -399,10 +399,10 @@ def seeing(
     see: Callable[[tuple[Any, ...], Any], None] | None = None,
     before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] | None = None,
 ) -> TorchDispatchMode:
-    """A mode that calls ``before(operation, args, kwargs)`` and ``see(operands, out)`` for each.
+    """A mode that calls ``before(operation, args, kwargs)`` and ``see(operands, out)``.
 
-    It works below torch.func's transforms and autograd: it sees forward, backward, in-place and
-    foreach operations, all of them with plain tensors.
+    It does so around each operation, below torch.func's transforms and autograd: it sees forward,
+    backward, in-place and foreach operations, all of them with plain tensors.
     """
     return (_Uncompiled if "torch._dynamo" in sys.modules else _Seeing)(see, before)
 

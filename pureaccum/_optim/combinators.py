@@ -288,7 +288,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     }
 
     def labels(spec: optree.PyTreeSpec) -> dict[str, dict[str, int]]:
-        """The leaves of each label: path to position."""
+        """The leaves of each label, from path to position."""
         found: dict[str, dict[str, int]] = {}
         for i, keys in enumerate(spec.paths()):
             path = ".".join(str(key) for key in keys)
@@ -310,7 +310,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     def init(params: Tree) -> dict[str, Any]:
         """The state of each label before the first step."""
         leaves, spec = read_params(params)
-        return {label: known[label].init(_some(leaves, at)) for label, at in labels(spec).items()}
+        return {label: known[label].init(_picked(leaves, at)) for label, at in labels(spec).items()}
 
     def read(
         state: Any, params: Tree, root: str
@@ -330,13 +330,13 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         """Check that a state has those of all labels in use, and that they fit these params."""
         leaves, _, of_label = read(state, params, root)
         for label, at in of_label.items():
-            known[label].check(state[label], _some(leaves, at), f"{root}[{label!r}]")
+            known[label].check(state[label], _picked(leaves, at), f"{root}[{label!r}]")
 
     def ready(state: Any, params: Tree, root: str = "state") -> Ready:
         """The steps of all labels before any is taken: all of them are, or none."""
         leaves, spec, of_label = read(state, params, root)
         begun = {
-            label: known[label].ready(state[label], _some(leaves, at), f"{root}[{label!r}]")
+            label: known[label].ready(state[label], _picked(leaves, at), f"{root}[{label!r}]")
             for label, at in of_label.items()
         }
         sound = reduce(both_sound, (one.sound for one in begun.values()))
@@ -349,7 +349,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
             given = [*leaves, *tree_leaves(state)]
             try:
                 for label, at in of_label.items():
-                    updated, states[label] = begun[label].apply(_some(terms, at), applied, donate)
+                    updated, states[label] = begun[label].apply(_picked(terms, at), applied, donate)
                     for path, i in at.items():
                         new[i] = updated[path]
             except BaseException:
@@ -363,6 +363,6 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     return optimizer_of(init, ready, check)
 
 
-def _some(leaves: list[Tensor], at: Mapping[str, int]) -> dict[str, Tensor]:
+def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> dict[str, Tensor]:
     """The leaves at some positions, by their paths."""
     return {path: leaves[i] for path, i in at.items()}

@@ -23,7 +23,7 @@ from .update import Columns, Method, Optimizer, Rate, by_method
 
 @loadable
 class SGDState(NamedTuple):
-    """How many steps were applied, the learning rate if it was a number, and the momentum."""
+    """The state of SGD: the applied steps, the learning rate if it is a number, the momentum."""
 
     steps: Tensor
     lr: Any
@@ -32,7 +32,7 @@ class SGDState(NamedTuple):
 
 @loadable
 class AdamState(NamedTuple):
-    """How many steps were applied, the learning rate if it was a number, and the moments."""
+    """The state of Adam: the applied steps, the learning rate if it is a number, the moments."""
 
     steps: Tensor
     lr: Any

@@ -68,7 +68,7 @@ def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
 
 
 class Optimizer(NamedTuple):
-    """An optimizer as pure functions; whatever has the first two is one.
+    """An optimizer as pure functions; anything with the first two is one.
 
     Attributes:
         init: ``init(params)`` gives the first state.
@@ -229,8 +229,9 @@ def _step(
     if layouts is not None:
         new = [closed(column, layouts) for column in new]
     new_params, *later = (unflatten(spec, column) for column in new)
-    column = iter(later)
-    trees = {name: next(column) if kept else () for name, kept in method.trees}
+    names = (name for name, kept in method.trees if kept)
+    changed = dict(zip(names, later, strict=True))
+    trees = {name: changed.get(name, ()) for name, _ in method.trees}
     # not _replace, from which torch 2.11's compiler returns broken tuples
     return new_params, method.state(steps=steps, lr=lr, **trees)
 
