@@ -46,7 +46,7 @@ def shortage(*points: Point, error: Callable[[], BaseException] = failing) -> Ge
     def see(arguments: Any, out: Any) -> None:
         nonlocal begins
         if begins:
-            if not inside("over", "evaluate", "fold"):
+            if not inside("step_over", "evaluate", "accumulate"):
                 return
             tries.alive.append(live.now)
             tries.operations.append(0)

@@ -181,7 +181,7 @@ PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
     "the norm": ("plain", (at("global_norm"),)),
     "the clipping": ("half", (at("factor_of"),)),
     "the loss scale": ("half", (at("dynamic_loss_scale.<locals>.update"),)),
-    "the update": ("plain", (at("apply_method"),)),
+    "the update": ("plain", (at("by_kernel"),)),
     "a cut inside": ("cut inside", (1, at("dropped"))),
     "a cut inside that is run again": ("cut inside", (lambda: in_backward() and at("dropped")(),)),
     "the buffers": ("buffers", (at("onwards"),)),

@@ -51,7 +51,7 @@ def test_what_ranks_cannot_do_is_refused(rank, world):
     state = acc.init(torch.ones(2))
     with pytest.raises(TypeError, match=r"group is a str; expected a process group: dist\.group"):
         distributed.all_reduce(state, "world")
-    with pytest.raises(TypeError, match="expected the AccumState"):
+    with pytest.raises(TypeError, match="expects the AccumState"):
         distributed.all_reduce((state, ()))
     with pytest.raises(ValueError, match="async_op=True came with merge"):
         distributed.all_reduce(state, merge=acc.merge, async_op=True)
