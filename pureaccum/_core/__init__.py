@@ -21,7 +21,6 @@ from .accumulator import plain_sum as plain_sum
 from .accumulator import read_state as read_state
 from .accumulator import updated as updated
 from .auto_size import by_memory as by_memory
-from .auto_size import check_auto as check_auto
 from .auto_size import counting as counting
 from .auto_size import is_auto as is_auto
 from .batches import Batch as Batch
@@ -81,7 +80,6 @@ from .weights import settle as settle
 from .weights import with_gradient_added as with_gradient_added
 from .whole_batch import Accumulated as Accumulated
 from .whole_batch import Accumulation as Accumulation
-from .whole_batch import BatchInParts as BatchInParts
 from .whole_batch import CutBatch as CutBatch
 from .whole_batch import LossOfPart as LossOfPart
 from .whole_batch import accumulate as accumulate

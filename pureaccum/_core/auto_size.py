@@ -18,7 +18,7 @@ import gc
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
@@ -29,7 +29,6 @@ from torch import Tensor
 from .._base import (
     Tree,
     check_argnums,
-    check_int,
     flatten,
     generators,
     in_backward,
@@ -310,27 +309,3 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
 def is_auto(size: object) -> bool:
     """Whether a size is to be found; an array of sizes compares number by number."""
     return isinstance(size, str) and size == "auto"
-
-
-def check_auto(size: object, budget: object, given: Mapping[str, object]) -> None:
-    """Check what a step whose size is found by itself may be made of."""
-    if not is_auto(size):
-        if budget is not None:
-            raise ValueError(
-                f"memory_budget={budget!r} came with microbatch_size={size!r}; it is the budget in "
-                "which microbatch_size='auto' looks for a size."
-            )
-        return
-    if budget is not None:
-        expected = "an int of at least 1, the bytes that a step may hold beyond its arguments"
-        check_int(budget, "memory_budget", expected, 1)
-    for name, why in (
-        ("donate", "an attempt that runs out of memory has used up the state it was given"),
-        ("compile", "each size would be compiled, and a graph has a memory of its own"),
-        ("noise", "noise is measured between microbatches, and 'auto' begins with one"),
-    ):
-        if given[name] not in (None, False):
-            raise ValueError(
-                f"{name} came with microbatch_size='auto': {why}. Find the size first, without "
-                f"{name} (rows / info.microbatches), and give that number."
-            )

@@ -120,7 +120,7 @@ def grad_and_value(
         check_disjoint(at, cut_at)
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
-        def loss_of(leaves: list[Tensor], part: Tree, carried: tuple[()] = ()) -> Any:
+        def loss_of(leaves: list[Tensor], part: Tree, *_: Any) -> Any:
             given = list(args)
             for replaced in (unflatten(spec, leaves), part):
                 for i, arg in replaced.items():

@@ -76,34 +76,8 @@ class CutBatch(NamedTuple):
             yield part, rows, 1 if untouched else rows
 
 
-class BatchInParts(NamedTuple):
-    """A batch that came in microbatches of ``size`` rows, the last one perhaps shorter.
-
-    Compiled code is given this: its graph does not hold the number of rows of a whole batch.
-    """
-
-    pieces: list[Tree]
-    size: int | None
-    untouched: bool  # whether there is only one
-
-    @property
-    def rows(self) -> int | None:
-        """The rows of the whole batch, where that is one microbatch."""
-        return read_batch(self.pieces[0]).rows
-
-    @property
-    def most(self) -> int:
-        """The most rows that a microbatch counts for."""
-        return 1 if self.size is None or self.untouched else self.size
-
-    def parts(self) -> Iterator[tuple[Tree, int, int]]:
-        """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
-        for part in self.pieces:
-            rows = read_batch(part).rows or 0
-            yield part, rows, 1 if self.untouched else rows
-
-
-LossOfPart = Callable[[list[Tensor], Tree, Any], Any]  # of leaves, a microbatch, what is carried
+# Of leaves, a microbatch, its rows, and what is carried.
+LossOfPart = Callable[[list[Tensor], Tree, int, Any], Any]
 
 
 class Accumulation(NamedTuple):
@@ -112,7 +86,7 @@ class Accumulation(NamedTuple):
     call: LossOfPart
     leaves: list[Tensor]
     spec: optree.PyTreeSpec
-    batch: Any  # CutBatch or BatchInParts; of a scan, Stacked
+    batch: Any  # CutBatch, or another form of a batch that is cut, for a compiler
     rule: Rule
     at_least: torch.dtype
     aux_reduction: Tree
@@ -241,8 +215,10 @@ def _accumulate(job: Accumulation) -> Accumulated:
     with guarding(job.known, *job.given()) as guarded, cutting(not batch.untouched):
         for i, (part, rows, counts) in enumerate(batch.parts()):
 
-            def loss(leaves: list[Tensor], part: Tree = part, carried: Any = carried) -> Any:
-                return call(leaves, part, carried)
+            def loss(
+                leaves: list[Tensor], part: Tree = part, rows: int = rows, carried: Any = carried
+            ) -> Any:
+                return call(leaves, part, rows, carried)
 
             def label(leaf: int | None, i: int = i) -> str:
                 names = paths(job.spec, job.roots[0])

@@ -31,7 +31,6 @@ from .._core import (
     Batch,
     Given,
     Rule,
-    cut,
     finish_aux,
     fold_stack,
     guarding,
@@ -53,7 +52,7 @@ from .graphs import (
     renewed,
     unit_of,
 )
-from .microbatch_loss import caller
+from .microbatch_loss import caller, check_keys, first_part
 from .ranks import before_this_rank, window_of_all_ranks
 from .state import (
     Flat,
@@ -113,6 +112,7 @@ class CompiledStep:
             read_train_state(plan, state, plan.optimizer.check)
             flat = read_batch(batch)
             refuse_sharded([*leaves, *old[0]], "the state or the batch", _SHARDED)
+            check_keys(plan, flat)
             if plan.size is not None:
                 rows_to_cut(flat, "batch")
             if flat.rows == 0:
@@ -282,8 +282,8 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
     call = caller(plan, state, spec)
 
     def loss(leaves: list[Tensor]) -> Any:
-        part = next(cut(batch, size or batch.rows or 1))
-        return call(leaves, part, (begin_buffers(plan.buffers, state.buffers), state.samples))
+        carried = begin_buffers(plan.buffers, state.buffers), state.samples
+        return call(leaves, *first_part(batch, size), carried)
 
     given = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
     with guarding(plan.known, *given) as guarded:

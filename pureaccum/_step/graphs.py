@@ -23,7 +23,7 @@ In place, a graph writes the new tensors into the memory of the old ones. It ret
 without dimensions, because torch 2.13 loses what a graph writes to a 0-d tensor on a CPU.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,14 +39,41 @@ from .._base import (
     tree_map,
     unflatten,
 )
-from .._core import Batch, BatchInParts, cut, power_of_two, share_of
+from .._core import Batch, cut, power_of_two, read_batch, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
 from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
 from .state import Flat, Plan, StepWindow, TrainState
-from .windows import apply_window, begin_window, step_over, updated_window
+from .windows import applied_window, begin_window, step_over, updated_window
 
 
 Program = Callable[..., Any]
+
+
+class BatchInParts(NamedTuple):
+    """A batch in microbatches of ``size`` rows, the last one perhaps shorter.
+
+    A graph that is given this does not hold the number of rows of the whole batch.
+    """
+
+    pieces: list[Tree]
+    size: int | None
+    untouched: bool  # whether there is only one
+
+    @property
+    def rows(self) -> int | None:
+        """The rows of the whole batch, where that is one microbatch."""
+        return read_batch(self.pieces[0]).rows
+
+    @property
+    def most(self) -> int:
+        """The most rows that a microbatch counts for."""
+        return 1 if self.size is None or self.untouched else self.size
+
+    def parts(self) -> Iterator[tuple[Tree, int, int]]:
+        """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
+        for part in self.pieces:
+            rows = read_batch(part).rows or 0
+            yield part, rows, 1 if self.untouched else rows
 
 
 def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
@@ -82,10 +109,10 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
         return new, (entry.aux, share_of(entry), finite)
 
     def applied(state: TrainState, window: StepWindow, aux: Tree) -> Any:
-        return apply_window(plan, state, window, 1.0, aux)
+        return applied_window(plan, state, window, 1.0, aux)
 
     def applied_of_a_batch(state: TrainState, window: StepWindow, aux: Tree) -> Any:
-        return apply_window(plan, state, window, unit, aux)
+        return applied_window(plan, state, window, unit, aux)
 
     of_batches = (scan, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
     functions = {function.__name__: function for function in (*of_batches, more, applied)}
@@ -285,8 +312,9 @@ def together(plan: Plan, state: TrainState, flat: Batch) -> int:
     if plan.has_aux or plan.buffers or plan.rule.nonfinite != "propagate":
         return 1
     params, spec = flatten(state.params)
-    first, _ = stacks(flat, plan.size or 1, 1, (2, 0), (False, False))
-    one = one_of(caller(plan, state, spec), unflatten(flat.spec, flat.leaves))
+    like, size = unflatten(flat.spec, flat.leaves), plan.size or 1
+    first, _ = stacks(flat, size, 1, (2, 0), (False, False))
+    one = one_of(caller(plan, state, spec), like, size)
     return how_many(one, params, tensors_of(first), state.samples)
 
 

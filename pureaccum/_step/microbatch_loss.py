@@ -16,7 +16,6 @@ if the loss is the same with it. Both are tried, and a number stays a constant w
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -24,28 +23,25 @@ import torch
 from torch import Tensor
 
 from .._base import Tree, flatten, put_back, refuse_sharded, seeing, unflatten
-from .._core import Batch, Microbatch, cut, is_pair, need_rows, read, read_batch
+from .._core import Batch, LossOfPart, Microbatch, cut, is_pair, need_rows, read
 from .._pure import fold_in
 from .buffers import advance_buffers, begin_buffers, collect_buffers, watching
 from .precision import under
 from .state import Plan, TrainState
 
 
-def caller(
-    plan: Plan, state: TrainState, spec: optree.PyTreeSpec
-) -> Callable[[list[Tensor], Tree, Any], Any]:
-    """The loss of a microbatch as a function of leaves, the microbatch, and what is carried."""
-    attempt = attempt_key(plan, state)
+def caller(plan: Plan, state: TrainState, spec: optree.PyTreeSpec) -> LossOfPart:
+    """The loss of a microbatch of this step, as a function of leaves, the microbatch and so on."""
+    attempt = fold_in(state.key, state.attempts) if plan.keys else None
 
-    def call(leaves: list[Tensor], part: Tree, carried: tuple[Any, Tensor]) -> Any:
+    def call(leaves: list[Tensor], part: Tree, rows: int, carried: tuple[Any, Tensor]) -> Any:
         buffers, samples = carried
         named: dict[str, Any] = {}
         if plan.buffers:
             named["buffers"] = buffers.values
         if attempt is not None:
-            read = read_batch(part)
-            refuse_sharded(read.leaves, "the batch", _KEYS)
-            named["keys"] = row_keys(attempt, samples, need_rows(read))
+            index = torch.arange(rows, dtype=torch.int64, device=samples.device)
+            named["keys"] = fold_in(attempt, samples + index)
         params = unflatten(spec, leaves)
         collected: Any = ()
         if plan.buffers is None:
@@ -71,15 +67,18 @@ _KEYS = (
 )
 
 
-def attempt_key(plan: Plan, state: TrainState) -> Tensor | None:
-    """The key of this step, where keys are configured."""
-    return fold_in(state.key, state.attempts) if plan.keys else None
+def check_keys(plan: Plan, batch: Batch) -> None:
+    """Check that the rows of a batch can be given keys, if they are to be."""
+    if plan.keys:
+        refuse_sharded(batch.leaves, "the batch", _KEYS)
+        need_rows(batch)
 
 
-def row_keys(attempt: Tensor, samples: Tensor, rows: int) -> Tensor:
-    """One key for each row, from the number of the row in the run."""
-    index = torch.arange(rows, dtype=torch.int64, device=samples.device)
-    return fold_in(attempt, samples + index)
+def first_part(batch: Batch, size: int | None) -> tuple[Tree, int]:
+    """The first microbatch of a batch, and its rows."""
+    rows = batch.rows or 1
+    size = rows if size is None else min(size, rows)
+    return next(cut(batch, size)), size
 
 
 def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
@@ -182,7 +181,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
     carried = begin_buffers(plan.buffers, state.buffers), state.samples
     try:
         leaves, numbers = taken_out(batch.leaves, dtypes, device)
-        part = next(cut(batch._replace(leaves=leaves), plan.size or batch.rows or 1))
+        batch = batch._replace(leaves=leaves)
         call = caller(with_numbers(plan, numbers), state, spec)
         with (
             torch.no_grad(),
@@ -191,7 +190,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
             seeing(see),
         ):
             warnings.simplefilter("ignore")
-            out = call(params, part, carried)
+            out = call(params, *first_part(batch, plan.size), carried)
         return *read(out, plan.rule.has_aux), len(asked)
     except Exception:
         return None

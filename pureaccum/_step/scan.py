@@ -70,28 +70,28 @@ class Stacked(NamedTuple):
     untouched: bool = False  # it is never a batch in one piece
 
 
-def fold_scanned(window: Accumulation) -> Accumulated:
+def fold_scanned(job: Accumulation) -> Accumulated:
     """All microbatches of a batch that is ``Stacked``, summed and not yet divided."""
-    batch: Stacked = window.batch
-    leaves, rule, size = window.leaves, window.rule, batch.size
+    batch: Stacked = job.batch
+    leaves, rule, size = job.leaves, job.rule, batch.size
     unit = power_of_two(size) if rule.reduction == "mean" else 1.0
-    wrt = prepare(leaves, rule.engine, set())._replace(unit=unit, scale=window.scale)
+    wrt = prepare(leaves, rule.engine, set())._replace(unit=unit, scale=job.scale)
     amounts = [torch.zeros((), dtype=t, device=leaves[0].device) for t in _AMOUNTS]
-    given, carried_spec = flatten(window.carried)
+    given, carried_spec = flatten(job.carried)
     # Clones, here and below: a scan may return nothing that it was given.
-    carry = zeros(leaves, window.at_least), [x.clone() for x in given], amounts
+    carry = zeros(leaves, job.at_least), [x.clone() for x in given], amounts
     aux: AuxState | None = None
     weighted = False
     if batch.together > 1:
-        carry, count = _by_several(window, wrt, batch, carry)
+        carry, count = _by_several(job, wrt, batch, carry)
     else:
-        body, like = _body(window, wrt, batch, carried_spec)
+        body, like = _body(job, wrt, batch, carried_spec)
         xs = tensors_of(batch.microbatches)
         entry, count = like(carry, xs), len(xs[0])
         weighted = entry.weighted
         carry, outputs = scan(body, carry, xs)
         if rule.has_aux:
-            aux = fold_stack(None, _stacked(entry, outputs, rule), size, window.aux_reduction)
+            aux = fold_stack(None, _stacked(entry, outputs, rule), size, job.aux_reduction)
     sums, given, (total, weight, nonfinite) = carry
     skipped = nonfinite.clone() if rule.nonfinite == "skip" else torch.zeros_like(nonfinite)
     seen = torch.full((), count, dtype=torch.int64, device=leaves[0].device)
@@ -107,9 +107,9 @@ def fold_scanned(window: Accumulation) -> Accumulated:
     carried = unflatten(carried_spec, given)
     if batch.tail is not None:
         rows = read_batch(batch.tail).rows or 0
-        sums, carried, entry = _more(window, wrt, sums, carried, batch.tail, rows)
+        sums, carried, entry = _more(job, wrt, sums, carried, batch.tail, rows)
         if aux is not None:
-            aux = fold_aux(aux, entry, rows, window.aux_reduction, rule.nonfinite == "skip")
+            aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
         state = counted(state._replace(grads=sums), [entry], rule)
     aux_tree = None if aux is None else finish_aux(aux)
     return Accumulated(
@@ -127,12 +127,12 @@ def tensors_of(tree: Tree) -> list[Tensor]:
     return [x for x in flatten(tree)[0] if isinstance(x, Tensor)]
 
 
-def one_of(call: LossOfPart, like: Tree) -> One:
+def one_of(call: LossOfPart, like: Tree, rows: int) -> One:
     """A loss in the form of ``One``, for batches whose other leaves are those of ``like``."""
     columns, spec = flatten(like)
 
     def one(leaves: Sequence[Tensor], tensors: list[Tensor], samples: Tensor) -> Any:
-        return call(list(leaves), _filled(columns, spec, tensors), ((), samples))
+        return call(list(leaves), _filled(columns, spec, tensors), rows, ((), samples))
 
     return one
 
@@ -144,34 +144,34 @@ def _filled(columns: list[Any], spec: optree.PyTreeSpec, tensors: list[Tensor]) 
 
 
 def _more(
-    window: Accumulation, wrt: Wrt, sums: list[Tensor], carried: Any, part: Tree, rows: int
+    job: Accumulation, wrt: Wrt, sums: list[Tensor], carried: Any, part: Tree, rows: int
 ) -> tuple[list[Tensor], Any, Microbatch]:
     """Add one more microbatch: the sums, what is carried, and what it came to."""
 
     def loss(leaves: list[Tensor]) -> Any:
-        return window.call(leaves, part, carried)
+        return job.call(leaves, part, rows, carried)
 
-    sums, entry = add_microbatch(loss, wrt, sums, rows, window.rule)
-    if window.advance is not None:
-        carried, entry = window.advance(carried, entry, rows)
+    sums, entry = add_microbatch(loss, wrt, sums, rows, job.rule)
+    if job.advance is not None:
+        carried, entry = job.advance(carried, entry, rows)
     return sums, carried, entry
 
 
 def _body(
-    window: Accumulation, wrt: Wrt, batch: Stacked, carried_spec: optree.PyTreeSpec
+    job: Accumulation, wrt: Wrt, batch: Stacked, carried_spec: optree.PyTreeSpec
 ) -> tuple[Callable[..., Any], Callable[..., Microbatch]]:
     """A function that adds one more microbatch, for a scan; and what the first would come to."""
     columns, spec = flatten(batch.microbatches)
 
     def step(carry: Any, tensors: list[Tensor]) -> tuple[list[Tensor], Any, Microbatch]:
         part = _filled(columns, spec, tensors)
-        return _more(window, wrt, carry[0], unflatten(carried_spec, carry[1]), part, batch.size)
+        return _more(job, wrt, carry[0], unflatten(carried_spec, carry[1]), part, batch.size)
 
     def body(carry: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
         sums, after, entry = step(carry, tensors)
         amounts = [x + y for x, y in zip(carry[2], settle([entry]), strict=True)]
         kept = [x.clone() for x in flatten(after)[0]]
-        return (sums, kept, amounts), _outputs(entry, window.rule) if window.rule.has_aux else []
+        return (sums, kept, amounts), _outputs(entry, job.rule) if job.rule.has_aux else []
 
     def like(carry: Any, xs: list[Tensor]) -> Microbatch:
         # Traced to see what a loss returns; the compiler drops what nobody uses.
@@ -180,17 +180,18 @@ def _body(
     return body, like
 
 
-def _by_several(window: Accumulation, wrt: Wrt, batch: Stacked, carry: Any) -> tuple[Any, int]:
+def _by_several(job: Accumulation, wrt: Wrt, batch: Stacked, carry: Any) -> tuple[Any, int]:
     """Add all microbatches, several at a time, then those that are left, and count them."""
 
     def body(carry: Any, xs: list[Tensor]) -> tuple[Any, list[Tensor]]:
         sums, (samples,), amounts = carry
-        sums, tally = add_together(one, wrt, sums, xs, samples, window.rule)
+        sums, tally = add_together(one, wrt, sums, xs, samples, job.rule)
         amounts = [x + y for x, y in zip(amounts, tally, strict=True)]
         return (sums, [samples + len(xs[0]) * batch.size], amounts), []
 
     count = 0
-    one = one_of(window.call, batch.rest if batch.microbatches is None else batch.microbatches)
+    like = batch.rest if batch.microbatches is None else batch.microbatches
+    one = one_of(job.call, like, batch.size)
     if batch.microbatches is not None:
         xs = tensors_of(batch.microbatches)
         count += xs[0].shape[0] * xs[0].shape[1]

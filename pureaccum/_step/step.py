@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._base import (
     Tree,
+    check_int,
     check_state,
     read_params,
     transform_active,
@@ -29,7 +30,6 @@ from .._core import (
     Reduction,
     Rule,
     by_memory,
-    check_auto,
     check_reduce,
     check_rule,
     check_size,
@@ -210,7 +210,7 @@ def make_step(
     check_reduce(aux_reduction, "aux_reduction")
     check_policy(buffers)
     given = {"donate": donate, "compile": compile, "noise": noise}
-    check_auto(microbatch_size, memory_budget, given)
+    _check_auto(microbatch_size, memory_budget, given)
     found = microbatch_size is None or is_auto(microbatch_size)
     size = None if found else check_size(microbatch_size)
     if compile is not False:
@@ -263,6 +263,30 @@ def make_step(
         return step._replace(whole=by_memory(partial(_in_size, plan), _looked_at, memory_budget))
     accumulate = by_memory(partial(rows_of_this_rank, plan), _looked_at, memory_budget)
     return step._replace(whole=partial(step_of_ranks, plan, accumulate))
+
+
+def _check_auto(size: object, budget: object, given: Mapping[str, object]) -> None:
+    """Check what a step whose size is found by itself may be made of."""
+    if not is_auto(size):
+        if budget is not None:
+            raise ValueError(
+                f"memory_budget={budget!r} came with microbatch_size={size!r}; it is the budget in "
+                "which microbatch_size='auto' looks for a size."
+            )
+        return
+    if budget is not None:
+        expected = "an int of at least 1, the bytes that a step may hold beyond its arguments"
+        check_int(budget, "memory_budget", expected, 1)
+    for name, why in (
+        ("donate", "an attempt that runs out of memory has used up the state it was given"),
+        ("compile", "each size would be compiled, and a graph has a memory of its own"),
+        ("noise", "noise is measured between microbatches, and 'auto' begins with one"),
+    ):
+        if given[name] not in (None, False):
+            raise ValueError(
+                f"{name} came with microbatch_size='auto': {why}. Find the size first, without "
+                f"{name} (rows / info.microbatches), and give that number."
+            )
 
 
 def _check_shared(group: Any, buffers: Threading | None) -> None:

@@ -62,7 +62,7 @@ from .._core import (
 from .._core import merged as merge_states
 from .._samples import BatchNoise, noise_of
 from .buffers import begin_buffers, finish_buffers, merged_moments
-from .microbatch_loss import caller, onwards
+from .microbatch_loss import caller, check_keys, onwards
 from .ranks import before_this_rank, of_all_ranks
 from .state import (
     Flat,
@@ -85,7 +85,9 @@ def step_whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, 
     check_state(state, TrainState, "this step")
     if plan.group is not None:
         return step_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
-    return step_over(plan, state, read_cut(batch, plan.size, plan.has_aux, "batch"))
+    cut = read_cut(batch, plan.size, plan.has_aux, "batch")
+    check_keys(plan, cut.batch)
+    return step_over(plan, state, cut)
 
 
 def step_over(
@@ -128,6 +130,7 @@ def rows_of_this_rank(
 ) -> Accumulated:
     """The sums over the rows of this rank, the first of which is number ``first`` in the run."""
     cut = read_cut(batch, size, False, "batch")._replace(alone=False)
+    check_keys(plan, cut.batch)
     if not cut.rows:  # nothing to call the loss with
         cut = cut._replace(size=1)
     return accumulate(_accumulation(plan, state, flatten(state.params), cut, first))
@@ -192,12 +195,13 @@ def updated_window(
     (leaves, spec), _ = read_train_state(plan, state, plan.optimizer.check)
     check_window(plan, state, window, (leaves, spec))
     read = read_batch(microbatch, "microbatch")
+    check_keys(plan, read)
     given = Given("state.params", leaves, spec), Given("microbatch", read.leaves, read.spec)
     call = caller(plan, state, spec)
     at = first_row(plan, window, offset)
 
     def loss(leaves: list[Tensor]) -> Any:
-        return call(leaves, microbatch, (window.buffers, state.samples + at))
+        return call(leaves, microbatch, read.rows or 0, (window.buffers, state.samples + at))
 
     accum, entry = updated(
         window.accum,
@@ -262,7 +266,12 @@ def merge_windows(plan: Plan, a: StepWindow, b: StepWindow) -> StepWindow:
 
 
 @recording
-def apply_window(
+def apply_window(plan: Plan, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
+    """The next state, and what happened."""
+    return applied_window(plan, state, window)
+
+
+def applied_window(
     plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
 ) -> tuple[TrainState, StepInfo]:
     """The next state and what happened, from sums that are still to be multiplied by ``unit``."""

@@ -393,8 +393,8 @@ MUTANTS: dict[str, Mutant] = {
     "the unit not undone in a loop": Mutant(
         "Sums of a window in units of a power of two are taken as they stand.",
         "_step/graphs.py",
-        "return apply_window(plan, state, window, unit, aux)",
-        "return apply_window(plan, state, window, 1.0, aux)",
+        "return applied_window(plan, state, window, unit, aux)",
+        "return applied_window(plan, state, window, 1.0, aux)",
     ),
     "the users' guards left out": Mutant(
         "A graph does not notice that what a loss captures has changed.",
