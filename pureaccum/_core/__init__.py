@@ -80,7 +80,6 @@ from .weights import settle as settle
 from .weights import with_gradient_added as with_gradient_added
 from .whole_batch import Accumulated as Accumulated
 from .whole_batch import Accumulation as Accumulation
-from .whole_batch import CutBatch as CutBatch
 from .whole_batch import LossOfPart as LossOfPart
 from .whole_batch import accumulate as accumulate
 from .whole_batch import read_cut as read_cut

@@ -167,11 +167,14 @@ def recording(
     return entered
 
 
-def read_train_state(plan: Plan, state: TrainState, check: Callable[..., T]) -> tuple[Flat, T]:
+def read_train_state(
+    plan: Plan, state: TrainState, check: Callable[..., Any] = lambda *_: None
+) -> tuple[Flat, Any]:
     """Check that a state is of this plan; give its parameters, and what ``check`` gives.
 
     ``check`` is the optimizer's own, or its ``ready`` where the step is about to be taken: either
-    checks the optimizer's state, which is not checked again below.
+    checks the optimizer's state, which is not checked again below. A microbatch of a stream needs
+    none: it does not read that state, and ``begin`` and ``apply`` both check it.
     """
     check_state(state, TrainState, "this step")
     if plan.group is not None:

@@ -192,7 +192,7 @@ def updated_window(
     offset: int | None = None,
 ) -> tuple[StepWindow, Microbatch]:
     """The window with one more microbatch, and what that came to."""
-    (leaves, spec), _ = read_train_state(plan, state, plan.optimizer.check)
+    (leaves, spec), _ = read_train_state(plan, state)
     check_window(plan, state, window, (leaves, spec))
     read = read_batch(microbatch, "microbatch")
     check_keys(plan, read)
