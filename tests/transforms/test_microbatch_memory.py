@@ -50,6 +50,17 @@ def sums(f: Any, cut: bool) -> Loss:
     return lambda params, x: (lambda s, q: s.square().sum() * q)(*g(params, x))
 
 
+def totals(f: Any, cut: bool) -> Loss:
+    """Two numbers, so that the gradient of neither is taken while it is computed."""
+
+    def of(params: Params, x: Tensor) -> Any:
+        z = f(params, x)
+        return z.sum(), z.square().sum()
+
+    g = pa.microbatch(of, microbatch_size=SIZE, reduce="sum") if cut else of
+    return lambda params, x: (lambda s, q: s * q)(*g(params, x))
+
+
 def captured(f: Any, cut: bool) -> Loss:
     """Rows, of parameters from the closure."""
 
@@ -142,6 +153,10 @@ def grows(nest: str, form: Any, cut: bool) -> bool:
 )
 def test_a_nest_of_transforms_takes_the_memory_of_one_microbatch(nest: str, form: Any) -> None:
     assert not grows(nest, form, cut=True)
+
+
+def test_a_function_of_two_numbers_takes_the_memory_of_one_microbatch() -> None:
+    assert not grows("backward", totals, cut=True)
 
 
 @pytest.mark.parametrize("nest", [name for name in NESTS if name not in ("value", "jvp")])
