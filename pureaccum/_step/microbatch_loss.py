@@ -31,7 +31,7 @@ from .state import Plan, TrainState
 
 
 def caller(plan: Plan, state: TrainState, spec: optree.PyTreeSpec) -> LossOfPart:
-    """The loss of a microbatch of this step, as a function of leaves, the microbatch and so on."""
+    """The loss of one microbatch of this step; ``LossOfPart`` says what it is given."""
     attempt = fold_in(state.key, state.attempts) if plan.keys else None
 
     def call(leaves: list[Tensor], part: Tree, rows: int, carried: tuple[Any, Tensor]) -> Any:
