@@ -288,11 +288,13 @@ def updated(
             if type(sums[0]) is Spoiled or (isinstance(error, LateWriteError) and before is None):
                 mark(held, Spoiled)
             raise
-        new = counted(state, [entry], rule)
         grads = closed(grads, layouts)
         if in_place and donate:
-            grads = hand_over([*held, *tree_leaves(state._replace(grads=()))], grads)
-    return new._replace(grads=unflatten(spec, grads)), entry
+            grads = hand_over(held, grads)
+        new = counted(state, [entry], rule, unflatten(spec, grads))
+        if in_place and donate:
+            mark(tree_leaves(state._replace(grads=())))
+    return new, entry
 
 
 def check_squares(state: AccumState, squares: bool) -> None:
@@ -322,14 +324,14 @@ def empty(grads: Tree, device: torch.device, squares: int | None = None) -> Accu
     )
 
 
-def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule) -> AccumState:
-    """The state with some more microbatches, except for their gradients."""
+def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
+    """The state with some more microbatches; ``grads`` are the sums with their gradients."""
     total, weight, nonfinite = (x.to(state.total.device) for x in settle(seen))
     squares = state.squares
     if isinstance(squares, Tensor):
         squares = squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
-    return AccumState(
-        grads=state.grads,
+    return AccumState(  # not _replace, from which torch 2.11's compiler returns broken tuples
+        grads=grads,
         total=state.total + total,
         weight=state.weight + weight,
         microbatches=state.microbatches + len(seen),

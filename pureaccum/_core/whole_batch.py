@@ -235,10 +235,10 @@ def _accumulate(job: Accumulation) -> Accumulated:
     sums = closed(sums, layouts)
     state = empty(sums, leaves[0].device, len(sums) if rule.squares else None)
     return Accumulated(
-        state=counted(state, seen, rule) if seen else state,
+        state=counted(state, seen, rule, sums) if seen else state,
         unit=unit,
         carried=carried,
         aux=None if aux is None else finish_aux(aux),
         dtype=seen[-1].dtype if seen else torch.get_default_dtype(),
-        weighted=bool(seen) and seen[-1].weighted,
+        weighted=seen[-1].weighted if seen else False,  # no bool(seen): torch 2.11 compiles none
     )

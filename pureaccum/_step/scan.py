@@ -110,7 +110,7 @@ def fold_scanned(job: Accumulation) -> Accumulated:
         sums, carried, entry = _more(job, wrt, sums, carried, batch.tail, rows)
         if aux is not None:
             aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
-        state = counted(state._replace(grads=sums), [entry], rule)
+        state = counted(state, [entry], rule, sums)
     aux_tree = None if aux is None else finish_aux(aux)
     return Accumulated(
         state=state,
