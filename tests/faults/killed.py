@@ -50,15 +50,23 @@ def train(path: Path) -> None:
         pa.save(path, tree)
 
 
+def was_interrupted(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or came of it: a mode of torch whose push or pop is cut short by it
+    leaves torch's stack of modes uneven, and whoever pops next gets a RuntimeError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
 def fork(path: Path) -> int:
     child = os.fork()
     if child == 0:
         try:
             train(path)
             os._exit(0)
-        except KeyboardInterrupt:
-            os._exit(128 + signal.SIGINT)
-        except BaseException:
+        except BaseException as error:
+            if was_interrupted(error):
+                os._exit(128 + signal.SIGINT)
             traceback.print_exc()
         os._exit(1)
     return child
