@@ -51,8 +51,11 @@ def train(path: Path) -> None:
 
 
 def was_interrupted(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C, or came of it: a mode of torch whose push or pop is cut short by it
-    leaves torch's stack of modes uneven, and whoever pops next gets a RuntimeError."""
+    """Whether an error is Ctrl-C, or was caused by it.
+
+    Ctrl-C while torch pushes or pops a function mode leaves torch's stack of modes one mode short,
+    and the next pop raises a RuntimeError.
+    """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

@@ -157,6 +157,7 @@ def test_a_nest_of_transforms_takes_the_memory_of_one_microbatch(nest: str, form
 
 def test_a_function_of_two_numbers_takes_the_memory_of_one_microbatch() -> None:
     assert not grows("backward", totals, cut=True)
+    assert grows("backward", totals, cut=False)  # the control
 
 
 @pytest.mark.parametrize("nest", [name for name in NESTS if name not in ("value", "jvp")])
