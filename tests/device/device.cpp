@@ -17,6 +17,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
@@ -447,6 +448,11 @@ Tensor empty(c10::IntArrayRef size, Dtype dtype, Layout, Device, Pin, Format for
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, Dtype dtype, Layout, Device, Pin) {
   return at::detail::empty_strided_generic(size, stride, &device_memory, ON_GPU, c10::dtype_or_default(dtype));
 }
+Tensor zero_without_memory(c10::SymIntArrayRef size, Dtype dtype, Layout, Device, Pin) {
+  at::native::ZeroTensorAllocator none(GPU);
+  const auto keys = ON_GPU | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &none, keys, c10::dtype_or_default(dtype), std::nullopt);
+}
 
 // CUDA's copy kernel waits exactly where one end is the host and the call is not non_blocking.
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
@@ -504,6 +510,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("_efficientzerotensor", TORCH_FN(zero_without_memory));
   m.impl("copy_", TORCH_FN(copy_));
   m.impl("resize_", TORCH_FN(resize_));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_));
@@ -580,7 +587,6 @@ const char* device_races() { return joined(races); }
 void device_hand_out_default(bool on) { hand_out_default = on; }
 void device_enter(long long stream) { current = stream; }
 long long device_current() { return current; }
-void device_synchronize() { Guard().synchronizeDevice(0); }
 long long device_alive() { return alive; }
 long long device_peak() { return peak; }
 void device_reset_peak() { peak = alive; }

@@ -157,6 +157,9 @@ def _stand_in_for_cuda() -> None:
     )
     stand_ins = {
         "_lazy_init": always(None),
+        "_exchange_device": always(0),
+        "_initialized": True,
+        "_maybe_exchange_device": always(0),
         "Event": torch.Event,
         "Stream": lambda device=None, priority=0: torch.Stream(device="cuda:0"),
         "current_device": always(0),
@@ -185,7 +188,7 @@ def _stand_in_for_cuda() -> None:
         "set_rng_state": lambda state, device=None: generator.set_state(state),
         "set_sync_debug_mode": lambda mode: _device.device_strict(mode in (2, "error")),
         "stream": stream,
-        "synchronize": lambda device=None: _device.device_synchronize(),
+        "synchronize": lambda device=None: torch.accelerator.synchronize(),
     }
     for name, stand_in in stand_ins.items():
         assert hasattr(cuda, name), name

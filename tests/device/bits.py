@@ -1,0 +1,135 @@
+"""Whole numbers have the same bits on the device however a batch is cut, and those of the CPU.
+
+Also where gradients are added up by hooks, on autograd's device thread, which all threads share.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.device.world import Tensors, errors, exact, exact_pairs, moved, whole_numbers
+
+
+ENGINES = pytest.mark.parametrize("engine", ["func", "autograd"])
+SIZES = pytest.mark.parametrize("size", [1, 3, 11])
+
+
+def stepped(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+    knobs = {"microbatch_size": size, "loss_scale": pa.dynamic_loss_scale(8.0), **knobs}
+    step = pa.make_step(exact, pa.sgd(2.0**-3, momentum=0.5), **knobs)
+    state, info = step(step.init(params), batch)
+    return state.params, state.opt_state, info.loss, info.grad_norm
+
+
+def streamed(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+    step = pa.make_step(exact, pa.sgd(2.0**-3), **knobs)
+    state = step.init(params)
+    window = step.begin(state)
+    for part in pa.microbatches(batch, size):
+        window = step.update(state, window, part)
+    return step.apply(state, window)[0].params
+
+
+def merged(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+    acc = pa.accumulator(exact, **knobs)
+    states = [acc.update(acc.init(params), params, p) for p in pa.microbatches(batch, size)]
+    while len(states) > 1:
+        states = [acc.merge(*states[:2]), *states[2:]]
+    return acc.finalize(states[0])
+
+
+def paired(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+    return pa.grad_and_value(lambda p, b: exact_pairs(p, b, size), **knobs)(params, batch)
+
+
+def sampled(params: Tensors, batch: Tensors, size: int, **knobs: Any) -> Any:
+    engine = {"func": "vmap", "autograd": "autograd"}[knobs["engine"]]
+    return pa.per_sample_grad(errors, chunk_size=size, reduce="sum", engine=engine)(params, batch)
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda p, b, size, **knobs: pa.grad_and_value(exact, microbatch_size=size, **knobs)(
+        p, b
+    ),
+    "step": stepped,
+    "stream": streamed,
+    "skip": lambda *args, **knobs: stepped(*args, **knobs, nonfinite="skip"),
+    "donated": lambda *args, **knobs: stepped(*args, **knobs, donate=True),
+    "merged": merged,
+    "pairs": paired,
+    "samples": sampled,
+}
+
+
+@SIZES
+@ENGINES
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bits_of_the_cpu(form: str, engine: Any, size: int) -> None:
+    params, batch = whole_numbers()
+    want = FORMS[form](params, batch, 11, engine=engine)
+    got = FORMS[form](moved(params, "cuda"), moved(batch, "cuda"), size, engine=engine)
+    assert_trees_bitwise_equal(moved(got, "cpu"), want)
+
+
+class Threads(torch.autograd.Function):
+    """Notes which threads go back through it."""
+
+    seen: set[int] = set()  # noqa: RUF012
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        Threads.seen.add(threading.get_ident())
+        return grads[0]
+
+
+def large(seed: int) -> tuple[Tensors, Tensor]:
+    """A leaf of 1 MiB has a hook of its own, which adds its gradient to the sum."""
+    random = torch.Generator().manual_seed(seed)
+    w = torch.randint(-2, 3, (512, 512), generator=random).float()
+    x = torch.randint(-2, 3, (7, 512), generator=random).float()
+    return {"w": w, "b": w[0].clone()}, x
+
+
+def of_large(params: Tensors, x: Tensor) -> Tensor:
+    return (Threads.apply(x @ params["w"]) + params["b"]).square().sum()  # pyright: ignore
+
+
+@ENGINES
+def test_hooks_of_large_leaves_run_on_the_thread_of_the_device(engine: Any) -> None:
+    def call(params: Any, x: Tensor, size: int) -> Any:
+        return pa.grad(of_large, microbatch_size=size, reduction="sum", engine=engine)(params, x)
+
+    params, x = large(0)
+    want = call(params, x, 7)
+    Threads.seen.clear()
+    got = call(moved(params, "cuda"), x.cuda(), 2)
+    assert len(Threads.seen) == 1
+    assert threading.get_ident() not in Threads.seen
+    assert_trees_bitwise_equal(moved(got, "cpu"), want)
+
+
+@ENGINES
+def test_threads_share_the_thread_of_the_device(engine: Any) -> None:
+    def call(seed: int, device: str) -> Any:
+        params, x = moved(large(seed), device)
+        return pa.grad(of_large, microbatch_size=2, reduction="sum", engine=engine)(params, x)
+
+    with ThreadPoolExecutor(4) as threads:
+        got = list(threads.map(lambda seed: call(seed % 4, "cuda"), range(12)))
+    for seed, each in enumerate(got):
+        assert_trees_bitwise_equal(moved(each, "cpu"), call(seed % 4, "cpu"))

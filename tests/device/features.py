@@ -1,0 +1,388 @@
+"""Every feature, on the device: nothing waits for it, nothing leaves it, no argument is changed.
+
+One table of cases. What is documented to wait is a table of its own, and does wait.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pureaccum as pa
+from pureaccum.testing import unchanged
+from tests.device.software import nothing_waits
+from tests.device.world import (
+    Tensors,
+    call,
+    make_batch,
+    make_params,
+    mean,
+    normed,
+    weighted,
+)
+
+
+class Case(NamedTuple):
+    """A call of a feature.
+
+    Attributes:
+        call: What is called.
+        args: ``args()`` gives what it is called with, on the device.
+        given_up: How many of the arguments, from the first on, it may write to.
+        draws: Whether the loss draws from torch's generator.
+    """
+
+    call: Callable[..., Any]
+    args: Callable[[], tuple[Any, ...]]
+    given_up: int = 0
+    draws: bool = False
+
+
+ENGINES, DONATE, SIZE = ("func", "autograd"), (False, True), 5
+HALF = {"policy": pa.Policy(compute=torch.float16), "loss_scale": pa.dynamic_loss_scale(8.0)}
+CASES: dict[str, Callable[[], Case]] = {}
+WAITS: dict[str, Callable[[], Case]] = {}
+
+
+# Steps ------------------------------------------------------------------------------------------
+
+
+def of_step(loss: Callable[..., Any], optimizer: Callable[[], Any], **knobs: Any) -> Case:
+    step = pa.make_step(loss, optimizer(), **{"microbatch_size": SIZE, **knobs})
+    given_up = int(knobs.get("donate", False))
+    return Case(step, lambda: (step.init(make_params()), make_batch()), given_up)
+
+
+def of_stream(donate: bool, **knobs: Any) -> Case:
+    step = pa.make_step(mean, pa.adamw(1e-3), donate=donate, **knobs)
+
+    def stream(state: Any, batch: Any) -> Any:
+        window = step.begin(state)
+        for part in pa.microbatches(batch, SIZE):
+            window = step.update(state, window, part)
+        return step.apply(state, window)
+
+    return Case(stream, lambda: (step.init(make_params()), make_batch()), given_up=int(donate))
+
+
+def of_rate(rate: Callable[[], Any]) -> Callable[[], Any]:
+    """An optimizer with a learning rate that is made when it is asked for."""
+    return lambda: pa.adamw(rate())
+
+
+WARM = pa.join_schedules([pa.linear_warmup(1e-2, 2), pa.cosine_decay(1e-2, 9)], [2])
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: pa.sgd(0.1),
+    "momentum": lambda: pa.sgd(0.1, 0.9),
+    "nesterov": lambda: pa.sgd(0.1, 0.9, nesterov=True),
+    "dampened": lambda: pa.sgd(0.1, 0.9, 0.5),
+    "fused momentum": lambda: pa.sgd(0.1, 0.9, fused=True),
+    "adam": lambda: pa.adam(1e-3, amsgrad=True),
+    "adamw": lambda: pa.adamw(1e-3),
+    "fused adamw": lambda: pa.adamw(1e-3, fused=True),
+    "clipped": lambda: pa.chain(pa.clip_by_global_norm(1.0), pa.adamw(1e-3, fused=True)),
+    "partition": lambda: pa.partition(
+        {"weight": pa.adamw(1e-3), "rest": pa.sgd(0.1)},
+        lambda path: "weight" if "weight" in path else "rest",
+    ),
+    "schedule": of_rate(lambda: WARM),
+    "schedule of a user": of_rate(lambda: lambda count: 0.1 / (1 + count)),
+    "schedule of a number on the host": of_rate(lambda: pa.cosine_decay(torch.tensor(1e-3), 9)),
+    "rate on the device": of_rate(lambda: torch.full((), 1e-3, device="cuda")),
+    "rate on the host": of_rate(lambda: torch.tensor(1e-3)),
+}
+for name, donate in product(OPTIMIZERS, DONATE):
+    CASES[f"{name}, {donate=}"] = partial(
+        of_step, weighted, OPTIMIZERS[name], donate=donate, **HALF
+    )
+for name, donate in product(("adamw", "clipped"), DONATE):
+    CASES[f"{name}, autograd, {donate=}"] = partial(
+        of_step, weighted, OPTIMIZERS[name], donate=donate, engine="autograd", **HALF
+    )
+for nonfinite, engine, donate in product(("propagate", "skip"), ENGINES, DONATE):
+    knobs: Any = {"nonfinite": nonfinite, "engine": engine, "donate": donate}
+    CASES[f"step, {nonfinite}, {engine}, {donate=}"] = partial(
+        of_step, mean, OPTIMIZERS["adamw"], **knobs
+    )
+    CASES[f"stream, {nonfinite}, {engine}, {donate=}"] = partial(of_stream, **knobs)
+
+
+def keyed(params: Tensors, batch: Tensors, keys: Tensor) -> Tensor:
+    return mean(params, {**batch, "x": pa.dropout(batch["x"], 0.3, keys)})
+
+
+def counted(params: Tensors, batch: Tensors) -> pa.Weighted:
+    """Its weight is a number of the host."""
+    return pa.Weighted(mean(params, batch) * len(batch["x"]), len(batch["x"]))
+
+
+def total(params: Tensors, batch: Tensors) -> Tensor:
+    return call(params, batch["x"]).square().sum()
+
+
+FORMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "weight on the host": (counted, {}),
+    "sum": (total, {"reduction": "sum"}),
+    "noise": (mean, {"noise": True}),
+    "keys": (keyed, {"keys": True}),
+    "static scale": (mean, {"loss_scale": pa.static_loss_scale(8.0)}),
+    "hysteresis": (mean, {"loss_scale": pa.dynamic_loss_scale(8.0, hysteresis=2)}),
+    "autocast": (mean, {**HALF, "policy": pa.Policy(autocast=torch.float16)}),
+    "bfloat16": (mean, {"policy": pa.Policy(compute=torch.bfloat16)}),
+    "whole batch": (mean, {"microbatch_size": None}),
+    "auto": (mean, {"microbatch_size": "auto"}),
+    "auto in a budget": (mean, {"microbatch_size": "auto", "memory_budget": 10**8}),
+}
+for name, engine in product(FORMS, ENGINES):
+    loss, knobs = FORMS[name]
+    CASES[f"{name}, {engine}"] = partial(of_step, loss, OPTIMIZERS["adamw"], engine=engine, **knobs)
+
+AUX: dict[str, Callable[[Tensors], Any]] = {
+    "concat": lambda batch: batch["x"],
+    "mean": lambda batch: batch["x"].mean(0),
+    "sum": lambda batch: batch["x"].sum(0),
+    "max": lambda batch: batch["x"].amax(0),
+    "last": lambda batch: batch["x"].sum(0),
+}
+for reduction, aux in AUX.items():
+    CASES[f"aux, {reduction}"] = partial(
+        of_step,
+        lambda params, batch, aux=aux: (mean(params, batch), {"aux": aux(batch)}),
+        OPTIMIZERS["sgd"],
+        has_aux=True,
+        aux_reduction=reduction,
+    )
+
+
+def of_buffers(how: Any, engine: Any) -> Case:
+    fn = normed()
+
+    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        out, new = fn.apply(params, buffers, batch["x"])
+        return (out - batch["y"]).square().mean(), new
+
+    step = pa.make_step(loss, pa.sgd(0.1), buffers=how, microbatch_size=6, engine=engine)
+
+    def given() -> Any:
+        batch = make_batch()
+        del batch["mask"]
+        return step.init(fn.params, buffers=fn.buffers), batch
+
+    return Case(step, given, draws=True)
+
+
+for how, engine in product(("freeze", "sequential", "pooled"), ENGINES):
+    CASES[f"buffers, {how}, {engine}"] = partial(of_buffers, how, engine)
+
+
+# Transforms, and what is done with the sums ---------------------------------------------------------
+
+
+def given() -> tuple[Tensors, Tensors]:
+    return make_params(), make_batch()
+
+
+def one(params: Tensors, row: Tensors) -> Tensor:
+    return (call(params, row["x"]) - row["y"]).square().mean()
+
+
+def accumulated(params: Tensors, batch: Tensors) -> Any:
+    acc = pa.accumulator(weighted, nonfinite="skip", squares=True)
+    state = acc.init(params)
+    for part in pa.microbatches(batch, SIZE):
+        state = acc.update(state, params, part, donate=True)
+    both = acc.merge(state, acc.update(acc.init(params), params, batch))
+    return acc.finalize(both), pa.noise_scale(state), pa.unstack(pa.stack([state, state]))
+
+
+def of_samples(params: Tensors, batch: Tensors) -> Any:
+    acc = pa.per_sample_accumulator(one, chunk_size=SIZE, transform="normalize", squares=True)
+    sums = acc.update(acc.init(params), params, batch)
+    return acc.finalize(sums), pa.noise_scale(sums, like=params)
+
+
+def private(params: Tensors, batch: Tensors) -> Any:
+    clipped, aside = pa.clipped_sum(one, 1.0, chunk_size=SIZE)(params, batch)
+    return pa.add_noise(clipped, 1.0, pa.key(0, "cuda")), aside
+
+
+def averaged(params: Tensors, batch: Tensors) -> Any:
+    step = pa.make_step(mean, pa.sgd(0.1), microbatch_size=SIZE, noise=True)
+    _, info = step(step.init(params), batch)
+    running = pa.running_noise_scale()
+    return running.read(running.update(running.init(params), info.noise))
+
+
+def mapped(params: Tensors, batch: Tensors) -> Any:
+    step = pa.make_step(mean, pa.adamw(1e-3), microbatch_size=SIZE)
+    states = pa.stack([step.init(params), step.init(params)])
+    return torch.func.vmap(lambda state: step(state, batch))(states)
+
+
+def learned_rate(params: Tensors, batch: Tensors) -> Any:
+    def after(rate: Tensor) -> Tensor:
+        step = pa.make_step(mean, pa.adamw(rate), microbatch_size=11)
+        state, _ = step(step.init(params), batch)
+        return mean(state.params, batch)
+
+    return torch.func.grad(after)(torch.full((), 1e-3, device="cuda"))
+
+
+def hessian_product(params: Tensors, batch: Tensors) -> Any:
+    gradient = pa.grad(mean, microbatch_size=SIZE)
+    return torch.func.jvp(lambda p: gradient(p, batch), (params,), (make_params(),))[1]
+
+
+def coupled(params: Tensors, batch: Tensors, **knobs: Any) -> Tensor:
+    """All pairs of rows, plain code over microbatches."""
+    z = pa.microbatch(call, microbatch_size=SIZE, **knobs)(params, batch["x"])
+    centre = pa.microbatch(
+        lambda z: pa.Weighted(z.sum(), len(z)), microbatch_size=SIZE, batch_argnums=0, reduce="sum"
+    )(z)
+    return (z[:, None] - z - centre).square().mean()
+
+
+def backward(params: Tensors, batch: Tensors) -> Any:
+    own = {name: x.clone().requires_grad_() for name, x in params.items()}
+    coupled(own, batch).backward()
+    return [x.grad for x in own.values()]
+
+
+def normed_whole(params: Tensors, batch: Tensors) -> Any:
+    fn = normed(microbatch_size=SIZE)
+
+    def loss(params: Any, batch: Any) -> Any:
+        out, new = fn.apply(params, fn.buffers, batch["x"])
+        return (out - batch["y"]).square().mean(), new
+
+    return pa.grad(loss, has_aux=True)(fn.params, batch)
+
+
+def dropped(params: Tensors, x: Tensor) -> Tensor:
+    return nn.functional.dropout(call(params, x), 0.3)
+
+
+def rematerialised(params: Tensors, batch: Tensors) -> Tensor:
+    return pa.remat(dropped)(params, batch["x"]).square().mean()
+
+
+def checkpointed(params: Tensors, batch: Tensors) -> Tensor:
+    return checkpoint(dropped, params, batch["x"], use_reentrant=False).square().mean()
+
+
+def chained(params: Tensors, batch: Tensors) -> Tensor:
+    layers = [lambda p, x: torch.tanh(x * p["0.bias"][:8])] * 4
+    return pa.remat_sequential(layers)([params] * 4, batch["x"]).square().mean()
+
+
+def reported(params: Tensors, batch: Tensors) -> Any:
+    step = pa.make_step(mean, pa.adamw(1e-3), microbatch_size=SIZE)
+    return pa.memory_report(step, step.init(params), batch) and ()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "grad and value": pa.grad_and_value(mean, microbatch_size=SIZE),
+    "sizes": pa.grad(weighted, microbatch_size=[5, 17]),
+    "value": pa.value(weighted, microbatch_size=SIZE),
+    "float64": pa.grad(mean, microbatch_size=SIZE, dtype=torch.float64),
+    "gradients of rows": torch.func.grad(coupled, argnums=1),
+    "accumulator": accumulated,
+    "samples": of_samples,
+    "private": private,
+    "running noise": averaged,
+    "vmap of a step": mapped,
+    "grad of a step": learned_rate,
+    "hessian product": hessian_product,
+    "microbatch, pa.grad": pa.grad(coupled),
+    "microbatch, torch.func.grad": torch.func.grad(coupled),
+    "microbatch, backward": backward,
+    "microbatch, stacked": torch.func.grad(
+        lambda p, b: pa.microbatch(total, microbatch_size=SIZE, reduce="stack")(p, b).mean()
+    ),
+    "remat_sequential": pa.grad(chained, microbatch_size=SIZE),
+    "memory report": reported,
+}
+for name, function in FUNCTIONS.items():
+    CASES[name] = partial(Case, function, given)
+SAMPLES: Iterable[dict[str, Any]] = (
+    {"reduce": "concat"},
+    {"reduce": "sum"},
+    {"reduce": "moments"},
+    {"reduce": "mean", "transform": "normalize"},
+    {"metrics": "norm"},
+)
+for knobs, engine in product(SAMPLES, ("vmap", "autograd")):
+    CASES[f"per sample, {knobs}, {engine}"] = partial(
+        Case, pa.per_sample_grad(one, chunk_size=SIZE, engine=engine, **knobs), given
+    )
+for engine in ENGINES:
+    CASES[f"remat, {engine}"] = partial(
+        Case, pa.grad(rematerialised, microbatch_size=SIZE, engine=engine), given, draws=True
+    )
+CASES["batch norm, whole"] = partial(Case, normed_whole, given, draws=True)
+CASES["checkpoint of torch, autograd"] = partial(
+    Case, pa.grad(checkpointed, microbatch_size=SIZE, engine="autograd"), given, draws=True
+)
+
+
+# What is documented to wait -------------------------------------------------------------------------
+
+
+def saved(params: Tensors, batch: Tensors) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pa.save(f"{folder}/params", params)
+
+
+WAITS["nonfinite raise"] = partial(of_step, mean, OPTIMIZERS["sgd"], nonfinite="raise")
+for name in ("AdamW", "RMSprop"):
+    WAITS[f"from_torch, {name}"] = partial(
+        of_step, mean, partial(pa.from_torch, getattr(torch.optim, name), lr=1e-3)
+    )
+WAITS["save"] = partial(Case, saved, given)
+WAITS["rows kept on the host"] = partial(Case, pa.grad(partial(coupled, keep="host")), given)
+
+
+# The tests ------------------------------------------------------------------------------------------
+
+
+def away(tree: Any) -> list[str]:
+    """What lies on the host, but for learning rates, which kernels take from there."""
+    accessors, found, _ = optree.tree_flatten_with_accessor(tree, namespace="pureaccum")
+    return [
+        accessor.codify("it")
+        for accessor, x in zip(accessors, found, strict=True)
+        if isinstance(x, Tensor) and not x.is_cuda and not accessor.codify("").endswith(".lr")
+    ]
+
+
+def checked(case: Case) -> tuple[Any, Any]:
+    """What a call gives, and what it did on the device, once nothing is looked at anew."""
+    case.call(*case.args())
+    args = case.args()
+    with unchanged(*args[case.given_up :], draws=case.draws), nothing_waits() as seen:
+        out = case.call(*args)
+    return out, seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_and_nothing_leaves_the_device(name: str) -> None:
+    case = CASES[name]()
+    out, seen = checked(case)
+    assert not away(out)
+    assert len(seen.copies) <= 1  # the learning rate
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_is_documented_to_wait_does(name: str) -> None:
+    case = WAITS[name]()
+    out = case.call(*case.args())
+    assert name.startswith("from_torch") or not away(out)  # from_torch keeps torch's own counts
+    with pytest.raises(RuntimeError, match="synchronizing"), nothing_waits():
+        case.call(*case.args())

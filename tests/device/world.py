@@ -1,0 +1,96 @@
+"""A small world on the device: networks, numbers, losses. Nothing is made before it is asked for."""
+
+from functools import cache
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pureaccum as pa
+
+
+Tensors = dict[str, Tensor]
+ROWS = 22
+
+
+def leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, namespace="pureaccum")
+
+
+def moved(tree: Any, device: str) -> Any:
+    return optree.tree_map(lambda x: x.to(device), tree, namespace="pureaccum")
+
+
+# A network trained in numbers of any kind -------------------------------------------------------
+
+
+@cache
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)
+    return nn.Sequential(*layers).to("cuda")
+
+
+@cache
+def normed(microbatch_size: int | None = None) -> Any:
+    """A pure function with what depends on its rows together, and with what draws."""
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
+    return pa.functional(nn.Sequential(*layers).to("cuda"), microbatch_size=microbatch_size)
+
+
+def make_params() -> Tensors:
+    return {name: x.detach().clone() for name, x in network().named_parameters()}
+
+
+def make_batch(rows: int = ROWS) -> Tensors:
+    random = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, width, generator=random) for width in (8, 4))
+    mask = (torch.rand(rows, generator=random) > 0.4).float()
+    return moved({"x": x, "y": y, "mask": mask}, "cuda")
+
+
+def call(params: Tensors, x: Tensor) -> Tensor:
+    return functional_call(network(), params, (x,))
+
+
+def mean(params: Tensors, batch: Tensors) -> Tensor:
+    return (call(params, batch["x"]) - batch["y"]).float().square().mean()
+
+
+def weighted(params: Tensors, batch: Tensors) -> pa.Weighted:
+    error = (call(params, batch["x"]) - batch["y"]).float().square().sum(1)
+    return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
+
+
+# One whose arithmetic is exact ------------------------------------------------------------------
+
+
+def whole_numbers(rows: int = 11) -> tuple[Tensors, Tensors]:
+    """On the CPU: what is moved to the device has to come to the same bits there."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape, generator=random).float()
+
+    batch = {"x": draw(rows, 4), "y": draw(rows, 5), "mask": draw(rows).abs()}
+    return {"w": draw(4, 5), "b": draw(5)}, batch
+
+
+def errors(params: Tensors, batch: Tensors) -> Tensor:
+    return (batch["x"] @ params["w"] + params["b"] - batch["y"]).square().sum(-1)
+
+
+def exact(params: Tensors, batch: Tensors) -> pa.Weighted:
+    return pa.Weighted((errors(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
+
+
+def exact_pairs(params: Tensors, batch: Tensors, microbatch_size: int, **knobs: Any) -> Tensor:
+    """A loss of all pairs of rows, plain code over microbatches."""
+    apart = pa.microbatch(
+        lambda p, b: b["x"] @ p["w"] + p["b"] - b["y"], microbatch_size=microbatch_size, **knobs
+    )(params, batch)
+    apart = apart.to(params["w"].device)  # from where it was kept
+    return (apart[:, None] - apart).square().sum()
