@@ -340,6 +340,12 @@ string reason_to_wait(const c10::OperatorHandle& op, const std::vector<c10::IVal
   return "";
 }
 
+// Where torch has a kernel of CUDA's in mind it makes the result itself and hands it in as out=, in
+// a shape that the CPU's kernel may change: nobody is told of that.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 struct Pair {  // one memory as a tensor of the device, and as one of the CPU
   Tensor device, cpu;
 };
@@ -402,7 +408,12 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     before = host.get_state();
     host.set_state(mine.get_state());
   }
-  op.redispatchBoxed(ON_CPU, stack);
+  {
+    Silent silent;
+    std::optional<c10::WarningUtils::WarningHandlerGuard> guard;
+    if (overload == "out") guard.emplace(&silent);
+    op.redispatchBoxed(ON_CPU, stack);
+  }
   if (lent) {
     mine.set_state(host.get_state());
     host.set_state(before);

@@ -163,12 +163,12 @@ def test_writing_over_what_another_stream_reads_is_a_race() -> None:
 
 
 def test_freeing_what_another_stream_uses_is_a_race() -> None:
-    x = torch.ones(3, device="cuda")
-    _, side = on_side(lambda: x + 1, then=False)
-    x.record_stream(side)
-    del x
+    def use(x: Tensor, record: bool) -> None:
+        _, side = on_side(lambda: x + 1, then=False)
+        if record:
+            x.record_stream(side)
+
+    use(torch.ones(3, device="cuda"), True)
     assert not races()
-    x = torch.ones(3, device="cuda")
-    on_side(lambda: x + 1, then=False)
-    del x
+    use(torch.ones(3, device="cuda"), False)
     assert "record_stream is missing" in races()[0]

@@ -1,4 +1,4 @@
-"""A small world on the device: networks, numbers, losses. Nothing is made before it is asked for."""
+"""A small world on the device: networks, numbers, losses; nothing is made before it is used."""
 
 from functools import cache
 from typing import Any

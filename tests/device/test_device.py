@@ -1,0 +1,68 @@
+"""What only CUDA does, where there is none: tests on a device in software, ``device.cpp``.
+
+Each file of tests runs in a process of its own, since torch asks but once whether there is CUDA.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device.library import reason_against
+
+
+pytestmark = [
+    *(pytest.mark.core, pytest.mark.optim, pytest.mark.pure, pytest.mark.samples, pytest.mark.step),
+    pytest.mark.skipif(bool(reason_against()), reason=reason_against()),
+]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+# What runs in one process: to import torch takes longer than many of these tests.
+ON_THE_DEVICE = [("itself", "order"), ("features",), ("bits", "randomness"), ("launches",)]
+# The tests for a GPU run here too, so that they neither rot nor are wrong by their own numbers.
+FOR_A_GPU = {file.stem: file for file in sorted((ROOT / "tests/parity").glob("test_cuda*.py"))}
+NOT_HERE = {
+    "test_cuda_ranks": "NCCL is not modelled",
+    "test_cuda_compiled": "Triton's kernels are compiled, which compiled.py does, and do not run",
+}
+FILES = [
+    *(
+        pytest.param([HERE / f"{name}.py" for name in names], id=", ".join(names))
+        for names in ON_THE_DEVICE
+    ),
+    *(
+        pytest.param([file], id=name, marks=pytest.mark.slow)
+        for name, file in FOR_A_GPU.items()
+        if name not in NOT_HERE
+    ),
+]
+
+
+def run_on_the_device(files: list[Path]) -> subprocess.CompletedProcess[str]:
+    plugins = ["-p", "tests.device.software", "-p", "no:cacheprovider"]
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *plugins, *map(str, files)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("files", FILES)
+def test_on_the_device(files: list[Path]) -> None:
+    ended = run_on_the_device(files)
+    assert ended.returncode == 0, f"\n{ended.stdout}\n{ended.stderr}"
+    assert " passed" in ended.stdout  # and not all were skipped
+
+
+def test_what_is_not_run_here_is_there() -> None:
+    assert NOT_HERE.keys() < FOR_A_GPU.keys()
+
+
+def test_torch_is_unchanged_without_the_plugin() -> None:
+    code = "import torch, tests.device.software; assert not torch.cuda.is_available()"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
