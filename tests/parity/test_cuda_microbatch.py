@@ -25,9 +25,10 @@ def exact(size: int, keep: Any) -> Any:
     def loss(p: Any, b: Any) -> Tensor:
         knobs = {"microbatch_size": size, "keep": keep}
         h = pa.microbatch(lambda p, b: (b["x"] @ p["a"]).relu(), **knobs)(p, b)
-        s = pa.microbatch(lambda h: h.sum(0), batch_argnums=0, reduce="sum", **knobs)(h)
+        # with p, since rows of the host alone would be added up there
+        s = pa.microbatch(lambda p, h: h.sum(0), reduce="sum", **knobs)(p, h)
         h = pa.microbatch(lambda p, h, s: (h + s) @ p["b"], **knobs)(p, h, s)
-        return ((h - b["y"].flip(0)) ** 2).sum()
+        return ((h.to(b["y"].device) - b["y"].flip(0)) ** 2).sum()
 
     return loss
 
@@ -47,7 +48,19 @@ def test_on_cuda_microbatched_functions_have_the_bits_of_the_full_batch(
     assert_trees_bitwise_equal(optree.tree_map(Tensor.cpu, got), want)
 
 
-@where
+@pytest.mark.parametrize(
+    "keep",
+    [
+        "device",
+        pytest.param(
+            "host",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="rows go to the host by a copy that waits, and results are waited for there",
+            ),
+        ),
+    ],
+)
 def test_a_microbatched_function_does_not_wait_for_the_device(keep: Any) -> None:
     """With numbers drawn inside, weights, and a sum that the loss divides."""
     net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.ReLU()).cuda()
@@ -57,11 +70,8 @@ def test_a_microbatched_function_does_not_wait_for_the_device(keep: Any) -> None
         knobs = {"microbatch_size": 16, "keep": keep}
         z = pa.microbatch(lambda p, x: fn.apply(p, (), x)[0], **knobs)(p, x)
         mean = pa.microbatch(
-            lambda z: pa.Weighted((z**2).sum(), (z > 0).sum()),
-            batch_argnums=0,
-            reduce="sum",
-            **knobs,
-        )(z)
+            lambda p, z: pa.Weighted((z**2).sum(), (z > 0).sum()), reduce="sum", **knobs
+        )(p, z)
         return mean + z.mean(0).square().sum()
 
     pa.grad(loss)(fn.params, x)  # allocates, and loads kernels
