@@ -17,14 +17,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserW
 
 
 class Form(NamedTuple):
-    """A form of a compiled step: what it is made for, and what was counted.
+    """A form of a compiled step: what it is made for, and ceilings of what is counted of it.
 
     Attributes:
         table: The rows of a parameter, whose size is what the form follows from.
         rows: The rows of the batch.
-        graphs: How many are compiled: without a graph break, one for each program of the form.
-        kernels: The most kernels of Triton that a step launches.
-        launches: The most other launches, such as products of matrices.
+        graphs: How many are compiled, exactly: one for each program of the form, and none breaks.
+        kernels: How many kernels of Triton are compiled.
+        launches: How often a step launches one.
+        others: What it launches else, such as products of matrices.
     """
 
     table: int
@@ -32,12 +33,13 @@ class Form(NamedTuple):
     graphs: int
     kernels: int
     launches: int
+    others: int
 
 
 FORMS = {
-    "scan": Form(8, 22, 1, 0, 0),
-    "unrolled": Form(40_000, 14, 1, 0, 0),
-    "loop": Form(300_000, 22, 5, 0, 0),
+    "scan": Form(8, 22, graphs=1, kernels=35, launches=84, others=30),
+    "unrolled": Form(40_000, 14, graphs=1, kernels=33, launches=52, others=20),
+    "loop": Form(300_000, 22, graphs=5, kernels=82, launches=122, others=30),
 }
 
 
@@ -77,12 +79,14 @@ def test_each_form_compiles_for_a_gpu(form: str, compiled: Compiled) -> None:
     )
     state = step.init(params)
     assert step.form(state, batch) == form
-    compiled.graphs.clear()
+    for each in compiled:
+        each.clear()
     state, _ = step(state, batch)
-    graphs = len(compiled.graphs)
     compiled.launched.clear()
     with nothing_waits() as seen:
         step(state, batch)
-    assert len(compiled.graphs) == graphs == made.graphs  # and not compiled again
-    found = compiled.launched.total(), seen.launches.total(), len(seen.copies)
-    assert found <= (made.kernels, made.launches, 1)
+    assert len(compiled.graphs) == made.graphs  # also after the second call
+    assert 0 < len(compiled.kernels) <= made.kernels
+    assert 0 < compiled.launched.total() <= made.launches
+    assert seen.launches.total() <= made.others
+    assert len(seen.copies) <= 1  # the learning rate

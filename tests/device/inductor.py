@@ -1,8 +1,8 @@
 """Inductor for the device: a compiled step's own code runs, and Triton's kernels are counted.
 
-They are compiled for the GPU that the device says it is, as far as inductor goes, and do not run:
-numbers are of no meaning. All else that a compiled step launches, such as a product of matrices,
-does run. Only for processes that test this, since it takes the compiler's view of the machine.
+They are compiled for the GPU that the device says it is, down to its machine code, and do not run:
+numbers have no meaning. All else that a compiled step launches, such as a product of matrices, does
+run.
 """
 
 import os
@@ -20,6 +20,7 @@ class Compiled(NamedTuple):
     """What was compiled, and how often each kernel of Triton was launched since it was cleared."""
 
     graphs: list[str]  # the code of each
+    kernels: list[str]  # the names of those of Triton
     launched: Counter[str]
 
 
@@ -69,8 +70,13 @@ def of_the_device() -> Iterator[Compiled]:
     from torch._inductor.runtime import benchmarking, triton_helpers
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    seen = Compiled([], Counter())
+    seen = Compiled([], [], Counter())
     properties = torch.cuda.get_device_properties("cuda")
+
+    def compile_(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._precompile_worker()  # to machine code, which is not loaded
+        assert self.compile_results
+        seen.kernels.append(self.fn.__name__)
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         seen.launched[self.fn.__name__] += 1
@@ -125,7 +131,7 @@ def of_the_device() -> Iterator[Compiled]:
                 "set_device": fastest(None),
             },
         ),
-        (CachingAutotuner, {"run": launch, "precompile": always(None)}),
+        (CachingAutotuner, {"run": launch, "precompile": compile_}),
         (GraphLowering, {"save_output_code": staticmethod(seen.graphs.append)}),
         (triton_helpers, {"set_driver_to_gpu": always(None)}),
     ]
