@@ -114,6 +114,17 @@ for nonfinite, engine, donate in product(("propagate", "skip"), ENGINES, DONATE)
     CASES[f"stream, {nonfinite}, {engine}, {donate=}"] = partial(of_stream, **knobs)
 
 
+def of_apply(optimizer: Callable[[], Any]) -> Case:
+    """An optimizer by itself, whose gradients are not its own."""
+    made, params = optimizer(), make_params()
+    grads = optree.tree_map(torch.ones_like, params)
+    return Case(made.apply, lambda: (grads, made.init(params), params))
+
+
+for name, optimizer in OPTIMIZERS.items():
+    CASES[f"{name}, apply"] = partial(of_apply, optimizer)
+
+
 def keyed(params: Tensors, batch: Tensors, keys: Tensor) -> Tensor:
     return mean(params, {**batch, "x": pa.dropout(batch["x"], 0.3, keys)})
 
@@ -249,6 +260,20 @@ def coupled(params: Tensors, batch: Tensors, **knobs: Any) -> Tensor:
     return (z[:, None] - z - centre).square().mean()
 
 
+def reduced(params: Tensors, batch: Tensors, word: str) -> Tensor:
+    knobs: Any = {"microbatch_size": SIZE, "reduce": word}
+    return pa.microbatch(lambda p, b: call(p, b["x"]).mean(0), **knobs)(params, batch).sum()
+
+
+def joined(params: Tensors, batch: Tensors) -> Any:
+    step = pa.make_step(weighted, pa.sgd(0.1))
+    state = step.init(params)
+    first, second = (
+        step.update(state, step.begin(state), part) for part in pa.microbatches(batch, 11)
+    )
+    return step.apply(state, step.merge(first, second))
+
+
 def backward(params: Tensors, batch: Tensors) -> Any:
     own = {name: x.clone().requires_grad_() for name, x in params.items()}
     coupled(own, batch).backward()
@@ -303,14 +328,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "microbatch, pa.grad": pa.grad(coupled),
     "microbatch, torch.func.grad": torch.func.grad(coupled),
     "microbatch, backward": backward,
-    "microbatch, stacked": torch.func.grad(
-        lambda p, b: pa.microbatch(total, microbatch_size=SIZE, reduce="stack")(p, b).mean()
-    ),
+    "windows": joined,
     "remat_sequential": pa.grad(chained, microbatch_size=SIZE),
     "memory report": reported,
 }
 for name, function in FUNCTIONS.items():
     CASES[name] = partial(Case, function, given)
+for word in ("stack", "mean", "sum", "last"):
+    CASES[f"microbatch, {word}"] = partial(
+        Case, torch.func.grad(partial(reduced, word=word)), given
+    )
+for word in ("max", "min"):  # which have no derivative
+    CASES[f"microbatch, {word}"] = partial(Case, partial(reduced, word=word), given)
 SAMPLES: Iterable[dict[str, Any]] = (
     {"reduce": "concat"},
     {"reduce": "sum"},
@@ -335,9 +364,14 @@ CASES["checkpoint of torch, autograd"] = partial(
 # What is documented to wait -----------------------------------------------------------------------
 
 
-def saved(params: Tensors, batch: Tensors) -> None:
+def saved(params: Tensors, batch: Tensors) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         pa.save(f"{folder}/params", params)
+        return pa.load(f"{folder}/params", like=params)
+
+
+def compared(params: Tensors, batch: Tensors) -> Any:
+    assert pa.testing.check_accumulation(weighted, params, batch)
 
 
 WAITS["nonfinite raise"] = partial(of_step, mean, OPTIMIZERS["sgd"], nonfinite="raise")
@@ -345,7 +379,8 @@ for name in ("AdamW", "RMSprop"):
     WAITS[f"from_torch, {name}"] = partial(
         of_step, mean, partial(pa.from_torch, getattr(torch.optim, name), lr=1e-3)
     )
-WAITS["save"] = partial(Case, saved, given)
+WAITS["save and load"] = partial(Case, saved, given)
+WAITS["check_accumulation"] = partial(Case, compared, given)
 WAITS["rows kept on the host"] = partial(Case, pa.grad(partial(coupled, keep="host")), given)
 
 

@@ -15,7 +15,7 @@ from tests.device.software import recorded
 from tests.device.world import exact_pairs, moved, whole_numbers
 
 
-engines = pytest.mark.parametrize("gradient", [pa.grad, torch.func.grad], ids=["pa", "torch"])
+GRADIENTS = pytest.mark.parametrize("gradient", [pa.grad, torch.func.grad], ids=["pa", "torch"])
 
 
 def called(gradient: Any, keep: str) -> Any:
@@ -23,12 +23,20 @@ def called(gradient: Any, keep: str) -> Any:
     return gradient(lambda p, b: exact_pairs(p, b, microbatch_size=3, keep=keep))(params, batch)
 
 
-@engines
+@GRADIENTS
 def test_rows_kept_on_the_host_have_the_bits_of_those_on_the_device(gradient: Any) -> None:
     assert_trees_bitwise_equal(called(gradient, "host"), called(gradient, "device"))
 
 
-@engines
+def test_rows_that_come_back_to_the_host_may_be_read_there() -> None:
+    params, batch = (moved(tree, "cuda") for tree in whole_numbers())
+    knobs: Any = {"microbatch_size": 3, "keep": "host"}
+    got = pa.microbatch(lambda p, b: b["x"] @ p["w"], **knobs)(params, batch)
+    assert not got.is_cuda
+    assert torch.equal(got + 0, (batch["x"] @ params["w"]).cpu())
+
+
+@GRADIENTS
 def test_pieces_go_over_one_other_stream_in_all_calls(gradient: Any) -> None:
     sides: list[str] = []
     for _ in range(3):

@@ -93,7 +93,7 @@ def nothing_waits() -> Iterator[Record]:
 
 def races() -> list[str]:
     """What two streams did to one memory, of which neither had waited for the other."""
-    return _device.device_races().decode().splitlines()
+    return [*dict.fromkeys(_device.device_races().decode().splitlines())]
 
 
 # The plugin ----------------------------------------------------------------------------------

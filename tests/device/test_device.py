@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.device import software
 from tests.device.library import reason_against
 
 
@@ -21,7 +23,7 @@ pytestmark = [
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # What runs in one process: to import torch takes longer than many of these tests.
-ON_THE_DEVICE = [("itself", "order"), ("features",), ("bits", "randomness"), ("launches",)]
+ON_THE_DEVICE = [("itself", "order", "bits", "randomness"), ("features",), ("launches",)]
 # The tests for a GPU run here too, so that they neither rot nor are wrong by their own numbers.
 FOR_A_GPU = {file.stem: file for file in sorted((ROOT / "tests/parity").glob("test_cuda*.py"))}
 NOT_HERE = {
@@ -70,5 +72,5 @@ def test_what_is_not_run_here_is_there() -> None:
 
 
 def test_torch_is_unchanged_without_the_plugin() -> None:
-    code = "import torch, tests.device.software; assert not torch.cuda.is_available()"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert software.__name__ in sys.modules
+    assert not torch.cuda.is_available()
