@@ -71,6 +71,7 @@ def test_what_is_not_run_here_is_there() -> None:
     assert NOT_HERE.keys() < FOR_A_GPU.keys()
 
 
-def test_torch_is_unchanged_without_the_plugin() -> None:
-    assert software.__name__ in sys.modules
+def test_it_is_loaded_before_torch_or_not_at_all() -> None:
+    with pytest.raises(RuntimeError, match="torch has been imported"):
+        software.load()
     assert not torch.cuda.is_available()
