@@ -17,6 +17,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/ForeachUtils.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -90,17 +91,22 @@ void learn(Clock& who, const Clock& what) {
   for (auto [stream, time] : what) who[stream] = std::max(who[stream], time);
 }
 
+void race(const string& does, StreamId stream, const string& did) {
+  races.push_back("stream " + std::to_string(current) + does + std::to_string(stream) + did);
+}
+
 void use(const Tensor& t, bool writes) {
   if (!t.defined() || !t.has_storage() || !t.storage().nbytes()) return;
   auto found = blocks.find(t.storage().data());
-  if (found == blocks.end()) return;  // pageable memory: the driver waits for it by itself
+  if (found == blocks.end()) return;  // pageable memory: the driver waits by itself
   auto& [home, written, read, recorded] = found->second;
   auto& mine = known[current];
   for (auto [stream, time] : written)
-    if (mine[stream] < time) races.push_back("stream " + std::to_string(current) + " uses what stream " + std::to_string(stream) + " wrote, without waiting for it");
+    if (mine[stream] < time) race(" uses what stream ", stream, " wrote, without waiting for it");
   if (writes)
     for (auto [stream, time] : read)
-      if (mine[stream] < time) races.push_back("stream " + std::to_string(current) + " writes over what stream " + std::to_string(stream) + " reads, without waiting for it");
+      if (mine[stream] < time)
+        race(" writes over what stream ", stream, " reads, without waiting for it");
   (writes ? written : read)[current] = mine[current];
 }
 
@@ -113,10 +119,11 @@ void launch(const string& what) {
 }
 
 void land(bool all) {  // what the host, or with `all` whoever reads it next, may see
+  std::vector<Landing> later;  // freed without the lock, since Python may have a part in it
   Lock _(guarded);
   auto& host = known[HOST];
-  std::vector<Landing> later;
-  c10::impl::ForceDispatchKeyGuard of_no_transform({}, c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  c10::impl::ForceDispatchKeyGuard of_no_transform(
+      {}, c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   for (auto& each : landings)
     if (all || host[each.stream] >= each.time) each.place.copy_(each.bytes);
     else later.push_back(each);
@@ -124,8 +131,10 @@ void land(bool all) {  // what the host, or with `all` whoever reads it next, ma
 }
 
 void host_learns(const Clock& what) {
-  Lock _(guarded);
-  learn(known[HOST], what);
+  {
+    Lock _(guarded);
+    learn(known[HOST], what);
+  }
   land(false);
 }
 
@@ -142,13 +151,15 @@ struct Held {  // what a block of the device is made of: memory of its own, or a
 c10::DataPtr take(void* address, size_t n, c10::Storage of) {
   Lock _(guarded);
   long long bytes = (n + 511) / 512 * 512;  // as CUDA's allocator rounds
-  TORCH_CHECK_WITH(OutOfMemoryError, limit < 0 || alive + bytes <= limit, "CUDA out of memory. Tried to allocate ", n, " bytes.");
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, limit < 0 || alive + bytes <= limit,
+      "CUDA out of memory. Tried to allocate ", n, " bytes.");
   alive += bytes;
   peak = std::max(peak, alive);
   blocks[address] = Block{current, {}, {}, {}};
   auto drop = [](void* context) {
+    std::unique_ptr<Held> held(static_cast<Held*>(context));  // freed without the lock
     Lock _(guarded);
-    auto* held = static_cast<Held*>(context);
     auto found = blocks.find(held->address);
     if (found != blocks.end()) {
       auto& [home, written, read, recorded] = found->second;
@@ -157,12 +168,13 @@ c10::DataPtr take(void* address, size_t n, c10::Storage of) {
       for (auto& used : {written, read})
         for (auto [stream, time] : used)
           if (stream != home && !recorded.count(stream) && next[stream] < time)
-            races.push_back("memory of stream " + std::to_string(home) + " is freed while stream " + std::to_string(stream) + " uses it: record_stream is missing");
+            races.push_back(
+                "memory of stream " + std::to_string(home) + " is freed while stream " +
+                std::to_string(stream) + " uses it: record_stream is missing");
       blocks.erase(found);
     }
     alive -= held->bytes;
     if (!held->of) std::free(held->address);
-    delete held;
   };
   return {address, new Held{address, bytes, std::move(of)}, drop, GPU};
 }
@@ -225,7 +237,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream s) const noexcept override {
     return stream(std::exchange(current, s.id()));
   }
-  void record(void** event, const Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const Stream& s, const c10::DeviceIndex, const c10::EventFlag)
+      const override {
     Lock _(guarded);
     if (!*event) *event = new Clock;
     learn(known[s.id()], known[HOST]);
@@ -251,9 +264,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     wait_for_device("synchronize the device");
-    Lock _(guarded);
-    for (auto& [stream, clock] : known) learn(known[HOST], clock);
-    land(false);
+    Clock all;
+    {
+      Lock _(guarded);
+      for (auto& [stream, clock] : known) learn(all, clock);
+    }
+    host_learns(all);
   }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
@@ -269,10 +285,13 @@ struct Generator : c10::GeneratorImpl {
   void set_offset(uint64_t) override {}
   uint64_t get_offset() const override { return 0; }
   void set_state(const c10::TensorImpl& state) override {
+    using Owned = c10::intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>;
     auto* impl = const_cast<c10::TensorImpl*>(&state);
-    cpu.set_state(Tensor(c10::intrusive_ptr<c10::TensorImpl, at::UndefinedTensorImpl>::unsafe_reclaim_from_nonowning(impl)));
+    cpu.set_state(Tensor(Owned::unsafe_reclaim_from_nonowning(impl)));
   }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu.get_state().getIntrusivePtr(); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return cpu.get_state().getIntrusivePtr();
+  }
   c10::GeneratorImpl* clone_impl() const override {
     auto* copy = new Generator;
     copy->cpu = cpu.clone();
@@ -297,8 +316,9 @@ Tensor on_cpu(const Tensor& t) {
   auto size = int64_t(t.storage().nbytes());
   if (!size) return at::empty_strided(t.sizes(), t.strides(), options);
   auto keep = [t](void*) {};
-  auto flat = at::from_blob(t.storage().mutable_data(), {size}, keep, at::TensorOptions().dtype(at::kByte));
-  auto out = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(flat.storage()), ON_CPU, t.dtype());
+  auto flat = at::from_blob(t.storage().mutable_data(), {size}, keep, at::kByte);
+  c10::Storage storage = flat.storage();
+  auto out = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), ON_CPU, t.dtype());
   auto* impl = out.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
@@ -313,7 +333,8 @@ c10::Storage storage_of(const Tensor& cpu) {
 
 Tensor on_device(const Tensor& cpu, c10::Storage storage) {
   auto out = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), ON_GPU, cpu.dtype());
-  out.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+  auto* impl = out.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
   return out;
 }
 
@@ -338,6 +359,26 @@ string reason_to_wait(const c10::OperatorHandle& op, const std::vector<c10::IVal
       if (t && t->defined() && !t->is_cuda() && t->dim()) return name + " by indices of the host";
     }
   return "";
+}
+
+// A foreach operation is one kernel for tensors that are alike, and else one for each of them.
+size_t kernels_of(const string& name, const std::vector<c10::IValue>& given) {
+  if (name.rfind("aten::_foreach_", 0) != 0) return 1;
+  std::vector<std::vector<Tensor>> lists;
+  for (const auto& v : given)
+    if (v.isTensorList()) lists.push_back(v.toTensorVector());
+  std::vector<at::TensorList> views(lists.begin(), lists.end());
+  auto are_alike = [](at::ArrayRef<at::TensorList> lists) {
+    return at::native::can_use_fast_route(lists, {}, false);
+  };
+  bool alike = name != "aten::_foreach_copy_"  // which also casts
+      ? are_alike(views)
+      : are_alike(views[0]) && are_alike(views[1]) &&
+          at::native::_check_tensors_share_sizes_and_strides(views);
+  for (const auto& v : given)
+    if (v.isTensor() && v.toTensor().is_cuda())
+      alike &= v.toTensor().dtype() == views[0][0].dtype();
+  return alike ? 1 : views[0].size();
 }
 
 // Where torch has a kernel of CUDA's in mind it makes the result itself and hands it in as out=, in
@@ -375,11 +416,13 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
       turned.emplace_back(turn(v.toTensor()));
     } else if (v.isTensorList()) {
       std::vector<Tensor> list;
-      for (const auto& t : v.toTensorVector()) list.push_back(turn(t, name == "aten::cat" || name == "aten::stack"));
+      bool joins = name == "aten::cat" || name == "aten::stack";
+      for (const auto& t : v.toTensorVector()) list.push_back(turn(t, joins));
       turned.emplace_back(list);
     } else if (v.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
-      for (const auto& t : v.toOptionalTensorVector()) list.push_back(t ? std::optional(turn(*t)) : std::nullopt);
+      for (const auto& t : v.toOptionalTensorVector())
+        list.push_back(t ? std::optional(turn(*t)) : std::nullopt);
       turned.emplace_back(list);
     } else if (v.isDevice()) {
       turned.emplace_back(c10::Device(at::kCPU));
@@ -390,17 +433,21 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
       turned.push_back(v);
     }
   }
-  TORCH_CHECK(!mixed || INDEXED.count(name), "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (", name, ")");
+  TORCH_CHECK(
+      !mixed || INDEXED.count(name),
+      "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
+      "cpu! (", name, ")");
   auto why = reason_to_wait(op, given);
   if (!why.empty()) wait_for_device(why);
   const auto& overload = schema.overload_name();
-  launch("launch " + name + (overload.empty() ? "" : "." + overload));
+  for (size_t i = kernels_of(name, given); i > 0; i--)
+    launch("launch " + name + (overload.empty() ? "" : "." + overload));
   if (!why.empty()) host_learns(known[current]);
   for (const auto& pair : pairs) use(pair.device, false);
   for (const auto& pair : written) use(pair.device, true);
   torch::jit::drop(*stack, n);
   stack->insert(stack->end(), turned.begin(), turned.end());
-  // One that draws and takes no generator draws from the CPU's default: it is lent the device's state.
+  // What draws and takes no generator draws from the CPU's: it is lent the state of the device's.
   bool lent = op.hasTag(at::Tag::nondeterministic_seeded) && !generator_given;
   at::Generator host = at::detail::getDefaultCPUGenerator(), mine = cpu_of(default_generator());
   Tensor before;
@@ -418,18 +465,21 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     mine.set_state(host.get_state());
     host.set_state(before);
   }
-  for (auto& [device, cpu] : pairs)
-    if (device.layout() == at::kStrided && (device.sizes() != cpu.sizes() || (!device.storage().nbytes() && cpu.storage().nbytes()))) {
-      auto* impl = device.unsafeGetTensorImpl();  // out= was resized
-      impl->set_storage_keep_dtype(storage_of(cpu));
-      impl->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
-    }
+  for (auto& [device, cpu] : pairs) {
+    if (device.layout() != at::kStrided) continue;
+    bool filled = !device.storage().nbytes() && cpu.storage().nbytes();
+    if (!filled && device.sizes() == cpu.sizes()) continue;
+    auto* impl = device.unsafeGetTensorImpl();  // out= was resized
+    impl->set_storage_keep_dtype(storage_of(cpu));
+    impl->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+  }
   auto back = [&](const Tensor& result) -> Tensor {
     if (!result.defined() || result.layout() != at::kStrided) return result;
     for (auto& [device, cpu] : pairs)
       if (result.is_same(cpu)) return device;
     for (auto& [device, cpu] : pairs)
-      if (result.storage().nbytes() && result.storage().data() == cpu.storage().data()) return on_device(result, device.storage());
+      if (result.storage().nbytes() && result.storage().data() == cpu.storage().data())
+        return on_device(result, device.storage());
     auto out = on_device(result, storage_of(result));
     use(out, true);
     return out;
@@ -454,25 +504,33 @@ using Pin = std::optional<bool>;
 using Format = std::optional<at::MemoryFormat>;
 
 Tensor empty(c10::IntArrayRef size, Dtype dtype, Layout, Device, Pin, Format format) {
-  return at::detail::empty_generic(size, &device_memory, ON_GPU, c10::dtype_or_default(dtype), format);
+  auto type = c10::dtype_or_default(dtype);
+  return at::detail::empty_generic(size, &device_memory, ON_GPU, type, format);
 }
-Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, Dtype dtype, Layout, Device, Pin) {
-  return at::detail::empty_strided_generic(size, stride, &device_memory, ON_GPU, c10::dtype_or_default(dtype));
+Tensor empty_strided(
+    c10::IntArrayRef size, c10::IntArrayRef stride, Dtype dtype, Layout, Device, Pin) {
+  auto type = c10::dtype_or_default(dtype);
+  return at::detail::empty_strided_generic(size, stride, &device_memory, ON_GPU, type);
 }
 Tensor zero_without_memory(c10::SymIntArrayRef size, Dtype dtype, Layout, Device, Pin) {
   at::native::ZeroTensorAllocator none(GPU);
-  const auto keys = ON_GPU | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &none, keys, c10::dtype_or_default(dtype), std::nullopt);
+  auto keys = ON_GPU | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  auto type = c10::dtype_or_default(dtype);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &none, keys, type, std::nullopt);
 }
 
 // CUDA's copy kernel waits exactly where one end is the host and the call is not non_blocking.
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (to.is_same(from) || !to.numel()) return to;
   const bool up = !from.is_cuda(), down = !to.is_cuda();
-  const string words = " of " + std::to_string(to.numel()) + ((up ? from : to).is_pinned() ? " pinned" : " pageable");
-  if (!up && !down) launch("launch aten::copy_");
-  else if (non_blocking) launch((up ? "h2d" : "d2h") + words);
-  else { wait_for_device((up ? "h2d" : "d2h") + words); launch((up ? "h2d" : "d2h") + words); }
+  const bool waits = (up || down) && !non_blocking;
+  string what = "launch aten::copy_";
+  if (up || down) {
+    auto kind = (up ? from : to).is_pinned() ? " pinned" : " pageable";
+    what = (up ? "h2d of " : "d2h of ") + std::to_string(to.numel()) + kind;
+  }
+  if (waits) wait_for_device(what);
+  launch(what);
   use(from, false);
   use(to, true);
   at::AutoDispatchBelowADInplaceOrView below;
@@ -480,29 +538,35 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (up) land(true);  // a copy may read what another one wrote
   if (down && non_blocking && to.is_pinned()) {
     Lock _(guarded);
-    landings.push_back({to, at::empty_like(source).copy_(source), current, known[current][current]});
+    auto bytes = at::empty_like(source).copy_(source);
+    landings.push_back({to, bytes, current, known[current][current]});
     auto poison = at::empty_like(source);
     std::memset(poison.storage().mutable_data(), 0xA5, poison.storage().nbytes());
     to.copy_(poison);
   } else {
     on_cpu(to).copy_(source);
   }
-  if ((up || down) && !non_blocking) host_learns(known[current]);
+  if (waits) host_learns(known[current]);
   return to;
 }
 
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef size, Format format) {
   auto* impl = self.unsafeGetTensorImpl();
-  auto fresh = at::detail::empty_generic(size, &device_memory, ON_GPU, self.scalar_type(), format);
-  if (fresh.storage().nbytes() > self.storage().nbytes()) impl->set_storage_keep_dtype(fresh.storage());
+  auto type = self.scalar_type();
+  auto fresh = at::detail::empty_generic(size, &device_memory, ON_GPU, type, format);
+  if (fresh.storage().nbytes() > self.storage().nbytes())
+    impl->set_storage_keep_dtype(fresh.storage());
   impl->set_sizes_and_strides(fresh.sizes(), fresh.strides(), 0);
   return self;
 }
 
-Tensor& set_(Tensor& self, c10::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+Tensor& set_(
+    Tensor& self, c10::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
+    c10::SymIntArrayRef stride) {
   auto* impl = self.unsafeGetTensorImpl();
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size), strides = C10_AS_INTARRAYREF_SLOW(stride);
   impl->set_storage_keep_dtype(storage);
-  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.expect_int());
+  impl->set_sizes_and_strides(sizes, strides, offset.expect_int());
   return self;
 }
 
@@ -512,7 +576,9 @@ void record_stream(Tensor& self, Stream s) {
   if (found != blocks.end()) found->second.recorded.insert(s.id());
 }
 
-Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
+Tensor as_strided(
+    const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride,
+    std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
 
@@ -566,7 +632,9 @@ struct CUDAHooks : at::CUDAHooksInterface {
     Lock _(guarded);
     return pinned.count(p) > 0;
   }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return default_generator();
+  }
   at::Generator getNewGenerator(c10::DeviceIndex) const override {
     return hand_out_default ? default_generator() : at::make_generator<Generator>();
   }
@@ -577,7 +645,7 @@ using ::CUDAHooks;
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
 
-// What Python asks of the device -------------------------------------------------------------------
+// What Python asks of the device ----------------------------------------------------------------
 
 namespace {
 const char* joined(std::vector<string>& lines) {

@@ -73,6 +73,19 @@ def test_what_is_launched_is_counted() -> None:
     assert seen.launches.total() == 2
 
 
+def test_a_foreach_operation_of_tensors_that_differ_is_many_launches() -> None:
+    xs = [torch.ones(3, device="cuda") for _ in range(4)]
+    halves, numbers = [x.half() for x in xs], [x.sum() for x in xs]
+    for several in (halves, numbers, torch.ones((), dtype=torch.float64, device="cuda")):
+        with recorded() as seen:
+            torch._foreach_mul(xs, several)
+        assert seen.launches.total() == 4
+    with recorded() as seen:
+        torch._foreach_copy_(xs, halves)  # which casts
+        torch._foreach_mul_(xs, numbers[0])
+    assert seen.launches.total() == 2
+
+
 def test_new_memory_is_full_of_something() -> None:
     assert (torch.empty(8, dtype=torch.uint8, device="cuda") == 0xA5).all()
 
