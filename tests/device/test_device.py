@@ -1,6 +1,7 @@
 """What only CUDA does, where there is none: tests on a device in software, ``device.cpp``.
 
-Each file of tests runs in a process of its own, since torch asks but once whether there is CUDA.
+They run in processes of their own, since torch asks but once whether there is CUDA. Of a file of
+tests on the device the name does not begin with ``test_``, so that no other process collects it.
 """
 
 import importlib.util
@@ -17,13 +18,14 @@ from tests.device.library import reason_against
 
 
 pytestmark = [
-    *(pytest.mark.core, pytest.mark.optim, pytest.mark.pure, pytest.mark.samples, pytest.mark.step),
+    *(pytest.mark.core, pytest.mark.optim, pytest.mark.pure),
+    *(pytest.mark.samples, pytest.mark.distributed, pytest.mark.step),
     pytest.mark.skipif(bool(reason_against()), reason=reason_against()),
 ]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # What runs in one process: to import torch takes longer than many of these tests.
-ON_THE_DEVICE = [("itself", "order", "bits", "randomness"), ("features",), ("launches",)]
+ON_THE_DEVICE = [("itself", "order", "bits", "randomness", "ranks"), ("features",), ("launches",)]
 # The tests for a GPU run here too, so that they neither rot nor are wrong by their own numbers.
 FOR_A_GPU = {file.stem: file for file in sorted((ROOT / "tests/parity").glob("test_cuda*.py"))}
 NOT_HERE = {
