@@ -2,9 +2,9 @@
 
 ``torch_internals`` has every private name of torch, and ``dtensors`` all that is known of DTensors;
 on these two stands the arithmetic of ``trees``. ``states`` are tuples of tensors that may be given
-up, ``checks`` say what is wrong with what callers hand in, and ``refusals`` what torch's compiler,
-vmap and vjp refuse. ``agreement`` compares what ranks hold, by checksums of ``bytes``;
-``generators`` draw the same random numbers again.
+up, and stacked; ``checks`` say what is wrong with what callers hand in, and ``refusals`` what
+torch's compiler, vmap and vjp refuse. ``agreement`` compares what ranks hold, by checksums of
+their bytes; ``generators`` draw the same random numbers again.
 """
 
 from .agreement import CLAIM_NUMBERS as CLAIM_NUMBERS
@@ -13,14 +13,14 @@ from .agreement import Claim as Claim
 from .agreement import Table as Table
 from .agreement import agreement as agreement
 from .agreement import between_ranks as between_ranks
+from .agreement import bits as bits
 from .agreement import claim as claim
 from .agreement import compare as compare
 from .agreement import differences as differences
+from .agreement import memory as memory
+from .agreement import rows_as_bytes as rows_as_bytes
 from .agreement import settings_of as settings_of
 from .agreement import value_in_words as value_in_words
-from .bytes import bits as bits
-from .bytes import memory as memory
-from .bytes import rows_as_bytes as rows_as_bytes
 from .checks import LARGEST_INT as LARGEST_INT
 from .checks import as_float as as_float
 from .checks import check_argnums as check_argnums
@@ -70,23 +70,32 @@ from .refusals import is_limit as is_limit
 from .refusals import vmap_refusal as vmap_refusal
 from .states import Refusing as Refusing
 from .states import Spoiled as Spoiled
+from .states import copies as copies
 from .states import hand_over as hand_over
 from .states import loadable as loadable
 from .states import make_public as make_public
 from .states import mark as mark
+from .states import stack as stack
 from .states import taken as taken
+from .states import unstack as unstack
 from .torch_internals import BUFFERS as BUFFERS
 from .torch_internals import CHILDREN as CHILDREN
 from .torch_internals import PARAMETERS as PARAMETERS
 from .torch_internals import Place as Place
 from .torch_internals import any_tangent as any_tangent
+from .torch_internals import at_top_level as at_top_level
 from .torch_internals import compile_anew as compile_anew
 from .torch_internals import differentiating as differentiating
 from .torch_internals import down_to as down_to
 from .torch_internals import followed as followed
 from .torch_internals import foreach_add_ as foreach_add_
+from .torch_internals import foreach_div_ as foreach_div_
+from .torch_internals import foreach_mul_ as foreach_mul_
 from .torch_internals import forward_ad as forward_ad
 from .torch_internals import forward_ad_active as forward_ad_active
+from .torch_internals import fused_adam as fused_adam
+from .torch_internals import gradients as gradients
+from .torch_internals import gradients_into as gradients_into
 from .torch_internals import hooks_of_all_modules as hooks_of_all_modules
 from .torch_internals import imagining as imagining
 from .torch_internals import in_backward as in_backward
@@ -99,10 +108,12 @@ from .torch_internals import leads_to as leads_to
 from .torch_internals import let_vary as let_vary
 from .torch_internals import levels as levels
 from .torch_internals import mapped_levels as mapped_levels
+from .torch_internals import may_be_differentiated as may_be_differentiated
 from .torch_internals import memory_of as memory_of
 from .torch_internals import module_vars as module_vars
 from .torch_internals import recorded_at as recorded_at
 from .torch_internals import saved_tensors_hooks_allowed as saved_tensors_hooks_allowed
+from .torch_internals import saved_tensors_hooks_refused as saved_tensors_hooks_refused
 from .torch_internals import scan as scan
 from .torch_internals import seeing as seeing
 from .torch_internals import sequence_number as sequence_number
@@ -122,25 +133,31 @@ from .trees import Tree as Tree
 from .trees import accumulation_dtype as accumulation_dtype
 from .trees import add as add
 from .trees import all_finite as all_finite
+from .trees import all_finite_of as all_finite_of
 from .trees import apart as apart
 from .trees import as_scalar_of as as_scalar_of
+from .trees import at_once as at_once
 from .trees import cast as cast
 from .trees import check_same_structure as check_same_structure
 from .trees import continuous as continuous
 from .trees import finite as finite
 from .trees import flatten as flatten
 from .trees import global_norm as global_norm
+from .trees import is_finite as is_finite
 from .trees import known as known
 from .trees import moved as moved
 from .trees import norm as norm
+from .trees import norm_of_all as norm_of_all
+from .trees import on_host as on_host
 from .trees import original as original
 from .trees import paths as paths
+from .trees import scalar as scalar
 from .trees import scalars_of as scalars_of
-from .trees import stack as stack
+from .trees import select as select
 from .trees import sum_dtype as sum_dtype
 from .trees import tree_leaves as tree_leaves
 from .trees import tree_map as tree_map
 from .trees import unflatten as unflatten
-from .trees import unstack as unstack
 from .trees import where as where
 from .trees import zeros as zeros
+from .trees import zeros_for_sums as zeros_for_sums

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .dtensors import first_partial, is_sharded
+from .dtensors import PLAIN, any_sharded, first_partial, is_sharded
 from .torch_internals import transform_active
 from .trees import Tree, check_same_structure, flatten, paths
 
@@ -156,6 +156,9 @@ def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optre
             f"{root} has no leaves, so there is nothing to differentiate. Is every parameter of "
             "the module frozen (requires_grad=False)?"
         )
+    plain = not torch.compiler.is_dynamo_compiling() and PLAIN.issuperset(map(type, leaves))
+    if plain and _FLOATS.issuperset([x.dtype for x in leaves]):
+        return leaves, spec
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -176,6 +179,9 @@ def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optre
             "terms of them. Redistribute it: param.redistribute(placements=[Replicate()])."
         )
     return leaves, spec
+
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def read_tensors(tree: Tree, root: str, cause: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
@@ -215,6 +221,9 @@ def check_fits(
 ) -> None:
     """Check that two trees have one structure, and each leaf one shape, whatever their dtypes."""
     check_same_structure(like_spec, spec, names[1], names[0], cause)
+    plain = not torch.compiler.is_dynamo_compiling() and PLAIN.issuperset(map(type, leaves))
+    if plain and [x.shape for x in leaves] == [x.shape for x in like] and not any_sharded(like):
+        return
     for i, (leaf, other) in enumerate(zip(leaves, like, strict=True)):
         if leaf.shape != other.shape:
             raise ValueError(

@@ -23,7 +23,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Layout(NamedTuple):
@@ -35,6 +35,7 @@ class Layout(NamedTuple):
     stride: tuple[int, ...]
 
 
+PLAIN = {Tensor, nn.Parameter}  # no subclass
 Layouts = list[Layout | None]  # None: a plain tensor
 
 
@@ -51,6 +52,8 @@ def is_sharded(x: object) -> TypeGuard[Any]:
 def any_sharded(leaves: Sequence[Any]) -> bool:
     """Whether there is a DTensor among the leaves. Steps that compile themselves have none."""
     if torch.compiler.is_dynamo_compiling():
+        return False
+    if PLAIN.issuperset(map(type, leaves)):
         return False
     tensor = module()
     return tensor is not None and any(isinstance(x, tensor.DTensor) for x in leaves)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .torch_internals import unseen
+
 
 class Drawn(NamedTuple):
     """The state of a device's generator before numbers were drawn from it."""
@@ -60,7 +62,8 @@ def restore(states: Iterable[Drawn]) -> None:
 
 
 def _state(device: torch.device) -> Tensor:
-    return _owner(device).get_rng_state(*_which(device))
+    with unseen():  # what counts the tensors of a step is not to count this one
+        return _owner(device).get_rng_state(*_which(device))
 
 
 def _owner(device: torch.device) -> Any:

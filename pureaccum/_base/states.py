@@ -1,16 +1,18 @@
-"""States: NamedTuples of tensors, which torch.load reads, and which their owner may give up.
+"""States: NamedTuples of tensors, which torch.load reads, and which may be given up, or stacked.
 
 That is donation: a caller gives a state up, its memory is used again, and every later use of one of
 its tensors raises an error that says so.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from .dtensors import is_sharded, local, refusing
+from .torch_internals import foreach_copy_
+from .trees import Tree, at_once, check_same_structure, flatten, paths, unflatten
 
 
 C = TypeVar("C", bound=type)
@@ -86,7 +88,19 @@ def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
     every = [id(x) for column in columns for x in column]
     if donate and len(set(every)) == len(every):
         return [[x.detach() for x in column] for column in columns]
-    return [[x.detach().clone() for x in column] for column in columns]
+    return copies(columns)
+
+
+def copies(columns: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Copies of tensors, by one kernel for all of them where there is one."""
+    every = [x for column in columns for x in column]
+    if at_once(every):
+        made = [torch.empty_like(x, requires_grad=False) for x in every]
+        foreach_copy_(made, [x.detach() for x in every])
+    else:
+        made = [x.detach().clone() for x in every]
+    rest = iter(made)
+    return [[next(rest) for _ in column] for column in columns]
 
 
 def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:
@@ -109,3 +123,95 @@ def mark(tensors: Iterable[Tensor], state: type[Refusing] = Donated) -> None:
         elif is_sharded(tensor):  # operations go by the outer tensor, to_local gives the inner one
             mark([local(tensor)], state)
             tensor.__class__ = refusing(state.reason)
+
+
+# Ensembles: one tree of many -------------------------------------------------------------------
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Stack trees of tensors along a new dim 0, leaf by leaf.
+
+    The rule: ``torch.stack`` of the first leaf of each, of the second leaf of each, and so on.
+
+    That is for ``vmap(step)`` over seeds, learning rates or data orders::
+
+        stacked = stack([step.init(params_of(seed), seed=seed) for seed in seeds])
+        stacked, info = vmap(step, in_dims=(0, None))(stacked, batch)
+        states = unstack(stacked)
+
+    Members share nothing: each has counts, a loss scale and an ``applied`` of its own, so one
+    member's overflow leaves all others alone.
+
+    Args:
+        trees: A tree for each member: states, parameters, batches. All have one structure, and
+            each leaf has one shape, dtype and device in all of them.
+
+    Returns:
+        A tree like each of them.
+
+    Example:
+        >>> stack([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}])
+        {'w': tensor([1., 2.])}
+
+    References:
+        `torch.func.stack_module_state
+        <https://docs.pytorch.org/docs/stable/generated/torch.func.stack_module_state.html>`_, for
+        any tree.
+    """
+    if not isinstance(trees, (list, tuple)):
+        raise TypeError(
+            f"trees is a {type(trees).__name__}; expected a list of one tree per member."
+        )
+    if not trees:
+        raise ValueError("stack got no trees; expected one for each member.")
+    columns: list[list[Any]] = []
+    first, spec = flatten(trees[0])
+    for i, tree in enumerate(trees):
+        leaves, came = flatten(tree)
+        names = ("trees[0]", f"trees[{i}]")
+        check_same_structure(spec, came, *names, "Members are made by one and the same init.")
+        for j, (x, like) in enumerate(zip(leaves, first, strict=True)):
+            wanted = f"{_said(like)}, as in trees[0]" if isinstance(like, Tensor) else "a tensor"
+            if not isinstance(x, Tensor) or _said(x) != _said(like):
+                raise ValueError(
+                    f"{paths(spec, names[1])[j]} is {_said(x)}; expected {wanted}: members differ "
+                    "in the numbers that their tensors hold."
+                )
+        columns.append(leaves)
+    return unflatten(spec, [torch.stack(column) for column in zip(*columns, strict=True)])
+
+
+def unstack(tree: Tree) -> list[Tree]:
+    """Take stacked trees apart, each with its own memory.
+
+    The rule: ``unstack(stack(trees))`` is ``trees`` again.
+
+    Args:
+        tree: A tree whose leaves have one row per member along dim 0.
+
+    Returns:
+        A list with a tree for each member.
+
+    Example:
+        >>> unstack({"w": torch.tensor([1.0, 2.0])})
+        [{'w': tensor(1.)}, {'w': tensor(2.)}]
+
+    References:
+        `torch.unbind <https://docs.pytorch.org/docs/stable/generated/torch.unbind.html>`_
+    """
+    leaves, spec = flatten(tree)
+    for i, x in enumerate(leaves):
+        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) != len(leaves[0]):
+            raise ValueError(
+                f"{paths(spec, 'tree')[i]} is {_said(x)}; expected a tensor with one row per "
+                "member along dim 0, as stack makes it."
+            )
+    if not leaves:
+        raise ValueError("the tree has no leaves, so that nothing tells how many members it has.")
+    return [unflatten(spec, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
+
+
+def _said(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"

@@ -6,7 +6,7 @@ registered globally in optree, or under the namespace ``"pureaccum"``, are trees
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .dtensors import (
+    Layouts,
     any_sharded,
     local,
     norms_over_ranks,
@@ -22,7 +23,15 @@ from .dtensors import (
     true_on_all_ranks,
     zeros_of_sum,
 )
-from .torch_internals import memory_of, version
+from .torch_internals import (
+    at_top_level,
+    finite_by_one_kernel,
+    foreach_norm,
+    foreach_zero_,
+    memory_of,
+    transform_active,
+    version,
+)
 
 
 Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and reads worse
@@ -37,9 +46,8 @@ def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
-def unflatten(spec: optree.PyTreeSpec, leaves: list[Any]) -> Tree:
-    """The tree of a structure with these leaves."""
-    return optree.tree_unflatten(spec, leaves)
+# The tree of a structure with these leaves: optree's own function, since each microbatch calls it.
+unflatten: Callable[[optree.PyTreeSpec, Iterable[Any]], Tree] = optree.tree_unflatten
 
 
 def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -121,6 +129,17 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.int64
 
 
+def zeros_for_sums(leaves: list[Tensor], at_least: torch.dtype) -> list[Tensor]:
+    """Zeros, to which this rank's parts of the gradients of leaves are added."""
+    kinds = {kind: accumulation_dtype(kind, at_least) for kind in {x.dtype for x in leaves}}
+    if transform_active():
+        return [torch.zeros_like(x, dtype=kinds[x.dtype]) for x in leaves]
+    parts = opened(leaves)[0]
+    sums = [torch.empty_like(x, dtype=kinds[x.dtype], requires_grad=False) for x in parts]
+    foreach_zero_(sums)
+    return sums
+
+
 def zeros(tree: Tree, dtype: torch.dtype = torch.float32) -> Tree:
     """Zeros shaped like a tree, in the dtypes in which its gradients are summed."""
     of = zeros_of_sum if any_sharded(tree_leaves(tree)) else torch.zeros_like
@@ -161,14 +180,16 @@ def as_scalar_of(x: Tensor, scalar: Tensor) -> Tensor:
     return moved(scalar, x.device, (x.real if x.is_complex() else x).dtype)
 
 
-def scalars_of(scalar: Tensor) -> Callable[[Tensor], Tensor]:
+def scalars_of(scalar: Any) -> Callable[[Tensor], Tensor]:
     """Gives ``as_scalar_of`` for many tensors: moved and cast once per device and dtype."""
     made: dict[Any, Tensor] = {}
 
     def of(x: Tensor) -> Tensor:
         kind = x.device, x.dtype
         if kind not in made:
-            made[kind] = as_scalar_of(x, scalar)
+            # a number is filled in where it is used, and copied from nowhere
+            wide = scalar if isinstance(scalar, Tensor) else x.new_tensor(scalar)
+            made[kind] = as_scalar_of(x, wide)
         return made[kind]
 
     return of
@@ -184,6 +205,35 @@ def known(scalar: Tensor) -> Any:
     """The number in a 0-d tensor if it can be read without waiting for a device, else None."""
     here = type(scalar) is torch.Tensor and scalar.device.type == "cpu"
     return scalar.item() if here else None
+
+
+def on_host(*scalars: Tensor) -> list[Any]:
+    """0-d tensors as Python numbers where the host has them, and nothing follows what they give.
+
+    The same arithmetic in Python takes a tenth of the time. Tensors of a device stay as they are.
+    """
+    if not at_top_level():
+        return [*scalars]
+    return [x.item() if type(x) is Tensor and x.device.type == "cpu" else x for x in scalars]
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """One number or the other, of numbers that may be 0-d tensors."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return torch.where(condition, a, b)
+
+
+def is_finite(number: Any) -> Any:
+    """Whether a number is finite: a bool, or a 0-d tensor where it is one. inf - inf is NaN."""
+    return (number - number) == 0
+
+
+def scalar(number: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor with memory of its own."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype, copy=True)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 # Norms, and what is finite ---------------------------------------------------------------------
@@ -210,14 +260,35 @@ def global_norm(tree: Tree) -> Tensor:
         `torch.linalg.vector_norm
         <https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html>`_, for trees.
     """
-    parts, layouts = opened(resolved(tree_leaves(tree)))
-    norms = [norm(x) for x in parts]
-    if not norms:
+    return norm_of_all(*opened(resolved(tree_leaves(tree))))
+
+
+def norm_of_all(parts: list[Tensor], layouts: Layouts | None = None) -> Tensor:
+    """The global norm of leaves, of which these are this rank's parts."""
+    if not parts:
         return torch.zeros(())
+    if at_once(parts):
+        norms = foreach_norm(parts, accumulation_dtype(parts[0].dtype))
+        if layouts is None:
+            return torch.linalg.vector_norm(torch.stack([*norms]))
+    else:
+        norms = [norm(x) for x in parts]
     widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     if layouts is not None:
-        norms = norms_over_ranks(norms, layouts)
+        norms = norms_over_ranks([*norms], layouts)
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, widest) for n in norms]))
+
+
+def at_once(leaves: Sequence[Tensor]) -> bool:
+    """Whether torch's kernels for many tensors take all of these leaves at once."""
+    # These kernels know no transform, and not all of them know tangents.
+    return at_top_level() and are_alike(leaves)
+
+
+def are_alike(leaves: Sequence[Tensor]) -> bool:
+    """Whether leaves are dense real numbers of one dtype, on one device."""
+    kinds = {(x.device, x.dtype, x.layout) for x in leaves}
+    return len(kinds) == 1 and leaves[0].is_floating_point() and not leaves[0].is_sparse
 
 
 def norm(x: Tensor) -> Tensor:
@@ -245,11 +316,21 @@ def all_finite(tree: Tree) -> Tensor:
     References:
         `torch.isfinite <https://docs.pytorch.org/docs/stable/generated/torch.isfinite.html>`_
     """
-    parts, layouts = opened(resolved(tree_leaves(tree)))
-    flags = [finite(x) for x in parts]
-    if not flags:
+    return all_finite_of(*opened(resolved(tree_leaves(tree))))
+
+
+def all_finite_of(parts: list[Tensor], layouts: Layouts | None = None, own: bool = False) -> Tensor:
+    """Whether leaves are finite, of which these are this rank's parts; may be written if own."""
+    if not parts:
         return torch.ones((), dtype=torch.bool)
-    flag = torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+    if not are_alike(parts):
+        flag = torch.stack([finite(x).to(parts[0].device) for x in parts]).all()
+    elif own and at_top_level() and parts[0].dtype in (torch.float32, torch.float64):
+        flag = finite_by_one_kernel(parts)
+    else:
+        extremes = [each for x in parts if x.numel() for each in torch.aminmax(x.detach())]
+        extremes = extremes or [torch.zeros((), device=parts[0].device)]
+        flag = torch.isfinite(torch.stack(extremes)).all()
     return flag if layouts is None else true_on_all_ranks(flag, layouts)
 
 
@@ -267,98 +348,6 @@ def finite(x: Tensor) -> Tensor:
     if x.numel() == 0 or not x.is_floating_point():
         return torch.ones((), dtype=torch.bool, device=x.device)
     return torch.isfinite(torch.stack(torch.aminmax(x))).all()
-
-
-# Ensembles: one tree of many -------------------------------------------------------------------
-
-
-def stack(trees: Sequence[Tree]) -> Tree:
-    """Stack trees of tensors along a new dim 0, leaf by leaf.
-
-    The rule: ``torch.stack`` of the first leaf of each, of the second leaf of each, and so on.
-
-    That is for ``vmap(step)`` over seeds, learning rates or data orders::
-
-        stacked = stack([step.init(params_of(seed), seed=seed) for seed in seeds])
-        stacked, info = vmap(step, in_dims=(0, None))(stacked, batch)
-        states = unstack(stacked)
-
-    Members share nothing: each has counts, a loss scale and an ``applied`` of its own, so one
-    member's overflow leaves all others alone.
-
-    Args:
-        trees: A tree for each member: states, parameters, batches. All have one structure, and
-            each leaf has one shape, dtype and device in all of them.
-
-    Returns:
-        A tree like each of them.
-
-    Example:
-        >>> stack([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}])
-        {'w': tensor([1., 2.])}
-
-    References:
-        `torch.func.stack_module_state
-        <https://docs.pytorch.org/docs/stable/generated/torch.func.stack_module_state.html>`_, for
-        any tree.
-    """
-    if not isinstance(trees, (list, tuple)):
-        raise TypeError(
-            f"trees is a {type(trees).__name__}; expected a list of one tree per member."
-        )
-    if not trees:
-        raise ValueError("stack got no trees; expected one for each member.")
-    columns: list[list[Any]] = []
-    first, spec = flatten(trees[0])
-    for i, tree in enumerate(trees):
-        leaves, came = flatten(tree)
-        names = ("trees[0]", f"trees[{i}]")
-        check_same_structure(spec, came, *names, "Members are made by one and the same init.")
-        for j, (x, like) in enumerate(zip(leaves, first, strict=True)):
-            wanted = f"{_said(like)}, as in trees[0]" if isinstance(like, Tensor) else "a tensor"
-            if not isinstance(x, Tensor) or _said(x) != _said(like):
-                raise ValueError(
-                    f"{paths(spec, names[1])[j]} is {_said(x)}; expected {wanted}: members differ "
-                    "in the numbers that their tensors hold."
-                )
-        columns.append(leaves)
-    return unflatten(spec, [torch.stack(column) for column in zip(*columns, strict=True)])
-
-
-def unstack(tree: Tree) -> list[Tree]:
-    """Take stacked trees apart, each with its own memory.
-
-    The rule: ``unstack(stack(trees))`` is ``trees`` again.
-
-    Args:
-        tree: A tree whose leaves have one row per member along dim 0.
-
-    Returns:
-        A list with a tree for each member.
-
-    Example:
-        >>> unstack({"w": torch.tensor([1.0, 2.0])})
-        [{'w': tensor(1.)}, {'w': tensor(2.)}]
-
-    References:
-        `torch.unbind <https://docs.pytorch.org/docs/stable/generated/torch.unbind.html>`_
-    """
-    leaves, spec = flatten(tree)
-    for i, x in enumerate(leaves):
-        if not isinstance(x, Tensor) or x.dim() == 0 or len(x) != len(leaves[0]):
-            raise ValueError(
-                f"{paths(spec, 'tree')[i]} is {_said(x)}; expected a tensor with one row per "
-                "member along dim 0, as stack makes it."
-            )
-    if not leaves:
-        raise ValueError("the tree has no leaves, so that nothing tells how many members it has.")
-    return [unflatten(spec, [x.clone() for x in row]) for row in zip(*leaves, strict=True)]
-
-
-def _said(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        return f"a {type(x).__name__}"
-    return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
 # Casts that know what they were made from ------------------------------------------------------

@@ -16,6 +16,7 @@ from .accumulator import check_belongs as check_belongs
 from .accumulator import check_squares as check_squares
 from .accumulator import counted as counted
 from .accumulator import empty as empty
+from .accumulator import in_tensors as in_tensors
 from .accumulator import merged as merged
 from .accumulator import plain_sum as plain_sum
 from .accumulator import read_state as read_state
@@ -37,10 +38,12 @@ from .batches import sizes_of_batch as sizes_of_batch
 from .batches import windows as windows
 from .called_modules import ALONE as ALONE
 from .called_modules import origins as origins
-from .engines import PASSES as PASSES
 from .engines import Engine as Engine
 from .engines import Wrt as Wrt
+from .engines import alone as alone
+from .engines import as_they_are as as_they_are
 from .engines import prepare as prepare
+from .engines import run_window as run_window
 from .loss import Reduction as Reduction
 from .loss import Weighted as Weighted
 from .loss import counts as counts
@@ -80,6 +83,7 @@ from .weights import settle as settle
 from .weights import with_gradient_added as with_gradient_added
 from .whole_batch import Accumulated as Accumulated
 from .whole_batch import Accumulation as Accumulation
+from .whole_batch import CutBatch as CutBatch
 from .whole_batch import LossOfPart as LossOfPart
 from .whole_batch import accumulate as accumulate
 from .whole_batch import read_cut as read_cut

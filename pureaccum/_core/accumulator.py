@@ -31,13 +31,14 @@ from .._base import (
     read_params,
     refuse_autocast_cache,
     resolved,
+    scalar,
     transform_active,
     tree_leaves,
     unflatten,
     zeros,
 )
 from .batches import read_batch
-from .engines import Engine, Loss, prepare
+from .engines import Engine, Loss, Wrt, prepare, run_window
 from .loss import Reduction, divisor, mean_value
 from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule, check_sharded
 from .weights import Microbatch, divided, settle
@@ -134,7 +135,8 @@ def accumulator(
         nonfinite: What becomes of a microbatch with an inf or NaN: ``"propagate"`` adds it all the
             same; ``"skip"`` leaves it out with its weight, and counts it; ``"raise"`` raises
             ``FloatingPointError`` naming the leaf (it looks, and so waits for the device).
-        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses;
+            ``"auto"`` is autograd at top level and torch.func under a transform: see ``make_step``.
         squares: Also sum the squared norms of the microbatches' gradients, for ``noise_scale``.
 
     Returns:
@@ -166,7 +168,6 @@ def accumulator(
     batches = check_argnums(batch_argnums, "batch_argnums")
     _check_not_params(batches, batch_argnums)
 
-    recomputes: set[bool] = set()  # whether the loss has checkpoints, once that is known
     known = known_of(loss_fn)
 
     def init(params: Tree) -> AccumState:
@@ -192,8 +193,7 @@ def accumulator(
             return loss_fn(unflatten(spec, leaves), *args)
 
         given = known, Given("params", leaves, spec), Given("batch", *read[:2])
-        learned = recomputes, given
-        new, entry = updated(state, loss, leaves, spec, read.rows, rule, *learned, donate=donate)
+        new, entry = updated(state, loss, leaves, spec, read.rows, rule, given, donate=donate)
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
@@ -257,7 +257,6 @@ def updated(
     spec: optree.PyTreeSpec,
     rows: int | None,
     rule: Rule,
-    recomputes: set[bool],
     given: tuple[Known, Given, Given],
     *,
     donate: bool,
@@ -278,12 +277,16 @@ def updated(
     with outside_inference_mode():
         if in_place and not donate:
             before, sums = sums, [x.clone() for x in sums]
-        wrt = prepare(leaves, rule.engine, recomputes)._replace(scale=scale, unit=unit)
-        try:
+        wrt = prepare(leaves, rule.engine, given[0])._replace(scale=scale, unit=unit)
+
+        def window(wrt: Wrt) -> tuple[list[Tensor], Microbatch]:
             with guarding(*given) as guarded:
-                grads, entry = add_microbatch(
-                    guarded(loss), wrt, sums, rows, rule, before=before, label=label
+                return add_microbatch(
+                    guarded(loss), (), wrt, sums, rows, rule, before=before, label=label
                 )
+
+        try:
+            grads, entry = run_window(window, wrt)
         except BaseException as error:
             if type(sums[0]) is Spoiled or (isinstance(error, LateWriteError) and before is None):
                 mark(held, Spoiled)
@@ -326,18 +329,48 @@ def empty(grads: Tree, device: torch.device, squares: int | None = None) -> Accu
 
 def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
     """The state with some more microbatches; ``grads`` are the sums with their gradients."""
-    total, weight, nonfinite = (x.to(state.total.device) for x in settle(seen))
-    squares = state.squares
+    more, squares = amounts_of(seen, rule, ()), state.squares
     if isinstance(squares, Tensor):
-        squares = squares + sum(x.squares for x in seen if isinstance(x.squares, Tensor))
+        squares = squares + (more.squares if isinstance(more.squares, Tensor) else 0.0)
     return AccumState(  # not _replace, from which torch 2.11's compiler returns broken tuples
         grads=grads,
-        total=state.total + total,
-        weight=state.weight + weight,
-        microbatches=state.microbatches + len(seen),
-        # No two states may share a tensor: to donate one would take it from the other.
-        skipped=state.skipped + nonfinite if rule.nonfinite == "skip" else state.skipped.clone(),
-        nonfinite=state.nonfinite + nonfinite,
-        weighted=state.weighted + sum([x.weighted for x in seen]),
+        total=state.total + more.total,
+        weight=state.weight + more.weight,
+        microbatches=state.microbatches + more.microbatches,
+        skipped=state.skipped + more.skipped,
+        nonfinite=state.nonfinite + more.nonfinite,
+        weighted=state.weighted + more.weighted,
         squares=squares,
     )
+
+
+def amounts_of(seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
+    """What some microbatches came to; ``grads`` are the sums of their gradients.
+
+    Its amounts are numbers of Python where the host knows them: see ``in_tensors``.
+    """
+    total, weight, nonfinite = settle(seen)
+    amounts: Any = {
+        "total": total,
+        "weight": weight,
+        "microbatches": len(seen),
+        "skipped": nonfinite if rule.nonfinite == "skip" else 0,
+        "nonfinite": nonfinite,
+        "weighted": sum([x.weighted for x in seen]),
+    }
+    squares = [x.squares for x in seen if isinstance(x.squares, Tensor)]
+    amounts["squares"] = sum(squares) if squares else ()
+    return AccumState(grads=grads, **amounts)
+
+
+def in_tensors(amounts: AccumState, device: torch.device, squares: bool) -> AccumState:
+    """Amounts as a state, whose tensors lie on a device."""
+    zeros = empty(amounts.grads, device, len(amounts.grads) if squares else None)
+    filled: dict[str, Any] = {}
+    for name, zero in zeros._asdict().items():
+        came = getattr(amounts, name)
+        is_number = isinstance(zero, Tensor) and zero.dim() == 0 and name != "grads"
+        filled[name] = scalar(came, zero.dtype, device) if is_number else came
+    if squares and not isinstance(amounts.squares, Tensor):
+        filled["squares"] = zeros.squares
+    return AccumState(**filled)

@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -106,12 +107,12 @@ def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
         columns = cut_rows(batch.leaves, sizes, batch.rows or 0)
     else:
         columns = [
-            leaf.split(size) if isinstance(leaf, torch.Tensor) else itertools.repeat(leaf)
+            leaf.split(size)[: len(sizes)]  # torch makes one piece of no rows
+            if isinstance(leaf, torch.Tensor)
+            else itertools.repeat(leaf, len(sizes))
             for leaf in batch.leaves
         ]
-    return (
-        unflatten(batch.spec, list(leaves)) for _, *leaves in zip(sizes, *columns, strict=False)
-    )
+    return map(partial(unflatten, batch.spec), zip(*columns, strict=True))
 
 
 def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:

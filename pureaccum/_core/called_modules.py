@@ -5,21 +5,20 @@ A checkpointed module runs its forward pass again during the backward pass. By t
 those: a wrong gradient, without an error. So what every module held while it was called is
 remembered in the forward pass and put back for the length of the backward pass.
 
-That costs small networks a tenth of their time, and only checkpoints need it. They make
-themselves known by saved-tensor hooks: the loss runs with those disabled, and only a loss that
-wants them is run again, with the same random numbers, and watched.
+That costs small networks a tenth of their time, and only checkpoints need it: see ``run_window``
+in engines.py.
 """
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import Place, Refusing, generators, restore, tensor_places
+from .._base import Place, Refusing, tensor_places
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -41,7 +40,6 @@ class Called(NamedTuple):
 
 
 Modules = dict[torch.nn.Module, Called]
-T = TypeVar("T")
 
 
 class Ambiguous(Refusing):
@@ -52,30 +50,6 @@ class Ambiguous(Refusing):
         "microbatch, so its recomputation cannot tell which is meant. Checkpoint a function that "
         "calls functional_call itself: checkpoint(lambda p, x: functional_call(module, p, x), p, x)"
     )
-
-
-def call_watched(
-    loss: Callable[[], T], recomputes: set[bool], devices: frozenset[torch.device]
-) -> tuple[T, HeldTensors]:
-    """Call a loss; if its backward pass will recompute, also give what its modules held.
-
-    ``recomputes`` remembers the answer for the next microbatch.
-    """
-    if not recomputes:
-        before = generators(devices)
-        try:
-            with torch.autograd.graph.disable_saved_tensors_hooks(_WANTED):
-                return loss(), {}
-        except RuntimeError as error:
-            if _WANTED not in str(error):
-                raise
-        recomputes.add(True)
-        restore(before)
-    with remembering() as held:
-        return loss(), held
-
-
-_WANTED = "pureaccum: saved-tensor hooks are wanted"
 
 
 @contextmanager

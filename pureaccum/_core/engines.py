@@ -1,13 +1,16 @@
-"""The two engines: a loss forwards, and back to gradients.
+"""The engines: a loss forwards, and back to gradients.
 
-``"func"`` differentiates with torch.func and so composes with every transform. ``"autograd"``
-is the same pure function by ``torch.autograd``, for what torch.func refuses: custom Functions
-without ``setup_context``, and checkpointed modules.
+    "func"      torch.func, which composes with every transform
+    "autograd"  torch.autograd, for what torch.func refuses: custom Functions without
+                ``setup_context``, and checkpointed modules
+    "auto"      autograd at top level, where it is faster, and torch.func under a transform
+
+All give the same bits.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,123 +19,144 @@ from .._base import (
     Layout,
     Layouts,
     advise_on_vjp,
+    forward_ad_active,
+    generators,
+    gradients,
     innermost,
     landed,
     local,
     refuse_sharded,
+    restore,
+    saved_tensors_hooks_refused,
     sum_layouts,
     transform_active,
     without_history,
 )
-from .called_modules import call_watched, holding
-from .loss import Read, Shape, detached, in_one_list, known_to_all_ranks, read, read_again
-from .weights import LARGE, nothing_like
+from .called_modules import holding, remembering
+from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
+from .weights import LARGE, Weighing, nothing_like
+from .writes import Known
 
 
-Engine = Literal["func", "autograd"]
+Engine = Literal["auto", "func", "autograd"]
 
 
 class Wrt(NamedTuple):
     """What to differentiate with respect to, prepared once for all microbatches of a window."""
 
     leaves: list[Tensor]
+    forward: "Callable[..., Forward]"
+    known: Known  # of the loss
     large: list[int]  # the leaves whose gradients are added one by one
-    records: bool | None  # the grad mode of the forward pass; None under a transform: the caller's
-    recomputes: set[bool]  # what is known of the loss: see called_modules.py
+    records: bool | None  # the grad mode of a window; None under a transform: the caller's
+    detach: Callable[[Tensor], Tensor] | None = None  # from what a window records
     layouts: Layouts | None = None  # where the gradients of DTensors are summed
-    devices: frozenset[torch.device] = frozenset()
     unit: float | None = None  # the sums of a window are multiples of this: see weights.py
-    cotangents: dict[float, Tensor] | None = None
+    weighings: dict[Any, Weighing] | None = None  # so far, by the rows and dtype of means and sums
     scale: Tensor | None = None  # a loss scale
-    straight: bool = False  # autograd itself may add to the sums
+    remembers: bool = False  # whether what modules held is put back for the backward pass
 
     def at(self, i: int) -> Layout | None:
         """Where the gradient of a leaf is summed, if it is a DTensor."""
         return None if self.layouts is None else self.layouts[i]
 
+    def mode(self) -> AbstractContextManager[Any]:
+        """The grad mode in which a window runs."""
+        return nullcontext() if self.records is None else torch.set_grad_enabled(self.records)
 
-def prepare(leaves: list[Tensor], engine: Engine, recomputes: set[bool]) -> Wrt:
+
+def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
     """Prepare leaves for an engine."""
     if transform_active():
         refuse_sharded([innermost(x) for x in leaves], "params", _TRANSFORMS)
-        if engine == "func":
-            return Wrt(leaves=leaves, large=[], records=None, recomputes=recomputes)
-        raise RuntimeError(
-            "engine='autograd' cannot run under a torch.func transform or torch.compile; "
-            "engine='func', the default, can."
-        )
+        if engine == "autograd":
+            raise RuntimeError(
+                "engine='autograd' cannot run under a torch.func transform or torch.compile; "
+                "engine='func' and 'auto' can."
+            )
+        return as_they_are(leaves)
     layouts = sum_layouts(leaves)
     parts = leaves if layouts is None else [local(leaf) for leaf in leaves]
-    large = [i for i, part in enumerate(parts) if part.nbytes >= LARGE]
+    by_func = engine == "func" or (engine == "auto" and forward_ad_active())
     wrt = Wrt(
         leaves=without_history(leaves),
-        large=large,
-        records=True,
-        recomputes=recomputes,
+        forward=_by_func if by_func else _by_autograd,
+        known=known,
+        large=[i for i, part in enumerate(parts) if part.nbytes >= LARGE],
+        # Detached leaves record nothing below torch.func's own level, but tensors that the loss
+        # captured may: hence no grad mode. Not on a CPU, where the kernel of LSTM asks for that
+        # mode down there, and without it saves nothing for its backward pass.
+        records=not by_func or leaves[0].device.type == "cpu",
+        detach=_without_history if forward_ad_active() else Tensor.detach,
         layouts=layouts,
+        weighings={},
     )
-    if engine == "autograd":
-        # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
-        leaves = [x.clone() if x.is_inference() else x for x in wrt.leaves]
-        devices = frozenset(leaf.device for leaf in leaves)
-        return wrt._replace(leaves=[leaf.requires_grad_() for leaf in leaves], devices=devices)
-    # Detached leaves record nothing below torch.func's own level, but tensors that the loss
-    # captured may: hence no_grad. Not on a CPU, where the kernel of LSTM asks for the grad mode
-    # down there, and without it saves nothing for its backward pass.
-    return wrt._replace(records=leaves[0].device.type == "cpu")
+    if by_func:
+        return wrt
+    # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
+    leaves = [x.clone() if x.is_inference() else x for x in wrt.leaves]
+    return wrt._replace(leaves=[leaf.requires_grad_() for leaf in leaves])
+
+
+def _without_history(x: Tensor) -> Tensor:
+    return without_history([x])[0]
+
+
+def as_they_are(leaves: list[Tensor]) -> Wrt:
+    """Leaves of a result that carries an outer graph: nothing is detached, or done in place."""
+    return Wrt(leaves=leaves, forward=_by_func, known=Known(), large=[], records=None)
 
 
 _TRANSFORMS = "torch.func's transforms do not see through them: call this outside of any."
 
-Loss = Callable[[list[Tensor]], Any]
+Loss = Callable[..., Any]  # of the leaves, and of what goes with a microbatch
 Hook = Callable[[Tensor], Tensor]
 Pull = Callable[[Tensor], Sequence[Tensor | None]]
-Push = Callable[[Tensor, list[Tensor]], list[Any]]
+T = TypeVar("T")
 
 
 class Forward(NamedTuple):
-    """A forward pass: what the loss returned, and two ways back from its cotangent."""
+    """A forward pass: what the loss returned, and the way back from its cotangent to gradients."""
 
     seen: Read
     shape: Shape
-    pull: Pull  # to the gradients
-    push: Push | None  # into the sums, by autograd itself
+    pull: Pull | None  # None: plain autograd, of the total with respect to the leaves
 
 
-def _by_func(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> Forward:
-    shape: Shape | None = None
+def _by_func(
+    loss: Loss, args: Sequence[Any], wrt: Wrt, hooks: dict[int, Hook], has_aux: bool
+) -> Forward:
+    shapes: list[Shape] = []
 
     def on_primals(*primals: Tensor) -> tuple[Tensor, list[Tensor]]:
-        nonlocal shape
         for i, hook in hooks.items():
             primals[i].register_hook(_landing(hook, wrt.at(i)))
-        seen, shape = read(loss(list(primals)), has_aux)
+        seen, shape = read(loss([*primals], *args), has_aux)
+        shapes.append(shape)
         total, *rest = in_one_list(seen)
         return total, rest
 
-    mode = nullcontext() if wrt.records is None else torch.set_grad_enabled(wrt.records)
     try:
-        with mode:
-            # pyright cannot tell the two lengths of vjp's result apart
-            total, vjp, rest = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
+        # pyright cannot tell the two lengths of vjp's result apart
+        total, vjp, rest = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
     except RuntimeError as error:
         advise_on_vjp(error)
         raise
-    assert shape is not None
-    seen = read_again(total, rest, shape)
-    seen = detached(seen, shape) if wrt.records else seen
-    # retain_graph=False frees activations as the pass goes. create_graph stays at its default:
-    # False would silently drop second-order terms under an outer transform.
+    shape = shapes[-1]
+    # retain_graph=False frees activations as the pass goes. create_graph stays at its default, the
+    # grad mode: False would silently drop second-order terms under an outer transform.
+    mode = nullcontext() if wrt.records is None else torch.no_grad()
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
         try:
-            grads = vjp(cotangent, retain_graph=False)
+            with mode:
+                grads = vjp(cotangent, retain_graph=False)
         except RuntimeError as error:
             advise_on_vjp(error)
             raise
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
-    return Forward(known_to_all_ranks(seen), shape, pull, None)
+    return Forward(read_again(total, rest, shape), shape, pull)
 
 
 def _landing(hook: Hook, at: Layout | None) -> Hook:
@@ -159,41 +183,90 @@ def _all_landed(
     ]
 
 
-def _by_autograd(loss: Loss, wrt: Wrt, hooks: dict[int, Hook], has_aux: bool) -> Forward:
-    leaves = wrt.leaves
-    with torch.enable_grad():
-        out, held = call_watched(lambda: loss(leaves), wrt.recomputes, wrt.devices)
-        seen, shape = read(out, has_aux)
-        total = seen.total
+def _by_autograd(
+    loss: Loss, args: Sequence[Any], wrt: Wrt, hooks: dict[int, Hook], has_aux: bool
+) -> Forward:
+    leaves, held = wrt.leaves, None
+    if wrt.remembers:
+        with remembering() as held:
+            out = loss(leaves, *args)
+    else:
+        out = loss(leaves, *args)
+    seen, shape = read(out, has_aux)
+    if held is None and wrt.layouts is None:
+        return Forward(seen, shape, None)
+    total = seen.total
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
         if not total.requires_grad:
             return [None] * len(leaves)
-        handles = [leaves[i].register_hook(_landing(h, wrt.at(i))) for i, h in hooks.items()]
+        with nullcontext() if held is None else holding(held):
+            grads = hooked_gradients(total, leaves, cotangent, hooks, wrt.layouts)
+        return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
+
+    return Forward(seen, shape, pull)
+
+
+def hooked_gradients(
+    total: Tensor,
+    leaves: list[Tensor],
+    cotangent: Tensor,
+    hooks: dict[int, Hook],
+    layouts: Layouts | None = None,
+) -> Sequence[Tensor | None]:
+    """The gradients of leaves, some of which hooks are given as they come."""
+    places = [(i, None if layouts is None else layouts[i]) for i in hooks]
+    handles = [leaves[i].register_hook(_landing(hooks[i], at)) for i, at in places]
+    try:
+        return gradients(total, leaves, cotangent)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def alone(seen: Read, wrt: Wrt) -> Read:
+    """What a loss returned, without what was recorded of it, and as all ranks know it."""
+    if type(seen.total) is not Tensor:
+        seen = known_to_all_ranks(seen)
+    if (detach := wrt.detach) is None:
+        return seen
+    total, weight, aux = seen
+    kept = weight if isinstance(weight, tuple) else detach(weight)
+    return Read(detach(total), kept, [*map(detach, aux)])
+
+
+# Losses that are computed again by the backward pass -------------------------------------------
+
+
+def run_window(window: Callable[[Wrt], T], wrt: Wrt) -> T:
+    """Run what calls a loss for some microbatches, in the grad mode that they need.
+
+    A loss whose backward pass computes it again has to be watched: see called_modules.py. It makes
+    itself known by saved-tensor hooks. These are refused until a loss has asked for them, which is
+    then remembered, and the window is run again: a loss that asks for them from its first window
+    on draws the same random numbers, one that begins later draws new ones.
+    """
+    if wrt.forward is _by_func:
+        with wrt.mode():
+            return window(wrt)
+    known = wrt.known
+    with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+        if known.recomputes:
+            return window(wrt._replace(remembers=True))
+        first = known.recomputes is None
+        before = generators({leaf.device for leaf in wrt.leaves}) if first else []
         try:
-            with holding(held):
-                grads = torch.autograd.grad(total, leaves, cotangent, allow_unused=True)
-            return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def push(cotangent: Tensor, sums: list[Tensor]) -> list[Any]:
-        if not total.requires_grad:
-            return sums
-        for leaf, sum_ in zip(leaves, sums, strict=True):
-            # The leaves are the window's own, and so is their .grad. It is never None: autograd
-            # would begin it with the first gradient itself, which may be a view of the cotangent
-            # or share its memory with another leaf's, and go on adding to that.
-            leaf.grad = sum_
-        with holding(held):
-            torch.autograd.backward(total, cotangent, inputs=leaves)
-        new = [leaf.grad for leaf in leaves]
-        for leaf in leaves:  # else a loss that calls .backward() would add to the sums as well
-            leaf.grad = None
-        return new
-
-    return Forward(known_to_all_ranks(detached(seen, shape)), shape, pull, push)
+            with saved_tensors_hooks_refused(_WANTED):
+                result = window(wrt)
+            if known.recomputes is None:  # another thread may know better
+                known.recomputes = False
+            return result
+        except RuntimeError as error:
+            if _WANTED not in str(error):
+                raise
+        known.recomputes = True
+        restore(before)
+        return window(wrt._replace(remembers=True))
 
 
-PASSES = {"func": _by_func, "autograd": _by_autograd}
+_WANTED = "pureaccum: saved-tensor hooks are wanted"

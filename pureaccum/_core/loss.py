@@ -18,9 +18,9 @@ from .._base import (
     is_sharded,
     local,
     replicated,
+    select,
     unflatten,
     with_all_terms,
-    without_history,
 )
 
 
@@ -119,18 +119,22 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
         loss, aux = out
     else:
         loss, aux = out, ()
-    if isinstance(loss, Weighted):
+    if weighted := isinstance(loss, Weighted):
         total = _scalar(loss.total, "the total of Weighted")
         weight: Tensor | tuple[()] = _weight(loss.weight, total)
     else:
-        total, weight = _scalar(loss, "the loss"), ()
-    leaves, spec = flatten(aux) if has_aux else ([], None)
+        total, weight = loss, ()
+        if type(loss) is not Tensor or loss.dim() or not loss.is_floating_point():
+            total = _scalar(loss, "the loss")
+    dtype = total.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        total = total.float()  # 65536, a common loss scale, is inf in fp16
+    if not has_aux:
+        return Read(total, weight, []), Shape(dtype, weighted, None, [])
+    leaves, spec = flatten(aux)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    shape = Shape(total.dtype, isinstance(loss, Weighted), spec, static)
-    if total.dtype in (torch.float16, torch.bfloat16):
-        total = total.float()  # 65536, a common loss scale, is inf in fp16
-    return Read(total, weight, tensors), shape
+    return Read(total, weight, tensors), Shape(dtype, weighted, spec, static)
 
 
 def in_one_list(seen: Read) -> list[Tensor]:
@@ -142,12 +146,6 @@ def in_one_list(seen: Read) -> list[Tensor]:
 def read_again(total: Tensor, rest: list[Tensor], shape: Shape) -> Read:
     """A loss as it was read, from what ``in_one_list`` gave."""
     return Read(total, rest[0], rest[1:]) if shape.weighted else Read(total, (), rest)
-
-
-def detached(seen: Read, shape: Shape) -> Read:
-    """A loss without what autograd recorded of it."""
-    total, *rest = without_history(in_one_list(seen))
-    return read_again(total, rest, shape)
 
 
 def known_to_all_ranks(seen: Read) -> Read:
@@ -184,18 +182,18 @@ def counts(total: Tensor, weight: Tensor) -> Tensor:
     return (weight != 0) | ((total != 0) & ((total - total) == 0))
 
 
-def divisor(weight: Tensor, plain: Tensor | bool = False) -> Tensor:
+def divisor(weight: Any, plain: Any = False) -> Any:
     """What sums are divided by: their weight, or 1 if they are plain sums.
 
     Where nothing had any weight it is inf, which makes gradients zero.
     """
-    by = torch.where(weight == 0, torch.inf, weight)
-    return by if plain is False else torch.where(torch.as_tensor(plain, device=by.device), 1.0, by)
+    by = select(weight == 0, torch.inf, weight)
+    return by if plain is False else select(plain, 1.0, by)
 
 
-def mean_value(total: Tensor, by: Tensor) -> Tensor:
+def mean_value(total: Any, by: Any) -> Any:
     """A total divided by what ``divisor`` says: NaN where there was no weight."""
-    return torch.where(by == torch.inf, torch.nan, total / by)
+    return select(by == torch.inf, torch.nan, total / by)
 
 
 def _scalar(loss: Any, what: str) -> Tensor:

@@ -8,20 +8,34 @@ as soon as it exists and then dropped, so that a second gradient tree never exis
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from .._base import Spoiled, check_choice, finite, known, mark, norm, refuse_sharded
-from .engines import PASSES, Engine, Hook, Loss, Wrt
+from .._base import (
+    Spoiled,
+    check_choice,
+    finite,
+    gradients,
+    gradients_into,
+    known,
+    mark,
+    norm,
+    refuse_sharded,
+)
+from .engines import Engine, Hook, Loss, Wrt, alone, hooked_gradients
 from .loss import Reduction
 from .microbatch import Arguments, call_microbatched
 from .outputs import Counted, Whole
 from .weights import (
     Microbatch,
+    Weighing,
     add_gradient_,
     add_gradients_,
+    as_it_comes,
     enter,
     judged,
     nothing_like,
@@ -75,6 +89,7 @@ def check_sharded(leaves: Sequence[Tensor], rule: Rule) -> None:
 
 def add_microbatch(
     loss: Loss,
+    args: Sequence[Any],
     wrt: Wrt,
     sums: list[Tensor],
     rows: int | None,
@@ -83,10 +98,11 @@ def add_microbatch(
     before: list[Tensor] | None = None,
     label: Callable[[int | None], str] | None = None,
 ) -> tuple[list[Tensor], Microbatch]:
-    """Add the gradient of one microbatch to ``sums``.
+    """Add the gradient of one microbatch to ``sums``, in the grad mode of ``wrt``.
 
     Args:
-        loss: The loss of the microbatch as a function of the leaves.
+        loss: The loss as a function of the leaves and of what goes with a microbatch.
+        args: What goes with this one.
         wrt: What to differentiate with respect to.
         sums: One sum per leaf. They are changed in place, except under a transform or a compiler,
             where every sum is a new tensor.
@@ -100,62 +116,64 @@ def add_microbatch(
         The new sums, and the entry of the microbatch.
     """
     if wrt.records is None:
-        return _collected(loss, wrt, sums, rows, rule, in_place=False)
-    with torch.no_grad():
-        if rule.nonfinite == "skip" and before is None:
-            return _collected(loss, wrt, sums, rows, rule, in_place=True)
-        return _streamed(loss, wrt, sums, rows, rule, before, label)
-
-
-def _streamed(
-    loss: Loss,
-    wrt: Wrt,
-    sums: list[Tensor],
-    rows: int | None,
-    rule: Rule,
-    before: list[Tensor] | None,
-    label: Callable[[int | None], str] | None,
-) -> tuple[list[Tensor], Microbatch]:
-    """Add each gradient in place as it comes."""
-    watched = rule.nonfinite != "propagate"
+        return _collected(loss, args, wrt, sums, rows, rule, in_place=False)
+    watched, squares = rule.nonfinite != "propagate", rule.squares
+    if rule.nonfinite == "skip" and before is None:
+        return _collected(loss, args, wrt, sums, rows, rule, in_place=True)
     flags: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
     begun = False
 
-    def hook_for(i: int) -> Hook:
-        def hook(grad: Tensor) -> Tensor:
-            nonlocal begun
-            begun = True
-            if watched:
-                flags[i] = finite(grad)
-            if rule.squares:
-                norms[i] = norm(grad)
-            add_gradient_(sums[i], grad, how)
-            return nothing_like(grad)
+    def hook(i: int, grad: Tensor) -> Tensor:
+        nonlocal begun
+        begun = True
+        if watched:
+            flags[i] = finite(grad)
+        if squares:
+            norms[i] = norm(grad)
+        assert how is not None
+        add_gradient_(sums[i], grad, how)
+        return nothing_like(grad)
 
-        return hook
-
-    large = {i: hook_for(i) for i in wrt.large}
-    seen, shape, pull, push = PASSES[rule.engine](loss, wrt, large, rule.has_aux)
-    entry = enter(seen, shape, rows, rule.reduction, rule.squares)
+    large: dict[int, Hook] = {i: partial(hook, i) for i in wrt.large} if wrt.large else {}
+    seen, shape, pull = wrt.forward(loss, args, wrt, large, rule.has_aux)
+    total = seen.total
+    seen = alone(seen, wrt)
+    entry = enter(seen, shape, rows, rule.reduction, squares)
     if rule.nonfinite == "raise" and not total_finite(entry):
         raise FloatingPointError(_not_finite(label, [None]))
-    weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.cotangents, wrt.scale)
-    if weighing is None:
+    made = wrt.weighings
+    how = made.get((rows, total.dtype)) if made and not shape.weighted else None
+    how = how or weigh(seen, rows, rule.reduction, wrt.unit, made, wrt.scale)
+    if how is None:
         return sums, entry
-    if wrt.straight and push is not None and weighing.keep is None:
-        return push(weighing.cotangent, sums), entry
-    how = weighing
     try:
-        grads = pull(how.cotangent)
-        small = {i: g for i, g in enumerate(grads) if g is not None and i not in large}
+        grads: Sequence[Tensor | None] = ()
+        if pull is not None:
+            grads = pull(how.cotangent)
+        elif not total.requires_grad:
+            pass
+        elif not large:
+            grads = gradients(total, wrt.leaves, how.cotangent)
+        elif not (watched or squares) and (into := _to_be_added_to(wrt, sums, how)):
+            begun = True
+            grads = gradients_into(into, total, wrt.leaves, how.cotangent)
+        else:
+            grads = hooked_gradients(total, wrt.leaves, how.cotangent, large)
         begun = True
-        add_gradients_([sums[i] for i in small], list(small.values()), how)
+        if large or NoneType in map(type, grads):
+            small = {i: g for i, g in enumerate(grads) if g is not None and i not in large}
+            add_gradients_([sums[i] for i in small], [*small.values()], how)
+        else:
+            all_of_them: list[Any] = [*grads]
+            small = dict(enumerate(all_of_them)) if watched or squares else {}
+            if all_of_them:
+                add_gradients_(sums, all_of_them, how)
     except BaseException:
         if begun and before is None:
             mark(sums, Spoiled)
         raise
-    if rule.squares:
+    if squares:
         norms |= {i: norm(grad) for i, grad in small.items()}
         entry = with_squares(entry, [norms.get(i) for i in range(len(sums))], how, wrt.unit)
     if not watched:
@@ -178,8 +196,22 @@ def _streamed(
     return sums, entry
 
 
+def _to_be_added_to(wrt: Wrt, sums: list[Tensor], how: Weighing) -> dict[int, Tensor]:
+    """The sums of large leaves, if what is added to them is the gradient as it comes."""
+    into = {i: sums[i] for i in wrt.large}
+    alike = all(wrt.leaves[i].dtype == x.dtype for i, x in into.items())
+    return into if alike and as_it_comes(how) and wrt.detach is Tensor.detach else {}
+
+
 def _collected(
-    loss: Loss, wrt: Wrt, sums: list[Tensor], rows: int | None, rule: Rule, *, in_place: bool
+    loss: Loss,
+    args: Sequence[Any],
+    wrt: Wrt,
+    sums: list[Tensor],
+    rows: int | None,
+    rule: Rule,
+    *,
+    in_place: bool,
 ) -> tuple[list[Tensor], Microbatch]:
     """Take all gradients first and add them afterwards, when it is known whether they count.
 
@@ -188,15 +220,21 @@ def _collected(
     if rule.nonfinite == "raise" and not in_place:
         refuse_to_look()
 
-    def gradients(leaves: list[Tensor]) -> Counted:
-        engine = PASSES[rule.engine]
-        seen, shape, pull, _ = engine(loss, wrt._replace(leaves=leaves), {}, rule.has_aux)
+    def pulled(leaves: list[Tensor]) -> Counted:
+        prepared = wrt._replace(leaves=leaves)
+        seen, shape, pull = wrt.forward(loss, args, prepared, {}, rule.has_aux)
+        total = seen.total
+        seen = alone(seen, wrt)
         entry = enter(seen, shape, rows, rule.reduction, rule.squares)
-        shared = wrt.cotangents if in_place else None  # made on one level, and of use on no other
-        weighing = weigh(seen, rows, rule.reduction, wrt.unit, shared, wrt.scale)
+        weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.weighings, wrt.scale)
         if weighing is None:
             return Counted(([], entry, None), None)
-        grads = list(pull(weighing.cotangent))
+        if pull is not None:
+            grads = list(pull(weighing.cotangent))
+        elif total.requires_grad:
+            grads = list(gradients(total, leaves, weighing.cotangent))
+        else:
+            grads = [None] * len(leaves)
         if rule.squares:
             norms = [None if g is None else norm(g) for g in grads]
             entry = with_squares(entry, norms, weighing, wrt.unit)
@@ -209,7 +247,7 @@ def _collected(
         return Counted((grads, entry, weighing), weighing.keep)
 
     if in_place:
-        grads, entry, weighing = gradients(wrt.leaves).tree
+        grads, entry, weighing = pulled(wrt.leaves).tree
         for i in range(len(grads)):
             if (grad := grads[i]) is not None:
                 add_gradient_(sums[i], grad, weighing)
@@ -219,7 +257,7 @@ def _collected(
     kinds = [(x.dtype, x.device) for x in sums]
 
     def terms(leaves: list[Tensor]) -> Counted:
-        (grads, entry, weighing), keep = gradients(leaves)
+        (grads, entry, weighing), keep = pulled(leaves)
         zeros = [torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds]
         pairs = zip(zeros, grads, strict=False)
         return Counted(

@@ -69,7 +69,8 @@ def grad_and_value(
     With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry
     no outer graph: differentiate through it with torch.func's transforms. Where the batch fits into
     one microbatch they are the same bits, but for the few operations (silu, mish, GroupNorm, LSTM
-    on a CPU) for which torch.func takes another formula: then they are those of ``.backward()``.
+    on a CPU, binary_cross_entropy_with_logits) for which torch.func takes another formula: then
+    they are those of ``.backward()``.
 
     Args:
         func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
@@ -85,7 +86,8 @@ def grad_and_value(
             a tree of words that is a prefix of aux.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
         nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
-        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses;
+            ``"auto"`` is autograd at top level and torch.func under a transform: see ``make_step``.
 
     Returns:
         A function of ``func``'s arguments giving ``(grads, value)``, or

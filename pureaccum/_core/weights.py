@@ -12,12 +12,23 @@ as large as a leaf.
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base import any_sharded, as_scalar_of, foreach_add_, scalars_of, with_all_terms
+from .._base import (
+    any_sharded,
+    as_scalar_of,
+    at_once,
+    foreach_add_,
+    foreach_div_,
+    is_finite,
+    on_host,
+    scalars_of,
+    with_all_terms,
+)
 from .loss import Read, Reduction, Shape, counts, join_aux
 
 
@@ -34,6 +45,12 @@ class Weighing(NamedTuple):
     cotangent: Tensor
     factor: float | Tensor
     keep: Tensor | None  # None: it counts
+
+
+def as_it_comes(weighing: Weighing) -> bool:
+    """Whether a gradient enters the sums as it is."""
+    factor, keep = weighing.factor, weighing.keep
+    return keep is None and not isinstance(factor, Tensor) and factor == 1.0
 
 
 def add_gradient_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
@@ -58,7 +75,8 @@ def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing
     """Add many small gradients in place, in few calls whatever their number."""
     factor, keep = weighing.factor, weighing.keep
     if keep is None and not isinstance(factor, Tensor):
-        foreach_add_(totals, grads, alpha=factor)
+        if totals:  # torch's own raises on empty lists
+            foreach_add_(totals, grads, alpha=factor)
         return
     alike: dict[Any, list[int]] = {}
     for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
@@ -82,20 +100,23 @@ def with_gradient_added(total: Tensor, grad: Tensor, weighing: Weighing) -> Tens
     return total + _term(grad, total, weighing)
 
 
-def divided(sums: list[Tensor], *by: Tensor, own: bool) -> list[Tensor]:
+def divided(sums: list[Tensor], *by: Any, own: bool) -> list[Tensor]:
     """Sums divided by one number after the other, in place if they are the caller's own.
 
     Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
     more often, and so the bits of a parameter would depend on how it is written down.
     """
-    divide, numbers = Tensor.div_ if own else torch.div, [*map(scalars_of, by)]
-    quotients: list[Tensor] = []
-    for total in sums:
-        parts = torch.view_as_real(total.resolve_conj()) if total.is_complex() else total
-        for number in numbers:  # one at a time: their product may overflow
-            parts = divide(parts, number(parts))
-        quotients.append(torch.view_as_complex(parts) if total.is_complex() else parts)
-    return quotients
+    parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in sums]
+    together = own and at_once(parts)
+    # one at a time, as their product may overflow
+    for number in (scalars_of(x) for x in by if isinstance(x, Tensor) or x != 1 or not own):
+        if together:
+            foreach_div_(parts, number(parts[0]))
+        else:
+            divide = Tensor.div_ if own else torch.div
+            parts = [divide(x, number(x)) for x in parts]
+    pairs = zip(parts, sums, strict=True)
+    return [torch.view_as_complex(x) if total.is_complex() else x for x, total in pairs]
 
 
 def nothing_like(grad: Tensor) -> Tensor:
@@ -133,9 +154,9 @@ class Microbatch(NamedTuple):
 class Tally(NamedTuple):
     """What several microbatches came to."""
 
-    total: Tensor
-    weight: Tensor
-    nonfinite: Tensor
+    total: Any
+    weight: Any
+    nonfinite: Any
 
 
 def power_of_two(rows: int) -> float:
@@ -168,13 +189,14 @@ def enter(
     else:
         times = weight = share = float(rows)
         value = value if rows else torch.zeros_like(value)  # the mean of nothing is NaN
+    aux = join_aux(seen.aux, shape) if shape.aux is not None else ()
     return Microbatch(
         value=value,
         times=times,
         weight=weight,
         share=share,
         finite=None,
-        aux=join_aux(seen.aux, shape),
+        aux=aux,
         dtype=shape.dtype,
         weighted=shape.weighted,
     )
@@ -185,7 +207,7 @@ def weigh(
     rows: int | None,
     reduction: Reduction,
     unit: float | None = None,
-    cotangents: dict[float, Tensor] | None = None,
+    made: dict[Any, Weighing] | None = None,
     scale: Tensor | None = None,
 ) -> Weighing | None:
     """How the gradient of a microbatch enters the sums; None where it is known to add nothing.
@@ -197,7 +219,7 @@ def weigh(
         unit: A power of two, the same for a whole window, of which the sums are multiples: then
             nothing but the cotangent of a mean differs between its microbatches. None: the sums
             are what they say.
-        cotangents: The cotangents made so far for this window, by their value.
+        made: Where to keep it for further microbatches of this window: see ``Wrt``.
         scale: A loss scale: the sums are those of the scaled loss. It rides on the cotangent, so
             that no loss in float16 is ever multiplied.
     """
@@ -215,14 +237,14 @@ def weigh(
         power = _power_of_two(count)
         cotangent = torch.ones_like(total) * (count / power).to(total.dtype)
         return Weighing(scaled(cotangent, scale), power, None)
-    power = 1.0 if reduction == "sum" else unit or power_of_two(rows or 0)
-    pulled = 1.0 if reduction == "sum" else (rows or 0) / power
-    cotangent = None if cotangents is None else cotangents.get(pulled)
-    if cotangent is None:
-        cotangent = scaled(torch.full_like(total, pulled), scale)
-        if cotangents is not None:
-            cotangents[pulled] = cotangent
-    return Weighing(cotangent, power / (unit or 1.0), None)
+    kind = rows, total.dtype
+    rows = 1 if reduction == "sum" else rows or 0
+    power = 1.0 if reduction == "sum" else unit or power_of_two(rows)
+    cotangent = scaled(torch.full_like(total, rows / power), scale)
+    weighing = Weighing(cotangent, power / (unit or 1.0), None)
+    if made is not None:
+        made[kind] = weighing
+    return weighing
 
 
 def with_squares(
@@ -254,7 +276,17 @@ def _power_of_two(weight: Tensor) -> Tensor:
 
 
 def settle(seen: Sequence[Microbatch]) -> Tally:
-    """Total, weight and the number of microbatches that are not finite, in float64 and int64."""
+    """Total, weight and the number of microbatches that are not finite, in float64 and int64.
+
+    They are Python's numbers where the host has them, and else tensors.
+    """
+    values = on_host(*[x.value for x in seen])
+    if {float}.issuperset(map(type, values)):
+        each: list[float] = [x * entry.times for x, entry in zip(values, seen, strict=True)]
+        weights = [x.weight.item() if isinstance(x.weight, Tensor) else x.weight for x in seen]
+        flags = [x.finite.item() for x in seen if x.finite is not None]
+        good = sum(flags) if flags else [*map(isfinite, each)].count(True)
+        return Tally(sum(each), sum(weights), len(seen) - good)
     # Few operations for many entries. A compiler sees to that by itself, and would take the number
     # of rows for a constant if two of them were compared.
     alone = torch.compiler.is_dynamo_compiling()
@@ -277,7 +309,7 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
 
 def total_finite(entry: Microbatch) -> Tensor:
     """Whether the total of a microbatch is finite."""
-    return (entry.value - entry.value) == 0
+    return is_finite(entry.value)
 
 
 def judged(entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None) -> Microbatch:

@@ -3,7 +3,7 @@
 A batch that fits into one microbatch passes through untouched: its weight is 1.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,19 +13,22 @@ from torch import Tensor
 
 from .._base import (
     Tree,
-    all_finite,
+    all_finite_of,
+    any_sharded,
     closed,
+    is_finite,
     known,
     opened,
     paths,
     resolved,
+    scalar,
     transform_active,
     unflatten,
-    zeros,
+    zeros_for_sums,
 )
-from .accumulator import AccumState, counted, empty, plain_sum
+from .accumulator import AccumState, amounts_of, plain_sum
 from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of, sizes_of_batch
-from .engines import prepare
+from .engines import Wrt, prepare, run_window
 from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch, check_sharded
 from .reductions import AuxState, finish_aux, fold_aux
@@ -67,13 +70,14 @@ class CutBatch(NamedTuple):
             return 1
         return self.size if isinstance(self.size, int) else max(self.sizes)
 
-    def parts(self) -> Iterator[tuple[Tree, int, int]]:
+    def parts(self) -> Iterable[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
         batch, size, _ = self
-        untouched = self.untouched
+        if self.untouched and (batch.rows or size is None) and not any_sharded(batch.leaves):
+            return [(unflatten(batch.spec, batch.leaves), batch.rows or 0, 1)]
+        sizes = self.sizes
         parts = [unflatten(batch.spec, batch.leaves)] if size is None else cut(batch, size)
-        for rows, part in zip(self.sizes, parts, strict=True):
-            yield part, rows, 1 if untouched else rows
+        return zip(parts, sizes, [1] * len(sizes) if self.untouched else sizes, strict=True)
 
 
 # Of leaves, a microbatch, its rows, and what is carried.
@@ -107,7 +111,7 @@ class Accumulation(NamedTuple):
 class Accumulated(NamedTuple):
     """The sums over a batch, not yet divided."""
 
-    state: AccumState  # its sums are still to be multiplied by the unit
+    state: AccumState  # of amounts; its sums are still to be multiplied by the unit
     unit: float | Tensor
     carried: Any
     aux: Tree
@@ -139,7 +143,7 @@ def means(
     own = not transform_active()  # the sums are the engine's
     grads = divided(resolved(state.grads), by / sums.unit, own=own)
     grads = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
-    return grads, mean_value(state.total, by).to(sums.dtype), sums.aux
+    return grads, scalar(mean_value(state.total, by), sums.dtype, leaves[0].device), sums.aux
 
 
 def accumulate(job: Accumulation) -> Accumulated:
@@ -175,7 +179,7 @@ def evaluate(
             return torch.tensor(0.0 if rule.reduction == "sum" else torch.nan), None
         total, weight, _ = settle(seen)
         by = divisor(weight, rule.reduction == "sum" and not seen[-1].weighted)
-        value = mean_value(total, by).to(seen[-1].dtype)
+        value = scalar(mean_value(total, by), seen[-1].dtype, seen[-1].value.device)
         return value, None if aux is None else finish_aux(aux)
 
 
@@ -187,7 +191,7 @@ def _speculate(job: Accumulation) -> Accumulated:
     """
     random = torch.get_rng_state()
     sums = _accumulate(job._replace(rule=job.rule._replace(nonfinite="propagate")))
-    if known(all_finite((sums.state.grads, sums.state.total))):
+    if known(all_finite_of(opened(sums.state.grads)[0])) and is_finite(sums.state.total):
         return sums
     del sums
     torch.set_rng_state(random)
@@ -195,47 +199,40 @@ def _speculate(job: Accumulation) -> Accumulated:
 
 
 def _accumulate(job: Accumulation) -> Accumulated:
-    call, leaves, batch, rule = job.call, job.leaves, job.batch, job.rule
-    carried, advance = job.carried, job.advance
-    wrt = prepare(leaves, rule.engine, set())
+    leaves, batch, rule = job.leaves, job.batch, job.rule
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
-    sums, layouts = opened(zeros(leaves, job.at_least))
-    straight = (
-        rule.engine == "autograd"
-        and rule.nonfinite == "propagate"
-        and not rule.squares
-        and layouts is None
-        and all(x.dtype == sum_.dtype for x, sum_ in zip(leaves, sums, strict=True))
-    )
-    # Compilers share what is alike by themselves.
-    cotangents: dict[float, Tensor] | None = None if torch.compiler.is_dynamo_compiling() else {}
-    wrt = wrt._replace(unit=unit, cotangents=cotangents, scale=job.scale, straight=straight)
+    wrt = prepare(leaves, rule.engine, job.known)._replace(unit=unit, scale=job.scale)
     seen: list[Microbatch] = []
-    aux: AuxState | None = None
-    with guarding(job.known, *job.given()) as guarded, cutting(not batch.untouched):
-        for i, (part, rows, counts) in enumerate(batch.parts()):
 
-            def loss(
-                leaves: list[Tensor], part: Tree = part, rows: int = rows, carried: Any = carried
-            ) -> Any:
-                return call(leaves, part, rows, carried)
+    def label(leaf: int | None) -> str:
+        names = paths(job.spec, job.roots[0])
+        what = "the loss" if leaf is None else f"the gradient of {names[leaf]}"
+        i = len(seen)
+        return f"{what} of microbatch {i} (from row {sum(batch.sizes[:i])})"
 
-            def label(leaf: int | None, i: int = i) -> str:
-                names = paths(job.spec, job.roots[0])
-                what = "the loss" if leaf is None else f"the gradient of {names[leaf]}"
-                return f"{what} of microbatch {i} (from row {sum(batch.sizes[:i])})"
+    def window(wrt: Wrt) -> tuple[list[Tensor], Any, AuxState | None]:
+        seen.clear()
+        sums = zeros_for_sums(leaves, job.at_least)
+        carried: Any = job.carried
+        aux: AuxState | None = None
+        with guarding(job.known, *job.given()) as guarded, cutting(not batch.untouched):
+            loss = guarded(job.call)
+            for part, rows, counts in batch.parts():
+                sums, entry = add_microbatch(
+                    loss, (part, rows, carried), wrt, sums, counts, rule, label=label
+                )
+                if job.advance is not None:
+                    carried, entry = job.advance(carried, entry, rows)
+                if rule.has_aux:
+                    aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
+                    entry = entry._replace(aux=())
+                seen.append(entry)
+        return sums, carried, aux
 
-            sums, entry = add_microbatch(guarded(loss), wrt, sums, counts, rule, label=label)
-            if advance is not None:
-                carried, entry = advance(carried, entry, rows)
-            if rule.has_aux:
-                aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
-                entry = entry._replace(aux=())
-            seen.append(entry)
-    sums = closed(sums, layouts)
-    state = empty(sums, leaves[0].device, len(sums) if rule.squares else None)
+    sums, carried, aux = run_window(window, wrt)
+    sums = closed(sums, wrt.layouts)
     return Accumulated(
-        state=counted(state, seen, rule, sums) if seen else state,
+        state=amounts_of(seen, rule, sums),
         unit=unit,
         carried=carried,
         aux=None if aux is None else finish_aux(aux),

@@ -48,6 +48,8 @@ class Known:
         captured: The tensors that it was seen to read, and is not given.
         modules: The modules that it calls.
         themselves: The modules among them that have buffers and are not in shells.
+        recomputes: Whether its backward pass computes it again, once that is known: see
+            ``run_window`` in engines.py.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class Known:
         self.captured: list[ReferenceType[Tensor]] = []
         self.modules: list[ReferenceType[nn.Module]] = []
         self.themselves: list[ReferenceType[nn.Module]] = []
+        self.recomputes: bool | None = None
 
 
 class Given(NamedTuple):

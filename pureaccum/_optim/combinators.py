@@ -20,10 +20,13 @@ from torch import Tensor
 from .._base import (
     Spoiled,
     Tree,
+    any_sharded,
+    at_once,
     check_fits,
     check_number,
     check_same_structure,
     flatten,
+    foreach_mul_,
     global_norm,
     hand_over,
     mark,
@@ -93,14 +96,21 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
 
     def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
         """The gradients scaled down, and no state."""
-        leaves, spec = flatten(grads)
-        factor = scalars_of(factor_of(global_norm(leaves)))
-        if donate and not transform_active():
-            scaled = [x.mul_(factor(x)) for x in leaves]
-            return unflatten(spec, hand_over(leaves, scaled)), ()
-        return unflatten(spec, [x * factor(x) for x in leaves]), ()
+        return _scaled(grads, factor_of(global_norm(grads)), donate), ()
 
     return GradientMap(init, update, factor_of)
+
+
+def _scaled(grads: Tree, factor: Tensor, donate: bool) -> Tree:
+    """Gradients times a number, in their own memory where they are given up."""
+    leaves, spec = flatten(grads)
+    of, own = scalars_of(factor), donate and not transform_active()
+    if own and at_once(leaves) and not any_sharded(leaves):
+        scaled = [x.detach() for x in leaves]
+        foreach_mul_(scaled, of(leaves[0]))
+    else:
+        scaled = [x.mul_(of(x)) if own else x * of(x) for x in leaves]
+    return unflatten(spec, hand_over(leaves, scaled) if own else scaled)
 
 
 # A chain -------------------------------------------------------------------------------------
@@ -171,11 +181,19 @@ def chain(*parts: Any) -> Optimizer:
         return Ready(last.sound, partial(step, state, last))
 
     def step(
-        state: tuple[Any, ...], last: Ready, grads: Tree, applied: Tensor | None, donate: bool
+        state: tuple[Any, ...],
+        last: Ready,
+        grads: Tree,
+        applied: Tensor | None,
+        donate: bool,
+        norm: Tensor | None,
     ) -> tuple[Tree, tuple[Any, ...]]:
         new: list[Any] = []
         for map, old in zip(maps, state, strict=False):
-            if isinstance(map, GradientMap):
+            norm, known = None, norm
+            if isinstance(map, GradientMap) and map.factor is not None and known is not None:
+                grads, later = _scaled(grads, map.factor(known), donate), old
+            elif isinstance(map, GradientMap):
                 grads, later = map.update(grads, old, donate=donate)
             else:
                 before = flatten(grads)[1]
@@ -184,7 +202,7 @@ def chain(*parts: Any) -> Optimizer:
                 came = flatten(grads)[1]
                 check_same_structure(before, came, "the gradients it got", "its grads", cause)
             new.append(later if applied is None else where(applied, later, old))
-        params, kept = last.apply(grads, applied, donate)
+        params, kept = last.apply(grads, applied, donate, norm)
         return params, (*new, kept)
 
     return optimizer_of(init, ready, check)
@@ -218,7 +236,12 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
         return Ready(True, partial(step, state, params))  # nobody knows its learning rate
 
     def step(
-        state: Any, params: Tree, grads: Tree, applied: Tensor | None, donate: bool
+        state: Any,
+        params: Tree,
+        grads: Tree,
+        applied: Tensor | None,
+        donate: bool,
+        norm: Tensor | None,
     ) -> tuple[Tree, Any]:
         old = (params, state)
         new: Any = plain(grads, state, params)
@@ -341,20 +364,23 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         }
         sound = reduce(both_sound, (one.sound for one in begun.values()))
 
-        def step(grads: Tree, applied: Tensor | None, donate: bool) -> tuple[Tree, dict[str, Any]]:
+        def step(
+            grads: Tree, applied: Tensor | None, donate: bool, norm: Tensor | None
+        ) -> tuple[Tree, dict[str, Any]]:
             terms, terms_spec = flatten(grads)
             check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), ONE_EACH)
             new = list(leaves)
             states: dict[str, Any] = {}
-            given = [*leaves, *tree_leaves(state)]
+            given_up = [*leaves, *tree_leaves(state)]
             try:
                 for label, at in of_label.items():
-                    updated, states[label] = begun[label].apply(_picked(terms, at), applied, donate)
+                    given = _picked(terms, at), applied, donate, None
+                    updated, states[label] = begun[label].apply(*given)
                     for path, i in at.items():
                         new[i] = updated[path]
             except BaseException:
                 if states and donate:  # what the first ones gave up is lost
-                    mark(given, Spoiled)
+                    mark(given_up, Spoiled)
                 raise
             return unflatten(spec, new), states
 

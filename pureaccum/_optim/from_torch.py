@@ -154,6 +154,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         grads: Tree,
         applied: Tensor | None,
         donate: bool,
+        norm: Tensor | None,
     ) -> tuple[Tree, TorchState]:
         terms, terms_spec = flatten(grads)
         check_fits(terms, terms_spec, given, spec, ("grads", "params"), ONE_EACH)

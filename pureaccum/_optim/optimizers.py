@@ -16,9 +16,18 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from .._base import Tree, as_scalar_of, check_number, known, loadable, moved
+from .._base import (
+    Tree,
+    as_scalar_of,
+    check_number,
+    fused_adam,
+    known,
+    loadable,
+    may_be_differentiated,
+    moved,
+)
 from .schedules import check_rate
-from .update import Columns, Method, Optimizer, Rate, by_method
+from .update import Columns, Method, Optimizer, Rate, by_method, refuse_fused
 
 
 @loadable
@@ -128,7 +137,7 @@ def _sgd(
 
     def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
         if fused:
-            _refuse_fused("sgd", params)
+            refuse_fused("sgd", params)
         elif isinstance(rate, Tensor):
             return False  # the kernel would read it on the host
         # the first gradient is not dampened, and nobody may know whether it is the first
@@ -306,14 +315,17 @@ def _adam(
             param = param * decay
         elif weight_decay:
             grad = grad + weight_decay * param
-        mean = mean + (1 - beta1) * (grad - mean)
-        square = beta2 * square + (1 - beta2) * grad * grad
+        mean = torch.lerp(mean, grad, 1 - beta1)
+        square = torch.addcmul(beta2 * square, grad, grad, value=1 - beta2)
         if amsgrad:
             most = [torch.maximum(most[0], square)]
         top = most[0] if amsgrad else square
-        # The root has no derivative at zero, where a meta-gradient would turn into NaN.
-        positive = top > 0
-        root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
+        if may_be_differentiated():
+            # The root has no derivative at zero, where a meta-gradient would turn into NaN.
+            positive = top > 0
+            root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
+        else:
+            root = top.sqrt()
         denominator = root / root_of_second + eps
         return param - rate_by_first * mean / denominator, mean, square, *most
 
@@ -326,8 +338,11 @@ def _adam(
 
     def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
         if fused:
-            _refuse_fused(owner, params)
+            refuse_fused(owner, params)
         return True
+
+    knobs: Any = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+    knobs |= {"amsgrad": amsgrad, "maximize": maximize}
 
     def kernel(
         columns: Columns,
@@ -338,28 +353,26 @@ def _adam(
         foreach: bool,
     ) -> None:
         params, exp_avg, exp_avg_sq, *most = columns
+        columns = [params, grads, exp_avg, exp_avg_sq, most[0] if most else []]
+        if fused and len({(x.device, x.dtype) for x in params}) == 1:
+            if isinstance(rate, Tensor):
+                rate = moved(rate, params[0].device, torch.float32)
+            steps = [step.float()] * len(params)
+            fused_adam(decoupled, *columns, steps, lr=rate, found_inf=found_inf, **knobs)
+            return
         # The kernel counts for itself, once for every leaf.
         steps = (step - 1).float().expand(len(params)).clone().unbind()
         torch_adam(
-            params,
-            grads,
-            exp_avg,
-            exp_avg_sq,
-            most[0] if most else [],
-            list(steps),
+            *columns,
+            list(steps),  # pyright: ignore[reportCallIssue]
             foreach=foreach,
             fused=fused,
             capturable=params[0].device.type != "cpu",
             found_inf=found_inf,
             has_complex=any(x.is_complex() for x in params),
             decoupled_weight_decay=decoupled,
-            amsgrad=amsgrad,
-            beta1=beta1,
-            beta2=beta2,
             lr=_in_float32(rate),
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=maximize,
+            **knobs,
         )
 
     return Method(
@@ -375,24 +388,5 @@ def _adam(
     )
 
 
-# What torch's fused kernels take ----------------------------------------------------------------
-
-
 def _in_float32(rate: float | Tensor) -> Any:
     return rate.float() if isinstance(rate, Tensor) else rate
-
-
-def _refuse_fused(name: str, params: list[Tensor]) -> None:
-    for x in params:
-        if x.is_complex():
-            raise ValueError(
-                f"{name}(fused=True) came with parameters in {x.dtype}; torch's fused kernels know "
-                "no complex numbers. Use fused=False."
-            )
-        half = x.dtype in (torch.bfloat16, torch.float16)
-        if name == "sgd" and half and x.device.type == "cpu":
-            raise ValueError(
-                f"sgd(fused=True) came with parameters in {x.dtype} on a CPU; torch's kernel "
-                "leaves most of them as they are, without an error, up to torch 2.13 "
-                "(github.com/pytorch/pytorch/issues/191763). Use fused=False."
-            )

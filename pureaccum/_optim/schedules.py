@@ -227,11 +227,13 @@ def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
 
     It is a bool where the host knows the rate, which costs a device nothing, else a 0-d tensor.
     """
+    number = None if transform_active() else known(rate)
+    if number is not None and abs(number) <= torch.finfo(torch.float16).max:  # any dtype holds it
+        return True
     dtypes = {x.dtype for x in leaves}
     if rate.is_floating_point():
         dtypes.add(rate.dtype)  # in which it is compared
     most = min(torch.finfo(dtype).max for dtype in dtypes)
-    number = None if transform_active() else known(rate)
     return rate.abs() <= most if number is None else abs(number) <= most
 
 

@@ -28,6 +28,7 @@ from .._base import (
     check_fits,
     check_state,
     closed,
+    copies,
     flatten,
     known,
     mark,
@@ -53,11 +54,12 @@ class Ready(NamedTuple):
     Attributes:
         sound: Whether the learning rate can be used: a bool if the host knows the rate, and else a
             0-d bool tensor. The caller decides what a rate that cannot be used means.
-        apply: ``apply(grads, applied, donate)`` takes the step.
+        apply: ``apply(grads, applied, donate, norm)`` takes the step; ``norm`` is the global norm
+            of the gradients where somebody has computed it, else None.
     """
 
     sound: bool | Tensor
-    apply: Callable[[Tree, Tensor | None, bool], tuple[Tree, Any]]
+    apply: Callable[[Tree, Tensor | None, bool, Tensor | None], tuple[Tree, Any]]
 
 
 def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
@@ -104,7 +106,7 @@ def optimizer_of(
         donate: bool = False,
     ) -> tuple[Tree, Any]:
         """The next params and state; where ``applied`` is false, the old ones bit for bit."""
-        return ready(state, params).apply(grads, applied, donate)
+        return ready(state, params).apply(grads, applied, donate, None)
 
     return Optimizer(init, apply, check, ready)
 
@@ -208,16 +210,19 @@ def _step(
     grads: Tree,
     applied: Tensor | None,
     donate: bool,
+    norm: Tensor | None,
 ) -> tuple[Tree, Any]:
     """The next params and state, from the columns of both that ``_check`` gave."""
     terms, terms_spec = flatten(grads)
     check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), ONE_EACH)
-    terms = [_dense(g, x.dtype) for g, x in zip(terms, columns[0], strict=True)]
-    own = donate and not transform_active()
-    given_up = tree_leaves((columns, state.steps, state.lr)) if own else []
+    pairs = zip(terms, columns[0], strict=True)
+    terms = [g if g.dtype == x.dtype and not g.is_sparse else _dense(g, x.dtype) for g, x in pairs]
+    active = transform_active()
+    own = donate and not active
+    given_up = [*chain(*columns), state.steps, *tree_leaves(state.lr)] if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
     given = terms, columns, state.steps + 1, rate, applied
-    if transform_active() or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
+    if active or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
         new = by_formula(method, *given)
     else:
         foreach = not method.fused and columns[0][0].device.type != "cpu"
@@ -320,7 +325,7 @@ def by_kernel(
         elif given_up:
             for part in _groups(work):
                 old = [column[part] for column in work]
-                new = [[x.clone() for x in column] for column in old]
+                new = copies(old)
                 method.kernel(new, grads[part], step, rate_, None, foreach)
                 written = True
                 _select(applied, new, old, into=1)
@@ -355,3 +360,23 @@ def _select(applied: Any, new: Columns, old: Columns, into: int) -> None:
         if device not in keep:
             keep[device] = moved(applied, device)
         torch.where(keep[device], *pair, out=pair[into])
+
+
+# What torch's fused kernels take ----------------------------------------------------------------
+
+
+def refuse_fused(name: str, params: list[Tensor]) -> None:
+    """Raise where torch's fused kernel is none for such parameters."""
+    for x in params:
+        if x.is_complex():
+            raise ValueError(
+                f"{name}(fused=True) came with parameters in {x.dtype}; torch's fused kernels know "
+                "no complex numbers. Use fused=False."
+            )
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        if name == "sgd" and half and x.device.type == "cpu":
+            raise ValueError(
+                f"sgd(fused=True) came with parameters in {x.dtype} on a CPU; torch's kernel "
+                "leaves most of them as they are, without an error, up to torch 2.13 "
+                "(github.com/pytorch/pytorch/issues/191763). Use fused=False."
+            )

@@ -8,7 +8,7 @@ loss is ``Weighted``. All that comes out has the samples along dim 0.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -22,6 +22,7 @@ from .._base import (
     flatten,
     forward_ad_active,
     global_norm,
+    gradients,
     positions,
     read_params,
     read_tensors,
@@ -33,21 +34,23 @@ from .._base import (
     vmap_refusal,
 )
 from .._core import (
-    PASSES,
     Batch,
     Engine,
     Given,
+    Known,
     Wrt,
+    alone,
+    as_they_are,
     check_size,
     counts,
     cut,
     cutting,
     guarding,
     join_aux,
-    known_of,
     prepare,
     read_batch,
     rows_to_cut,
+    run_window,
 )
 from .._optim import GradientMap
 
@@ -118,8 +121,12 @@ def sampled(
     at: tuple[int, ...],
     batches: tuple[int, ...],
     how: Sampling,
+    known: Known,
 ) -> tuple[Iterator[Chunk], list[Tree]]:
-    """The chunks of a call, and a list that gets the aux and metrics of each as it comes."""
+    """The chunks of a call, and a list that gets the aux and metrics of each as it comes.
+
+    What is ``known`` is of the user's function: ``func`` is another one at each call.
+    """
     leaves, spec = read_params(params)
     refuse_sharded(leaves, "params", NO_SAMPLES)
     cut_at = positions(batches, len(args), "batch_argnums")
@@ -140,13 +147,13 @@ def sampled(
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
     def noted(call: SampleLoss) -> Iterator[Chunk]:
-        for chunk in _chunks(call, leaves, spec, batch, how):
+        for chunk in _chunks(call, leaves, spec, batch, known, how):
             beside.append((chunk.aux, chunk.metrics))
             yield chunk
 
     def watched() -> Iterator[Chunk]:
         given = Given("params", leaves, spec), Given("args", batch.leaves, batch.spec)
-        with guarding(known_of(func), *given) as guarded:
+        with guarding(known, *given) as guarded:
             yield from noted(guarded(call))
 
     return noted(call) if torch.compiler.is_dynamo_compiling() else watched(), beside
@@ -161,19 +168,22 @@ def with_beside(result: Any, beside: list[Tree], how: Sampling) -> Any:
 
 
 def _chunks(
-    call: SampleLoss, leaves: list[Tensor], spec: optree.PyTreeSpec, batch: Batch, how: Sampling
+    call: SampleLoss,
+    leaves: list[Tensor],
+    spec: optree.PyTreeSpec,
+    batch: Batch,
+    known: Known,
+    how: Sampling,
 ) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
     if how.engine == "vmap" and (how.carries_graph or transform_active() or forward_ad_active()):
         # Nothing is detached where results carry an outer graph.
-        wrt = Wrt(leaves=leaves, large=[], records=None, recomputes=set(), devices=frozenset())
+        wrt = as_they_are(leaves)
     else:
-        wrt = prepare(leaves, _ENGINES[how.engine], set())
+        wrt = prepare(leaves, _ENGINES[how.engine], known)
     size = how.chunk_size or max(batch.rows or 0, 1)
     for part in cut(batch, size):
-        with nullcontext() if wrt.records is None else torch.no_grad():
-            chunk = _chunk(call, wrt, spec, part, how)
-        yield chunk
+        yield run_window(partial(_chunk, call, spec=spec, part=part, how=how), wrt)
 
 
 _ENGINES: dict[SampleEngine, Engine] = {"vmap": "func", "autograd": "autograd"}
@@ -181,14 +191,16 @@ _ENGINES: dict[SampleEngine, Engine] = {"vmap": "func", "autograd": "autograd"}
 
 def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:
     given, part_spec = flatten(part)
-    forward = PASSES[_ENGINES[how.engine]]
     specs: dict[str, optree.PyTreeSpec] = {}
 
     def one(*tensors: Tensor) -> Any:
         rows = iter([x.unsqueeze(0) for x in tensors] if how.keep_batch_dim else tensors)
         sample = unflatten(part_spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
-        seen, shape, pull, _ = forward(lambda leaves: call(leaves, sample), wrt, {}, how.has_aux)
-        pulled = pull(torch.ones_like(seen.total))
+        seen, shape, pull = wrt.forward(call, (sample,), wrt, {}, how.has_aux)
+        total = seen.total
+        seen = alone(seen, wrt)
+        one = torch.ones_like(seen.total)
+        pulled = gradients(total, wrt.leaves, one) if pull is None else pull(one)
         pairs = zip(wrt.leaves, pulled, strict=True)
         grads = unflatten(spec, [_gradient_of(x, g) for x, g in pairs])
         scaling = _scaling(how.transform)

@@ -64,7 +64,8 @@ from .state import (
     read_train_state,
     recording,
 )
-from .windows import apply_window, first_row, step_whole, update_window
+from .whole_step import step_whole
+from .windows import apply_window, first_row, update_window
 
 
 SHAPES_REMEMBERED = 1000  # kinds of batches, and of microbatches
@@ -282,7 +283,7 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
     call = caller(plan, state, spec)
 
     def loss(leaves: list[Tensor]) -> Any:
-        carried = begin_buffers(plan.buffers, state.buffers), state.samples
+        carried = begin_buffers(plan.buffers, state.buffers), 0
         return call(leaves, *first_part(batch, size), carried)
 
     given = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)

@@ -43,7 +43,8 @@ from .._core import Batch, cut, power_of_two, read_batch, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
 from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
 from .state import Flat, Plan, StepWindow, TrainState
-from .windows import applied_window, begin_window, step_over, updated_window
+from .whole_step import step_over
+from .windows import applied_window, begin_window, updated_window
 
 
 Program = Callable[..., Any]
@@ -315,7 +316,7 @@ def together(plan: Plan, state: TrainState, flat: Batch) -> int:
     like, size = unflatten(flat.spec, flat.leaves), plan.size or 1
     first, _ = stacks(flat, size, 1, (2, 0), (False, False))
     one = one_of(caller(plan, state, spec), like, size)
-    return how_many(one, params, tensors_of(first), state.samples)
+    return how_many(one, params, tensors_of(first))
 
 
 def grouped(count: int, several: int) -> tuple[int, int]:

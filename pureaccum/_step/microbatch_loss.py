@@ -1,6 +1,6 @@
 """The loss of one microbatch as a step calls it, and what goes on to the next microbatch.
 
-The buffers and the number of samples so far are carried from one microbatch to the next. The loss
+The buffers and the number of rows so far are carried from one microbatch to the next. The loss
 gets what was configured: ``buffers=`` and ``keys=``, one key per row, made of the run's key, the
 number of the step and the number of the row. So masks do not depend on how a batch is cut.
 
@@ -30,28 +30,37 @@ from .precision import under
 from .state import Plan, TrainState
 
 
-def caller(plan: Plan, state: TrainState, spec: optree.PyTreeSpec) -> LossOfPart:
-    """The loss of one microbatch of this step; ``LossOfPart`` says what it is given."""
-    attempt = fold_in(state.key, state.attempts) if plan.keys else None
+def caller(
+    plan: Plan, state: TrainState, spec: optree.PyTreeSpec, first: Tensor | None = None
+) -> LossOfPart:
+    """The loss of one microbatch of this step; ``LossOfPart`` says what it is given.
 
-    def call(leaves: list[Tensor], part: Tree, rows: int, carried: tuple[Any, Tensor]) -> Any:
-        buffers, samples = carried
+    The first row of the step has the number ``first``, or that of the next one of the run.
+    """
+    loss_fn = plan.loss_fn
+    if plan.buffers is None and not plan.keys and (plan.policy is None or not plan.has_aux):
+        return lambda leaves, part, rows, carried: loss_fn(unflatten(spec, leaves), part)
+    attempt = fold_in(state.key, state.attempts) if plan.keys else None
+    first = state.samples if first is None else first
+
+    def call(leaves: list[Tensor], part: Tree, rows: int, carried: tuple[Any, Any]) -> Any:
+        buffers, before = carried
         named: dict[str, Any] = {}
         if plan.buffers:
             named["buffers"] = buffers.values
         if attempt is not None:
-            index = torch.arange(rows, dtype=torch.int64, device=samples.device)
-            named["keys"] = fold_in(attempt, samples + index)
+            index = torch.arange(rows, dtype=torch.int64, device=first.device)
+            named["keys"] = fold_in(attempt, first + before + index)
         params = unflatten(spec, leaves)
         collected: Any = ()
         if plan.buffers is None:
-            out = plan.loss_fn(params, part, **named)
+            out = loss_fn(params, part, **named)
             if not plan.has_aux or not is_pair(out):  # the engine says what is wrong with it
                 return out
             loss, aux = out
         else:
             with watching(plan.buffers) as seen:
-                out = plan.loss_fn(params, part, **named)
+                out = loss_fn(params, part, **named)
             loss, new, aux = _three(out, plan.has_aux)
             collected = collect_buffers(plan.buffers, seen, new, buffers.values)
         if plan.policy is not None:
@@ -93,19 +102,19 @@ def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:
 
 
 def onwards(
-    plan: Plan, carried: tuple[Any, Tensor], entry: Microbatch, rows: int
-) -> tuple[tuple[Any, Tensor], Microbatch]:
+    plan: Plan, carried: tuple[Any, Any], entry: Microbatch, rows: int
+) -> tuple[tuple[Any, Any], Microbatch]:
     """What the next microbatch is given, and the microbatch with its own aux alone.
 
     One that weighs nothing leaves the buffers as they were.
     """
-    buffers, samples = carried
+    buffers, before = carried
     if plan.buffers:
         collected, aux = entry.aux
         keep = entry.share != 0 if isinstance(entry.share, Tensor) else None
         buffers = advance_buffers(plan.buffers, buffers, collected, keep)
         entry = entry._replace(aux=aux)
-    return (buffers, samples + rows), entry
+    return (buffers, before + rows), entry
 
 
 # Python numbers as tensors -------------------------------------------------------------------
@@ -178,7 +187,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
 
     device = state.samples.device
     params, spec = flatten(state.params)
-    carried = begin_buffers(plan.buffers, state.buffers), state.samples
+    carried = begin_buffers(plan.buffers, state.buffers), 0
     try:
         leaves, numbers = taken_out(batch.leaves, dtypes, device)
         batch = batch._replace(leaves=leaves)

@@ -85,7 +85,7 @@ def of_all_ranks(
         unit: What the gradients of this rank are still to be multiplied by; ranks may differ.
 
     Returns:
-        The sums of all ranks, and what is carried after their last row.
+        The sums of all ranks, and what is carried after their last row: buffers, and their rows.
     """
     for grad in window.accum.grads:
         if isinstance(unit, Tensor) or unit != 1:
@@ -95,7 +95,7 @@ def of_all_ranks(
     buffers = window.buffers
     if plan.buffers not in (None, "freeze"):
         buffers = _pooled(buffers, plan.group)
-    return accum, (buffers, state.samples + of_all.sum().to(torch.int64))
+    return accum, (buffers, of_all.sum().to(torch.int64))
 
 
 def window_of_all_ranks(
@@ -104,9 +104,8 @@ def window_of_all_ranks(
     """The window of all ranks, from the window of this one, whose sums are written to."""
     sums, spec = flatten(window.accum.grads)
     own = window._replace(accum=window.accum._replace(grads=sums))
-    accum, (buffers, samples) = of_all_ranks(plan, state, own, unit)
-    accum = accum._replace(grads=unflatten(spec, sums))
-    return StepWindow(accum, buffers, samples - state.samples)
+    accum, (buffers, rows) = of_all_ranks(plan, state, own, unit)
+    return StepWindow(accum._replace(grads=unflatten(spec, sums)), buffers, rows)
 
 
 def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, group: Any) -> None:

@@ -55,7 +55,7 @@ from .._core import (
 
 LITTLE = 2**20  # bytes that the forward passes of all that go together keep
 
-# The loss as a function of leaves, the tensors of a microbatch, and the samples before it.
+# The loss as a function of leaves, the tensors of a microbatch, and the rows before it.
 One = Callable[[Sequence[Tensor], list[Tensor], Tensor], object]
 
 
@@ -75,7 +75,7 @@ def fold_scanned(job: Accumulation) -> Accumulated:
     batch: Stacked = job.batch
     leaves, rule, size = job.leaves, job.rule, batch.size
     unit = power_of_two(size) if rule.reduction == "mean" else 1.0
-    wrt = prepare(leaves, rule.engine, set())._replace(unit=unit, scale=job.scale)
+    wrt = prepare(leaves, rule.engine, job.known)._replace(unit=unit, scale=job.scale)
     amounts = [torch.zeros((), dtype=t, device=leaves[0].device) for t in _AMOUNTS]
     given, carried_spec = flatten(job.carried)
     # Clones, here and below: a scan may return nothing that it was given.
@@ -131,8 +131,8 @@ def one_of(call: LossOfPart, like: Tree, rows: int) -> One:
     """A loss in the form of ``One``, for batches whose other leaves are those of ``like``."""
     columns, spec = flatten(like)
 
-    def one(leaves: Sequence[Tensor], tensors: list[Tensor], samples: Tensor) -> Any:
-        return call(list(leaves), _filled(columns, spec, tensors), rows, ((), samples))
+    def one(leaves: Sequence[Tensor], tensors: list[Tensor], before: Tensor) -> Any:
+        return call(list(leaves), _filled(columns, spec, tensors), rows, ((), before))
 
     return one
 
@@ -147,11 +147,7 @@ def _more(
     job: Accumulation, wrt: Wrt, sums: list[Tensor], carried: Any, part: Tree, rows: int
 ) -> tuple[list[Tensor], Any, Microbatch]:
     """Add one more microbatch: the sums, what is carried, and what it came to."""
-
-    def loss(leaves: list[Tensor]) -> Any:
-        return job.call(leaves, part, rows, carried)
-
-    sums, entry = add_microbatch(loss, wrt, sums, rows, job.rule)
+    sums, entry = add_microbatch(job.call, (part, rows, carried), wrt, sums, rows, job.rule)
     if job.advance is not None:
         carried, entry = job.advance(carried, entry, rows)
     return sums, carried, entry
@@ -184,10 +180,10 @@ def _by_several(job: Accumulation, wrt: Wrt, batch: Stacked, carry: Any) -> tupl
     """Add all microbatches, several at a time, then those that are left, and count them."""
 
     def body(carry: Any, xs: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        sums, (samples,), amounts = carry
-        sums, tally = add_together(one, wrt, sums, xs, samples, job.rule)
+        sums, (before,), amounts = carry
+        sums, tally = add_together(one, wrt, sums, xs, before, job.rule)
         amounts = [x + y for x, y in zip(amounts, tally, strict=True)]
-        return (sums, [samples + len(xs[0]) * batch.size], amounts), []
+        return (sums, [before + len(xs[0]) * batch.size], amounts), []
 
     count = 0
     like = batch.rest if batch.microbatches is None else batch.microbatches
@@ -227,7 +223,7 @@ def _stacked(like: Microbatch, outputs: list[Tensor], rule: Rule) -> Stack:
 # Several at once ----------------------------------------------------------------------------
 
 
-def how_many(one: One, leaves: list[Tensor], xs: list[Tensor], samples: Tensor) -> int:
+def how_many(one: One, leaves: list[Tensor], xs: list[Tensor]) -> int:
     """How many microbatches like those in ``xs`` go together: a power of two, found by trying.
 
     It is one where torch cannot vmap the loss, or warns that it would be slow, where the loss draws
@@ -241,14 +237,15 @@ def how_many(one: One, leaves: list[Tensor], xs: list[Tensor], samples: Tensor) 
             sizes.append(x.numel() * x.element_size())
         return x
 
+    none = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     held = [leaf.detach().requires_grad_() for leaf in leaves]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with torch.no_grad():
-                _values(one, leaves, xs, samples.expand(len(xs[0])))
+                _values(one, leaves, xs, none.expand(len(xs[0])))
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(weigh, lambda x: x):
-                one(held, [x[0] for x in xs], samples)
+                one(held, [x[0] for x in xs], none)
     except Exception:
         return 1
     most = LITTLE // max(sum(sizes), 1)
@@ -256,13 +253,13 @@ def how_many(one: One, leaves: list[Tensor], xs: list[Tensor], samples: Tensor) 
 
 
 def add_together(
-    one: One, wrt: Wrt, sums: list[Tensor], xs: list[Tensor], samples: Tensor, rule: Rule
+    one: One, wrt: Wrt, sums: list[Tensor], xs: list[Tensor], before: Tensor, rule: Rule
 ) -> tuple[list[Tensor], Tally]:
     """Add the gradients of several microbatches: new sums, and what all of them came to."""
     count, rows = xs[0].shape[:2]
-    before = samples + rows * torch.arange(count, dtype=samples.dtype, device=samples.device)
+    each = before + rows * torch.arange(count, dtype=before.dtype, device=before.device)
     # pyright cannot tell the two lengths of vjp's result apart
-    values, pull = torch.func.vjp(lambda *leaves: _values(one, leaves, xs, before), *wrt.leaves)  # pyright: ignore
+    values, pull = torch.func.vjp(lambda *leaves: _values(one, leaves, xs, each), *wrt.leaves)  # pyright: ignore
     times = 1.0 if rule.reduction == "sum" else float(rows)
     cotangent = scaled(torch.full_like(values, times / (wrt.unit or 1.0)), wrt.scale)
     weighing = Weighing(cotangent, 1.0, None)
@@ -275,11 +272,11 @@ def add_together(
     return new, Tally((wide * times).sum(), weights.sum(), ((wide - wide) != 0).sum())
 
 
-def _values(one: One, leaves: Sequence[Tensor], xs: list[Tensor], samples: Tensor) -> Tensor:
+def _values(one: One, leaves: Sequence[Tensor], xs: list[Tensor], each: Tensor) -> Tensor:
     def value(tensors: list[Tensor], before: Tensor) -> Tensor:
         seen, _ = read(one(leaves, tensors, before), False)
         if not isinstance(seen.weight, tuple):
             raise TypeError("a Weighted loss goes alone: its weight may be zero")
         return seen.total
 
-    return torch.func.vmap(value)(xs, samples)
+    return torch.func.vmap(value)(xs, each)

@@ -132,8 +132,7 @@ class Plan(NamedTuple):
     buffers: Threading | None
     keys: bool
     donate: bool
-    recomputes: set[bool]  # whether the loss does, once that is known: see called_modules.py
-    known: Known  # what else is known of the loss: see writes.py
+    known: Known  # what is known of the loss: see writes.py
     group: Any = None  # the ranks that share a batch
     agreed: Agreement | None = None  # what these have to agree on: see agreement.py
 

@@ -45,15 +45,8 @@ from .loss_scale import LossScale
 from .precision import Policy, check_precision, under
 from .ranks import agreement_of, check_same
 from .state import Plan, StepInfo, StepWindow, TrainState, check_buffers, recording
-from .windows import (
-    apply_window,
-    begin_window,
-    merge_windows,
-    rows_of_this_rank,
-    step_of_ranks,
-    step_whole,
-    update_window,
-)
+from .whole_step import rows_of_this_rank, step_of_ranks, step_whole
+from .windows import apply_window, begin_window, merge_windows, update_window
 
 
 class Functions(NamedTuple):
@@ -117,7 +110,7 @@ def make_step(
     nonfinite: Nonfinite = "propagate",
     buffers: Threading | None = None,
     keys: bool = False,
-    engine: Engine = "func",
+    engine: Engine = "auto",
     noise: bool = False,
     group: Any = None,
     donate: bool = False,
@@ -161,7 +154,10 @@ def make_step(
             them with ``functional(module, microbatch_size=...)`` and no size here).
         keys: Hand each row of a batch a key of its own, made of the run's seed, the number of the
             step and the number of the row: masks do not depend on how a batch is cut.
-        engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses.
+        engine: ``"auto"`` is autograd at top level, which is faster and runs every loss, and
+            torch.func under a transform or a compiler. ``"func"`` and ``"autograd"`` insist. All
+            give the same bits, but for the few operations that torch.func differentiates by another
+            formula: see ``grad_and_value``.
         noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
             ``noise_scale`` and ``running_noise_scale``.
         group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
@@ -238,7 +234,6 @@ def make_step(
         buffers=buffers,
         keys=keys,
         donate=donate,
-        recomputes=set(),
         known=known_of(loss_fn),
         group=group,
     )

@@ -1,4 +1,4 @@
-"""A window: the microbatches of one step, from a batch at hand or a stream, and what follows.
+"""A window: the microbatches of one step, from a stream, and what follows from their sums.
 
     sums = gradients of the scaled loss, added up microbatch by microbatch
     gradients = sums / weight / scale
@@ -12,10 +12,9 @@ Each function is given the plan of the step first. All are pure; where the plan 
 to the memory of the state that they are given.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -23,18 +22,23 @@ from .._base import (
     LARGEST_INT,
     Spoiled,
     Tree,
-    all_finite,
+    all_finite_of,
     apart,
     check_int,
     check_same_structure,
     check_state,
+    closed,
     flatten,
-    global_norm,
     hand_over,
+    is_finite,
     mark,
     moved,
     norm,
+    norm_of_all,
+    on_host,
+    opened,
     resolved,
+    scalar,
     transform_active,
     tree_leaves,
     tree_map,
@@ -44,28 +48,21 @@ from .._base import (
 )
 from .._core import (
     AccumState,
-    Accumulated,
-    Accumulation,
     Given,
     Microbatch,
-    accumulate,
     divided,
     divisor,
     empty,
     mean_value,
-    need_rows,
-    plain_sum,
     read_batch,
-    read_cut,
     updated,
 )
 from .._core import merged as merge_states
 from .._samples import BatchNoise, noise_of
 from .buffers import begin_buffers, finish_buffers, merged_moments
 from .microbatch_loss import caller, check_keys, onwards
-from .ranks import before_this_rank, of_all_ranks
+from .ranks import of_all_ranks
 from .state import (
-    Flat,
     Plan,
     StepInfo,
     StepWindow,
@@ -74,85 +71,6 @@ from .state import (
     read_train_state,
     recording,
 )
-
-
-# A batch at hand -----------------------------------------------------------------------------
-
-
-@recording
-def step_whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
-    """One step over a whole batch."""
-    check_state(state, TrainState, "this step")
-    if plan.group is not None:
-        return step_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
-    cut = read_cut(batch, plan.size, plan.has_aux, "batch")
-    check_keys(plan, cut.batch)
-    return step_over(plan, state, cut)
-
-
-def step_over(
-    plan: Plan,
-    state: TrainState,
-    cut: Any,
-    summing: Callable[[Accumulation], Accumulated] = accumulate,
-) -> tuple[TrainState, StepInfo]:
-    """One step over a batch that is cut, in a form that ``summing`` knows."""
-    params, ready = read_train_state(plan, state, plan.optimizer.ready)
-    sums = summing(_accumulation(plan, state, params, cut, state.samples))
-    # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
-    rows = cut.rows or 1 if cut.untouched and not sums.weighted else 1
-    given = plan, state, ready, sums.state, sums.carried, sums.aux
-    return finished(*given, unit=sums.unit, rows=float(rows), own=True)
-
-
-@recording
-def step_of_ranks(
-    plan: Plan, summing: Callable[..., Accumulated], state: TrainState, batch: Tree
-) -> tuple[TrainState, StepInfo]:
-    """One step over a batch of which each rank has some rows; ``summing`` sums its own.
-
-    It may have to try more than once, and meanwhile tells other ranks nothing.
-    """
-    rows = need_rows(read_batch(batch, "batch"), "batch")
-    _, ready = read_train_state(plan, state, plan.optimizer.ready)
-    first = state.samples
-    if plan.keys:
-        first = first + before_this_rank(plan, state, rows)
-    sums = summing(state, batch, first)
-    buffers, last = sums.carried
-    window = StepWindow(sums.state, buffers, last - first)
-    accum, carried = of_all_ranks(plan, state, window, sums.unit)
-    return finished(plan, state, ready, accum, carried, sums.aux, own=True)
-
-
-def rows_of_this_rank(
-    plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
-) -> Accumulated:
-    """The sums over the rows of this rank, the first of which is number ``first`` in the run."""
-    cut = read_cut(batch, size, False, "batch")._replace(alone=False)
-    check_keys(plan, cut.batch)
-    if not cut.rows:  # nothing to call the loss with
-        cut = cut._replace(size=1)
-    return accumulate(_accumulation(plan, state, flatten(state.params), cut, first))
-
-
-def _accumulation(
-    plan: Plan, state: TrainState, params: Flat, cut: Any, first: Tensor
-) -> Accumulation:
-    return Accumulation(
-        call=caller(plan, state, params[1]),
-        leaves=params[0],
-        spec=params[1],
-        batch=cut,
-        rule=plan.rule,
-        at_least=torch.float32,
-        aux_reduction=plan.aux_reduction,
-        known=plan.known,
-        roots=("state.params", "batch"),
-        scale=_scale(plan, state),
-        carried=(begin_buffers(plan.buffers, state.buffers), first),
-        advance=partial(onwards, plan),
-    )
 
 
 # A stream of microbatches --------------------------------------------------------------------
@@ -201,7 +119,7 @@ def updated_window(
     at = first_row(plan, window, offset)
 
     def loss(leaves: list[Tensor]) -> Any:
-        return call(leaves, microbatch, read.rows or 0, (window.buffers, state.samples + at))
+        return call(leaves, microbatch, read.rows or 0, (window.buffers, at))
 
     accum, entry = updated(
         window.accum,
@@ -210,10 +128,9 @@ def updated_window(
         spec,
         read.rows,
         plan.rule,
-        plan.recomputes,
         (plan.known, *given),
         donate=plan.donate,
-        scale=_scale(plan, state),
+        scale=scale_of(plan, state),
         unit=unit,
     )
     carried = window.buffers, window.rows
@@ -277,7 +194,7 @@ def applied_window(
     """The next state and what happened, from sums that are still to be multiplied by ``unit``."""
     params, ready = read_train_state(plan, state, plan.optimizer.ready)
     check_window(plan, state, window, params)
-    carried = window.buffers, state.samples + window.rows
+    carried = window.buffers, window.rows
     own, shared = plan.donate and not transform_active(), plan.group is not None
     sums = tree_leaves(window.accum.grads)
     work = [x.detach() for x in sums] if own else [x.clone() for x in sums] if shared else sums
@@ -286,7 +203,8 @@ def applied_window(
         if shared:
             accum, carried = of_all_ranks(plan, state, window._replace(accum=accum), unit)
             unit = 1.0
-        result = finished(plan, state, ready, accum, carried, aux, unit=unit, own=own or shared)
+        given = plan, state, ready, params[1], accum, carried, aux
+        result = finished(*given, unit=unit, own=own or shared)
     except BaseException:
         if own:
             mark(sums, Spoiled)
@@ -303,8 +221,9 @@ def finished(
     plan: Plan,
     state: TrainState,
     ready: Any,
+    spec: optree.PyTreeSpec,
     accum: AccumState,
-    carried: tuple[Any, Tensor],
+    carried: tuple[Any, Any],
     aux: Tree,
     *,
     unit: float | Tensor = 1.0,
@@ -317,49 +236,65 @@ def finished(
         plan: What the step is made of.
         state: The state before.
         ready: What the optimizer's ``ready`` gave for it.
+        spec: The structure of its parameters.
         accum: What was accumulated; its gradients are a list.
-        carried: The buffers and the number of samples, as the last microbatch left them.
+        carried: The buffers as the last microbatch left them, and the rows of the step.
         aux: The aux of all microbatches, reduced.
         unit: What the gradients are still to be multiplied by.
         rows: What the weight is still to be multiplied by.
         own: Whether the gradients may be changed in place.
     """
     in_place = not transform_active()
-    plain = plain_sum(accum, plan.rule.reduction)
-    by = divisor(accum.weight, plain)
-    scale = _scale(plan, state)
+    device = state.samples.device
+    total, weight, count, skipped, nonfinite, weighted = on_host(
+        accum.total,
+        accum.weight,
+        accum.microbatches,
+        accum.skipped,
+        accum.nonfinite,
+        accum.weighted,
+    )
+    plain = plan.rule.reduction == "sum" and weighted == 0
+    by = divisor(weight, plain)
+    scale = scale_of(plan, state)
     scales = [] if scale is None else [scale]
-    grads = divided(resolved(accum.grads), by / unit, *scales, own=own and in_place)
-    sound = all_finite((grads, accum.total))
-    any_weight = accum.weight != 0
+    by_unit = by / unit if isinstance(unit, Tensor) or unit != 1.0 else by
+    parts, layouts = opened(resolved(accum.grads))
+    own = own and in_place
+    parts = divided(parts, by_unit, *scales, own=own)
+    length = norm_of_all(parts, layouts)
+    # A norm that is finite is that of finite numbers; it may overflow where these do not.
+    sound = is_finite(total)
+    if is_finite(on_host(length)[0]) is not True:
+        sound = all_finite_of(parts, layouts, own) & sound
+    any_weight = weight != 0
     if plain is not False:
-        any_weight = any_weight | (plain & (accum.microbatches > accum.skipped))
-    applied, told = _applied(sound & any_weight, ready.sound)
-    length = global_norm(grads)
+        any_weight = any_weight | (plain & (count > skipped))
+    applied, told = _applied(sound & any_weight, ready.sound, device)
     info = StepInfo(
-        loss=mean_value(accum.total, by),
+        loss=scalar(mean_value(total, by), torch.float64, device),
         grad_norm=length,
-        weight=accum.weight * rows,
-        microbatches=accum.microbatches.clone(),
-        skipped=accum.skipped.clone(),
+        weight=scalar(weight * rows, torch.float64, device),
+        microbatches=scalar(count, torch.int64, device),
+        skipped=scalar(skipped, torch.int64, device),
         applied=applied,
         scale=torch.ones_like(length) if scale is None else scale.clone(),
         aux=() if aux is None else aux,
-        noise=_noise(accum, grads, scale) if plan.rule.squares else (),
+        noise=_noise(accum, parts, scale) if plan.rule.squares else (),
     )
     buffers, scaling = state.buffers, state.loss_scale
     if plan.buffers is not None:
         buffers = where(applied, finish_buffers(carried[0]), buffers)
     if plan.loss_scale is not None:
-        finite = sound & (accum.nonfinite == 0)
+        finite = scalar(sound & (nonfinite == 0), torch.bool, device)
         learned = plan.loss_scale.update(scaling, finite)
         # a window in which nothing was seen says nothing about the scale
         scaling = where(any_weight | ~finite, learned, scaling)
     donate = plan.donate and in_place
     if donate and tree_leaves(info.aux):
         info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
-    tree = unflatten(flatten(state.params)[1], grads)
-    params, opt_state = ready.apply(tree, told, donate)
+    grads = unflatten(spec, closed(parts, layouts))
+    params, opt_state = ready.apply(grads, told, donate, length)
     new = TrainState(
         params=params,
         buffers=buffers,
@@ -368,7 +303,7 @@ def finished(
         key=state.key.clone(),
         attempts=state.attempts + 1,
         applied=state.applied + applied.to(state.applied.device),
-        samples=carried[1].clone(),
+        samples=state.samples + carried[1],
     )
     if donate:  # params and opt_state were given up to the optimizer
         counts = state.key, state.attempts, state.applied, state.samples
@@ -376,16 +311,18 @@ def finished(
     return new, info
 
 
-def _scale(plan: Plan, state: TrainState) -> Tensor | None:
+def scale_of(plan: Plan, state: TrainState) -> Tensor | None:
+    """The loss scale of a step, if it has one."""
     return None if plan.loss_scale is None else state.loss_scale.scale
 
 
-def _applied(worth: Tensor, rate_is_sound: bool | Tensor) -> tuple[Tensor, Tensor]:
+def _applied(worth: Any, rate_is_sound: bool | Tensor, device: Any) -> tuple[Tensor, Tensor]:
     """Whether a step is applied, for the info and for the optimizer.
 
     The optimizer is told on the host what the host knows: no kernel need run for nothing, and
     torch's kernels refuse a rate that the dtype of the parameters cannot hold.
     """
+    worth = scalar(worth, torch.bool, device)
     if isinstance(rate_is_sound, Tensor):
         worth = worth & moved(rate_is_sound, worth.device)
     elif not rate_is_sound:
@@ -397,4 +334,5 @@ def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> Batc
     squares = accum.squares
     assert isinstance(squares, Tensor)
     each = squares[:-1] if scale is None else squares[:-1] / scale.double() ** 2
-    return noise_of([norm(x) for x in grads], each, accum.weight, squares[-1])
+    weight = scalar(accum.weight, torch.float64, squares.device)
+    return noise_of([norm(x) for x in grads], each, weight, squares[-1])

@@ -45,8 +45,8 @@ MUTANTS: dict[str, Mutant] = {
     "a mean of means": Mutant(
         "The mean of a microbatch is not weighed by its rows.",
         "_core/weights.py",
-        'pulled = 1.0 if reduction == "sum" else (rows or 0) / power',
-        "pulled = 1.0",
+        "cotangent = scaled(torch.full_like(total, rows / power), scale)",
+        "cotangent = scaled(torch.full_like(total, 1.0), scale)",
     ),
     "the value a mean of means": Mutant(
         "The value counts every microbatch as much as any other, whatever its rows.",
@@ -63,8 +63,8 @@ MUTANTS: dict[str, Mutant] = {
     "the power of two not put back": Mutant(
         "The power of two by which a cotangent was divided is not multiplied back.",
         "_core/weights.py",
-        "return Weighing(cotangent, power / (unit or 1.0), None)",
-        "return Weighing(cotangent, 1.0, None)",
+        "weighing = Weighing(cotangent, power / (unit or 1.0), None)",
+        "weighing = Weighing(cotangent, 1.0, None)",
     ),
     "scaled before the cast": Mutant(
         "A gradient is scaled in its own narrow dtype, where it may overflow.",
@@ -80,9 +80,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "totals in float32": Mutant(
         "Totals and weights are float32, which counts to 2**24.",
-        "_core/weights.py",
-        "torch.stack([x.value for x in group]).double() * times",
-        "(torch.stack([x.value for x in group]) * times).float()",
+        "_core/accumulator.py",
+        "weight=zero(torch.float64),",
+        "weight=zero(torch.float32),",
     ),
     "zero weight by multiplication": Mutant(
         "What has no weight is multiplied by zero: NaN * 0 is NaN.",
@@ -105,14 +105,12 @@ MUTANTS: dict[str, Mutant] = {
     "sums of complex numbers divided as such": Mutant(
         "A complex sum is divided by torch's complex division.",
         "_core/weights.py",
-        "parts = torch.view_as_real(total.resolve_conj()) if total.is_complex() else total\n"
-        "        for number in numbers:  # one at a time: their product may overflow\n"
-        "            parts = divide(parts, number(parts))\n"
-        "        quotients.append(torch.view_as_complex(parts) if total.is_complex() else parts)",
-        "parts = total\n"
-        "        for number in numbers:\n"
-        "            parts = divide(parts, number(parts.real).to(parts.dtype))\n"
-        "        quotients.append(parts)",
+        "parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in sums]",
+        "if any(x.is_complex() for x in sums):\n"
+        "        for number in by:\n"
+        "            sums = [x / scalars_of(number)(x.real).to(x.dtype) for x in sums]\n"
+        "        return sums\n"
+        "    parts = list(sums)",
     ),
     "frozen parameters trained": Mutant(
         "Parameters that require no gradient are among those that an optimizer moves.",
@@ -129,8 +127,8 @@ MUTANTS: dict[str, Mutant] = {
     "a shell used again while a checkpoint holds it": Mutant(
         "A recomputation sees the tensors of a later call.",
         "_pure/shell.py",
-        "alone = _references(shell.modules) == shell.references",
-        "alone = True",
+        "if [*map(sys.getrefcount, shell.modules)] == shell.references:",
+        "if True:",
     ),
     "a module that leads back called in a shell": Mutant(
         "A bound method of a module computes with the module's own parameters.",
@@ -165,7 +163,7 @@ MUTANTS: dict[str, Mutant] = {
     "division by a weight of zero": Mutant(
         "A batch of weight zero is divided by it.",
         "_core/loss.py",
-        "by = torch.where(weight == 0, torch.inf, weight)",
+        "by = select(weight == 0, torch.inf, weight)",
         "by = weight",
     ),
     "the weight kept on skip": Mutant(
@@ -183,7 +181,7 @@ MUTANTS: dict[str, Mutant] = {
     "speculation never redone": Mutant(
         "A window that hoped for finite gradients is not redone when there were none.",
         "_core/whole_batch.py",
-        "if known(all_finite((sums.state.grads, sums.state.total))):",
+        "if known(all_finite_of(opened(sums.state.grads)[0])) and is_finite(sums.state.total):",
         "if True:",
     ),
     "speculation with other random numbers": Mutant(
@@ -195,7 +193,7 @@ MUTANTS: dict[str, Mutant] = {
     "large leaves not summed": Mutant(
         "Gradients of large leaves are never added.",
         "_core/microbatch_gradient.py",
-        "            add_gradient_(sums[i], grad, how)\n",
+        "        add_gradient_(sums[i], grad, how)\n",
         "",
     ),
     "second-order terms dropped": Mutant(
@@ -219,8 +217,8 @@ MUTANTS: dict[str, Mutant] = {
     "states that share a count": Mutant(
         "Two states share a tensor: donating one spoils the other.",
         "_core/accumulator.py",
-        "else state.skipped.clone()",
-        "else state.skipped",
+        "skipped=state.skipped + more.skipped,",
+        "skipped=state.skipped,",
     ),
     "functional_call not kept open": Mutant(
         "Checkpoints are recomputed with other parameters than the caller's.",
@@ -255,8 +253,8 @@ MUTANTS: dict[str, Mutant] = {
     "a step applied whatever its learning rate": Mutant(
         "A step whose learning rate is NaN is applied.",
         "_step/windows.py",
-        "_applied(sound & any_weight, ready.sound)",
-        "_applied(sound & any_weight, True)",
+        "_applied(sound & any_weight, ready.sound, device)",
+        "_applied(sound & any_weight, True, device)",
     ),
     "a learning rate judged by itself": Mutant(
         "A learning rate is not finite in the parameters' dtype, and is used.",
@@ -273,8 +271,8 @@ MUTANTS: dict[str, Mutant] = {
     "a loss scale that learns from a learning rate": Mutant(
         "A learning rate of NaN counts as an overflow of the gradients.",
         "_step/windows.py",
-        "finite = sound & (accum.nonfinite == 0)",
-        "finite = applied & (accum.nonfinite == 0)",
+        "finite = scalar(sound & (nonfinite == 0), torch.bool, device)",
+        "finite = applied & (nonfinite == 0)",
     ),
     "a step of no weight applied": Mutant(
         "A step of weight zero is applied: moments decay, schedules move.",
@@ -285,8 +283,8 @@ MUTANTS: dict[str, Mutant] = {
     "a loss scale that skipped microbatches do not tell": Mutant(
         "Overflows in skipped microbatches do not lower the loss scale.",
         "_step/windows.py",
-        "finite = sound & (accum.nonfinite == 0)",
-        "finite = sound",
+        "finite = scalar(sound & (nonfinite == 0), torch.bool, device)",
+        "finite = scalar(sound, torch.bool, device)",
     ),
     "a loss scale that learns from nothing": Mutant(
         "A step of weight zero counts as one without overflow.",
@@ -303,7 +301,7 @@ MUTANTS: dict[str, Mutant] = {
     "keys that start anew in every microbatch": Mutant(
         "Samples of different microbatches get the same keys.",
         "_step/microbatch_loss.py",
-        "fold_in(attempt, samples + index)",
+        "fold_in(attempt, first + before + index)",
         "fold_in(attempt, index)",
     ),
     "keys that are the same in every step": Mutant(
@@ -405,7 +403,7 @@ MUTANTS: dict[str, Mutant] = {
     # In what is saved and loaded.
     "numbers as they lie in memory": Mutant(
         "A tensor that is not contiguous is written as it lies in memory.",
-        "_base/bytes.py",
+        "_base/agreement.py",
         "return (x if x.is_contiguous() else bits(x).contiguous()).cpu()",
         "return torch.as_strided(x, (x.numel(),), (1,)).cpu()",
     ),
@@ -588,7 +586,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "members that share memory": Mutant(
         "States that were stacked and taken apart are views of the stack.",
-        "_base/trees.py",
+        "_base/states.py",
         "[x.clone() for x in row]",
         "list(row)",
     ),
