@@ -163,10 +163,12 @@ def _apply(
     # Unnoticed by the modes around the call: nothing is computed here, and one that puts in other
     # tensors would do so for the module's own.
     with nullcontext() if compiling else unnoticed():
-        _check(params, names.params, names.tied, "params", "parameter")
-        _check(buffers, names.buffers, names.tied, "buffers", "buffer")
-        if not compiling:
-            _check_gradients(names)
+        if compiling or not _fits(params, names.params):
+            _check(params, names.params, names.tied, "params", "parameter")
+        if buffers != () and (compiling or not _fits(buffers, names.buffers)):
+            _check(buffers, names.buffers, names.tied, "buffers", "buffer")
+        if not compiling and [x.requires_grad for x in names.own] != names.required:
+            raise _other_gradients(names)
     if len(buffers) < len(names.buffers):
         missing = next(name for name in names.buffers if name not in buffers)
         raise ValueError(
@@ -174,14 +176,13 @@ def _apply(
             "were expected, since it would write to its own in place of a missing one. They "
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
-    tensors = dict(params)
-    if frozen:
-        tensors |= _frozen(names, frozen, tensors)
+    tensors = {**params, **_frozen(names, frozen, params)} if frozen else params or {}
     if whole is None or compiling:
-        tensors |= {name: buffer.clone() for name, buffer in dict(buffers).items()}
-        out, held = call_module(places, tensors, args, kwargs)
+        if buffers:
+            tensors = tensors | {name: buffer.clone() for name, buffer in buffers.items()}
+        out, held = call_module(places, tensors, buffers, args, kwargs)
     else:
-        out, held = whole(tensors | dict(buffers), [*buffers], args, kwargs)
+        out, held = whole({**tensors, **dict(buffers)}, [*buffers], args, kwargs)
     return out, {name: held[name] for name in buffers} if buffers else buffers
 
 
@@ -205,17 +206,16 @@ def _frozen(
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in rest.items()}
 
 
-def _check_gradients(names: Names) -> None:
-    """Check that nothing is trained or frozen that was not when ``functional`` was called."""
-    if [x.requires_grad for x in names.own] != names.required:
-        for name, x, required in zip(names.params, names.own, names.required, strict=True):
-            if x.requires_grad is not required:
-                was, now = ("trained", "frozen") if required else ("frozen", "trained")
-                raise RuntimeError(
-                    f"{name} was {was} when functional(module) was called, and is {now} now "
-                    f"(requires_grad={not required}): expected the same. Call functional(module) "
-                    "again, after the last requires_grad_()."
-                )
+def _other_gradients(names: Names) -> RuntimeError:
+    """The error for what is trained or frozen, and was not when ``functional`` was called."""
+    each = zip(names.params, names.own, names.required, strict=True)
+    name, required = next((n, required) for n, x, required in each if x.requires_grad != required)
+    was, now = ("trained", "frozen") if required else ("frozen", "trained")
+    return RuntimeError(
+        f"{name} was {was} when functional(module) was called, and is {now} now "
+        f"(requires_grad={not required}): expected the same. Call functional(module) again, after "
+        "the last requires_grad_()."
+    )
 
 
 def _ties(places: Places) -> dict[str, str]:
@@ -227,10 +227,20 @@ def _ties(places: Places) -> dict[str, str]:
     }
 
 
+def _fits(given: Any, shapes: dict[str, torch.Size]) -> bool:
+    """Whether a dict holds tensors of these names and shapes. The loops are C's."""
+    if type(given) is not dict or not _PLAIN.issuperset(map(type, given.values())):
+        return False
+    return [x.shape for x in given.values()] == [*map(shapes.get, given)]
+
+
+_PLAIN = {Tensor, nn.Parameter}
+
+
 def _check(
     given: Any, shapes: dict[str, torch.Size], tied: dict[str, str], root: str, kind: str
 ) -> None:
-    """Check names and shapes, at the price of a dict look-up each."""
+    """Check names and shapes, and say what is wrong with them."""
     if isinstance(given, tuple) and not given:
         return
     if not isinstance(given, dict):

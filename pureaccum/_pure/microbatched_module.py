@@ -154,7 +154,7 @@ def _call_pure(
         if places.slots[name][0][1] == BUFFERS:
             given[name] = tensors[name].clone()
     before = {name: version(given[name]) for name in given if given[name] is not tensors[name]}
-    out, held = call_module(places, given, tuple(args), kwargs)
+    out, held = call_module(places, given, before, tuple(args), kwargs)
     for name, then in before.items():
         if held[name] is not given[name] or version(given[name]) != then:
             raise RuntimeError(written_to(f"buffers[{name!r}]"))

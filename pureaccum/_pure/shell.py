@@ -20,7 +20,7 @@ itself, with the other tensors put in for the length of the call, by one thread 
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -119,7 +119,8 @@ def what_changed(places: Places) -> RuntimeError:
     """The error for a module that has other parameters or modules in it than it had."""
     for path, module, were in zip(places.paths, places.modules, places.were, strict=True):
         was = contents_of([were[table] for table in FIXED_TABLES])
-        if changed(was._replace(dicts=[vars(module)[table] for table in FIXED_TABLES])):
+        now = contents_of([vars(module)[table] for table in FIXED_TABLES])
+        if changed(now._replace(lengths=was.lengths, values=was.values)):
             path = f"module.{path}" if path else "module"
             return RuntimeError(
                 f"{path} ({type(module).__name__}) has other parameters or modules in it than when "
@@ -133,53 +134,64 @@ class TableContents(NamedTuple):
     """What stood in some dicts."""
 
     dicts: list[Vars]
+    views: Sequence[Iterable[Any]]  # the values that stand in each of them now
     lengths: list[int]
-    values: list[Any]  # of all dicts, one after the other
+    values: list[Any]  # those that stood there, of all dicts one after the other
 
 
 def contents_of(dicts: list[Vars]) -> TableContents:
     """Remember what stands in some dicts."""
-    return TableContents(dicts, [*map(len, dicts)], [*_all_values(dicts)])
+    views = [*map(dict.values, dicts)]
+    return TableContents(dicts, views, [*map(len, dicts)], [*chain(*views)])
+
+
+NEVER = TableContents([{}], [], [-1], [])  # what no dict holds
 
 
 def changed(contents: TableContents) -> bool:
-    """Whether other objects stand there now. The loop is C's: each call asks up to four times."""
-    dicts, lengths, values = contents
-    return [*map(len, dicts)] != lengths or not all(map(is_, _all_values(dicts), values))
-
-
-def _all_values(dicts: list[Vars]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, dicts))
+    """Whether other objects stand there now. The loop is C's: each call asks twice."""
+    dicts, views, lengths, values = contents
+    return [*map(len, dicts)] != lengths or not all(map(is_, chain(*views), values))
 
 
 # A call -----------------------------------------------------------------------------------------
 
 
 def call_module(
-    places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    places: Places,
+    tensors: Mapping[str, Tensor],
+    wanted: Iterable[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
     """Call a module with tensors in place of its own.
 
     Args:
         places: Those of the module.
         tensors: Parameters and buffers by name; for others the module's own are used.
+        wanted: The names of those that are asked for after the call.
         args: The positional arguments of the call.
         kwargs: Its arguments by name.
 
     Returns:
-        What the module returned, and the tensors by name, with those that it assigned anew.
+        What the module returned, and the tensors that are asked for, of which it may have assigned
+        some anew.
     """
     if torch.compiler.is_dynamo_compiling():
         return _call_itself(places, tensors, args, kwargs)
-    if (shell := _take_shell(places)) is not None:
+    shells = places.idle.shells
+    shell = shells.pop() if shells else None
+    if shell is None or changed(shell.theirs):
+        shell = _take_shell(places, shell)
+    if shell is not None:
         training = places.modules[0].training
         if training in places.safe_modes:
-            return _call_shell(places, shell, tensors, args, kwargs)
+            return _call_shell(places, shell, tensors, wanted, args, kwargs)
         random = generators(frozenset(x.device for x in tensors.values()))
         own = {id(own_tensor(places, name)) for name in tensors} - {*map(id, tensors.values())}
         try:
             with seeing(before=partial(_refuse_own, own)):
-                result = _call_shell(places, shell, tensors, args, kwargs)
+                result = _call_shell(places, shell, tensors, wanted, args, kwargs)
             places.safe_modes.add(training)
             return result
         except LeadsBackError:
@@ -215,31 +227,32 @@ def _call_shell(
     places: Places,
     shell: "Shell",
     tensors: Mapping[str, Tensor],
+    wanted: Iterable[str],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
+    slots = shell.slots
     for name, tensor in tensors.items():
-        for table, key in shell.slots[name]:
+        for table, key in slots[name]:
             table[key] = tensor
     out = shell.modules[0](*args, **kwargs)
     held: dict[str, Any] = {}
-    for name in tensors:
-        table, key = shell.slots[name][0]
+    for name in wanted:
+        table, key = slots[name][0]
         held[name] = table[key]
     if changed(shell.ours):
         _assign(places, shell)
+    if [*map(len, shell.tables)] != shell.lengths:
+        pairs = zip(shell.tables, shell.between, strict=True)
+        made = next((key for table, were in pairs for key in table if key not in were), "one")
+        raise RuntimeError(
+            f"forward made {made!r}, a parameter, buffer or module that was not there when "
+            "functional(module) was called. Call the module once, on one batch, before that."
+        )
     # One whose call failed, or that a checkpoint holds on to, is left as it is.
-    alone = _references(shell.modules) == shell.references
-    for table, between in shell.tables:
-        if len(table) != len(between):
-            made = next((key for key in table if key not in between), "one")
-            raise RuntimeError(
-                f"forward made {made!r}, a parameter, buffer or module that was not there when "
-                "functional(module) was called. Call the module once, on one batch, before that."
-            )
-        if alone:
+    if [*map(sys.getrefcount, shell.modules)] == shell.references:
+        for table, between in shell.filled:
             table.update(between)
-    if alone:
         places.idle.shells.append(shell)
     return out, held
 
@@ -253,53 +266,48 @@ class Shell:
     def __init__(self, places: Places) -> None:
         copies = {id(module): object.__new__(type(module)) for module in places.modules}
         self.modules: list[nn.Module] = [*copies.values()]
-        self.theirs = self.ours = contents_of([])  # attributes of the modules, and of the copies
+        # The modules' attributes and fixed tables, and the attributes of the copies.
+        self.theirs = self.ours = NEVER
         self.references: list[int] = []  # how many there are to each copy between two calls
-        self.tables: list[tuple[Vars, Vars]] = []  # of the copies, and their contents between calls
+        self.tables: list[Vars] = []  # of the copies …
+        self.between: list[Vars] = []  # … and their contents between two calls
         for module, were in zip(places.modules, places.were, strict=True):
             copy = copies[id(module)]
             children = {key: copies.get(id(child)) for key, child in were[CHILDREN].items()}
             for name, contents in (were | {CHILDREN: children}).items():
                 vars(copy)[name] = dict(contents)
-                self.tables.append((vars(copy)[name], dict(contents)))
+                self.tables.append(vars(copy)[name])
+                self.between.append(dict(contents))
             origins[copy] = module
+        self.lengths = [*map(len, self.tables)]
+        pairs = zip(self.tables, self.between, strict=True)
+        self.filled = [(table, between) for table, between in pairs if between]
         self.slots = {
             name: [(vars(self.modules[i])[table], key) for i, table, key in slots]
             for name, slots in places.slots.items()
         }
 
 
-def _take_shell(places: Places) -> Shell | None:
-    """A shell that is up to date; None for a module that cannot have one."""
+def _take_shell(places: Places, shell: Shell | None) -> Shell | None:
+    """A shell with the attributes that the modules have now; None for a module that has none."""
     if places.leads_back:
         return None
     if changed(places.kept):
         raise what_changed(places)
-    shell = places.idle.shells.pop() if places.idle.shells else Shell(places)
-    if not shell.theirs.dicts or changed(shell.theirs):
-        return _refreshed(places, shell)
-    return shell
-
-
-def _refreshed(places: Places, shell: Shell) -> Shell | None:
-    """The shell with the attributes that the modules have now, if none leads back."""
     modules = {*map(id, places.modules)}
-    theirs = contents_of([*map(vars, places.modules)])
+    theirs = contents_of([*map(vars, places.modules), *places.kept.dicts])
     if any(_leads_back(module, modules) for module in places.modules):
         places.leads_back.add(True)
         return None
+    shell = shell or Shell(places)
     ours = [*map(vars, shell.modules)]
-    for now, mine in zip(theirs.dicts, ours, strict=True):
+    for now, mine in zip(theirs.dicts, ours, strict=False):
         tables = {name: mine[name] for name in TABLES}
         mine.clear()
         mine.update({**now, **tables})
     shell.theirs, shell.ours = theirs, contents_of(ours)
-    shell.references = _references(shell.modules)
+    shell.references = [*map(sys.getrefcount, shell.modules)]
     return shell
-
-
-def _references(modules: list[nn.Module]) -> list[int]:
-    return [*map(sys.getrefcount, modules)]
 
 
 def _assign(places: Places, shell: Shell) -> None:
@@ -311,7 +319,7 @@ def _assign(places: Places, shell: Shell) -> None:
         for key, value in mine.items():
             if key not in TABLES and not is_cache(key) and theirs.get(key, _ABSENT) is not value:
                 theirs[key] = value
-    shell.theirs = contents_of([])  # so that the attributes are copied anew before the next call
+    shell.theirs = NEVER  # so that the attributes are copied anew before the next call
 
 
 _ABSENT = object()
