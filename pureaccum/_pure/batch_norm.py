@@ -71,7 +71,8 @@ def share_of_rows(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
 def merged_shares(shares: Share, elements: Sequence[int]) -> Share:
     """One share out of several that are stacked along dim 0, in float64."""
     about, sums, squares = (x.double().flatten(1) for x in shares)
-    each = torch.tensor(elements, dtype=torch.float64, device=about.device).unsqueeze(1)
+    each = torch.tensor(elements, dtype=torch.float64, device="cpu")
+    each = each.to(about.device, non_blocking=True).unsqueeze(1)  # which nothing waits for
     apart = about - about[0]
     squares = squares + 2 * apart * sums + each * apart**2
     return Share(about[0], (sums + each * apart).sum(0), squares.sum(0))

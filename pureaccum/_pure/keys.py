@@ -260,13 +260,13 @@ def _draw(
         )
     blocks = -(-count // each)
     if device.type != "cpu" or transform_active():
-        counters = torch.arange(blocks, device=device) + DRAW
+        counters = torch.arange(blocks, device=device) | DRAW
         numbers = number(_threefry(key.unsqueeze(-2), counters))
         return numbers.flatten(-2)[..., :count].reshape(whole)
     keys, step = key.reshape(-1, 1, 2), PIECE * torch.get_num_threads()
     numbers = torch.empty(len(keys), blocks, each, dtype=dtype, device=device)
     for start in range(0, blocks, step):
-        counters = torch.arange(start, min(start + step, blocks), device=device) + DRAW
+        counters = torch.arange(start, min(start + step, blocks), device=device) | DRAW
         rows = max(1, step // blocks)
         pieces = numbers[:, start : start + step].split(rows)
         for some, piece in zip(keys.split(rows), pieces, strict=True):

@@ -92,10 +92,6 @@ def test_each_form_compiles_for_a_gpu(form: str, compiled: Compiled) -> None:
     assert len(seen.copies) <= 1  # the learning rate
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Triton refuses a counter of keys.DRAW + arange, -2**63 and more, as an int32",
-)
 def test_numbers_drawn_by_keys_compile_for_a_gpu(compiled: Compiled) -> None:
     draws = torch.compile(lambda key: pa.uniform(key, (8,)), fullgraph=True, dynamic=False)
     assert draws(pa.key(0, "cuda")).is_cuda

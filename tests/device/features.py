@@ -385,11 +385,6 @@ WAITS["rows kept on the host"] = partial(Case, pa.grad(partial(coupled, keep="ho
 
 
 # What would wait and should not: a defect, which goes from here with it.
-DEFECTS = {
-    "batch norm, whole": "batch_norm.merged_shares copies the sizes of the microbatches and waits",
-}
-
-
 # The tests ----------------------------------------------------------------------------------------
 
 
@@ -412,13 +407,7 @@ def checked(case: Case) -> tuple[Any, Any]:
     return out, seen
 
 
-def named(name: str) -> Any:
-    if name not in DEFECTS:
-        return name
-    return pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=DEFECTS[name]))
-
-
-@pytest.mark.parametrize("name", [named(name) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_waits_and_nothing_leaves_the_device(name: str) -> None:
     case = CASES[name]()
     out, seen = checked(case)
