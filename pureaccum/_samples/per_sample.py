@@ -41,6 +41,7 @@ from .._core import (
     counts,
     divisor,
     empty,
+    known_of,
     mean_value,
     read_state,
 )
@@ -143,7 +144,7 @@ def per_sample_grad(
     at_least = check_dtype(dtype)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
-    alone = not isinstance(argnums, tuple)
+    alone, known = not isinstance(argnums, tuple), known_of(func)
 
     @wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ def per_sample_grad(
             given = dict(zip(at, (params,) if alone else params, strict=True))
             return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
 
-        seen, beside = sampled(call, params, args, at, batches, how)
+        seen, beside = sampled(call, params, args, at, batches, how, known)
         with outside_inference_mode():
             if reducer is None:
                 return with_beside(_joined(seen, params, how), beside, how)
@@ -221,7 +222,7 @@ def per_sample_accumulator(  # noqa: D417
     )
     reducer = read_reduce(reduce)
     at_least = check_dtype(dtype)
-    batches = check_argnums(batch_argnums, "batch_argnums")
+    batches, known = check_argnums(batch_argnums, "batch_argnums"), known_of(func)
 
     def init(params: Tree) -> AccumState:
         """The identity: the state of no samples."""
@@ -236,7 +237,7 @@ def per_sample_accumulator(  # noqa: D417
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         """The state with the samples of one more batch, and aux and metrics if there are any."""
         check_squares(read_state(state), squares)
-        seen, beside = sampled(call, params, (params, *args), (0,), batches, how)
+        seen, beside = sampled(call, params, (params, *args), (0,), batches, how, known)
         in_place = donate and not transform_active()
         with outside_inference_mode():
             new = state if in_place else tree_map(_cloned, state)
@@ -280,6 +281,8 @@ def _joined(seen: Iterable[Chunk], params: Tree, how: Sampling) -> Tree:
     if spec is None:
         like = like_transformed(how.transform, params)
         return tree_map(lambda x: x.new_zeros(0, *x.shape), like)
+    if len(parts) == 1:
+        return unflatten(spec, parts[0])
     columns = [list(column) for column in zip(*parts, strict=True)]
     parts.clear()  # so that each column is dropped when it has been joined
     return unflatten(spec, [torch.cat(columns.pop(0)) for _ in range(len(columns))])
