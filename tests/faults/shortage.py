@@ -17,7 +17,7 @@ Point = int | Callable[[], bool]
 
 
 class Tries(NamedTuple):
-    """For each try: the bytes alive after its first operation, and how many operations it had.
+    """For each try: the bytes alive before its first operation, and how many operations it had.
 
     Those of the engine, and not what is done between tries.
     """
@@ -43,21 +43,24 @@ def shortage(*points: Point, error: Callable[[], BaseException] = failing) -> Ge
     """One point for each try that fails: an operation's number, or the first where it is true."""
     left, tries, begins = list(points), Tries([], []), True
 
-    def see(arguments: Any, out: Any) -> None:
+    def before(operation: Any, arguments: Any, more: Any) -> None:
         nonlocal begins
-        if begins:
-            if not inside("step_over", "evaluate", "accumulate"):
-                return
+        if begins and inside("step_over", "evaluate", "accumulate", "parts"):
             tries.alive.append(live.now)
             tries.operations.append(0)
             begins = False
+
+    def see(arguments: Any, out: Any) -> None:
+        nonlocal begins
+        if begins:
+            return
         tries.operations[-1] += 1
         if left and (left[0]() if callable(left[0]) else tries.operations[-1] >= left[0]):
             del left[0]
             begins = True
             raise error()
 
-    with counting() as live, seeing(see):
+    with counting() as live, seeing(see, before):
         yield tries
 
 

@@ -175,14 +175,13 @@ def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x: tor
 
 @each_once("x, whole", {name: x for name, (x, _) in WHOLE.items()}, UNCUTTING)
 def test_a_tensor_that_torch_does_not_split_is_taken_whole(x: Any, whole: Any) -> None:
-    """By the engine that can, which the error of the other one names."""
-    batch, knobs = {"x": x}, {}
+    """By the engine that can: the error of the other one names it, and "auto" takes it."""
+    batch = {"x": x}
     if (x.is_nested and x.layout != torch.jagged) or x.layout in COMPRESSED:
         with pytest.raises(RuntimeError) as caught:
-            whole(scaled)(batch)
+            whole(scaled, engine="func")(batch)
         assert "engine='autograd' can" in "".join(caught.value.__notes__)
-        knobs = {"engine": "autograd"}
-    assert whole(scaled, **knobs)(batch) == plain(x).sum()
+    assert whole(scaled, engine="auto")(batch) == plain(x).sum()
 
 
 def test_a_nested_tensor_of_other_rows_is_named() -> None:

@@ -178,13 +178,13 @@ PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
     "autograd's backward pass": ("autograd", (in_backward,)),
     "a later forward pass": ("plain", (1, later(at("mean_loss")))),
     "a later backward pass": ("plain", (1, later(in_backward))),
-    "the norm": ("plain", (at("global_norm"),)),
+    "the norm": ("plain", (at("norm_of_all"),)),
     "the clipping": ("half", (at("factor_of"),)),
     "the loss scale": ("half", (at("dynamic_loss_scale.<locals>.update"),)),
     "the update": ("plain", (at("by_kernel"),)),
     "a cut inside": ("cut inside", (1, at("dropped"))),
     "a cut inside that is run again": ("cut inside", (lambda: in_backward() and at("dropped")(),)),
-    "the buffers": ("buffers", (at("onwards"),)),
+    "the buffers": ("buffers", (at("collect_buffers"),)),
 }
 
 

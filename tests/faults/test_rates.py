@@ -267,7 +267,7 @@ def test_a_transform_moves_a_number_to_a_device_once(make: Any) -> None:
 
     def stepped(state: Any, params: Any) -> Any:
         ready = opt.ready(state, params)
-        return ready.apply(params, ready.sound, False)
+        return ready.apply(params, ready.sound, False, None)
 
     with Copies() as copies:
         torch.func.vmap(stepped)(*given)

@@ -289,8 +289,9 @@ def communicates_once_a_window() -> None:
             tiny = [("all_reduce", count)] if not each else [("all_reduce", each)] * count
             step = pa.make_step(loss, pa.adamw(0.1), microbatch_size=size)
             state = step.init(dparams)
-            # the losses of all microbatches; the gradients; is it finite?
-            with communicating(*tiny, *reductions, ("all_reduce", 1)):
+            # The losses of all microbatches, and the gradients: all ranks have their norm, and it
+            # is finite.
+            with communicating(*tiny, *reductions):
                 step(state, dbatch)
             acc = pa.accumulator(loss)
             sums = acc.init(dparams)

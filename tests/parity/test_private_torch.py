@@ -55,10 +55,71 @@ def test_foreach_add_adds_in_place_and_widens() -> None:
 
 
 def test_foreach_add_takes_no_lists_that_are_empty() -> None:
-    """Why ours asks first."""
+    """Why ``add_gradients_`` asks first."""
     with pytest.raises(RuntimeError, match="at least one tensor"):
-        torch._foreach_add_([], [])
-    torch_internals.foreach_add_([], [])
+        torch_internals.foreach_add_([], [])
+
+
+def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
+    """As ``torch.autograd.grad`` and ``.backward()``; a leaf that is not used has none."""
+    x, y, z = (torch.arange(3.0).requires_grad_() for _ in range(3))
+    cotangent = torch.tensor(2.0)
+
+    def total() -> torch.Tensor:
+        return (x * x + 3 * y).sum()
+
+    want = (4 * x.detach(), torch.full((3,), 6.0), None)
+    for came in (
+        torch_internals.gradients(total(), [x, y, z], cotangent),
+        torch.autograd.grad(total(), [x, y, z], cotangent, allow_unused=True),
+    ):
+        assert torch.equal(came[0], want[0])
+        assert torch.equal(came[1], want[1])
+        assert came[2] is None
+    sums = {0: torch.ones(3), 2: torch.ones(3)}
+    came = torch_internals.gradients_into(sums, total(), [x, y, z], cotangent)
+    assert came[0] is None
+    assert torch.equal(came[1], want[1])
+    assert torch.equal(sums[0], 1 + want[0])
+    assert torch.equal(sums[2], torch.ones(3))
+    assert x.grad is y.grad is z.grad is None
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_kernel_tells_what_is_finite_and_changes_no_bit(dtype: Any, bad: float) -> None:
+    tensors = [torch.randn(5, dtype=dtype), torch.tensor([-0.0, 5e-324, 1e38], dtype=dtype)]
+    before = [x.clone() for x in tensors]
+    assert torch_internals.finite_by_one_kernel(tensors)
+    for x, y in zip(tensors, before, strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x.signbit(), y.signbit())
+    tensors[1][1] = bad
+    assert not torch_internals.finite_by_one_kernel(tensors)
+
+
+def test_saved_tensor_hooks_are_refused_and_then_allowed_again() -> None:
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with (
+        torch_internals.saved_tensors_hooks_refused("not here"),
+        pytest.raises(RuntimeError, match="not here"),
+        hooks,
+    ):
+        pass
+    assert torch_internals.saved_tensors_hooks_allowed()
+    with hooks, pytest.raises(RuntimeError), torch_internals.saved_tensors_hooks_refused("no"):
+        pass
+    assert torch_internals.saved_tensors_hooks_allowed()
+
+
+def test_no_mode_sees_what_is_unseen() -> None:
+    seen: list[Any] = []
+    with torch_internals.seeing(lambda _, out: seen.append(out)):
+        with torch_internals.unseen():
+            torch.ones(2) + 1
+        assert not seen
+        torch.ones(2) + 1
+    assert seen
 
 
 def test_foreach_add_takes_a_sparse_term() -> None:
