@@ -29,7 +29,7 @@ from .per_sample import (
 from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
 from .ranks import COUNTED, DDP, OURS, Kind
 from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
-from .rivals import JAX, RIVALS
+from .rivals import ACCELERATE, JAX, RIVALS
 from .saving import MEGABYTES, SAFETENSORS, SAVE
 from .steps import (
     COMPILED,
@@ -104,6 +104,8 @@ def opponents(ours: str) -> tuple[str, ...]:
         return tuple(step for step in OUR_STEPS if SAFE[step] == ours)
     if ours == COMPILED:
         return HAND_STEP, COMPILED_HAND, JAX
+    if ours == OUR_STEPS[0]:
+        return HAND_STEP, ACCELERATE
     if ours in (COMPILED_HAND, *OUR_STEPS, *RIVALS):
         return (HAND_STEP,)
     return tuple(engine for engine in ENGINES if ours.startswith(f"{engine},"))

@@ -54,17 +54,23 @@ def reader(net: torch.nn.Module) -> Read:
 
 
 def ours(
-    engine: str, *, clip: bool = False, scaled: bool = False, **knobs: Any
+    engine: str = "auto", *, clip: bool = False, scaled: bool = False, **knobs: Any
 ) -> Callable[[Problem], Training]:
-    """``pa.make_step``, each old state donated, with the same kernel."""
+    """``pa.make_step`` of a ``pa.functional``, each old state donated, with the same kernel."""
 
     def build(problem: Problem) -> Training:
         precision = problem.model.precision
         optimizer = pa.adamw(**ADAMW, fused=True)
         if clip:  # measured, and never at work: the steps stay the same
             optimizer = pa.chain(pa.clip_by_global_norm(1e6), optimizer)
+        apply = pa.functional(problem.net).apply
+
+        def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
+            x, y = batch
+            return problem.criterion(apply(params, (), x)[0], y)
+
         step = pa.make_step(
-            problem.loss,
+            loss,
             optimizer,
             microbatch_size=problem.rows,
             engine=engine,
@@ -115,9 +121,10 @@ def our_apply(problem: Problem) -> Training:
 
 
 HAND_STEP, COMPILED_HAND, COMPILED = "hand step", "compiled hand step", "compiled step"
-OUR_STEPS = ("func step", "autograd step")
+OUR_STEPS = ("default step", "func step")
+ENGINE_OF = dict(zip(OUR_STEPS, ("auto", "func"), strict=True))
 TORCH_APPLY, OUR_APPLY = "torch.optim.AdamW", "adamw.apply"
-SAFE = {engine: f"{engine}, scaled and clipped" for engine in OUR_STEPS}
+SAFE = {name: f"{name}, scaled and clipped" for name in OUR_STEPS}
 
 STEPS: dict[str, Callable[[Problem], Training]] = {
     HAND_STEP: by_hand,
@@ -126,7 +133,6 @@ STEPS: dict[str, Callable[[Problem], Training]] = {
     TORCH_APPLY: torch_apply,
     OUR_APPLY: our_apply,
 }
-for _name in OUR_STEPS:
-    _engine = _name.split()[0]
+for _name, _engine in ENGINE_OF.items():
     STEPS[_name] = ours(_engine)
     STEPS[SAFE[_name]] = ours(_engine, clip=True, scaled=True)
