@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The version is pinned in pyproject.toml: pyright need not look for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test bench gpu lint clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ test: $(VENV)/installed  ## run the tests and the doctests; HYPOTHESIS_PROFILE=c
 
 bench: $(VENV)/bench  ## measure beside other libraries; arguments in BENCH="..."
 	$(RUN) tests.benchmarks $(BENCH)
+
+gpu: $(VENV)/installed  ## ask a machine with a GPU, in ten minutes; without one, see that it works
+	$(RUN) tests.device.gpu
 
 lint: $(VENV)/installed  ## check style, format and types
 	$(RUN) ruff check

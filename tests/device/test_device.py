@@ -5,6 +5,7 @@ tests on the device the name does not begin with ``test_``, so that no other pro
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -67,6 +68,18 @@ def test_on_the_device(files: list[Path]) -> None:
     ended = run_on_the_device(files)
     assert ended.returncode == 0, f"\n{ended.stdout}\n{ended.stderr}"
     assert " passed" in ended.stdout  # and not all were skipped
+
+
+@pytest.mark.slow
+def test_what_a_gpu_is_asked_is_answered_in_software(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.device.gpu"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, f"\n{ended.stdout}\n{ended.stderr}"
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(found) == {"versions", "tests", "launches", "steps"}
+    assert "failure" not in json.dumps(found)
+    assert all(" passed" in line and " failed" not in line for line in found["tests"].values())
 
 
 def test_what_is_not_run_here_is_there() -> None:
