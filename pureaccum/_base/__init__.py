@@ -129,6 +129,7 @@ from .torch_internals import wants_gradient as wants_gradient
 from .torch_internals import without_history as without_history
 from .torch_internals import written_by as written_by
 from .trees import NAMESPACE as NAMESPACE
+from .trees import Flat as Flat
 from .trees import Tree as Tree
 from .trees import accumulation_dtype as accumulation_dtype
 from .trees import add as add

@@ -35,13 +35,14 @@ from .torch_internals import (
 
 
 Tree = Any  # a pytree; optree.PyTree[Tensor] says no more to a checker and reads worse
+Flat = tuple[list[Any], optree.PyTreeSpec]  # a tree taken apart: leaves and structure
 NAMESPACE = "pureaccum"
 
 
 # Structure -----------------------------------------------------------------------------------
 
 
-def flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+def flatten(tree: Tree) -> Flat:
     """The leaves and the structure of a tree; None is structure."""
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
@@ -188,8 +189,10 @@ def scalars_of(scalar: Any) -> Callable[[Tensor], Tensor]:
         kind = x.device, x.dtype
         if kind not in made:
             # a number is filled in where it is used, and copied from nowhere
-            wide = scalar if isinstance(scalar, Tensor) else x.new_tensor(scalar)
-            made[kind] = as_scalar_of(x, wide)
+            if not isinstance(scalar, Tensor):
+                made[kind] = torch.full((), scalar, dtype=x.real.dtype, device=x.device)
+            else:
+                made[kind] = as_scalar_of(x, scalar)
         return made[kind]
 
     return of
@@ -203,7 +206,7 @@ def moved(scalar: Tensor, device: torch.device, dtype: torch.dtype | None = None
 
 def known(scalar: Tensor) -> Any:
     """The number in a 0-d tensor if it can be read without waiting for a device, else None."""
-    here = type(scalar) is torch.Tensor and scalar.device.type == "cpu"
+    here = type(scalar) is torch.Tensor and scalar.is_cpu
     return scalar.item() if here else None
 
 
@@ -214,7 +217,7 @@ def on_host(*scalars: Tensor) -> list[Any]:
     """
     if not at_top_level():
         return [*scalars]
-    return [x.item() if type(x) is Tensor and x.device.type == "cpu" else x for x in scalars]
+    return [x.item() if type(x) is Tensor and x.is_cpu else x for x in scalars]
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:

@@ -75,7 +75,11 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
 def rows_to_cut(batch: Batch, root: str = "batch") -> int:
     """The number of rows, or an error where a batch cannot be cut into them."""
     for i, leaf in enumerate(batch.leaves):
-        if isinstance(leaf, torch.Tensor) and (kind := _not_cut(leaf)):
+        if not isinstance(leaf, torch.Tensor) or (
+            leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
+        ):
+            continue
+        if kind := _not_cut(leaf):
             raise TypeError(
                 f"{paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into rows. "
                 f"{kind[1]}. Where nothing is cut it is taken as it is: microbatch_size=None, or "

@@ -27,7 +27,7 @@ from .._base import (
     zeros_for_sums,
 )
 from .accumulator import AccumState, amounts_of, plain_sum
-from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of, sizes_of_batch
+from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .engines import Wrt, prepare, run_window
 from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch, check_sharded
@@ -37,47 +37,21 @@ from .writes import Given, Known, guarding
 
 
 class CutBatch(NamedTuple):
-    """A batch and the rows of its microbatches: one number for all, or one for each."""
+    """A batch, and how it is cut into microbatches."""
 
     batch: Batch
-    size: int | list[int] | None  # None: it is not cut
-    alone: bool = True  # whether no other rank has rows of the same batch
-
-    @property
-    def rows(self) -> int | None:
-        """The rows of the whole batch."""
-        return self.batch.rows
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The rows of every microbatch."""
-        rows = self.batch.rows or 0
-        return [rows] if self.size is None else sizes_of(rows, self.size)
-
-    @property
-    def untouched(self) -> bool:
-        """Whether the batch fits into one microbatch, which then counts as one row."""
-        if not self.alone:
-            return False
-        if self.size is None or isinstance(self.size, int):
-            return self.size is None or self.size >= (self.batch.rows or 0)
-        return len(self.size) <= 1
-
-    @property
-    def most(self) -> int:
-        """The most rows that a microbatch counts for."""
-        if self.untouched:
-            return 1
-        return self.size if isinstance(self.size, int) else max(self.sizes)
+    size: int | list[int] | None  # the rows of each: one number for all, or one for each
+    sizes: Sequence[int]  # the rows of every microbatch
+    untouched: bool  # whether it fits into one microbatch, which then counts as one row
+    most: int  # the most rows that a microbatch counts for
 
     def parts(self) -> Iterable[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
-        batch, size, _ = self
-        if self.untouched and (batch.rows or size is None) and not any_sharded(batch.leaves):
-            return [(unflatten(batch.spec, batch.leaves), batch.rows or 0, 1)]
-        sizes = self.sizes
+        batch, size, sizes, untouched, _ = self
+        if untouched and sizes and not any_sharded(batch.leaves):
+            return [(unflatten(batch.spec, batch.leaves), sizes[0], 1)]
         parts = [unflatten(batch.spec, batch.leaves)] if size is None else cut(batch, size)
-        return zip(parts, sizes, [1] * len(sizes) if self.untouched else sizes, strict=True)
+        return zip(parts, sizes, [1] * len(sizes) if untouched else sizes, strict=True)
 
 
 # Of leaves, a microbatch, its rows, and what is carried.
@@ -120,18 +94,28 @@ class Accumulated(NamedTuple):
 
 
 def read_cut(
-    batch: Tree, size: int | list[int] | None, has_aux: bool, root: str = "args"
+    batch: Tree,
+    size: int | list[int] | None,
+    has_aux: bool,
+    root: str = "args",
+    *,
+    alone: bool = True,
 ) -> CutBatch:
-    """Check a batch that is to be cut into microbatches of ``size`` rows."""
+    """Check a batch that is to be cut into microbatches of ``size`` rows.
+
+    ``alone`` says that no other rank has rows of the same batch.
+    """
     flat = read_batch(batch, root)
-    if isinstance(size, list):
-        sizes_of_batch(rows_to_cut(flat, root), size)
-    if size is not None and rows_to_cut(flat, root) == 0 and has_aux:
+    rows = flat.rows or 0 if size is None else rows_to_cut(flat, root)
+    if size is not None and rows == 0 and has_aux:
         raise ValueError(
             "the batch has no rows, so the loss is never called and there is no aux to return; "
             "has_aux=True needs one row at least."
         )
-    return CutBatch(flat, size)
+    sizes = [rows] if size is None else sizes_of_batch(rows, size)
+    untouched = alone and len(sizes) <= 1
+    most = 1 if untouched else size if isinstance(size, int) else max(sizes, default=1)
+    return CutBatch(batch=flat, size=size, sizes=sizes, untouched=untouched, most=most)
 
 
 def means(

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    Flat,
     Spoiled,
     Tree,
     any_sharded,
     at_once,
-    check_fits,
     check_number,
     check_same_structure,
     flatten,
@@ -38,7 +38,7 @@ from .._base import (
     unflatten,
     where,
 )
-from .update import ONE_EACH, Optimizer, Ready, both_sound, optimizer_of
+from .update import Optimizer, Ready, both_sound, fitting, optimizer_of
 
 
 # Gradient maps -------------------------------------------------------------------------------
@@ -96,21 +96,21 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
 
     def update(grads: Tree, state: tuple[()], *, donate: bool = False) -> tuple[Tree, tuple[()]]:
         """The gradients scaled down, and no state."""
-        return _scaled(grads, factor_of(global_norm(grads)), donate), ()
+        leaves, spec = flatten(grads)
+        scaled = _scaled(leaves, factor_of(global_norm(grads)), donate)
+        own = donate and not transform_active()
+        return unflatten(spec, hand_over(leaves, scaled) if own else scaled), ()
 
     return GradientMap(init, update, factor_of)
 
 
-def _scaled(grads: Tree, factor: Tensor, donate: bool) -> Tree:
+def _scaled(grads: list[Tensor], factor: Tensor, donate: bool) -> list[Tensor]:
     """Gradients times a number, in their own memory where they are given up."""
-    leaves, spec = flatten(grads)
     of, own = scalars_of(factor), donate and not transform_active()
-    if own and at_once(leaves) and not any_sharded(leaves):
-        scaled = [x.detach() for x in leaves]
-        foreach_mul_(scaled, of(leaves[0]))
-    else:
-        scaled = [x.mul_(of(x)) if own else x * of(x) for x in leaves]
-    return unflatten(spec, hand_over(leaves, scaled) if own else scaled)
+    if own and at_once(grads) and not any_sharded(grads):
+        foreach_mul_(grads, of(grads[0]))
+        return grads
+    return [x.mul_(of(x)) if own else x * of(x) for x in grads]
 
 
 # A chain -------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def chain(*parts: Any) -> Optimizer:
         """The states of all parts before the first step."""
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
-    def check(state: Any, params: Tree, root: str = "state") -> None:
+    def check(state: Any, params: Flat, root: str) -> None:
         """Check that a state is one of this chain, and that its last part fits these params."""
         check_parts(state, root)
         optimizer.check(state[-1], params, f"{root}[{len(maps)}]")
@@ -174,16 +174,17 @@ def chain(*parts: Any) -> Optimizer:
                 "states that its init or its last call returned. A state of another configuration?"
             )
 
-    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+    def ready(state: Any, params: Flat, root: str) -> Ready:
         """A step of the chain before it is taken."""
         check_parts(state, root)
         last = optimizer.ready(state[-1], params, f"{root}[{len(maps)}]")
-        return Ready(last.sound, partial(step, state, last))
+        return Ready(last.sound, partial(step, state, params, last))
 
     def step(
         state: tuple[Any, ...],
+        params: Flat,
         last: Ready,
-        grads: Tree,
+        grads: list[Tensor],
         applied: Tensor | None,
         donate: bool,
         norm: Tensor | None,
@@ -193,17 +194,14 @@ def chain(*parts: Any) -> Optimizer:
             norm, known = None, norm
             if isinstance(map, GradientMap) and map.factor is not None and known is not None:
                 grads, later = _scaled(grads, map.factor(known), donate), old
-            elif isinstance(map, GradientMap):
-                grads, later = map.update(grads, old, donate=donate)
             else:
-                before = flatten(grads)[1]
-                grads, later = map.update(grads, old)
+                knobs = {"donate": donate} if isinstance(map, GradientMap) else {}
+                tree, later = map.update(unflatten(params[1], grads), old, **knobs)
                 cause = f"update of {_named(map)} has to return gradients like those it got."
-                came = flatten(grads)[1]
-                check_same_structure(before, came, "the gradients it got", "its grads", cause)
+                grads = fitting(tree, params, ("its grads", "params"), cause)
             new.append(later if applied is None else where(applied, later, old))
-        params, kept = last.apply(grads, applied, donate, norm)
-        return params, (*new, kept)
+        stepped, kept = last.apply(grads, applied, donate, norm)
+        return stepped, (*new, kept)
 
     return optimizer_of(init, ready, check)
 
@@ -232,19 +230,20 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
 
     plain: Callable[..., Any] = optimizer.apply
 
-    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+    def ready(state: Any, params: Flat, root: str) -> Ready:
         return Ready(True, partial(step, state, params))  # nobody knows its learning rate
 
     def step(
         state: Any,
-        params: Tree,
-        grads: Tree,
+        params: Flat,
+        grads: list[Tensor],
         applied: Tensor | None,
         donate: bool,
         norm: Tensor | None,
     ) -> tuple[Tree, Any]:
-        old = (params, state)
-        new: Any = plain(grads, state, params)
+        leaves, spec = params
+        old = unflatten(spec, leaves), state
+        new: Any = plain(unflatten(spec, grads), state, old[0])
         before, after = flatten(old)[1], flatten(new)[1]
         names = ("what apply got", "what apply returned")
         cause = "apply(grads, state, params) has to return (params, state) as they were."
@@ -333,13 +332,13 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     def init(params: Tree) -> dict[str, Any]:
         """The state of each label before the first step."""
         leaves, spec = read_params(params)
-        return {label: known[label].init(_picked(leaves, at)) for label, at in labels(spec).items()}
+        return {
+            label: known[label].init({path: leaves[i] for path, i in at.items()})
+            for label, at in labels(spec).items()
+        }
 
-    def read(
-        state: Any, params: Tree, root: str
-    ) -> tuple[list[Tensor], optree.PyTreeSpec, dict[str, dict[str, int]]]:
-        """The leaves of params and those of each label, if a state is one of these labels."""
-        leaves, spec = read_params(params)
+    def read(state: Any, spec: optree.PyTreeSpec, root: str) -> dict[str, dict[str, int]]:
+        """The leaves of each label, if a state is one of these labels."""
         of_label = labels(spec)
         if not isinstance(state, dict) or set(state) != set(of_label):
             came = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"  # pyright: ignore
@@ -347,17 +346,17 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
                 f"{root} of partition holds {came}; expected a dict with a state for each label "
                 f"in use, {sorted(of_label)}. A state of another configuration?"
             )
-        return leaves, spec, of_label
+        return of_label
 
-    def check(state: Any, params: Tree, root: str = "state") -> None:
+    def check(state: Any, params: Flat, root: str) -> None:
         """Check that a state has those of all labels in use, and that they fit these params."""
-        leaves, _, of_label = read(state, params, root)
-        for label, at in of_label.items():
-            known[label].check(state[label], _picked(leaves, at), f"{root}[{label!r}]")
+        for label, at in read(state, params[1], root).items():
+            known[label].check(state[label], _picked(params[0], at), f"{root}[{label!r}]")
 
-    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+    def ready(state: Any, params: Flat, root: str) -> Ready:
         """The steps of all labels before any is taken: all of them are, or none."""
-        leaves, spec, of_label = read(state, params, root)
+        leaves, spec = params
+        of_label = read(state, spec, root)
         begun = {
             label: known[label].ready(state[label], _picked(leaves, at), f"{root}[{label!r}]")
             for label, at in of_label.items()
@@ -365,16 +364,14 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         sound = reduce(both_sound, (one.sound for one in begun.values()))
 
         def step(
-            grads: Tree, applied: Tensor | None, donate: bool, norm: Tensor | None
+            grads: list[Tensor], applied: Tensor | None, donate: bool, norm: Tensor | None
         ) -> tuple[Tree, dict[str, Any]]:
-            terms, terms_spec = flatten(grads)
-            check_fits(terms, terms_spec, leaves, spec, ("grads", "params"), ONE_EACH)
             new = list(leaves)
             states: dict[str, Any] = {}
             given_up = [*leaves, *tree_leaves(state)]
             try:
                 for label, at in of_label.items():
-                    given = _picked(terms, at), applied, donate, None
+                    given = _picked(grads, at)[0], applied, donate, None
                     updated, states[label] = begun[label].apply(*given)
                     for path, i in at.items():
                         new[i] = updated[path]
@@ -389,6 +386,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
     return optimizer_of(init, ready, check)
 
 
-def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> dict[str, Tensor]:
-    """The leaves at some positions, by their paths."""
-    return {path: leaves[i] for path, i in at.items()}
+def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> Flat:
+    """The leaves at some positions, as a dict of them by their paths that is taken apart."""
+    order, spec = flatten(at)
+    return [leaves[i] for i in order], spec

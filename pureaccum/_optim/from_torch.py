@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    Flat,
     Spoiled,
     Tree,
     any_tangent,
-    check_fits,
     check_same_structure,
     check_state,
     flatten,
@@ -35,7 +35,7 @@ from .._base import (
     unflatten,
 )
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
-from .update import ONE_EACH, Optimizer, Ready, optimizer_of
+from .update import Optimizer, Ready, optimizer_of
 
 
 @loadable
@@ -123,23 +123,20 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             count = torch.zeros((), dtype=torch.int64, device="cpu")
             return TorchState(count, tree_map(torch.zeros_like, per_leaf), group)
 
-    def check(
-        state: Any, params: Tree, root: str = "state"
-    ) -> tuple[list[Tensor], optree.PyTreeSpec]:
-        """Check that a state is one of this class and of these params, and flatten the params."""
+    def check(state: Any, params: Flat, root: str) -> None:
+        """Check that a state is one of this class and of these params."""
         check_state(state, TorchState, f"from_torch({cls.__name__})", root)
-        leaves, spec = read_params(params)
-        if len(state.per_leaf) != len(leaves):
+        if len(state.per_leaf) != len(params[0]):
             raise ValueError(
-                f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(leaves)} leaves of "
+                f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(params[0])} leaves of "
                 "params. A state belongs to the params that it was made from by init."
             )
-        return leaves, spec
 
-    def ready(state: Any, params: Tree, root: str = "state") -> Ready:
+    def ready(state: Any, params: Flat, root: str) -> Ready:
         """A step of the class before it is taken."""
         _refuse_transforms(cls, [])
-        leaves, spec = check(state, params, root)
+        check(state, params, root)
+        leaves, spec = params
         with _plainly():
             rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
             sound = not isinstance(rate, Tensor) or is_sound(rate, leaves)
@@ -151,13 +148,11 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         given: list[Tensor],
         spec: optree.PyTreeSpec,
         rate: Any,
-        grads: Tree,
+        terms: list[Tensor],
         applied: Tensor | None,
         donate: bool,
         norm: Tensor | None,
     ) -> tuple[Tree, TorchState]:
-        terms, terms_spec = flatten(grads)
-        check_fits(terms, terms_spec, given, spec, ("grads", "params"), ONE_EACH)
         _refuse_transforms(cls, [*given, *terms])
         before, state_spec = flatten(state)
         work, before = taken([given, before], donate)

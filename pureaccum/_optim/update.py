@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    Flat,
     Layouts,
     Spoiled,
     Tree,
@@ -54,12 +55,12 @@ class Ready(NamedTuple):
     Attributes:
         sound: Whether the learning rate can be used: a bool if the host knows the rate, and else a
             0-d bool tensor. The caller decides what a rate that cannot be used means.
-        apply: ``apply(grads, applied, donate, norm)`` takes the step; ``norm`` is the global norm
-            of the gradients where somebody has computed it, else None.
+        apply: ``apply(grads, applied, donate, norm)`` takes the step, for gradients leaf by leaf;
+            ``norm`` is their global norm where somebody has computed it, else None.
     """
 
     sound: bool | Tensor
-    apply: Callable[[Tree, Tensor | None, bool, Tensor | None], tuple[Tree, Any]]
+    apply: Callable[[list[Tensor], Tensor | None, bool, Tensor | None], tuple[Tree, Any]]
 
 
 def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
@@ -79,21 +80,22 @@ class Optimizer(NamedTuple):
             for bit as they were; with ``donate`` they are given up, and grads too if a gradient map
             changes them. It computes with whatever learning rate there is: one of NaN gives
             parameters of NaN, and it is a training step that does not apply such a step.
-        check: ``check(state, params, root="state")`` raises where a state, named so, does not fit.
-        ready: ``ready(state, params, root="state")`` is the same up to where the gradients are
-            needed: it checks the state, and asks the schedule for the learning rate.
+        check: ``check(state, params, root)`` raises where a state, named so, does not fit; params
+            are taken apart: leaves and structure.
+        ready: ``ready(state, params, root)`` is the same up to where the gradients are needed: it
+            checks the state, and asks the schedule for the learning rate.
     """
 
     init: Callable[[Tree], Any]
     apply: Callable[..., tuple[Tree, Any]]
-    check: Callable[..., object]
-    ready: Callable[..., Ready]
+    check: Callable[[Any, Flat, str], object]
+    ready: Callable[[Any, Flat, str], Ready]
 
 
 def optimizer_of(
     init: Callable[[Tree], Any],
-    ready: Callable[..., Ready],
-    check: Callable[..., object] = lambda state, params, root="state": None,
+    ready: Callable[[Any, Flat, str], Ready],
+    check: Callable[[Any, Flat, str], object] = lambda state, params, root: None,
 ) -> Optimizer:
     """An optimizer whose ``apply`` is ``ready``, and then the step."""
 
@@ -106,9 +108,19 @@ def optimizer_of(
         donate: bool = False,
     ) -> tuple[Tree, Any]:
         """The next params and state; where ``applied`` is false, the old ones bit for bit."""
-        return ready(state, params).apply(grads, applied, donate, None)
+        flat = read_params(params)
+        begun = ready(state, flat, "state")
+        terms = fitting(grads, flat, ("grads", "params"), "There is one gradient for each leaf.")
+        return begun.apply(terms, applied, donate, None)
 
     return Optimizer(init, apply, check, ready)
+
+
+def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str) -> list[Tensor]:
+    """The leaves of a tree that has the structure and shapes of another."""
+    leaves, spec = flatten(tree)
+    check_fits(leaves, spec, *like, names, cause)
+    return leaves
 
 
 # Optimizers of ours ------------------------------------------------------------------------
@@ -166,9 +178,7 @@ def _init(method: Method, params: Tree) -> Any:
     return method.state(steps=steps, lr=lr, **trees)
 
 
-def _check(
-    method: Method, state: Any, params: Tree, root: str = "state"
-) -> tuple[Columns, optree.PyTreeSpec]:
+def _check(method: Method, state: Any, params: Flat, root: str) -> Columns:
     """Check that a state is one of this method and fits these params; gives the columns of both."""
     check_state(state, method.state, method.owner, root)
     if isinstance(method.lr, float) != isinstance(state.lr, Tensor):
@@ -177,28 +187,28 @@ def _check(
             "number is kept in the state; with a tensor or a schedule the state holds () there. A "
             "state of another configuration?"
         )
-    leaves, spec = read_params(params)
-    columns = [leaves]
+    columns = [params[0]]
     for name, kept in method.trees:
-        column, column_spec = flatten(getattr(state, name))
         if kept:
-            check_fits(column, column_spec, leaves, spec, (f"{root}.{name}", "params"))
-            columns.append(column)
-        elif column:
+            cause = "A state belongs to the params that it was made from by init."
+            names = f"{root}.{name}", "params"
+            columns.append(fitting(getattr(state, name), params, names, cause))
+        elif tree_leaves(getattr(state, name)):
             raise ValueError(
                 f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
                 "another configuration?"
             )
-    return columns, spec
+    return columns
 
 
-def _ready(method: Method, state: Any, params: Tree, root: str = "state") -> Ready:
+def _ready(method: Method, state: Any, params: Flat, root: str) -> Ready:
     """A step of a method before it is taken."""
-    columns, spec = _check(method, state, params, root)
+    columns = _check(method, state, params, root)
     rate = state.lr if isinstance(method.lr, float) else rate_at(method.lr, state.steps)
     if transform_active():  # a graph moves it once, and not for every dtype
         rate = moved(rate, columns[0][0].device)
-    return Ready(is_sound(rate, columns[0]), partial(_step, method, state, columns, spec, rate))
+    step = partial(_step, method, state, columns, params[1], rate)
+    return Ready(is_sound(rate, columns[0]), step)
 
 
 def _step(
@@ -207,15 +217,13 @@ def _step(
     columns: Columns,
     spec: optree.PyTreeSpec,
     rate: Tensor,
-    grads: Tree,
+    grads: list[Tensor],
     applied: Tensor | None,
     donate: bool,
     norm: Tensor | None,
 ) -> tuple[Tree, Any]:
     """The next params and state, from the columns of both that ``_check`` gave."""
-    terms, terms_spec = flatten(grads)
-    check_fits(terms, terms_spec, columns[0], spec, ("grads", "params"), ONE_EACH)
-    pairs = zip(terms, columns[0], strict=True)
+    pairs = zip(grads, columns[0], strict=True)
     terms = [g if g.dtype == x.dtype and not g.is_sparse else _dense(g, x.dtype) for g, x in pairs]
     active = transform_active()
     own = donate and not active
@@ -239,9 +247,6 @@ def _step(
     trees = {name: changed.get(name, ()) for name, _ in method.trees}
     # not _replace, from which torch 2.11's compiler returns broken tuples
     return new_params, method.state(steps=steps, lr=lr, **trees)
-
-
-ONE_EACH = "There is one gradient for each leaf of params."
 
 
 def _on_this_rank(

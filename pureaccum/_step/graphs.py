@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    Flat,
     Tree,
     accumulation_dtype,
     compile_anew,
@@ -42,7 +43,7 @@ from .._base import (
 from .._core import Batch, cut, power_of_two, read_batch, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
 from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
-from .state import Flat, Plan, StepWindow, TrainState
+from .state import Plan, StepWindow, TrainState
 from .whole_step import step_over
 from .windows import applied_window, begin_window, updated_window
 
@@ -59,11 +60,6 @@ class BatchInParts(NamedTuple):
     pieces: list[Tree]
     size: int | None
     untouched: bool  # whether there is only one
-
-    @property
-    def rows(self) -> int | None:
-        """The rows of the whole batch, where that is one microbatch."""
-        return read_batch(self.pieces[0]).rows
 
     @property
     def most(self) -> int:

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
 from .._base import (
     Agreement,
+    Flat,
     Tree,
     check_same_structure,
     check_state,
@@ -142,7 +142,6 @@ class Plan(NamedTuple):
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Flat = tuple[list[Tensor], optree.PyTreeSpec]  # parameters, or a whole state
 
 
 def recording(
@@ -193,7 +192,7 @@ def read_train_state(
         )
     leaves, spec = read_params(state.params, "state.params")
     refuse_autocast_cache(leaves)
-    return (leaves, spec), check(state.opt_state, state.params, "state.opt_state")
+    return (leaves, spec), check(state.opt_state, (leaves, spec), "state.opt_state")
 
 
 def check_window(plan: Plan, state: TrainState, window: StepWindow, params: Flat) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import Tree, check_state, flatten
+from .._base import Flat, Tree, check_state, flatten
 from .._core import (
     Accumulated,
     Accumulation,
@@ -24,7 +24,7 @@ from .._core import (
 from .buffers import begin_buffers
 from .microbatch_loss import caller, check_keys, onwards
 from .ranks import before_this_rank, of_all_ranks
-from .state import Flat, Plan, StepInfo, StepWindow, TrainState, read_train_state, recording
+from .state import Plan, StepInfo, StepWindow, TrainState, read_train_state, recording
 from .windows import finished, scale_of
 
 
@@ -51,9 +51,9 @@ def step_over(
     job = _accumulation(plan, state, params, cut, before)
     counted = isinstance(cut, CutBatch) and not plan.buffers and not plan.keys
     sums = summing(job._replace(advance=None) if counted else job)
-    carried = ((), cut.rows or 0) if counted else sums.carried
+    carried = ((), sum(cut.sizes)) if counted else sums.carried
     # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
-    rows = cut.rows or 1 if cut.untouched and not sums.weighted else 1
+    rows = carried[1] or 1 if cut.untouched and not sums.weighted else 1
     given = plan, state, ready, params[1], sums.state, carried, sums.aux
     return finished(*given, unit=sums.unit, rows=float(rows), own=True)
 
@@ -83,10 +83,10 @@ def rows_of_this_rank(
     plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
 ) -> Accumulated:
     """The sums over the rows of this rank, the first of which is number ``first`` in the run."""
-    cut = read_cut(batch, size, False, "batch")._replace(alone=False)
+    cut = read_cut(batch, size, False, "batch", alone=False)
     check_keys(plan, cut.batch)
-    if not cut.rows:  # nothing to call the loss with
-        cut = cut._replace(size=1)
+    if not cut.batch.rows:  # nothing to call the loss with
+        cut = cut._replace(size=1, sizes=[], most=1)
     return accumulate(_accumulation(plan, state, flatten(state.params), cut, 0, first))
 
 

@@ -293,8 +293,7 @@ def finished(
     donate = plan.donate and in_place
     if donate and tree_leaves(info.aux):
         info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
-    grads = unflatten(spec, closed(parts, layouts))
-    params, opt_state = ready.apply(grads, told, donate, length)
+    params, opt_state = ready.apply(closed(parts, layouts), told, donate, length)
     new = TrainState(
         params=params,
         buffers=buffers,

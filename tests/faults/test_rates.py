@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum._base import flatten
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import refused
 from tests.optimizers import Copies, Count, by_name, clones, make_params, unread
@@ -253,7 +254,7 @@ def test_a_number_costs_a_device_nothing(kind: str) -> None:
         params = {"w": torch.ones(3, device="meta"), "b": torch.ones(3, device="meta")}
         state = put(opt.init(params), lr)
         with Copies() as copies:
-            found.append(opt.ready(state, params).sound)
+            found.append(opt.ready(state, flatten(params), "state").sound)
         assert not copies.seen
     assert found == [True, False]
 
@@ -266,8 +267,8 @@ def test_a_transform_moves_a_number_to_a_device_once(make: Any) -> None:
     given = [pa.stack([tree, tree]) for tree in (opt.init(params), params)]
 
     def stepped(state: Any, params: Any) -> Any:
-        ready = opt.ready(state, params)
-        return ready.apply(params, ready.sound, False, None)
+        ready = opt.ready(state, flatten(params), "state")
+        return ready.apply(flatten(params)[0], ready.sound, False, None)
 
     with Copies() as copies:
         torch.func.vmap(stepped)(*given)
@@ -302,7 +303,7 @@ def test_each_label_of_a_partition_has_dtypes_of_its_own() -> None:
     params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
     for bias, fits in ((0.1, True), (1e308, False)):
         opt = pa.partition({"bias": pa.sgd(pa.constant(bias)), "rest": pa.sgd(1e300)}, by_name)
-        assert opt.ready(opt.init(params), params).sound is fits
+        assert opt.ready(opt.init(params), flatten(params), "state").sound is fits
 
 
 def test_rates_larger_than_any_float_are_refused() -> None:
