@@ -28,6 +28,8 @@ from .torch_internals import (
     finite_by_one_kernel,
     foreach_norm,
     foreach_zero_,
+    innermost,
+    mapped_levels,
     memory_of,
     transform_active,
     version,
@@ -205,9 +207,17 @@ def moved(scalar: Tensor, device: torch.device, dtype: torch.dtype | None = None
 
 
 def known(scalar: Tensor) -> Any:
-    """The number in a 0-d tensor if it can be read without waiting for a device, else None."""
-    here = type(scalar) is torch.Tensor and scalar.is_cpu
-    return scalar.item() if here else None
+    """The number in a 0-d tensor if it can be read without waiting for a device, else None.
+
+    Transforms that differentiate let it be read; a vmap has many in its place, a compiler none.
+    """
+    if type(scalar) is not Tensor or not scalar.is_cpu:
+        return None
+    if transform_active():
+        if torch.compiler.is_compiling() or mapped_levels(scalar):
+            return None
+        scalar = innermost(scalar)
+    return scalar.item()
 
 
 def on_host(*scalars: Tensor) -> list[Any]:

@@ -80,7 +80,7 @@ from .weights import divided as divided
 from .weights import power_of_two as power_of_two
 from .weights import scaled as scaled
 from .weights import settle as settle
-from .weights import with_gradient_added as with_gradient_added
+from .weights import term_of as term_of
 from .whole_batch import Accumulated as Accumulated
 from .whole_batch import Accumulation as Accumulation
 from .whole_batch import CutBatch as CutBatch

@@ -55,6 +55,9 @@ class Wrt(NamedTuple):
     weighings: dict[Any, Weighing] | None = None  # so far, by the rows and dtype of means and sums
     scale: Tensor | None = None  # a loss scale
     remembers: bool = False  # whether what modules held is put back for the backward pass
+    whole: bool = (
+        False  # whether the batch is taken whole, and so may be recorded under a transform
+    )
 
     def at(self, i: int) -> Layout | None:
         """Where the gradient of a leaf is summed, if it is a DTensor."""

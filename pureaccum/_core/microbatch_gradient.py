@@ -39,9 +39,9 @@ from .weights import (
     enter,
     judged,
     nothing_like,
+    term_of,
     total_finite,
     weigh,
-    with_gradient_added,
     with_squares,
     without_skipped,
 )
@@ -215,7 +215,8 @@ def _collected(
 ) -> tuple[list[Tensor], Microbatch]:
     """Take all gradients first and add them afterwards, when it is known whether they count.
 
-    Under a transform a microbatch is a function of one piece, of which nothing is kept.
+    Under a transform a microbatch is a function of one piece, of which nothing is kept; a batch
+    that is taken whole is left to the transform.
     """
     if rule.nonfinite == "raise" and not in_place:
         refuse_to_look()
@@ -258,14 +259,15 @@ def _collected(
 
     def terms(leaves: list[Tensor]) -> Counted:
         (grads, entry, weighing), keep = pulled(leaves)
-        zeros = [torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds]
-        pairs = zip(zeros, grads, strict=False)
-        return Counted(
-            ([g if g is None else with_gradient_added(z, g, weighing) for z, g in pairs], entry),
-            keep,
-        )
+        like = {kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in {*kinds}}
+        pairs = zip(grads, kinds, strict=False)  # no gradients at all where nothing is added
+        terms = [g if g is None else term_of(g, like[kind], weighing) for g, kind in pairs]
+        return Counted((terms, entry), keep)
 
-    added, entry = call_microbatched(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
+    if wrt.whole:
+        added, entry = terms(wrt.leaves).tree
+    else:
+        added, entry = call_microbatched(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
     if not added:
         return [x.clone() for x in sums], entry
     return [x if term is None else x + term for x, term in zip(sums, added, strict=True)], entry

@@ -38,7 +38,7 @@ from .microbatch import Arguments, call_microbatched
 from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .outputs import Counted, Whole
 from .reductions import check_reduce
-from .weights import divided, weigh, with_gradient_added
+from .weights import divided, term_of, weigh
 from .whole_batch import Accumulation, accumulate, evaluate, means, read_cut
 from .writes import Given, guarding, known_of
 
@@ -317,9 +317,7 @@ def _by_torch(
         by = divisor(weight)
         for i, g in enumerate(grads):
             zero = torch.zeros((), dtype=accumulation_dtype(g.dtype), device=g.device)
-            grads[i] = divided([with_gradient_added(zero, g, weighing)], by, own=False)[0].to(
-                g.dtype
-            )
+            grads[i] = divided([term_of(g, zero, weighing)], by, own=False)[0].to(g.dtype)
     return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
 
 

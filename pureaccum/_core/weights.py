@@ -93,23 +93,24 @@ def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing
         )
 
 
-def with_gradient_added(total: Tensor, grad: Tensor, weighing: Weighing) -> Tensor:
-    """A new tensor, the sum with one gradient added: transforms see through that."""
-    if grad.is_sparse:
-        grad = grad.to_dense()
-    return total + _term(grad, total, weighing)
+def term_of(grad: Tensor, total: Tensor, weighing: Weighing) -> Tensor:
+    """What is added to a sum, for one gradient: a dense tensor of the dtype of the sum."""
+    return _term(grad.to_dense() if grad.is_sparse else grad, total, weighing)
 
 
-def divided(sums: list[Tensor], *by: Any, own: bool) -> list[Tensor]:
+def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list[Tensor]:
     """Sums divided by one number after the other, in place if they are the caller's own.
 
+    ``same`` says that what is divided by 1 may come out as it is, which its own always may.
     Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
     more often, and so the bits of a parameter would depend on how it is written down.
     """
     parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in sums]
     together = own and at_once(parts)
     # one at a time, as their product may overflow
-    for number in (scalars_of(x) for x in by if isinstance(x, Tensor) or x != 1 or not own):
+    for number in (
+        scalars_of(x) for x in by if isinstance(x, Tensor) or x != 1 or not (own or same)
+    ):
         if together:
             foreach_div_(parts, number(parts[0]))
         else:
@@ -126,7 +127,7 @@ def nothing_like(grad: Tensor) -> Tensor:
 
 def _term(grad: Tensor, total: Tensor, weighing: Weighing) -> Tensor:
     factor, keep = weighing.factor, weighing.keep
-    term = grad.to(total.dtype)
+    term = grad if grad.dtype == total.dtype else grad.to(total.dtype)  # a vmap asks for its time
     if isinstance(factor, Tensor):
         term = term * as_scalar_of(total, factor)
     elif factor != 1.0:  # compilers keep a product with 1, and miss that mm and a sum are addmm
@@ -300,7 +301,10 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
     known = sum(entry.weight for entry in seen if not isinstance(entry.weight, Tensor))
     weights = [entry.weight for entry in seen if isinstance(entry.weight, Tensor)]
     total = totals.sum()
-    weight = torch.stack(weights).sum() + known if weights else torch.full_like(total, known)
+    if not weights:  # a compiler would make a graph for each number of rows
+        weight = torch.full_like(total, known) if alone else known
+    else:
+        weight = torch.stack(weights).sum() + known
     flags = [entry.finite for entry in seen if entry.finite is not None]
     # inf - inf is NaN; a third of the time of isfinite
     nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0

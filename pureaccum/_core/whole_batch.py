@@ -185,7 +185,8 @@ def _speculate(job: Accumulation) -> Accumulated:
 def _accumulate(job: Accumulation) -> Accumulated:
     leaves, batch, rule = job.leaves, job.batch, job.rule
     unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
-    wrt = prepare(leaves, rule.engine, job.known)._replace(unit=unit, scale=job.scale)
+    wrt = prepare(leaves, rule.engine, job.known)
+    wrt = wrt._replace(unit=unit, scale=job.scale, whole=batch.size is None)
     seen: list[Microbatch] = []
 
     def label(leaf: int | None) -> str:

@@ -388,5 +388,4 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
 
 def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> Flat:
     """The leaves at some positions, as a dict of them by their paths that is taken apart."""
-    order, spec = flatten(at)
-    return [leaves[i] for i in order], spec
+    return flatten({path: leaves[i] for path, i in at.items()})

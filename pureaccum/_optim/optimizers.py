@@ -128,12 +128,16 @@ def _sgd(
             grad = grad + weight_decay * param
         if not momentum:
             return (param - rate * grad,)
-        later = momentum * rest[0] + (1 - dampening) * grad
-        buffer = torch.where(first, grad, later)
+        if first is True:
+            buffer = grad.clone()
+        else:
+            later = momentum * rest[0] + ((1 - dampening) * grad if dampening else grad)
+            buffer = later if first is False else torch.where(first, grad, later)
         return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
 
     def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Tensor, Any]:
-        return as_scalar_of(leaf, rate), moved(step, leaf.device) == 1 if momentum else None
+        rate, count = as_scalar_of(leaf, rate), known(step)
+        return rate, (moved(step, leaf.device) if count is None else count) == 1
 
     def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
         if fused:

@@ -278,12 +278,15 @@ def by_formula(
     applied: Tensor | None,
 ) -> Columns:
     """The next columns, in plain tensor operations."""
+    certain = True if applied is None else known(applied)
+    if certain is False:  # a derivative through what is not finite would be NaN
+        return [[x.clone() for x in column] for column in columns]
     rows: list[tuple[Tensor, ...]] = []
     made: dict[Any, tuple[Any, Any]] = {}  # for each device and dtype, and not for every leaf
     for grad, *row in zip(grads, *columns, strict=True):
         kind = row[0].device, row[0].dtype
         if kind not in made:
-            keep = None if applied is None else moved(applied, row[0].device)
+            keep = None if certain else moved(applied, row[0].device)  # pyright: ignore
             made[kind] = method.numbers(step, rate, row[0]), keep
         numbers, keep = made[kind]
         new = method.formula(grad, numbers, *row)

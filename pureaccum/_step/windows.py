@@ -12,6 +12,7 @@ Each function is given the plan of the step first. All are pure; where the plan 
 to the memory of the state that they are given.
 """
 
+import math
 from typing import Any
 
 import optree
@@ -31,6 +32,7 @@ from .._base import (
     flatten,
     hand_over,
     is_finite,
+    known,
     mark,
     moved,
     norm,
@@ -261,11 +263,11 @@ def finished(
     by_unit = by / unit if isinstance(unit, Tensor) or unit != 1.0 else by
     parts, layouts = opened(resolved(accum.grads))
     own = own and in_place
-    parts = divided(parts, by_unit, *scales, own=own)
+    parts = divided(parts, by_unit, *scales, own=own, same=own or not in_place)
     length = norm_of_all(parts, layouts)
     # A norm that is finite is that of finite numbers; it may overflow where these do not.
-    sound = is_finite(total)
-    if is_finite(on_host(length)[0]) is not True:
+    sound, number = is_finite(total), known(length)
+    if number is None or not math.isfinite(number):
         sound = all_finite_of(parts, layouts, own) & sound
     any_weight = weight != 0
     if plain is not False:

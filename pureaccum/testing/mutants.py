@@ -69,7 +69,7 @@ MUTANTS: dict[str, Mutant] = {
     "scaled before the cast": Mutant(
         "A gradient is scaled in its own narrow dtype, where it may overflow.",
         "_core/weights.py",
-        "term = grad.to(total.dtype)",
+        "term = grad if grad.dtype == total.dtype else grad.to(total.dtype)",
         "term = grad",
     ),
     "sums as narrow as the parameters": Mutant(

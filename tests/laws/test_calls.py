@@ -1,4 +1,6 @@
-"""How many functions of ours a step calls: a ceiling, since small models pay for each of them.
+"""How many functions of ours a step calls, and how many operations it is: ceilings.
+
+Small models pay for each of them.
 
 A change that makes it less writes it here. Comprehensions are not counted: Python 3.12 makes no
 call of one.
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
 
@@ -70,6 +73,47 @@ def test_a_step_over_four_microbatches_calls_no_more_functions_than_this(name: s
     for _ in range(2):  # the first call of a loss is watched
         step(state, BATCH)
     assert calls(lambda: step(state, BATCH)) <= ceiling
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one, and run it."""
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_that_is_differentiated_costs_little_more_than_its_formula() -> None:
+    """On the host numbers can be read under ``grad``: nothing is selected where all is finite."""
+
+    def by_formula(lr: torch.Tensor) -> torch.Tensor:
+        params, momentum = FN.params, {key: torch.zeros_like(x) for key, x in FN.params.items()}
+        for _ in range(5):
+            grads = torch.func.grad(network)(params, BATCH)
+            momentum = {key: 0.9 * momentum[key] + grads[key] for key in params}
+            params = {key: params[key] - lr * momentum[key] for key in params}
+        return network(params, BATCH)
+
+    def by_steps(lr: torch.Tensor) -> torch.Tensor:
+        step = pa.make_step(network, pa.sgd(lr, momentum=0.9))
+        state = step.init(FN.params)
+        for _ in range(5):
+            state, _ = step(state, BATCH)
+        return network(state.params, BATCH)
+
+    found: list[int] = []
+    for run in by_formula, by_steps:
+        grad = torch.func.grad(run)
+        grad(torch.tensor(0.1))
+        with Operations() as operations:
+            grad(torch.tensor(0.1))
+        found.append(operations.count)
+    assert found[1] <= 1.5 * found[0], found
 
 
 def test_the_gradients_of_samples_are_watched_once_and_not_at_every_call() -> None:
