@@ -157,8 +157,10 @@ def add(a: Tree, b: Tree) -> Tree:
     return tree_map(torch.add, a, b)
 
 
-def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
-    """One tree or the other, selected and never multiplied: NaN * 0 is NaN."""
+def where(condition: bool | Tensor, a: Tree, b: Tree) -> Tree:
+    """A copy of one tree or of the other, selected and never multiplied: NaN * 0 is NaN."""
+    if isinstance(condition, bool):
+        return tree_map(lambda x, y: (x if condition else y).clone(), a, b)
     return tree_map(lambda x, y: torch.where(condition, x, y), a, b)
 
 

@@ -38,7 +38,7 @@ from .._base import (
     unflatten,
     where,
 )
-from .update import Optimizer, Ready, both_sound, fitting, optimizer_of
+from .update import Applied, Optimizer, Ready, both_sound, fitting, optimizer_of
 
 
 # Gradient maps -------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def chain(*parts: Any) -> Optimizer:
         params: Flat,
         last: Ready,
         grads: list[Tensor],
-        applied: Tensor | None,
+        applied: Applied,
         donate: bool,
         norm: Tensor | None,
     ) -> tuple[Tree, tuple[Any, ...]]:
@@ -199,7 +199,7 @@ def chain(*parts: Any) -> Optimizer:
                 tree, later = map.update(unflatten(params[1], grads), old, **knobs)
                 cause = f"update of {_named(map)} has to return gradients like those it got."
                 grads = fitting(tree, params, ("its grads", "params"), cause)
-            new.append(later if applied is None else where(applied, later, old))
+            new.append(where(applied, later, old))
         stepped, kept = last.apply(grads, applied, donate, norm)
         return stepped, (*new, kept)
 
@@ -237,7 +237,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
         state: Any,
         params: Flat,
         grads: list[Tensor],
-        applied: Tensor | None,
+        applied: Applied,
         donate: bool,
         norm: Tensor | None,
     ) -> tuple[Tree, Any]:
@@ -248,8 +248,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
         names = ("what apply got", "what apply returned")
         cause = "apply(grads, state, params) has to return (params, state) as they were."
         check_same_structure(before, after, *names, cause)
-        if applied is not None:
-            new = where(applied, tuple(new), old)
+        new = where(applied, tuple(new), old)
         if donate and not transform_active():
             new = unflatten(after, hand_over(tree_leaves(old), tree_leaves(new)))
         return new
@@ -364,7 +363,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         sound = reduce(both_sound, (one.sound for one in begun.values()))
 
         def step(
-            grads: list[Tensor], applied: Tensor | None, donate: bool, norm: Tensor | None
+            grads: list[Tensor], applied: Applied, donate: bool, norm: Tensor | None
         ) -> tuple[Tree, dict[str, Any]]:
             new = list(leaves)
             states: dict[str, Any] = {}

@@ -35,7 +35,7 @@ from .._base import (
     unflatten,
 )
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
-from .update import Optimizer, Ready, optimizer_of
+from .update import Applied, Optimizer, Ready, optimizer_of
 
 
 @loadable
@@ -149,7 +149,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         spec: optree.PyTreeSpec,
         rate: Any,
         terms: list[Tensor],
-        applied: Tensor | None,
+        applied: Applied,
         donate: bool,
         norm: Tensor | None,
     ) -> tuple[Tree, TorchState]:
@@ -158,7 +158,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         work, before = taken([given, before], donate)
         work = [x.clone() if x.is_inference() else x for x in work]  # they may not require grad
         kept = unflatten(state_spec, before)
-        if applied is None or bool(applied):
+        if bool(applied):
             started = state.steps.item() > 0
             if started and _likeness(given) not in seen:
                 first_step(given)

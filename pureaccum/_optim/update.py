@@ -47,6 +47,7 @@ from .schedules import Schedule, check_held, is_sound, rate_at
 
 
 Rate = float | Tensor | Schedule
+Applied = bool | Tensor
 
 
 class Ready(NamedTuple):
@@ -55,12 +56,13 @@ class Ready(NamedTuple):
     Attributes:
         sound: Whether the learning rate can be used: a bool if the host knows the rate, and else a
             0-d bool tensor. The caller decides what a rate that cannot be used means.
-        apply: ``apply(grads, applied, donate, norm)`` takes the step, for gradients leaf by leaf;
-            ``norm`` is their global norm where somebody has computed it, else None.
+        apply: ``apply(grads, applied, donate, norm)`` takes the step, for gradients leaf by leaf.
+            ``applied`` is a bool, too, where the host knows it; ``norm`` is their global norm where
+            somebody has computed it, else None.
     """
 
     sound: bool | Tensor
-    apply: Callable[[list[Tensor], Tensor | None, bool, Tensor | None], tuple[Tree, Any]]
+    apply: Callable[[list[Tensor], Applied, bool, Tensor | None], tuple[Tree, Any]]
 
 
 def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
@@ -111,7 +113,10 @@ def optimizer_of(
         flat = read_params(params)
         begun = ready(state, flat, "state")
         terms = fitting(grads, flat, ("grads", "params"), "There is one gradient for each leaf.")
-        return begun.apply(terms, applied, donate, None)
+        if applied is None:
+            return begun.apply(terms, True, donate, None)
+        told = known(applied)
+        return begun.apply(terms, applied if told is None else bool(told), donate, None)
 
     return Optimizer(init, apply, check, ready)
 
@@ -218,7 +223,7 @@ def _step(
     spec: optree.PyTreeSpec,
     rate: Tensor,
     grads: list[Tensor],
-    applied: Tensor | None,
+    applied: Applied,
     donate: bool,
     norm: Tensor | None,
 ) -> tuple[Tree, Any]:
@@ -227,17 +232,20 @@ def _step(
     terms = [g if g.dtype == x.dtype and not g.is_sparse else _dense(g, x.dtype) for g, x in pairs]
     active = transform_active()
     own = donate and not active
-    given_up = [*chain(*columns), state.steps, *tree_leaves(state.lr)] if own else []
+    held = isinstance(method.lr, float)  # whether the rate is in the state
+    given_up = [*chain(*columns), state.steps, *([state.lr] if held else [])] if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
-    given = terms, columns, state.steps + 1, rate, applied
+    step = state.steps + 1
+    given = terms, columns, step, rate, applied
     if active or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
         new = by_formula(method, *given)
     else:
         foreach = not method.fused and columns[0][0].device.type != "cpu"
         with torch.no_grad():
             new = by_kernel(method, *given, given_up, foreach)
-    steps = state.steps + (1 if applied is None else moved(applied, state.steps.device))
-    lr = state.lr.clone() if isinstance(method.lr, float) else ()
+    if applied is not True:
+        step = state.steps + (applied if applied is False else moved(applied, state.steps.device))
+    lr = state.lr.clone() if held else ()
     mark(given_up)
     if layouts is not None:
         new = [closed(column, layouts) for column in new]
@@ -246,7 +254,7 @@ def _step(
     changed = dict(zip(names, later, strict=True))
     trees = {name: changed.get(name, ()) for name, _ in method.trees}
     # not _replace, from which torch 2.11's compiler returns broken tuples
-    return new_params, method.state(steps=steps, lr=lr, **trees)
+    return new_params, method.state(steps=step, lr=lr, **trees)
 
 
 def _on_this_rank(
@@ -275,18 +283,17 @@ def by_formula(
     columns: Columns,
     step: Tensor,
     rate: Tensor,
-    applied: Tensor | None,
+    applied: Applied,
 ) -> Columns:
     """The next columns, in plain tensor operations."""
-    certain = True if applied is None else known(applied)
-    if certain is False:  # a derivative through what is not finite would be NaN
+    if applied is False:  # a derivative through what is not finite would be NaN
         return [[x.clone() for x in column] for column in columns]
     rows: list[tuple[Tensor, ...]] = []
     made: dict[Any, tuple[Any, Any]] = {}  # for each device and dtype, and not for every leaf
     for grad, *row in zip(grads, *columns, strict=True):
         kind = row[0].device, row[0].dtype
         if kind not in made:
-            keep = None if certain else moved(applied, row[0].device)  # pyright: ignore
+            keep = None if applied is True else moved(applied, row[0].device)
             made[kind] = method.numbers(step, rate, row[0]), keep
         numbers, keep = made[kind]
         new = method.formula(grad, numbers, *row)
@@ -307,7 +314,7 @@ def by_kernel(
     columns: Columns,
     step: Tensor,
     rate: Tensor,
-    applied: Tensor | None,
+    applied: Applied,
     given_up: list[Tensor],
     foreach: bool,
 ) -> Columns:
@@ -316,18 +323,17 @@ def by_kernel(
     It writes to the columns where something was given up, and all of that is refused after an
     error in the middle.
     """
-    certain = True if applied is None else known(applied)
     number = known(rate)
     rate_ = rate if number is None else number
-    if not method.runs(columns[0], step, rate_) and certain is not False:
+    if not method.runs(columns[0], step, rate_) and applied is not False:
         return by_formula(method, grads, columns, step, rate, applied)
     # Donated memory is written under new names, which take over if all goes well.
     work, written = taken(columns, bool(given_up)), False
     try:
-        if certain is False:
+        if applied is False:
             pass
-        elif certain or method.fused:
-            found_inf = None if certain else (~applied).float()  # pyright: ignore
+        elif applied is True or method.fused:
+            found_inf = None if applied is True else (~applied).float()
             written = True
             method.kernel(work, grads, step, rate_, found_inf, foreach)
         elif given_up:

@@ -317,18 +317,18 @@ def scale_of(plan: Plan, state: TrainState) -> Tensor | None:
     return None if plan.loss_scale is None else state.loss_scale.scale
 
 
-def _applied(worth: Any, rate_is_sound: bool | Tensor, device: Any) -> tuple[Tensor, Tensor]:
+def _applied(worth: Any, rate_is_sound: Any, device: torch.device) -> tuple[Tensor, Any]:
     """Whether a step is applied, for the info and for the optimizer.
 
     The optimizer is told on the host what the host knows: no kernel need run for nothing, and
     torch's kernels refuse a rate that the dtype of the parameters cannot hold.
     """
-    worth = scalar(worth, torch.bool, device)
     if isinstance(rate_is_sound, Tensor):
-        worth = worth & moved(rate_is_sound, worth.device)
+        worth = worth & moved(rate_is_sound, device)
     elif not rate_is_sound:
-        return worth & False, torch.zeros((), dtype=torch.bool, device="cpu")
-    return worth, worth
+        worth = False
+    told = known(worth) if isinstance(worth, Tensor) else worth
+    return scalar(worth, torch.bool, device), worth if told is None else told
 
 
 def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> BatchNoise:

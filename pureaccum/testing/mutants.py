@@ -313,8 +313,8 @@ MUTANTS: dict[str, Mutant] = {
     "an optimizer that counts steps not applied": Mutant(
         "The optimizer counts a step that is not applied.",
         "_optim/update.py",
-        "steps = state.steps + (1 if applied is None else moved(applied, state.steps.device))",
-        "steps = state.steps + 1",
+        "    if applied is not True:\n        step =",
+        "    if False:\n        step =",
     ),
     "momentum that is dampened from the start": Mutant(
         "The first momentum is dampened, which torch's is not.",

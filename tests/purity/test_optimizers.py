@@ -248,17 +248,19 @@ def test_every_variant_of_a_kernel_leaves_the_gradients_and_gives_the_same_bits(
     columns = columns_of(name, switches, sizes, seed)
     grads = columns_of("sgd", {"momentum": False}, sizes, seed + 1)[0]
     count = torch.tensor(step)
-    stepped = update.by_kernel(method, grads, clones(columns), count, rate, None, [], False)
-    cases = itertools.product((False, True), (False, True), (None, True, False))
+    stepped = update.by_kernel(method, grads, clones(columns), count, rate, True, [], False)
+    flags = (True, False, unread(torch.tensor(True)), unread(torch.tensor(False)))
+    cases = itertools.product((False, True), (False, True), flags)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "GROUP", 96)
-        for foreach, donate, flag in cases:
-            old, applied = clones(columns), None if flag is None else unread(torch.tensor(flag))
+        for foreach, donate, applied in cases:
+            old = clones(columns)
             given_up = leaves(old) if donate else []
             with unchanged(grads, () if donate else old):
                 new = update.by_kernel(method, grads, old, count, rate, applied, given_up, foreach)
             new = optree.tree_map(lambda x: x.as_subclass(torch.Tensor), new)
-            assert_trees_bitwise_equal(new, columns if flag is False else stepped)
+            flag = applied if isinstance(applied, bool) else bool(applied.as_subclass(torch.Tensor))
+            assert_trees_bitwise_equal(new, stepped if flag else columns)
 
 
 def test_beside_a_donated_state_there_is_one_copy_of_a_group() -> None:
