@@ -111,6 +111,7 @@ from .torch_internals import mapped_levels as mapped_levels
 from .torch_internals import may_be_differentiated as may_be_differentiated
 from .torch_internals import memory_of as memory_of
 from .torch_internals import module_vars as module_vars
+from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import recorded_at as recorded_at
 from .torch_internals import saved_tensors_hooks_allowed as saved_tensors_hooks_allowed
 from .torch_internals import saved_tensors_hooks_refused as saved_tensors_hooks_refused

@@ -22,6 +22,7 @@ name                               what for                                check
 ``RNNBase._flat_weight...``        caches that functional_call leaves      2.11, 2.13, 2.15
 ``Tensor._version``                was it written to in place?             2.11, 2.13, 2.15
 ``UntypedStorage._cdata``          do two tensors share memory?            2.11, 2.13
+``torch._C._storage_Use_Count``   does only one tensor lie in a memory?   2.11, 2.13
 ``OpOverload._schema``             what does an operation write to?        2.11, 2.13
 ``Tensor._backward_hooks``         the hooks on a tensor                   2.11, 2.13, 2.15
 ``._post_accumulate_grad_hooks``   those after its gradient is there       2.11, 2.13, 2.15
@@ -257,6 +258,14 @@ def gradients_into(
     finally:
         for leaf in leaves:  # else a loss that calls .backward() would add to the sums as well
             leaf.grad = None
+
+
+def owns_its_memory(x: Tensor) -> bool:
+    """Whether nothing but the numbers of a tensor lies in its memory."""
+    if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+        return False
+    storage = x.untyped_storage()  # which holds it once more
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # pyright: ignore
 
 
 foreach_add_ = torch._foreach_add_  # pyright: ignore

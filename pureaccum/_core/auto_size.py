@@ -45,12 +45,13 @@ from .batches import read_batch, rows_to_cut
 
 
 class Live:
-    """How many bytes are alive, the most so far, and the most when a backward pass began."""
+    """How many bytes are alive, the most so far, and those when backward passes began."""
 
-    __slots__ = ("before_backward", "now", "peak")
+    __slots__ = ("before_backward", "before_first", "now", "peak")
 
     def __init__(self) -> None:
-        self.now = self.peak = self.before_backward = 0
+        self.now = self.peak = 0
+        self.before_first = self.before_backward = 0  # the first of them, and the most
 
 
 @contextmanager
@@ -72,6 +73,7 @@ def counting(
         if in_backward() != backwards:
             backwards = not backwards
             if backwards:
+                live.before_first = live.before_first or live.now
                 live.before_backward = max(live.before_backward, live.now)
         given: set[int] | None = None
         for tensor in _tensors(out):

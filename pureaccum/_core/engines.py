@@ -54,6 +54,7 @@ class Wrt(NamedTuple):
     unit: float | None = None  # the sums of a window are multiples of this: see weights.py
     weighings: dict[Any, Weighing] | None = None  # so far, by the rows and dtype of means and sums
     scale: Tensor | None = None  # a loss scale
+    at_least: torch.dtype = torch.float32  # the dtype of sums that are begun
     remembers: bool = False  # whether what modules held is put back for the backward pass
     whole: bool = (
         False  # whether the batch is taken whole, and so may be recorded under a transform

@@ -7,7 +7,7 @@ with one refinement that does not change a bit of it: a large leaf's gradient is
 as soon as it exists and then dropped, so that a second gradient tree never exists.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._base import (
     Spoiled,
+    accumulation_dtype,
     check_choice,
     finite,
     gradients,
@@ -24,7 +25,9 @@ from .._base import (
     known,
     mark,
     norm,
+    owns_its_memory,
     refuse_sharded,
+    zeros_for_sums,
 )
 from .engines import Engine, Hook, Loss, Wrt, alone, hooked_gradients
 from .loss import Reduction
@@ -104,8 +107,9 @@ def add_microbatch(
         loss: The loss as a function of the leaves and of what goes with a microbatch.
         args: What goes with this one.
         wrt: What to differentiate with respect to.
-        sums: One sum per leaf. They are changed in place, except under a transform or a compiler,
-            where every sum is a new tensor.
+        sums: One sum per leaf, or none at all: then they begin with this microbatch. They are
+            changed in place, except under a transform or a compiler, where every sum is a new
+            tensor.
         rows: The rows of the microbatch, if a tensor tells.
         rule: How gradients are taken and summed.
         before: The sums as they were, if the caller still holds them: then ``"skip"`` can take
@@ -120,6 +124,7 @@ def add_microbatch(
     watched, squares = rule.nonfinite != "propagate", rule.squares
     if rule.nonfinite == "skip" and before is None:
         return _collected(loss, args, wrt, sums, rows, rule, in_place=True)
+    first = len(sums) == 0
     flags: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
     begun = False
@@ -132,6 +137,8 @@ def add_microbatch(
         if squares:
             norms[i] = norm(grad)
         assert how is not None
+        if first:
+            _fill(sums, wrt, [i])
         add_gradient_(sums[i], grad, how)
         return nothing_like(grad)
 
@@ -147,20 +154,28 @@ def add_microbatch(
     how = how or weigh(seen, rows, rule.reduction, wrt.unit, made, wrt.scale)
     if how is None:
         return sums, entry
+    alike = (first or large) and not (watched or squares) and _as_it_comes(wrt, sums, how)
+    if first:
+        sums = [NONE_YET] * len(wrt.leaves)
     try:
         grads: Sequence[Tensor | None] = ()
         if pull is not None:
             grads = pull(how.cotangent)
         elif not total.requires_grad:
             pass
-        elif not large:
-            grads = gradients(total, wrt.leaves, how.cotangent)
-        elif not (watched or squares) and (into := _to_be_added_to(wrt, sums, how)):
+        elif alike:
             begun = True
+            into = {} if first else {i: sums[i] for i in wrt.large}
             grads = gradients_into(into, total, wrt.leaves, how.cotangent)
-        else:
+        elif large:
             grads = hooked_gradients(total, wrt.leaves, how.cotangent, large)
+        else:
+            grads = gradients(total, wrt.leaves, how.cotangent)
         begun = True
+        if first and alike and pull is None:
+            return _first_sums(wrt, grads), entry
+        if first:
+            _fill(sums, wrt, range(len(sums)))
         if large or NoneType in map(type, grads):
             small = {i: g for i, g in enumerate(grads) if g is not None and i not in large}
             add_gradients_([sums[i] for i in small], [*small.values()], how)
@@ -170,7 +185,7 @@ def add_microbatch(
             if all_of_them:
                 add_gradients_(sums, all_of_them, how)
     except BaseException:
-        if begun and before is None:
+        if begun and before is None and not first:
             mark(sums, Spoiled)
         raise
     if squares:
@@ -184,7 +199,7 @@ def add_microbatch(
     assert ok is not None
     if rule.nonfinite == "raise":
         if not ok:
-            if before is None:
+            if before is None and not first:
                 mark(sums, Spoiled)
             where = [i for i, flag in sorted(flags.items()) if not flag]
             raise FloatingPointError(_not_finite(label, where))
@@ -196,11 +211,38 @@ def add_microbatch(
     return sums, entry
 
 
-def _to_be_added_to(wrt: Wrt, sums: list[Tensor], how: Weighing) -> dict[int, Tensor]:
-    """The sums of large leaves, if what is added to them is the gradient as it comes."""
-    into = {i: sums[i] for i in wrt.large}
-    alike = all(wrt.leaves[i].dtype == x.dtype for i, x in into.items())
-    return into if alike and as_it_comes(how) and wrt.detach is Tensor.detach else {}
+def _as_it_comes(wrt: Wrt, sums: list[Tensor], how: Weighing) -> bool:
+    """Whether what is added to the sums is the gradient as it comes, so that autograd can add."""
+    if not as_it_comes(how) or wrt.detach is not Tensor.detach:
+        return False
+    if len(sums) == 0:
+        return all(accumulation_dtype(x.dtype, wrt.at_least) == x.dtype for x in wrt.leaves)
+    return all(wrt.leaves[i].dtype == sums[i].dtype for i in wrt.large)
+
+
+def _fill(sums: list[Tensor], wrt: Wrt, which: Iterable[int]) -> None:
+    """Zeros for some sums, where there are none yet."""
+    which = [i for i in which if sums[i] is NONE_YET]
+    zeros = zeros_for_sums([wrt.leaves[i] for i in which], wrt.at_least) if which else []
+    for i, zero in zip(which, zeros, strict=True):
+        sums[i] = zero
+
+
+NONE_YET = torch.empty(0, device="cpu")
+
+
+def _first_sums(wrt: Wrt, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Sums that begin with the gradients of a microbatch, whose memory becomes theirs.
+
+    Unless it is also that of something else: a gradient may be a view of what the loss was given.
+    """
+    sums: list[Tensor] = []
+    for grad, leaf in zip(grads or [None] * len(wrt.leaves), wrt.leaves, strict=True):
+        if grad is None or not owns_its_memory(grad):
+            zero = torch.zeros_like(leaf, requires_grad=False)
+            grad = zero if grad is None else zero.add_(grad)
+        sums.append(grad)
+    return sums
 
 
 def _collected(
@@ -249,6 +291,8 @@ def _collected(
 
     if in_place:
         grads, entry, weighing = pulled(wrt.leaves).tree
+        if len(sums) == 0:
+            sums = zeros_for_sums(wrt.leaves, wrt.at_least)
         for i in range(len(grads)):
             if (grad := grads[i]) is not None:
                 add_gradient_(sums[i], grad, weighing)
@@ -256,6 +300,8 @@ def _collected(
         return sums, entry
 
     kinds = [(x.dtype, x.device) for x in sums]
+    if len(sums) == 0:
+        kinds = [(accumulation_dtype(x.dtype, wrt.at_least), x.device) for x in wrt.leaves]
 
     def terms(leaves: list[Tensor]) -> Counted:
         (grads, entry, weighing), keep = pulled(leaves)
@@ -270,6 +316,10 @@ def _collected(
         added, entry = call_microbatched(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
     if not added:
         return [x.clone() for x in sums], entry
+    if len(sums) == 0:
+        pairs = zip(added, wrt.leaves, kinds, strict=True)
+        zeros = torch.zeros_like
+        return [zeros(x, dtype=kind[0]) if g is None else g for g, x, kind in pairs], entry
     return [x if term is None else x + term for x, term in zip(sums, added, strict=True)], entry
 
 

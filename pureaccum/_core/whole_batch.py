@@ -43,7 +43,7 @@ class CutBatch(NamedTuple):
     size: int | list[int] | None  # the rows of each: one number for all, or one for each
     sizes: Sequence[int]  # the rows of every microbatch
     untouched: bool  # whether it fits into one microbatch, which then counts as one row
-    most: int  # the most rows that a microbatch counts for
+    unit: float  # what sums of the gradients of means are multiples of: see weigh
 
     def parts(self) -> Iterable[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
@@ -115,7 +115,9 @@ def read_cut(
     sizes = [rows] if size is None else sizes_of_batch(rows, size)
     untouched = alone and len(sizes) <= 1
     most = 1 if untouched else size if isinstance(size, int) else max(sizes, default=1)
-    return CutBatch(batch=flat, size=size, sizes=sizes, untouched=untouched, most=most)
+    # Where all rows are a power of two, the sums are the gradients: nothing is left to divide by.
+    unit = power_of_two(most if untouched or rows != power_of_two(rows) else rows)
+    return CutBatch(batch=flat, size=size, sizes=sizes, untouched=untouched, unit=unit)
 
 
 def means(
@@ -184,9 +186,9 @@ def _speculate(job: Accumulation) -> Accumulated:
 
 def _accumulate(job: Accumulation) -> Accumulated:
     leaves, batch, rule = job.leaves, job.batch, job.rule
-    unit = power_of_two(batch.most) if rule.reduction == "mean" else 1.0
+    unit = batch.unit if rule.reduction == "mean" else 1.0
     wrt = prepare(leaves, rule.engine, job.known)
-    wrt = wrt._replace(unit=unit, scale=job.scale, whole=batch.size is None)
+    wrt = wrt._replace(unit=unit, scale=job.scale, at_least=job.at_least, whole=batch.size is None)
     seen: list[Microbatch] = []
 
     def label(leaf: int | None) -> str:
@@ -197,7 +199,7 @@ def _accumulate(job: Accumulation) -> Accumulated:
 
     def window(wrt: Wrt) -> tuple[list[Tensor], Any, AuxState | None]:
         seen.clear()
-        sums = zeros_for_sums(leaves, job.at_least)
+        sums: list[Tensor] = []  # the first microbatch begins them
         carried: Any = job.carried
         aux: AuxState | None = None
         with guarding(job.known, *job.given()) as guarded, cutting(not batch.untouched):
@@ -212,6 +214,8 @@ def _accumulate(job: Accumulation) -> Accumulated:
                     aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
                     entry = entry._replace(aux=())
                 seen.append(entry)
+        if len(sums) == 0:  # nothing was added
+            sums = zeros_for_sums(leaves, job.at_least)
         return sums, carried, aux
 
     sums, carried, aux = run_window(window, wrt)

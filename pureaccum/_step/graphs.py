@@ -62,9 +62,9 @@ class BatchInParts(NamedTuple):
     untouched: bool  # whether there is only one
 
     @property
-    def most(self) -> int:
-        """The most rows that a microbatch counts for."""
-        return 1 if self.size is None or self.untouched else self.size
+    def unit(self) -> float:
+        """What sums of the gradients of means are multiples of."""
+        return power_of_two(1 if self.size is None or self.untouched else self.size)
 
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""

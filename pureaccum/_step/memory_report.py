@@ -23,7 +23,7 @@ from .._base import (
     tree_leaves,
     tree_map,
 )
-from .._core import counting
+from .._core import Live, counting
 from .state import TrainState
 
 
@@ -41,7 +41,8 @@ class Memory(NamedTuple):
         activations: What the forward pass of one microbatch keeps for its backward pass; a
             microbatched function keeps its inputs and outputs.
         workspace: Everything else at the peak: temporaries, gradients that are not yet added, and
-            where the peak is in the update, the next state.
+            where the peak is in the update, the next state. Less than nothing where gradients take
+            the place of activations, in a batch of one microbatch.
 
     Example:
         >>> Memory(1000, 0, 2000, 1000, 300, 60).beyond_arguments
@@ -170,30 +171,30 @@ def _run(
     state: TrainState,
     batch: Tree,
     taken_for: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[int, int]:
-    """The bytes that were alive as a backward pass began, and at the peak."""
+) -> tuple[Live, int]:
+    """The bytes that were alive as backward passes began, and at the peak."""
     device = state.samples.device
     on_cuda = device.type == "cuda" and type(state.samples) is Tensor
     with counting(device=device, taken_for=taken_for) as live:
         if not on_cuda:
             step(state, batch)
-            return live.before_backward, live.peak
+            return live, live.peak
         torch.cuda.reset_peak_memory_stats(device)
         start = torch.cuda.memory_allocated(device)
         step(state, batch)
-        return live.before_backward, torch.cuda.max_memory_allocated(device) - start
+        return live, torch.cuda.max_memory_allocated(device) - start
 
 
-def _memory(state: TrainState, sums: int, before_backward: int, peak: int) -> Memory:
-    activations = max(before_backward - sums, 0)
-    workspace = max(peak - sums - activations, 0)
+def _memory(state: TrainState, sums: int, live: Live, peak: int) -> Memory:
+    # The sums begin with the gradient of the first microbatch.
+    activations = max(live.before_first, live.before_backward - sums)
     return Memory(
         parameters=_bytes(state.params),
         buffers=_bytes(state.buffers),
         optimizer=_bytes(state.opt_state),
         gradients=sums,
         activations=activations,
-        workspace=workspace,
+        workspace=peak - sums - activations,
     )
 
 

@@ -86,7 +86,7 @@ def rows_of_this_rank(
     cut = read_cut(batch, size, False, "batch", alone=False)
     check_keys(plan, cut.batch)
     if not cut.batch.rows:  # nothing to call the loss with
-        cut = cut._replace(size=1, sizes=[], most=1)
+        cut = cut._replace(size=1, sizes=[], unit=1.0)
     return accumulate(_accumulation(plan, state, flatten(state.params), cut, 0, first))
 
 

@@ -30,10 +30,17 @@ def residents() -> list[Any]:
     ]
 
 
-def outcome(engine: Any, species: Species) -> Any:
+def outcome(engine: Any, species: Species, *, whole: bool) -> Any:
     """Gradients and value, or the error of a loss that the engine refuses."""
     loss, params, batch, knobs = species.make(torch.float32, seed=0)
     given = {name: x for name, x in knobs.items() if name in ("has_aux", "reduction")}
+    if whole:
+        given |= {"microbatch_size": 5, "engine": engine, "aux_reduction": "last"}
+        gradient = pa.grad_and_value(loss, **given)
+        try:
+            return gradient(params, batch)
+        except RuntimeError as error:
+            return error
     acc = pa.accumulator(loss, engine=engine, **given)
     state = acc.init(params)
     try:
@@ -45,9 +52,10 @@ def outcome(engine: Any, species: Species) -> Any:
     return acc.finalize(state)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("species", residents())
-def test_auto_has_the_bits_of_func_over_the_zoo(species: Species) -> None:
-    auto, func = outcome("auto", species), outcome("func", species)
+def test_auto_has_the_bits_of_func_over_the_zoo(species: Species, whole: bool) -> None:
+    auto, func = (outcome(engine, species, whole=whole) for engine in ("auto", "func"))
     assert not isinstance(auto, RuntimeError), auto
     if isinstance(func, RuntimeError):  # torch.func cannot run it, and says who can
         assert "engine='autograd'" in "".join(getattr(func, "__notes__", ()))
@@ -89,3 +97,36 @@ def test_a_step_runs_what_torch_func_refuses_and_goes_through_transforms() -> No
     each = [step(state, x)[0].params for state in pa.unstack(states)]
     assert all(levels)
     assert torch.equal(together.params, torch.stack(each))
+
+
+class Given(torch.autograd.Function):
+    """Its gradient is a view of what it was given."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        return (x * slope).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0].view(-1), None
+
+
+@pytest.mark.parametrize("engine", ["auto", "func", "autograd"])
+def test_sums_take_no_memory_that_is_also_that_of_something_else(engine: Any) -> None:
+    """The first gradient begins the sums, unless it is a view of a slope, or of a cotangent."""
+    slope, x = torch.tensor([2.0, 3.0]), torch.ones(5)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return Given.apply(params["v"], slope) + params["w"].reshape(())
+
+    params = {"v": torch.ones(2), "w": torch.ones(1)}
+    gradient = pa.grad(loss, microbatch_size=1, reduction="sum", engine=engine)
+    for _ in range(2):
+        got = gradient(params, x)
+        assert_trees_bitwise_equal(got, {"v": 5 * slope, "w": torch.tensor([5.0])})
+        got["v"].zero_()
+        assert torch.equal(slope, torch.tensor([2.0, 3.0]))

@@ -442,3 +442,16 @@ def test_views_have_one_memory_and_others_have_not() -> None:
         lambda y: y.sum() * (torch_internals.memory_of(y) == torch_internals.memory_of(x))
     )(x)
     assert inside.eq(3).all()
+
+
+def test_who_else_lies_in_the_memory_of_a_tensor_is_seen() -> None:
+    x = torch.ones(4, 3)
+    assert torch_internals.owns_its_memory(x)
+    assert not torch_internals.owns_its_memory(x.to_sparse())
+    assert not torch_internals.owns_its_memory(torch.ones(3, dtype=torch.complex64).conj())
+    view = x[:2]
+    assert not torch_internals.owns_its_memory(x)
+    assert not torch_internals.owns_its_memory(view)
+    alone = view.detach()
+    del x, view
+    assert torch_internals.owns_its_memory(alone)

@@ -579,6 +579,7 @@ def test_a_snapshot_is_evaluated_while_another_thread_trains(engine: str, width:
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*JAX is multithreaded:RuntimeWarning")
 def test_workers_of_a_loader_may_call_a_functional(context: str) -> None:
     """The forked ones begin while a thread of their parent is in the middle of a call."""
     if context not in multiprocessing.get_all_start_methods():
