@@ -41,6 +41,8 @@ def main() -> None:
         if options.only in (None, "time", "step"):
             cells += plan.step_cells(full, device, size)
             checks += plan.sync_checks(device, size)
+        if options.only in (None, "time", "programs"):
+            cells += plan.program_cells(full, device, size)
         if options.only in (None, "time", "microbatch"):
             cells += plan.coupled_cells(full, device)
         if options.only in (None, "time", "samples"):
@@ -125,7 +127,7 @@ def named(item: plan.Cell | plan.Peak | plan.One) -> dict:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", action="store_true", help="about twelve minutes (the default)")
+    length.add_argument("--quick", action="store_true", help="about thirteen minutes (the default)")
     length.add_argument("--full", action="store_true", help="every width, row count and window")
     parser.add_argument(
         "--only",
@@ -133,13 +135,15 @@ def arguments() -> argparse.Namespace:
             "time",
             "memory",
             "step",
+            "programs",
             "compile",
             "microbatch",
             "samples",
             "checkpoint",
             "ranks",
         ),
-        help="leave out the rest; step: only the time of whole steps, compile: of first calls, "
+        help="leave out the rest; step: only the time of whole steps, programs: of "
+        "programs that people have written, compile: of first calls, "
         "microbatch: time and memory of what is computed in microbatches (rows that are coupled, a "
         "head, derivatives of derivatives), and of remat, samples: of single samples' gradients, "
         "and the time of many runs as one, checkpoint: of saving, ranks: "

@@ -19,6 +19,7 @@ from .models import Batch, Problem
 from .nests import NESTS
 from .norms import NORMS
 from .per_sample import SAMPLES
+from .programs import PROGRAMS
 from .rematerialised import CHAINS
 from .rivals import RIVALS
 from .steps import STEPS, Read
@@ -129,4 +130,4 @@ for _engine in ENGINES:
 ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
-CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES
+CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS

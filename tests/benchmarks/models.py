@@ -47,6 +47,8 @@ class Model(NamedTuple):
                 name = f"{self.depth} x {self.width} wide"
             case "conv":
                 name = f"convnet {self.width} wide"
+            case "digits":
+                name = f"digits, {self.width} channels"
             case "norms":
                 name = f"{self.depth} x conv-BN-ReLU {self.width} wide"
             case "resnet":
@@ -164,6 +166,16 @@ def images(model: Model, side: int) -> Batch:
     return torch.randn(rows, 3, side, side), torch.randint(CLASSES, (rows,))
 
 
+def digits(model: Model) -> Made:
+    """Of 8 by 8: two convolutions, and two layers of dense ones."""
+    width, rows = model.width, model.rows * model.microbatches
+    layers: list[nn.Module] = [nn.Conv2d(1, width, 3), nn.ReLU(), nn.Conv2d(width, 2 * width, 3)]
+    layers += [nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * width, 4 * width), nn.ReLU()]
+    layers += [nn.Linear(4 * width, CLASSES)]
+    batch = torch.randn(rows, 1, 8, 8), torch.randint(CLASSES, (rows,))
+    return nn.Sequential(*layers), F.cross_entropy, batch
+
+
 def norms(model: Model) -> Made:
     net = convolutions(model.width, model.depth, CLASSES)
     return net, F.cross_entropy, images(model, 16)
@@ -215,6 +227,7 @@ def classifier(model: Model) -> Made:
 MAKE: dict[str, Callable[[Model], Made]] = {
     "mlp": stack,
     "conv": convnet,
+    "digits": digits,
     "norms": norms,
     "resnet": residual_network,
     "towers": towers,

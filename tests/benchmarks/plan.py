@@ -22,6 +22,18 @@ from .per_sample import (
     ONE_BY_ONE,
     SUM,
 )
+from .programs import (
+    ENSEMBLING,
+    HIGHER,
+    MNIST,
+    OUR_ENSEMBLING,
+    OUR_MNIST,
+    OUR_TRAIN_PY,
+    STREAMED_MNIST,
+    THROUGH,
+    THROUGH_CUT,
+    TRAIN_PY,
+)
 from .rematerialised import CHAINS, CHECKPOINT, REMAT, REMAT_BACKWARD
 from .rivals import ACCELERATE, FABRIC, FUNC_ADAMW, JAX, TORCHOPT
 from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_APPLY, OUR_STEPS, SAFE, TORCH_APPLY
@@ -74,6 +86,9 @@ CLIPPING = (
 MANY = Model(128, 16, 256, depth=6)
 WIDE = Model(512, 16, 256, depth=6)
 ENSEMBLE = Model(32, 8, 4, depth=3)
+# What is done to a network of the width of a tutorial, and of one that is wider.
+THROUGH_STEPS = Model(32, 16, 4, depth=2), Model(256, 16, 4, depth=2)
+DIGITS = Model(16, 32, 4, kind="digits")
 
 
 class Cell(NamedTuple):
@@ -158,6 +173,26 @@ def sample_cells(full: bool, device: str) -> list[Cell]:
     names = (HOOKS, GHOST, CLIPPED, COMPILED_CLIPPED) if full else (HOOKS, GHOST, CLIPPED)
     plan = [Cell(device, model, names, seconds) for model in CLIPPING]
     return [*plan, Cell(device, ENSEMBLE, (ONE_BY_ONE, AT_ONCE), seconds)]
+
+
+def program_cells(full: bool, device: str, size: str | None) -> list[Cell]:
+    """The races of programs that people have written, and of windows of one microbatch."""
+    seconds = 20.0 if full else 5.0
+    models = [gpt(size or "tiny", 12, 4, precision) for precision in ("fp32", "fp16")]
+    plan = [Cell(device, model, (TRAIN_PY, OUR_TRAIN_PY), seconds) for model in models]
+    plan.append(Cell(device, DIGITS, (MNIST, OUR_MNIST, STREAMED_MNIST), seconds))
+    for model in (ENSEMBLE, ENSEMBLE._replace(microbatches=1)):
+        plan.append(Cell(device, model, (ENSEMBLING, OUR_ENSEMBLING), seconds))
+    for model in THROUGH_STEPS:
+        plan.append(Cell(device, model, (HIGHER, THROUGH, THROUGH_CUT), seconds))
+    for model in (FIVE[0], FIVE[3]):
+        plan.append(Cell(device, alone(model), (HAND_STEP, *OUR_STEPS), seconds))
+    return plan
+
+
+def alone(model: Model) -> Model:
+    """In a window of one microbatch."""
+    return model._replace(microbatches=1)
 
 
 def conv() -> Model:

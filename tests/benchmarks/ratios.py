@@ -27,6 +27,16 @@ from .per_sample import (
     SUM,
 )
 from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
+from .programs import (
+    ENSEMBLING,
+    HIGHER,
+    MNIST,
+    OUR_ENSEMBLING,
+    PROGRAMS,
+    THROUGH,
+    THROUGH_CUT,
+    TRAIN_PY,
+)
 from .ranks import COUNTED, DDP, OURS, Kind
 from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
 from .rivals import ACCELERATE, JAX, RIVALS
@@ -44,7 +54,7 @@ from .steps import (
 
 
 # Whose time is of all that a call does, and not of a microbatch.
-AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES
+AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS
 
 
 class Row(NamedTuple):
@@ -94,6 +104,10 @@ def opponents(ours: str) -> tuple[str, ...]:
     if ours in SAMPLES:
         of = {CLIPPED: (HOOKS, GHOST), COMPILED_CLIPPED: (HOOKS, GHOST), AT_ONCE: (ONE_BY_ONE,)}
         return of.get(ours, (HOOKS,) if ours == GHOST else ())
+    if ours in PROGRAMS:
+        source = {OUR_ENSEMBLING: ENSEMBLING, THROUGH: HIGHER, THROUGH_CUT: HIGHER}
+        theirs = source.get(ours, TRAIN_PY if ours.startswith("train.py") else MNIST)
+        return () if ours in (TRAIN_PY, MNIST, ENSEMBLING, HIGHER) else (theirs,)
     if ours == "func":
         return HAND, TORCH_FUNC
     if ours in ("autograd", TORCH_FUNC):
