@@ -117,6 +117,8 @@ def accumulation_dtype(leaf: torch.dtype, at_least: torch.dtype = torch.float32)
     >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.complex64, torch.float64)
     (torch.float32, torch.complex128)
     """
+    if leaf is at_least is torch.float32:  # as nearly always, and for every leaf
+        return leaf
     return torch.promote_types(torch.promote_types(leaf, torch.float32), at_least)
 
 
