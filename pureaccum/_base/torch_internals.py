@@ -52,6 +52,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -70,10 +71,10 @@ def transform_active() -> bool:
 
 
 def at_top_level() -> bool:
-    """Whether neither a transform nor a compiler is at work, nor torch's forward AD."""
+    """Whether no transform, compiler or tracer is at work, nor torch's forward AD."""
     if torch.compiler.is_dynamo_compiling() or torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore
         return False
-    return torch._C._functorch.maybe_current_level() is None  # pyright: ignore
+    return torch._C._functorch.maybe_current_level() is None and get_proxy_mode() is None  # pyright: ignore
 
 
 def transform_level() -> int | None:

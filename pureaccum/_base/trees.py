@@ -12,6 +12,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .dtensors import (
     Layouts,
@@ -29,10 +30,9 @@ from .torch_internals import (
     foreach_norm,
     foreach_zero_,
     innermost,
-    mapped_levels,
+    may_be_differentiated,
     memory_of,
     transform_active,
-    version,
 )
 
 
@@ -213,15 +213,38 @@ def moved(scalar: Tensor, device: torch.device, dtype: torch.dtype | None = None
 def known(scalar: Tensor) -> Any:
     """The number in a 0-d tensor if it can be read without waiting for a device, else None.
 
-    Transforms that differentiate let it be read; a vmap has many in its place, a compiler none.
+    For the members of a vmap, it is the one that they have in common.
+    """
+    numbers = numbers_in(scalar)
+    return numbers[0] if numbers and numbers.count(numbers[0]) == len(numbers) else None
+
+
+def numbers_in(scalar: Tensor) -> list[Any] | None:
+    """The number in a 0-d tensor, or those of all members of a vmap; None where nobody can look.
+
+    Transforms let them be read, a compiler or a tracer has none, and a device would be waited for.
     """
     if type(scalar) is not Tensor or not scalar.is_cpu:
         return None
-    if transform_active():
-        if torch.compiler.is_compiling() or mapped_levels(scalar):
-            return None
+    if not at_top_level():
         scalar = innermost(scalar)
-    return scalar.item()
+        followed = torch.compiler.is_compiling() or get_proxy_mode() is not None
+        if followed or type(scalar) is not Tensor:
+            return None
+        if scalar.dim():
+            return scalar.flatten().tolist()
+    return [scalar.item()]
+
+
+def in_common(scalar: Tensor) -> Tensor:
+    """A 0-d tensor, once for all members of a vmap if it is the same for them.
+
+    What is not mapped meets what is mapped at half the cost of what is. Not where a derivative may
+    be asked for, which it would not have.
+    """
+    if not transform_active() or may_be_differentiated() or (number := known(scalar)) is None:
+        return scalar
+    return torch.full((), number, dtype=scalar.dtype, device=scalar.device)
 
 
 def on_host(*scalars: Tensor) -> list[Any]:
@@ -365,25 +388,3 @@ def finite(x: Tensor) -> Tensor:
     if x.numel() == 0 or not x.is_floating_point():
         return torch.ones((), dtype=torch.bool, device=x.device)
     return torch.isfinite(torch.stack(torch.aminmax(x))).all()
-
-
-# Casts that know what they were made from ------------------------------------------------------
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in another dtype, of which ``original`` gives the tensor that was cast."""
-    low = x.to(dtype)
-    if low is not x and not torch.compiler.is_dynamo_compiling():
-        setattr(low, _ORIGINAL, (x, version(x), version(low)))
-    return low
-
-
-def original(x: Tensor) -> Tensor:
-    """The tensor that was cast to this one, if neither was written to since; else the tensor."""
-    if (cast_from := getattr(x, _ORIGINAL, None)) is None:
-        return x
-    first, *then = cast_from
-    return first if then == [version(first), version(x)] else x
-
-
-_ORIGINAL = "cast_from"

@@ -59,6 +59,7 @@ from .microbatch_gradient import Nonfinite as Nonfinite
 from .microbatch_gradient import Rule as Rule
 from .microbatch_gradient import add_microbatch as add_microbatch
 from .microbatch_gradient import check_rule as check_rule
+from .recomputation import cast as cast
 from .reductions import AuxState as AuxState
 from .reductions import Reducer as Reducer
 from .reductions import Stack as Stack

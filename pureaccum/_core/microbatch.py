@@ -27,7 +27,6 @@ from .._base import (
     generators,
     innermost,
     mapped_levels,
-    original,
     positions,
     refuse_sharded,
     restore,
@@ -40,7 +39,7 @@ from .auto_size import by_memory, is_auto
 from .batches import check_sizes, need_rows, read_batch, sizes_of_batch
 from .gathered import WHOLE, Cut, Rows, to_host
 from .outputs import NotEarlyError, Outputs, Whole, known_gradient, with_gradient
-from .recomputation import Again, UnseenError, exchanged, note_made
+from .recomputation import Again, UnseenError, exchanged, note_made, original
 from .reductions import check_reduce
 from .rule import FollowedError, Form, Outs, Pieces, attach, run
 from .writes import Given, Known, guarding, known_of

@@ -216,7 +216,8 @@ def _as_it_comes(wrt: Wrt, sums: list[Tensor], how: Weighing) -> bool:
     if not as_it_comes(how) or wrt.detach is not Tensor.detach:
         return False
     if len(sums) == 0:
-        return all(accumulation_dtype(x.dtype, wrt.at_least) == x.dtype for x in wrt.leaves)
+        dtypes = {x.dtype for x in wrt.leaves}
+        return all(accumulation_dtype(dtype, wrt.at_least) == dtype for dtype in dtypes)
     return all(wrt.leaves[i].dtype == sums[i].dtype for i in wrt.large)
 
 

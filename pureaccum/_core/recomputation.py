@@ -31,13 +31,13 @@ from .._base import (
     is_wrapped,
     memory_of,
     noted,
-    original,
     recorded_at,
     replaying,
     sequence_number,
     transform_level,
     unnoticed,
     version,
+    versions,
 )
 from .called_modules import HeldTensors, Modules, holding, in_modes, remembering
 
@@ -322,3 +322,25 @@ def _differs(place: Any, then: dict[str, Any]) -> bool:
 
 def _autocast(kind: str) -> tuple[str, bool, torch.dtype]:
     return kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+# Casts that know what they were made from ------------------------------------------------------
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype, of which ``original`` gives the tensor that was cast."""
+    low = x.to(dtype)
+    if low is not x and not torch.compiler.is_dynamo_compiling():
+        setattr(low, _ORIGINAL, (x, versions([x, low])))
+    return low
+
+
+def original(x: Tensor) -> Tensor:
+    """The tensor that was cast to this one, if neither was written to since; else the tensor."""
+    if (cast_from := getattr(x, _ORIGINAL, None)) is None:
+        return x
+    first, then = cast_from
+    return first if then == versions([first, x]) else x
+
+
+_ORIGINAL = "cast_from"

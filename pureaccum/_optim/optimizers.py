@@ -145,7 +145,7 @@ def _sgd(
         elif isinstance(rate, Tensor):
             return False  # the kernel would read it on the host
         # the first gradient is not dampened, and nobody may know whether it is the first
-        return not (known(step) is None and momentum and dampening)
+        return not (momentum and dampening and known(step) is None)
 
     def kernel(
         columns: Columns,

@@ -31,6 +31,7 @@ from .._base import (
     closed,
     copies,
     flatten,
+    in_common,
     known,
     mark,
     moved,
@@ -288,6 +289,7 @@ def by_formula(
     """The next columns, in plain tensor operations."""
     if applied is False:  # a derivative through what is not finite would be NaN
         return [[x.clone() for x in column] for column in columns]
+    step, rate = in_common(step), in_common(rate)
     rows: list[tuple[Tensor, ...]] = []
     made: dict[Any, tuple[Any, Any]] = {}  # for each device and dtype, and not for every leaf
     for grad, *row in zip(grads, *columns, strict=True):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Tree, cast, tree_leaves, tree_map
+from .._base import Tree, tree_leaves, tree_map
+from .._core import cast
 
 
 class Policy(NamedTuple):

@@ -37,6 +37,7 @@ from .._base import (
     moved,
     norm,
     norm_of_all,
+    numbers_in,
     on_host,
     opened,
     resolved,
@@ -266,8 +267,8 @@ def finished(
     parts = divided(parts, by_unit, *scales, own=own, same=own or not in_place)
     length = norm_of_all(parts, layouts)
     # A norm that is finite is that of finite numbers; it may overflow where these do not.
-    sound, number = is_finite(total), known(length)
-    if number is None or not math.isfinite(number):
+    sound, lengths = is_finite(total), numbers_in(length)
+    if lengths is None or not all(map(math.isfinite, lengths)):
         sound = all_finite_of(parts, layouts, own) & sound
     any_weight = weight != 0
     if plain is not False:

@@ -310,6 +310,12 @@ MUTANTS: dict[str, Mutant] = {
         "fold_in(state.key, state.attempts)",
         "fold_in(state.key, 0)",
     ),
+    "one member that speaks for all": Mutant(
+        "What is read under a vmap is what its first member has.",
+        "_base/trees.py",
+        "if numbers and numbers.count(numbers[0]) == len(numbers) else None",
+        "if numbers else None",
+    ),
     "an optimizer that counts steps not applied": Mutant(
         "The optimizer counts a step that is not applied.",
         "_optim/update.py",
@@ -500,14 +506,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a cast kept": Mutant(
         "The gradients of a cast are summed, and rounded to its dtype.",
-        "_base/trees.py",
-        "return first if then == [version(first), version(x)] else x",
+        "_core/recomputation.py",
+        "return first if then == versions([first, x]) else x",
         "return x",
     ),
     "a write to a cast undone": Mutant(
         "What a cast was made from takes its place, whatever was written to it since.",
-        "_base/trees.py",
-        "return first if then == [version(first), version(x)] else x",
+        "_core/recomputation.py",
+        "return first if then == versions([first, x]) else x",
         "return first",
     ),
     "merged without the distance of the means": Mutant(
