@@ -155,6 +155,7 @@ from .trees import on_host as on_host
 from .trees import paths as paths
 from .trees import scalar as scalar
 from .trees import scalars_of as scalars_of
+from .trees import seen_finite as seen_finite
 from .trees import select as select
 from .trees import sum_dtype as sum_dtype
 from .trees import tree_leaves as tree_leaves

@@ -7,6 +7,7 @@ registered globally in optree, or under the namespace ``"pureaccum"``, are trees
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
 from typing import Any
 
 import optree
@@ -219,13 +220,13 @@ def known(scalar: Tensor) -> Any:
     return numbers[0] if numbers and numbers.count(numbers[0]) == len(numbers) else None
 
 
-def numbers_in(scalar: Tensor) -> list[Any] | None:
+def numbers_in(scalar: float | Tensor) -> list[Any] | None:
     """The number in a 0-d tensor, or those of all members of a vmap; None where nobody can look.
 
     Transforms let them be read, a compiler or a tracer has none, and a device would be waited for.
     """
     if type(scalar) is not Tensor or not scalar.is_cpu:
-        return None
+        return [scalar] if isinstance(scalar, float) else None
     if not at_top_level():
         scalar = innermost(scalar)
         followed = torch.compiler.is_compiling() or get_proxy_mode() is not None
@@ -234,6 +235,11 @@ def numbers_in(scalar: Tensor) -> list[Any] | None:
         if scalar.dim():
             return scalar.flatten().tolist()
     return [scalar.item()]
+
+
+def seen_finite(*scalars: float | Tensor) -> bool:
+    """Whether the host can see that numbers are finite, for all members of a vmap."""
+    return all((seen := numbers_in(x)) is not None and all(map(isfinite, seen)) for x in scalars)
 
 
 def in_common(scalar: Tensor) -> Tensor:

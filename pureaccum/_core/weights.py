@@ -27,6 +27,7 @@ from .._base import (
     is_finite,
     on_host,
     scalars_of,
+    seen_finite,
     with_all_terms,
 )
 from .loss import Read, Reduction, Shape, counts, join_aux
@@ -295,9 +296,8 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
         values = with_all_terms([x.value for x in seen])
         seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]
     alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
-    totals = torch.cat(
-        [torch.stack([x.value for x in group]).double() * times for times, group in alike]
-    )
+    groups = [torch.stack([x.value for x in group]).double() * times for times, group in alike]
+    totals = groups[0] if len(groups) == 1 else torch.cat(groups)
     known = sum(entry.weight for entry in seen if not isinstance(entry.weight, Tensor))
     weights = [entry.weight for entry in seen if isinstance(entry.weight, Tensor)]
     total = totals.sum()
@@ -306,6 +306,8 @@ def settle(seen: Sequence[Microbatch]) -> Tally:
     else:
         weight = torch.stack(weights).sum() + known
     flags = [entry.finite for entry in seen if entry.finite is not None]
+    if not flags and seen_finite(total):
+        return Tally(total, weight, 0)
     # inf - inf is NaN; a third of the time of isfinite
     nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
     return Tally(total, weight, nonfinite.sum())

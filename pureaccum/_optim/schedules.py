@@ -22,8 +22,8 @@ from .._base import (
     check_number,
     known,
     moved,
+    numbers_in,
     paths,
-    transform_active,
 )
 
 
@@ -227,14 +227,14 @@ def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
 
     It is a bool where the host knows the rate, which costs a device nothing, else a 0-d tensor.
     """
-    number = None if transform_active() else known(rate)
-    if number is not None and abs(number) <= torch.finfo(torch.float16).max:  # any dtype holds it
-        return True
+    numbers = numbers_in(rate)
+    if numbers is not None and all(abs(x) <= torch.finfo(torch.float16).max for x in numbers):
+        return True  # any dtype holds it
     dtypes = {x.dtype for x in leaves}
     if rate.is_floating_point():
         dtypes.add(rate.dtype)  # in which it is compared
     most = min(torch.finfo(dtype).max for dtype in dtypes)
-    return rate.abs() <= most if number is None else abs(number) <= most
+    return rate.abs() <= most if (number := known(rate)) is None else abs(number) <= most
 
 
 # Numbers and counts ----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ Each function is given the plan of the step first. All are pure; where the plan 
 to the memory of the state that they are given.
 """
 
-import math
 from typing import Any
 
 import optree
@@ -37,11 +36,11 @@ from .._base import (
     moved,
     norm,
     norm_of_all,
-    numbers_in,
     on_host,
     opened,
     resolved,
     scalar,
+    seen_finite,
     transform_active,
     tree_leaves,
     tree_map,
@@ -267,9 +266,9 @@ def finished(
     parts = divided(parts, by_unit, *scales, own=own, same=own or not in_place)
     length = norm_of_all(parts, layouts)
     # A norm that is finite is that of finite numbers; it may overflow where these do not.
-    sound, lengths = is_finite(total), numbers_in(length)
-    if lengths is None or not all(map(math.isfinite, lengths)):
-        sound = all_finite_of(parts, layouts, own) & sound
+    sound: Any = seen_finite(total, length)
+    if not sound:
+        sound = all_finite_of(parts, layouts, own) & is_finite(total)
     any_weight = weight != 0
     if plain is not False:
         any_weight = any_weight | (plain & (count > skipped))

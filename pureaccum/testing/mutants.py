@@ -259,7 +259,7 @@ MUTANTS: dict[str, Mutant] = {
     "a learning rate judged by itself": Mutant(
         "A learning rate is not finite in the parameters' dtype, and is used.",
         "_optim/schedules.py",
-        "rate.abs() <= most if number is None else abs(number) <= most",
+        "rate.abs() <= most if (number := known(rate)) is None else abs(number) <= most",
         "torch.isfinite(rate)",
     ),
     "one sound learning rate for all": Mutant(
