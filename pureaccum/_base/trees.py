@@ -239,7 +239,11 @@ def numbers_in(scalar: float | Tensor) -> list[Any] | None:
 
 def seen_finite(*scalars: float | Tensor) -> bool:
     """Whether the host can see that numbers are finite, for all members of a vmap."""
-    return all((seen := numbers_in(x)) is not None and all(map(isfinite, seen)) for x in scalars)
+    for scalar in scalars:
+        numbers = numbers_in(scalar)
+        if numbers is None or not all(map(isfinite, numbers)):
+            return False
+    return True
 
 
 def in_common(scalar: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def _apply(
     with nullcontext() if compiling else unnoticed():
         if compiling or not _fits(params, names.params):
             _check(params, names.params, names.tied, "params", "parameter")
-        if buffers != () and (compiling or not _fits(buffers, names.buffers)):
+        if compiling or not (buffers == () or _fits(buffers, names.buffers)):
             _check(buffers, names.buffers, names.tied, "buffers", "buffer")
         if not compiling and [x.requires_grad for x in names.own] != names.required:
             raise _other_gradients(names)
