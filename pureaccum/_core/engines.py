@@ -47,7 +47,10 @@ class Wrt(NamedTuple):
     leaves: list[Tensor]
     forward: "Callable[..., Forward]"
     known: Known  # of the loss
-    large: list[int]  # the leaves whose gradients are added one by one
+    large: list[int]  # the leaves whose gradients are added one by one …
+    # … and those to whose sums autograd can add them. On a CPU, which launches nothing, all if any:
+    # small gradients that live on between large ones would keep these from each other's memory.
+    adding: Sequence[int]
     records: bool | None  # the grad mode of a window; None under a transform: the caller's
     detach: Callable[[Tensor], Tensor] | None = None  # from what a window records
     layouts: Layouts | None = None  # where the gradients of DTensors are summed
@@ -82,11 +85,13 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
     layouts = sum_layouts(leaves)
     parts = leaves if layouts is None else [local(leaf) for leaf in leaves]
     by_func = engine == "func" or (engine == "auto" and forward_ad_active())
+    large = [i for i, part in enumerate(parts) if part.nbytes >= LARGE]
     wrt = Wrt(
         leaves=without_history(leaves),
         forward=_by_func if by_func else _by_autograd,
         known=known,
-        large=[i for i, part in enumerate(parts) if part.nbytes >= LARGE],
+        large=large,
+        adding=range(len(leaves)) if large and leaves[0].device.type == "cpu" else large,
         # Detached leaves record nothing below torch.func's own level, but tensors that the loss
         # captured may: hence no grad mode. Not on a CPU, where the kernel of LSTM asks for that
         # mode down there, and without it saves nothing for its backward pass.
@@ -108,7 +113,7 @@ def _without_history(x: Tensor) -> Tensor:
 
 def as_they_are(leaves: list[Tensor]) -> Wrt:
     """Leaves of a result that carries an outer graph: nothing is detached, or done in place."""
-    return Wrt(leaves=leaves, forward=_by_func, known=Known(), large=[], records=None)
+    return Wrt(leaves=leaves, forward=_by_func, known=Known(), large=[], adding=[], records=None)
 
 
 _TRANSFORMS = "torch.func's transforms do not see through them: call this outside of any."

@@ -154,7 +154,8 @@ def add_microbatch(
     how = how or weigh(seen, rows, rule.reduction, wrt.unit, made, wrt.scale)
     if how is None:
         return sums, entry
-    alike = (first or large) and not (watched or squares) and _as_it_comes(wrt, sums, how)
+    alike = pull is None and (first or wrt.adding) and not (watched or squares)
+    alike = alike and _as_it_comes(wrt, sums, how)
     if first:
         sums = [NONE_YET] * len(wrt.leaves)
     try:
@@ -165,15 +166,18 @@ def add_microbatch(
             pass
         elif alike:
             begun = True
-            into = {} if first else {i: sums[i] for i in wrt.large}
+            added = [] if first else wrt.adding
+            into = [sums[i] if i in added else None for i in range(len(sums))]
             grads = gradients_into(into, total, wrt.leaves, how.cotangent)
         elif large:
             grads = hooked_gradients(total, wrt.leaves, how.cotangent, large)
         else:
             grads = gradients(total, wrt.leaves, how.cotangent)
         begun = True
-        if first and alike and pull is None:
+        if alike and first:
             return _first_sums(wrt, grads), entry
+        if alike and len(wrt.adding) == len(sums):
+            return sums, entry
         if first:
             _fill(sums, wrt, range(len(sums)))
         if large or NoneType in map(type, grads):
@@ -218,7 +222,7 @@ def _as_it_comes(wrt: Wrt, sums: list[Tensor], how: Weighing) -> bool:
     if len(sums) == 0:
         dtypes = {x.dtype for x in wrt.leaves}
         return all(accumulation_dtype(dtype, wrt.at_least) == dtype for dtype in dtypes)
-    return all(wrt.leaves[i].dtype == sums[i].dtype for i in wrt.large)
+    return [wrt.leaves[i].dtype for i in wrt.adding] == [sums[i].dtype for i in wrt.adding]
 
 
 def _fill(sums: list[Tensor], wrt: Wrt, which: Iterable[int]) -> None:
@@ -306,9 +310,14 @@ def _collected(
 
     def terms(leaves: list[Tensor]) -> Counted:
         (grads, entry, weighing), keep = pulled(leaves)
-        like = {kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in {*kinds}}
+        pairs = zip(kinds, leaves, strict=True)
+        others = {kind for kind, x in pairs if kind != (x.dtype, x.device)}
+        like = {kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in others}
         pairs = zip(grads, kinds, strict=False)  # no gradients at all where nothing is added
-        terms = [g if g is None else term_of(g, like[kind], weighing) for g, kind in pairs]
+        terms = [
+            g if g is None else term_of(g, like[kind] if kind in like else g, weighing)
+            for g, kind in pairs
+        ]
         return Counted((terms, entry), keep)
 
     if wrt.whole:

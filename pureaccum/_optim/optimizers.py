@@ -305,13 +305,13 @@ def _adam(
     )
 
     def formula(
-        grad: Tensor, numbers: tuple[Any, Tensor, Tensor], param: Tensor, *rest: Tensor
+        grad: Tensor, numbers: tuple[Any, Tensor, Tensor, bool], param: Tensor, *rest: Tensor
     ) -> tuple[Tensor, ...]:
         if param.is_complex():  # its parts are parameters of their own
             pairs = [torch.view_as_real(x) for x in (grad, param, *rest)]
             new = formula(pairs[0], numbers, *pairs[1:])
             return tuple(torch.view_as_complex(x) for x in new)
-        decay, rate_by_first, root_of_second = numbers
+        decay, rate_by_first, root_of_second, differentiated = numbers
         mean, square, *most = rest
         if maximize:
             grad = -grad
@@ -324,7 +324,7 @@ def _adam(
         if amsgrad:
             most = [torch.maximum(most[0], square)]
         top = most[0] if amsgrad else square
-        if may_be_differentiated():
+        if differentiated:
             # The root has no derivative at zero, where a meta-gradient would turn into NaN.
             positive = top > 0
             root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
@@ -333,12 +333,13 @@ def _adam(
         denominator = root / root_of_second + eps
         return param - rate_by_first * mean / denominator, mean, square, *most
 
-    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Any, Tensor, Tensor]:
+    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Any, Tensor, Tensor, bool]:
         rate = as_scalar_of(leaf, rate)
         wide = moved(step, leaf.device, torch.float64)
         first, second = 1 - beta1**wide, 1 - beta2**wide
         decay = 1 - rate * weight_decay if weight_decay and decoupled else None
-        return decay, rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
+        by_first, root = rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
+        return decay, by_first, root, may_be_differentiated()
 
     def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
         if fused:
