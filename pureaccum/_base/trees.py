@@ -317,12 +317,12 @@ def norm_of_all(parts: list[Tensor], layouts: Layouts | None = None) -> Tensor:
     """The global norm of leaves, of which these are this rank's parts."""
     if not parts:
         return torch.zeros(())
-    if at_once(parts):
+    if alike := at_once(parts):
         norms = foreach_norm(parts, accumulation_dtype(parts[0].dtype))
-        if layouts is None:
-            return torch.linalg.vector_norm(torch.stack([*norms]))
     else:
         norms = [norm(x) for x in parts]
+    if layouts is None and (alike or are_alike(norms)):
+        return torch.linalg.vector_norm(torch.stack([*norms]))
     widest = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     if layouts is not None:
         norms = norms_over_ranks([*norms], layouts)

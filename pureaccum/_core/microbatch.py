@@ -189,7 +189,8 @@ class Arguments(NamedTuple):
         count, names = len(args), [*kwargs]  # ``filled`` is kept, and must hold no tensor
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-            rest = (x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True))
+            pairs = zip(tensors, dtypes, strict=True)  # a vmap asks for the time of each ``to``
+            rest = (x if x.dtype == dtype else x.to(dtype) for x, dtype in pairs)
             given = [
                 unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
                 for leaves, spec in flat
@@ -246,10 +247,8 @@ def call_microbatched(
             func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
     tensors = exchanged(tensors)
-    devices = {x.device for x in tensors}
-    before = generators(devices)
-    given = Given("args", *flatten(tensors))
-    with guarding(known, given) if known else nullcontext(_itself) as guarded:
+    guard = guarding(known, Given("args", *flatten(tensors))) if known else nullcontext(_itself)
+    with guard as guarded:
         guarded_body = guarded(body)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
             return outputs.finish(run(begun(guarded_body), tensors), ())
@@ -259,7 +258,8 @@ def call_microbatched(
             and not any(innermost(x).requires_grad for x in tensors)
         ):
             return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
-        again = Again(devices)
+        devices = {x.device for x in tensors}
+        again, before = Again(devices), generators(devices)
         remade = partial(_remade, body, again, cuts, outputs)
         early: list[Tensor] | None = None
 

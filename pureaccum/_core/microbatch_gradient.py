@@ -304,20 +304,14 @@ def _collected(
             grads[i] = None
         return sums, entry
 
-    kinds = [(x.dtype, x.device) for x in sums]
+    dtypes = [x.dtype for x in sums]
     if len(sums) == 0:
-        kinds = [(accumulation_dtype(x.dtype, wrt.at_least), x.device) for x in wrt.leaves]
+        dtypes = [accumulation_dtype(x.dtype, wrt.at_least) for x in wrt.leaves]
 
     def terms(leaves: list[Tensor]) -> Counted:
         (grads, entry, weighing), keep = pulled(leaves)
-        pairs = zip(kinds, leaves, strict=True)
-        others = {kind for kind, x in pairs if kind != (x.dtype, x.device)}
-        like = {kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in others}
-        pairs = zip(grads, kinds, strict=False)  # no gradients at all where nothing is added
-        terms = [
-            g if g is None else term_of(g, like[kind] if kind in like else g, weighing)
-            for g, kind in pairs
-        ]
+        pairs = zip(grads, dtypes, strict=False)  # no gradients at all where nothing is added
+        terms = [g if g is None else term_of(g, dtype, weighing) for g, dtype in pairs]
         return Counted((terms, entry), keep)
 
     if wrt.whole:
@@ -327,9 +321,9 @@ def _collected(
     if not added:
         return [x.clone() for x in sums], entry
     if len(sums) == 0:
-        pairs = zip(added, wrt.leaves, kinds, strict=True)
+        pairs = zip(added, wrt.leaves, dtypes, strict=True)
         zeros = torch.zeros_like
-        return [zeros(x, dtype=kind[0]) if g is None else g for g, x, kind in pairs], entry
+        return [zeros(x, dtype=dtype) if g is None else g for g, x, dtype in pairs], entry
     return [x if term is None else x + term for x, term in zip(sums, added, strict=True)], entry
 
 

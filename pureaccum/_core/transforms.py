@@ -316,8 +316,8 @@ def _by_torch(
     if isinstance(weight, Tensor):
         by = divisor(weight)
         for i, g in enumerate(grads):
-            zero = torch.zeros((), dtype=accumulation_dtype(g.dtype), device=g.device)
-            grads[i] = divided([term_of(g, zero, weighing)], by, own=False)[0].to(g.dtype)
+            term = term_of(g, accumulation_dtype(g.dtype), weighing)
+            grads[i] = divided([term], by, own=False)[0].to(g.dtype)
     return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
 
 

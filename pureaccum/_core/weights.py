@@ -61,15 +61,15 @@ def add_gradient_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
         total.add_(grad, alpha=factor)
     elif grad.is_sparse:
         grad = grad.coalesce()
-        values = _term(grad.values(), total, weighing)
+        values = _term(grad.values(), total.dtype, weighing)
         total.index_put_(tuple(grad.indices()), values, accumulate=True)
     elif grad.numel() <= CHUNK:
-        total.add_(_term(grad, total, weighing))
+        total.add_(_term(grad, total.dtype, weighing))
     else:
         longest = max(range(grad.dim()), key=lambda d: grad.shape[d])
         size = max(1, CHUNK * grad.shape[longest] // grad.numel())
         for piece, term in zip(total.split(size, longest), grad.split(size, longest), strict=True):
-            piece.add_(_term(term, total, weighing))
+            piece.add_(_term(term, total.dtype, weighing))
 
 
 def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing) -> None:
@@ -87,16 +87,18 @@ def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing
             alike.setdefault((grad.dtype, total.dtype, grad.device), []).append(i)
     for members in alike.values():
         flat = torch.cat([grads[i].reshape(-1) for i in members])
-        terms = _term(flat, totals[members[0]], weighing).split([grads[i].numel() for i in members])
+        terms = _term(flat, totals[members[0]].dtype, weighing).split(
+            [grads[i].numel() for i in members]
+        )
         foreach_add_(
             [totals[i] for i in members],
             [term.view(grads[i].shape) for i, term in zip(members, terms, strict=True)],
         )
 
 
-def term_of(grad: Tensor, total: Tensor, weighing: Weighing) -> Tensor:
+def term_of(grad: Tensor, dtype: torch.dtype, weighing: Weighing) -> Tensor:
     """What is added to a sum, for one gradient: a dense tensor of the dtype of the sum."""
-    return _term(grad.to_dense() if grad.is_sparse else grad, total, weighing)
+    return _term(grad.to_dense() if grad.is_sparse else grad, dtype, weighing)
 
 
 def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list[Tensor]:
@@ -126,14 +128,14 @@ def nothing_like(grad: Tensor) -> Tensor:
     return torch.zeros_like(grad) if grad.is_sparse else grad.new_zeros(()).expand_as(grad)
 
 
-def _term(grad: Tensor, total: Tensor, weighing: Weighing) -> Tensor:
+def _term(grad: Tensor, dtype: torch.dtype, weighing: Weighing) -> Tensor:
     factor, keep = weighing.factor, weighing.keep
-    term = grad if grad.dtype == total.dtype else grad.to(total.dtype)  # a vmap asks for its time
+    term = grad if grad.dtype == dtype else grad.to(dtype)  # a vmap asks for its time
     if isinstance(factor, Tensor):
-        term = term * as_scalar_of(total, factor)
+        term = term * as_scalar_of(term, factor)
     elif factor != 1.0:  # compilers keep a product with 1, and miss that mm and a sum are addmm
         term = term * factor
-    return term if keep is None else torch.where(keep.to(total.device), term, 0.0)
+    return term if keep is None else torch.where(keep.to(term.device), term, 0.0)
 
 
 # What a microbatch weighs --------------------------------------------------------------------

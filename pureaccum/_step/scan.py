@@ -264,7 +264,7 @@ def add_together(
     cotangent = scaled(torch.full_like(values, times / (wrt.unit or 1.0)), wrt.scale)
     weighing = Weighing(cotangent, 1.0, None)
     grads = pull(cotangent, retain_graph=False)
-    new = [total + term_of(grad, total, weighing) for total, grad in zip(sums, grads, strict=True)]
+    new = [x + term_of(grad, x.dtype, weighing) for x, grad in zip(sums, grads, strict=True)]
     wide = values.detach().double()
     weights = torch.full_like(wide, times if rule.reduction == "mean" else 0.0)
     return new, Tally((wide * times).sum(), weights.sum(), ((wide - wide) != 0).sum())

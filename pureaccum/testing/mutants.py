@@ -69,7 +69,7 @@ MUTANTS: dict[str, Mutant] = {
     "scaled before the cast": Mutant(
         "A gradient is scaled in its own narrow dtype, where it may overflow.",
         "_core/weights.py",
-        "term = grad if grad.dtype == total.dtype else grad.to(total.dtype)",
+        "term = grad if grad.dtype == dtype else grad.to(dtype)",
         "term = grad",
     ),
     "sums as narrow as the parameters": Mutant(
@@ -87,8 +87,8 @@ MUTANTS: dict[str, Mutant] = {
     "zero weight by multiplication": Mutant(
         "What has no weight is multiplied by zero: NaN * 0 is NaN.",
         "_core/weights.py",
-        "torch.where(keep.to(total.device), term, 0.0)",
-        "term * keep.to(total.device)",
+        "torch.where(keep.to(term.device), term, 0.0)",
+        "term * keep.to(term.device)",
     ),
     "the total of a masked microbatch added": Mutant(
         "The loss of a microbatch of weight zero is added, NaN or not.",
