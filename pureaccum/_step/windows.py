@@ -138,8 +138,9 @@ def updated_window(
     carried = window.buffers, window.rows
     after, entry = onwards(plan, carried, entry, read.rows or 0)
     if plan.donate and not transform_active():
-        given_up = state.params, state.buffers, window.buffers
-        entry = entry._replace(aux=apart(entry.aux, given_up))
+        if plan.has_aux:
+            given_up = state.params, state.buffers, window.buffers
+            entry = entry._replace(aux=apart(entry.aux, given_up))
         new, carried_spec = flatten(after)
         after = unflatten(carried_spec, hand_over(tree_leaves(carried), new))
     else:  # no two states may share a tensor
@@ -293,7 +294,7 @@ def finished(
         # a window in which nothing was seen says nothing about the scale
         scaling = where(any_weight | ~finite, learned, scaling)
     donate = plan.donate and in_place
-    if donate and tree_leaves(info.aux):
+    if donate and plan.has_aux:
         info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
     params, opt_state = ready.apply(closed(parts, layouts), told, donate, length)
     new = TrainState(
