@@ -46,13 +46,10 @@ def test_integer_data_of_the_same_shape_agrees_between_all_splits():
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
 def test_an_accumulator_in_16_bits_would_be_caught(narrow):
-    """Many of the models that we draw have sums that 16 bits cannot hold.
-
-    Some two thirds of them; a draw is often made from the one before, and so 9 of 40 were seen.
-    """
+    """A quarter of the models that we draw, at least, have sums that 16 bits cannot hold."""
     caught = []
 
-    @settings(max_examples=40)  # a share wants many, whatever the profile
+    @settings(max_examples=200)  # of 40, drawn from one another, it is 0.2 to 0.8
     @given(losses(8, sparse=True))
     def draw(model: ExactModel) -> None:
         grad = torch.func.grad(model.loss("sum"))
@@ -66,7 +63,7 @@ def test_an_accumulator_in_16_bits_would_be_caught(narrow):
         )
 
     draw()
-    assert sum(caught) > len(caught) / 10
+    assert sum(caught) > len(caught) / 4
 
 
 @examples(1 / 2)
