@@ -243,19 +243,19 @@ def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def gradients_into(
-    sums: Sequence[Tensor | None], total: Tensor, leaves: Sequence[Tensor], cotangent: Tensor
+    sums: Mapping[int, Tensor], total: Tensor, leaves: Sequence[Tensor], cotangent: Tensor
 ) -> list[Tensor | None]:
-    """The sums of leaves with their gradients, which autograd itself adds; without a sum those.
+    """The gradients of leaves; autograd itself adds some of them to sums, and here they are None.
 
     A gradient that is added and dropped in one place leaves its memory to the next one: added by a
     hook of Python it costs a tenth of a training loop's time more.
     """
-    for leaf, so_far in zip(leaves, sums, strict=True):
-        leaf.grad = so_far
+    for i, leaf in enumerate(leaves):
+        leaf.grad = sums.get(i)
     try:
         given = (total,), (cotangent,), False, False, tuple(leaves), True
         torch.autograd.graph._engine_run_backward(*given, accumulate_grad=True)  # pyright: ignore
-        return [leaf.grad for leaf in leaves]
+        return [None if i in sums else leaf.grad for i, leaf in enumerate(leaves)]
     finally:
         for leaf in leaves:  # else a loss that calls .backward() would add to the sums as well
             leaf.grad = None

@@ -166,8 +166,7 @@ def add_microbatch(
             pass
         elif alike:
             begun = True
-            added = [] if first else wrt.adding
-            into = [sums[i] if i in added else None for i in range(len(sums))]
+            into = {} if first else {i: sums[i] for i in wrt.adding}
             grads = gradients_into(into, total, wrt.leaves, how.cotangent)
         elif large:
             grads = hooked_gradients(total, wrt.leaves, how.cotangent, large)
@@ -176,8 +175,6 @@ def add_microbatch(
         begun = True
         if alike and first:
             return _first_sums(wrt, grads), entry
-        if alike and len(wrt.adding) == len(sums):
-            return sums, entry
         if first:
             _fill(sums, wrt, range(len(sums)))
         if large or NoneType in map(type, grads):
