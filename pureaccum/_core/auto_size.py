@@ -39,6 +39,7 @@ from .._base import (
     transform_active,
 )
 from .batches import read_batch, rows_to_cut
+from .exchange import begun, inside_of
 
 
 # Counting bytes ------------------------------------------------------------------------------
@@ -167,17 +168,21 @@ def by_memory(
         kind, device = _kind(batch, rest)
         known, outer = kinds.get(kind, Tried()), sys.exception()
         before, drain = generators([] if device is None else [device]), _oldest()
+        around = begun()
         size, tried = rows if rows < known.fails else max(known.fits, 1), list[int]()
         while True:
             tried.append(size)
             proven = size <= known.fits and rows <= known.rows
             mode = nullcontext() if budget is None or proven else counting(budget, device)
             try:
-                with mode:
+                with mode, inside_of(around):
                     result = run(size, *args, **kwargs)
                 break
             except Exception as error:
                 if not is_out_of_memory(error):
+                    raise
+                if around.group is not None:
+                    error.add_note(_REACHED)
                     raise
                 if size == 1:
                     kinds.pop(kind, None)
@@ -202,6 +207,12 @@ def by_memory(
         return result
 
     return found
+
+
+_REACHED = (
+    "microbatch_size='auto' does not try another size: the loss had reached other ranks, which do "
+    "not try again. Give a number for the size."
+)
 
 
 def _kind(batch: Tree, rest: Tree) -> tuple[Any, torch.device | None]:

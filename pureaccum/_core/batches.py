@@ -139,23 +139,24 @@ def sizes_of_batch(rows: int, size: int | list[int]) -> Sequence[int]:
 _here = threading.local()
 
 
-def cutting(cut: bool) -> AbstractContextManager[None]:
-    """Say that what runs inside, in this thread, is given some rows of a batch and not all."""
-    return _cutting() if cut and not torch.compiler.is_dynamo_compiling() else nullcontext()
+def cutting(parts: int) -> AbstractContextManager[None]:
+    """Say that what runs inside, in this thread, is given one of so many parts of a batch."""
+    some = parts > 1 and not torch.compiler.is_dynamo_compiling()
+    return _cutting(parts) if some else nullcontext()
 
 
 @contextmanager
-def _cutting() -> Generator[None]:
-    before, _here.cut = is_cut(), True
+def _cutting(parts: int) -> Generator[None]:
+    before, _here.parts = parts_of_batch(), parts
     try:
         yield
     finally:
-        _here.cut = before
+        _here.parts = before
 
 
-def is_cut() -> bool:
-    """Whether this is called by a function that is given some rows of a batch."""
-    return getattr(_here, "cut", False)
+def parts_of_batch() -> int:
+    """Of how many parts of a batch the function that runs is given one; 1 where it has it whole."""
+    return getattr(_here, "parts", 1)
 
 
 def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) -> int:

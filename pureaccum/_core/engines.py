@@ -33,6 +33,7 @@ from .._base import (
     without_history,
 )
 from .called_modules import holding, remembering
+from .exchange import Backward, begun, here, inside_of, running_again
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, Weighing, nothing_like
 from .writes import Known
@@ -57,6 +58,7 @@ class Wrt(NamedTuple):
     unit: float | None = None  # the sums of a window are multiples of this: see weights.py
     weighings: dict[Any, Weighing] | None = None  # so far, by the rows and dtype of means and sums
     scale: Tensor | None = None  # a loss scale
+    rows: float | None = None  # of the whole batch: see exchange.py
     at_least: torch.dtype = torch.float32  # the dtype of sums that are begun
     remembers: bool = False  # whether what modules held is put back for the backward pass
     whole: bool = (
@@ -130,17 +132,23 @@ class Forward(NamedTuple):
     seen: Read
     shape: Shape
     pull: Pull | None  # None: plain autograd, of the total with respect to the leaves
+    backward: Backward | None  # None inside of a graph
 
 
 def _by_func(
     loss: Loss, args: Sequence[Any], wrt: Wrt, hooks: dict[int, Hook], has_aux: bool
 ) -> Forward:
     shapes: list[Shape] = []
+    backward: Backward | None = None
 
     def on_primals(*primals: Tensor) -> tuple[Tensor, list[Tensor]]:
         for i, hook in hooks.items():
             primals[i].register_hook(_landing(hook, wrt.at(i)))
-        seen, shape = read(loss([*primals], *args), has_aux)
+        nonlocal backward
+        if not torch.compiler.is_dynamo_compiling():  # no graph reaches other ranks
+            backward = begun()
+        with nullcontext() if backward is None else inside_of(backward):
+            seen, shape = read(loss([*primals], *args), has_aux)
         shapes.append(shape)
         total, *rest = in_one_list(seen)
         return total, rest
@@ -165,7 +173,7 @@ def _by_func(
             raise
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
-    return Forward(read_again(total, rest, shape), shape, pull)
+    return Forward(read_again(total, rest, shape), shape, pull, backward)
 
 
 def _landing(hook: Hook, at: Layout | None) -> Hook:
@@ -196,24 +204,32 @@ def _by_autograd(
     loss: Loss, args: Sequence[Any], wrt: Wrt, hooks: dict[int, Hook], has_aux: bool
 ) -> Forward:
     leaves, held = wrt.leaves, None
-    if wrt.remembers:
-        with remembering() as held:
+    backward = Backward()  # of no level, and as ``inside_of`` says it: each microbatch pays for it
+    backward.outer, here.backward = here.backward, backward
+    try:
+        if wrt.remembers:
+            with remembering() as held:
+                out = loss(leaves, *args)
+        else:
             out = loss(leaves, *args)
-    else:
-        out = loss(leaves, *args)
+    finally:
+        here.backward = backward.outer
     seen, shape = read(out, has_aux)
     if held is None and wrt.layouts is None:
-        return Forward(seen, shape, None)
+        return Forward(seen, shape, None, backward)
     total = seen.total
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
         if not total.requires_grad:
             return [None] * len(leaves)
-        with nullcontext() if held is None else holding(held):
+        with (
+            nullcontext() if held is None else holding(held),
+            nullcontext() if held is None else running_again(backward),
+        ):
             grads = hooked_gradients(total, leaves, cotangent, hooks, wrt.layouts)
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
-    return Forward(seen, shape, pull)
+    return Forward(seen, shape, pull, backward)
 
 
 def hooked_gradients(

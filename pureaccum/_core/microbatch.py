@@ -335,7 +335,7 @@ def _early(
 ) -> list[Tensor] | None:
     """The outputs, with their gradient taken on the way; None where none can be taken."""
     wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
-    narrow = again.mode.half or any(operands[i].dtype.itemsize < 4 for i in wrt)
+    narrow = again.mode.late or any(operands[i].dtype.itemsize < 4 for i in wrt)
     if narrow or not (wrt and torch.is_grad_enabled()):
         return None
     if forward_ad_active() and any(map(mapped_levels, operands)):
@@ -344,7 +344,7 @@ def _early(
     pieces, total = with_gradient(remade(range(count)), wrt)
     try:
         computed = run(pieces, [x.detach() for x in operands])
-        if again.mode.half:  # as a later piece has shown
+        if again.mode.late:  # as a later piece has shown
             raise NotEarlyError
     except (UnseenError, NotEarlyError):
         restore(random)

@@ -30,6 +30,7 @@ from .._base import (
     zeros_for_sums,
 )
 from .engines import Engine, Hook, Loss, Wrt, alone, hooked_gradients
+from .exchange import weighed
 from .loss import Reduction
 from .microbatch import Arguments, call_microbatched
 from .outputs import Counted, Whole
@@ -143,7 +144,7 @@ def add_microbatch(
         return nothing_like(grad)
 
     large: dict[int, Hook] = {i: partial(hook, i) for i in wrt.large} if wrt.large else {}
-    seen, shape, pull = wrt.forward(loss, args, wrt, large, rule.has_aux)
+    seen, shape, pull, backward = wrt.forward(loss, args, wrt, large, rule.has_aux)
     total = seen.total
     seen = alone(seen, wrt)
     entry = enter(seen, shape, rows, rule.reduction, squares)
@@ -152,6 +153,8 @@ def add_microbatch(
     made = wrt.weighings
     how = made.get((rows, total.dtype)) if made and not shape.weighted else None
     how = how or weigh(seen, rows, rule.reduction, wrt.unit, made, wrt.scale)
+    if backward is not None and backward.group is not None:
+        how = weighed(backward, how, seen, rule.reduction, wrt.unit, wrt.rows)
     if how is None:
         return sums, entry
     alike = pull is None and (first or wrt.adding) and not (watched or squares)
@@ -267,11 +270,13 @@ def _collected(
 
     def pulled(leaves: list[Tensor]) -> Counted:
         prepared = wrt._replace(leaves=leaves)
-        seen, shape, pull = wrt.forward(loss, args, prepared, {}, rule.has_aux)
+        seen, shape, pull, backward = wrt.forward(loss, args, prepared, {}, rule.has_aux)
         total = seen.total
         seen = alone(seen, wrt)
         entry = enter(seen, shape, rows, rule.reduction, rule.squares)
         weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.weighings, wrt.scale)
+        if backward is not None and backward.group is not None:
+            weighing = weighed(backward, weighing, seen, rule.reduction, wrt.unit, wrt.rows)
         if weighing is None:
             return Counted(([], entry, None), None)
         if pull is not None:

@@ -62,7 +62,7 @@ class Again:
         self.modules: Modules = {}
         self.mode = _Finding()
         # Under float16 autocast, compiled and scripted functions compute in it unseen.
-        self.mode.half = any(on and dtype == torch.float16 for _, on, dtype in self.casts)
+        self.mode.late = any(on and dtype == torch.float16 for _, on, dtype in self.casts)
 
     @property
     def captured(self) -> list[Tensor]:
@@ -147,6 +147,14 @@ def exchanged(tensors: list[Tensor]) -> list[Tensor]:
     return given
 
 
+def wait_for_cotangents() -> None:
+    """Say that what runs now cannot be differentiated before its cotangent is known."""
+    mode = getattr(_here, "mode", None)
+    while mode is not None:
+        mode.late = True
+        mode = mode.outer
+
+
 @contextmanager
 def _active(mode: "_Mode") -> Generator[None]:
     before, _here.mode = getattr(_here, "mode", None), mode
@@ -164,6 +172,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.outer: _Mode | None = None
+        self.late = False  # whether a gradient has to wait for its cotangent: float16, other ranks
         self.made: dict[int, bool] = {}  # by id, whether autograd had recorded it by then
         self.met: set[int] = set()
         self.used: set[int] = set()  # by the operation that runs now
@@ -226,7 +235,6 @@ class _Finding(_Mode):
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
         self.instead: Sequence[Tensor] | None = None  # what is given for them, if anything is
-        self.half = False  # whether anything is computed in float16
         self.settled = 0  # how many of them were used
         self.others: dict[int, ReferenceType[Tensor]] = {}  # captured tensors that are not followed
         self.unseen = False  # whether a Function was given something captured, and no operation
@@ -280,7 +288,7 @@ class _Finding(_Mode):
 
     def note(self, made: Iterable[Tensor]) -> None:
         self.made.update({id(x): x.grad_fn is not None for x in made})
-        self.half = self.half or any(x.dtype == torch.float16 for x in made)
+        self.late = self.late or any(x.dtype == torch.float16 for x in made)
         if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign
 

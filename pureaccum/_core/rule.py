@@ -23,6 +23,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from .._base import continuous, forward_ad, forward_ad_active, transform_active, without_history
 from .batches import cutting
+from .exchange import Backward, pulled_by, recorded_here
 from .gathered import WHOLE, Cut, Fetched, Gathered
 from .weights import LARGE, nothing_like
 
@@ -84,7 +85,7 @@ def run(
     """
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     f.gathered = _gathered(f, recorded)
-    with cutting(len(f.sizes) > 1):
+    with cutting(len(f.sizes)):
         for p in range(len(f.sizes)):
             outs, _ = f.call(p, [column[p] for column in columns])
             if p == 0:
@@ -111,10 +112,10 @@ def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
 # The derivatives -------------------------------------------------------------------------
 
 
-def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
+def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward | None) -> Pieces:
     """The gradients of some operands, from all operands and the cotangents of some outputs.
 
-    Each group of outputs has gradients of its own.
+    Each group of outputs has gradients of its own. ``backward`` is the pass that pulls.
     """
     count = len(f.form.operands)
     groups = sorted({f.form.groups[i] for i in used})
@@ -127,7 +128,9 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int]) -> Pieces:
             its = [n for n, i in enumerate(used) if f.form.groups[i] == group]
             tops, cs = [used[n] for n in its], [cotangents[n] for n in its]
             sums = pieces.gathered[len(found) : len(found) + len(wrt)]
-            _, grads, keeps = pulled(f, p, given, wrt, lambda _outs, tops=tops: tops, cs, sums)
+            _, grads, keeps = pulled(
+                f, p, given, wrt, lambda _outs, tops=tops: tops, cs, sums, backward
+            )
             found += pieces.gradients(given, wrt, grads)
         return found, keeps
 
@@ -167,6 +170,7 @@ def pulled(
     used: Callable[[Sequence[Tensor]], Sequence[int]],
     cotangents: Sequence[Tensor] = (),
     sums: Sequence[Gathered] = (),
+    backward: Backward | None = None,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Keeps]:
     """The outputs of a piece, and the gradients of some operands, by default for cotangents of 1.
 
@@ -179,7 +183,8 @@ def pulled(
 
         def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Any]:
             nonlocal at
-            outs, keeps = f.call(p, filled(given, wrt, some))
+            with pulled_by(backward):
+                outs, keeps = f.call(p, filled(given, wrt, some))
             at = used(outs)
             return tuple(outs[i] for i in at), (outs, keeps)
 
@@ -192,7 +197,8 @@ def pulled(
     with torch.enable_grad():
         inputs = [x.view_as(x) for x in given] if record else without_history(given)
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
-        outs, keeps = f.call(p, inputs)
+        with pulled_by(backward):
+            outs, keeps = f.call(p, inputs)
         at = used(outs)
         tops, group = [outs[i] for i in at], _group(f, at)
     pairs = zip(tops, cotangents or map(torch.ones_like, tops), strict=True)
@@ -298,6 +304,7 @@ class _Attach(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.f, ctx.n, *tensors = inputs
+        ctx.pulled = recorded_here()
         if any(ctx.needs_input_grad[2 + ctx.n :]):
             raise FollowedError
         ctx.set_materialize_grads(False)
@@ -314,7 +321,7 @@ class _Attach(Function):
             return tuple(grads)
         # A saved tensor may be wrapped for a level that is over; a view of it is not.
         operands = [x.view_as(x) for x in (*ctx.saved_tensors, *(cotangents[i] for i in used))]  # pyright: ignore
-        f = vjp(ctx.f, wrt, used)
+        f = vjp(ctx.f, wrt, used, ctx.pulled)
         found = applied(f, operands)
         for at, g in enumerate(found):  # the gradients of one group after those of another
             if (i := wrt[at % len(wrt)]) in f.reached:

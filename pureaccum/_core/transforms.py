@@ -148,6 +148,7 @@ def grad_and_value(
                 at_least=at_least,
                 aux_reduction=aux_reduction,
                 known=known,
+                alone=True,
             )
             with outside_inference_mode():
                 grads, value, aux = means(accumulate(job), leaves, reduction)
@@ -281,7 +282,7 @@ def value(  # noqa: D417
         with guarding(known, given) as guarded:
             one = guarded(one_of)
             outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
-            with cutting(not cut.untouched):
+            with cutting(len(cut.sizes)):
                 result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
 

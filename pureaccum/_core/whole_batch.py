@@ -29,6 +29,7 @@ from .._base import (
 from .accumulator import AccumState, amounts_of, plain_sum
 from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .engines import Wrt, prepare, run_window
+from .exchange import any_rank, begun, inside_of
 from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch, check_sharded
 from .reductions import AuxState, finish_aux, fold_aux
@@ -71,6 +72,7 @@ class Accumulation(NamedTuple):
     known: Known  # of the loss
     roots: tuple[str, str] = ("args", "args")  # what a user calls the leaves, and the batch
     scale: Tensor | None = None  # of the loss
+    alone: bool = False  # whether the sums are divided, and not added to those of other ranks
     carried: Any = ()  # what goes from one microbatch to the next
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
 
@@ -176,8 +178,12 @@ def _speculate(job: Accumulation) -> Accumulated:
     careful way, with the same random numbers.
     """
     random = torch.get_rng_state()
-    sums = _accumulate(job._replace(rule=job.rule._replace(nonfinite="propagate")))
-    if known(all_finite_of(opened(sums.state.grads)[0])) and is_finite(sums.state.total):
+    with inside_of(begun()) as around:
+        sums = _accumulate(job._replace(rule=job.rule._replace(nonfinite="propagate")))
+    good = known(all_finite_of(opened(sums.state.grads)[0])) and bool(is_finite(sums.state.total))
+    if around.group is not None:  # the loss waits for other ranks, which have to run it again too
+        good = not any_rank(not good, job.leaves[0].device, around.group)
+    if good:
         return sums
     del sums
     torch.set_rng_state(random)
@@ -189,6 +195,8 @@ def _accumulate(job: Accumulation) -> Accumulated:
     unit = batch.unit if rule.reduction == "mean" else 1.0
     wrt = prepare(leaves, rule.engine, job.known)
     wrt = wrt._replace(unit=unit, scale=job.scale, at_least=job.at_least, whole=batch.size is None)
+    if job.alone:
+        wrt = wrt._replace(rows=1.0 if batch.untouched else float(sum(batch.sizes)))
     seen: list[Microbatch] = []
 
     def label(leaf: int | None) -> str:
@@ -202,7 +210,7 @@ def _accumulate(job: Accumulation) -> Accumulated:
         sums: list[Tensor] = []  # the first microbatch begins them
         carried: Any = job.carried
         aux: AuxState | None = None
-        with guarding(job.known, *job.given()) as guarded, cutting(not batch.untouched):
+        with guarding(job.known, *job.given()) as guarded, cutting(len(batch.sizes)):
             loss = guarded(job.call)
             for part, rows, counts in batch.parts():
                 sums, entry = add_microbatch(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._base import accumulation_dtype, transform_active
+from .._core import gather_one
 
 
 class Share(NamedTuple):
@@ -30,7 +31,7 @@ class Share(NamedTuple):
 class BatchMoments(NamedTuple):
     """The moments of each channel over a batch, in float64."""
 
-    elements: int  # how many a channel has
+    elements: int | Tensor  # how many a channel has
     mean: Tensor
     var: Tensor  # the biased one
 
@@ -62,27 +63,45 @@ def share_of_rows(x: Tensor, dims: int, dtype: torch.dtype) -> Share:
         x = x.to(wide)
     # The moments and their derivatives do not depend on where distances are measured from.
     # (torch.var_mean takes ten times as long on a CPU.)
-    about, inner = x.detach()[0], [*range(2, dims)]
-    about = about.mean([dim - 1 for dim in inner], keepdim=True) if inner else about.clone()
+    about, inner = x.detach()[:1].sum(0), [*range(2, dims)]  # of no rows: zero
+    about = about.mean([dim - 1 for dim in inner], keepdim=True) if inner else about
     away = x - about
     return Share(about, away.sum([0, *inner]), away.square().sum([0, *inner]))
 
 
-def merged_shares(shares: Share, elements: Sequence[int]) -> Share:
-    """One share out of several that are stacked along dim 0, in float64."""
+def merged_shares(shares: Share, elements: Sequence[int] | Tensor) -> Share:
+    """One share out of several that are stacked along dim 0, in float64.
+
+    It is about the point of the first that has any elements: one without measures from zero.
+    """
     about, sums, squares = (x.double().flatten(1) for x in shares)
-    each = torch.tensor(elements, dtype=torch.float64, device="cpu")
-    each = each.to(about.device, non_blocking=True).unsqueeze(1)  # which nothing waits for
-    apart = about - about[0]
+    if isinstance(elements, Tensor):
+        each = elements.unsqueeze(1)
+        some = each > 0
+        first = torch.where(some & (some.cumsum(0) == 1), about, 0.0).sum(0)
+    else:
+        each = torch.tensor(elements, dtype=torch.float64, device="cpu")
+        each = each.to(about.device, non_blocking=True).unsqueeze(1)  # which nothing waits for
+        first = about[0]
+    apart = about - first
     squares = squares + 2 * apart * sums + each * apart**2
-    return Share(about[0], (sums + each * apart).sum(0), squares.sum(0))
+    return Share(first, (sums + each * apart).sum(0), squares.sum(0))
 
 
-def moments_of(shares: Share, elements: Sequence[int]) -> BatchMoments:
-    """The moments of a batch, from stacked shares with so many elements of a channel in each."""
-    (about, sums, squares), count = merged_shares(shares, elements), sum(elements)
-    away = sums / count
-    return BatchMoments(count, about + away, squares / count - away**2)
+def moments_of(shares: Share, elements: Sequence[int], group: Any = None) -> BatchMoments:
+    """The moments of a batch, from stacked shares with so many elements of a channel in each.
+
+    Where a group of ranks is given, the batch is that of all of them.
+    """
+    merged, count = merged_shares(shares, elements), sum(elements)
+    if group is not None:
+        number = merged.about.new_full((1,), float(count))
+        of_all = gather_one(torch.cat([number, *merged]), group)
+        each, *stacked = of_all.split([1, *[len(merged.about)] * 3], 1)
+        each = each.squeeze(1)
+        merged, count = merged_shares(Share(*stacked), each), each.sum()
+    away = merged.sums / count
+    return BatchMoments(count, merged.about + away, merged.squares / count - away**2)
 
 
 def scaling_of(
@@ -131,6 +150,23 @@ def couples(layer: nn.Module) -> bool:
     if not isinstance(layer, BATCH_NORMS):
         return False
     return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+_DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+
+
+def check_input(layer: Any, place: str, shape: torch.Size) -> None:
+    """Check that a BatchNorm, called at a place, takes what it is given."""
+    dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
+    if len(shape) < 2 or (dims and len(shape) not in dims):
+        expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
+        raise ValueError(f"{place}: expected {expected} input (got {len(shape)}D input)")
+    channels = getattr(layer, "num_features", shape[1])
+    if channels != shape[1] and (layer.affine or layer.running_mean is not None):
+        raise ValueError(
+            f"{place} normalises {channels} channels, but its input has shape {tuple(shape)}; "
+            "channels are dim 1."
+        )
 
 
 def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

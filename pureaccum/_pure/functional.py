@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._base import BUFFERS, mapped_levels, tensor_hooks, transform_active, unnoticed
-from .._core import Keep
+from .._base import BUFFERS, LARGEST_INT, mapped_levels, tensor_hooks, transform_active, unnoticed
+from .._core import Keep, group_of
 from .microbatched_module import WholeBatch
 from .shell import Places, call_module, full_name, own_tensor, places_of
 
@@ -46,7 +46,11 @@ class Functional(NamedTuple):
 
 
 def functional(
-    module: nn.Module, *, microbatch_size: int | Sequence[int] | None = None, keep: Keep = "device"
+    module: nn.Module,
+    *,
+    microbatch_size: int | Sequence[int] | None = None,
+    keep: Keep = "device",
+    group: Any = None,
 ) -> Functional:
     """Make a pure function of a module; the module's own tensors and modes are never changed.
 
@@ -84,6 +88,10 @@ def functional(
             each. None calls the module with all that it is given.
         keep: Where tensors are kept between microbatches, and for the backward pass: on the
             ``"device"``, or on the ``"host"``, as for ``microbatch``.
+        group: The ranks that share each batch: BatchNorm takes the moments of the rows of all of
+            them, of which each rank is given its own, as many as it has, perhaps none. All ranks
+            call ``apply`` together. Derivatives are those of the sum of what all ranks return, as
+            ``make_step(..., group=...)`` adds it up. Not inside ``torch.compile``.
 
     Returns:
         ``apply``, and the module's ``params``, ``buffers`` and ``frozen``.
@@ -132,7 +140,10 @@ def functional(
                 "gradient map: chain(it, optimizer), where it has init(params) and "
                 "update(grads, state) -> (grads, state)."
             )
-    whole = None if microbatch_size is None else WholeBatch(places, microbatch_size, keep)
+    whole = None
+    if microbatch_size is not None or group is not None:
+        size = LARGEST_INT if microbatch_size is None else microbatch_size
+        whole = WholeBatch(places, size, keep, group)
     return Functional(partial(_apply, places, names, frozen, whole), params, buffers, frozen)
 
 
@@ -177,6 +188,8 @@ def _apply(
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
     tensors = {**params, **_frozen(names, frozen, params)} if frozen else params or {}
+    if compiling and whole is not None and whole.group is not None:
+        group_of(whole.group)  # raises: no graph reaches other ranks
     if whole is None or compiling:
         if buffers:
             tensors = tensors | {name: buffer.clone() for name, buffer in buffers.items()}

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._base import (
@@ -31,12 +31,22 @@ from .._base import (
     unnoticed,
     version,
 )
-from .._core import Keep, check_sizes, is_cut, microbatch, need_rows, read_batch, sizes_of_batch
+from .._core import (
+    Keep,
+    check_sizes,
+    group_of,
+    microbatch,
+    need_rows,
+    parts_of_batch,
+    read_batch,
+    sizes_of_batch,
+)
 from .batch_norm import (
     BatchMoments,
     Scaling,
     Share,
     WithoutBatchNorm,
+    check_input,
     couples,
     moments_of,
     scaling_of,
@@ -54,8 +64,9 @@ InParts = Callable[..., Callable[..., Any]]  # microbatch, with its size
 class WholeBatch:
     """Calls a module with a whole batch, microbatch by microbatch."""
 
-    def __init__(self, places: Places, size: Any, keep: Keep) -> None:
+    def __init__(self, places: Places, size: Any, keep: Keep, group: Any) -> None:
         self.places, self.size, self.keep = places, check_sizes(size), keep
+        self.group = None if group is None else group_of(group)
         self.in_parts: InParts = partial(microbatch, microbatch_size=self.size, keep=keep)
         self.plain = self.in_parts(self.call)
         self.watched = self.in_parts(self.call_watched)
@@ -81,6 +92,8 @@ class WholeBatch:
         """Call the module with a batch; returns what it returned, and its new buffers."""
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
         sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
+        if not sizes and self.group is not None:  # other ranks wait for what this one has: nothing
+            sizes = [0]
         new = {name: tensors[name].clone() for name in buffers}
         out = self.out_of(tensors, new, (args, kwargs), sizes)
         if self.keep == "host":  # where results were kept, and are not to be returned
@@ -104,10 +117,10 @@ class WholeBatch:
             except CoupledError:
                 restore(before)
         if key not in networks:
-            networks[key] = _network(self.places, leaves, spec, self.in_parts)
+            networks[key] = _network(self.places, leaves, spec, self.in_parts, self.group)
         if (network := networks[key]) is None:
             return self.plain(tensors, arguments)
-        if is_cut():
+        if parts_of_batch() > 1:
             raise RuntimeError(_CUT.format(network.norms[0].place))
         own = {name: own_tensor(self.places, name) for name in self.places.slots}
         out, moments = network(own | tensors, given, sizes)
@@ -191,7 +204,9 @@ def _no_rows(name: str, x: Any, rows: int | str) -> str:
 # A module that is cut ----------------------------------------------------------------------
 
 
-def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) -> "_Network | None":
+def _network(
+    places: Places, leaves: list[Any], spec: Any, in_parts: InParts, group: Any
+) -> "_Network | None":
     """The levels of a module that is called with such leaves; None if it couples no rows."""
     at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
@@ -208,7 +223,7 @@ def _network(places: Places, leaves: list[Any], spec: Any, in_parts: InParts) ->
     names = {id(own_tensor(places, name)): name for name in places.slots}
     apart = [traced.root.get_submodule(path) for path in traced.taken_apart]
     hooks = [table for part in apart for table in hook_tables(part).values()]
-    return _Network(graph, names, hooks, in_parts)
+    return _Network(graph, names, hooks, in_parts, group)
 
 
 class _Network:
@@ -220,8 +235,9 @@ class _Network:
         names: Mapping[int, str],
         hooks: list[dict[int, Any]],
         in_parts: InParts,
+        group: Any,
     ) -> None:
-        self.graph, self.norms, self.hooks = graph, graph.norms, hooks
+        self.graph, self.norms, self.hooks, self.group = graph, graph.norms, hooks, group
         names_of, spec = flatten(graph.made(*graph.outputs))
         where = {x: f"{x!r} in {at}" for x, at in graph.places.items()}
         for x, path in zip(names_of, paths(spec, "out"), strict=True):
@@ -256,12 +272,13 @@ class _Network:
             for norm, share in zip(level.pools, shares, strict=True):
                 shape, dtype = notes.looks[norm.name]
                 each = math.prod(shape[2:])
-                if each * sum(sizes) == 1:
+                if each * sum(sizes) == 1 and self.group is None:
                     raise ValueError(
                         f"{norm.place}: expected more than one value per channel when training, "
                         f"got input of shape {tuple(shape)} in a batch of one row."
                     )
-                moments[norm.name] = moments_of(share, [each * size for size in sizes])
+                elements = [each * size for size in sizes]
+                moments[norm.name] = moments_of(share, elements, self.group)
                 weight, bias = (tensors[it] if it else None for it in self.affine[norm.name])
                 scaling[norm.name] = scaling_of(moments[norm.name], weight, bias, norm.eps, dtype)
         outs = [notes.value_of(name, values[name], sizes[0]) for name in self.graph.outputs]
@@ -335,7 +352,7 @@ class _MicrobatchedLevel:
             looks = [(x.shape, x.dtype) for x in pooled]
         shares: list[Share] = []
         for norm, x, (shape, dtype) in zip(pools, pooled, looks, strict=True):
-            _check_input(norm, shape)
+            check_input(norm.layer, norm.place, shape)
             notes.looks[norm.name] = shape, dtype
             shares.append(share_of_rows(x, len(shape), dtype))
         return gives, shares
@@ -371,21 +388,3 @@ class _Notes:
             return tensors[0]
         (others, spec), its = self.others[name, rows], iter(tensors)
         return unflatten(spec, [next(its) if x is None else x for x in others])
-
-
-_DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
-
-
-def _check_input(norm: Norm, shape: torch.Size) -> None:
-    """Check that a BatchNorm takes what it is given."""
-    layer: Any = norm.layer
-    dims = next((dims for cls, dims in _DIMS.items() if isinstance(layer, cls)), None)
-    if len(shape) < 2 or (dims and len(shape) not in dims):
-        expected = " or ".join(f"{n}D" for n in dims or ("at least 2",))
-        raise ValueError(f"{norm.place}: expected {expected} input (got {len(shape)}D input)")
-    channels = getattr(layer, "num_features", shape[1])
-    if channels != shape[1] and (layer.affine or layer.running_mean is not None):
-        raise ValueError(
-            f"{norm.place} normalises {channels} channels, but its input has shape "
-            f"{tuple(shape)}; channels are dim 1."
-        )

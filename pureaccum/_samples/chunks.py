@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    LARGEST_INT,
     Tree,
     check_choice,
     check_disjoint,
@@ -196,7 +197,7 @@ def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how:
     def one(*tensors: Tensor) -> Any:
         rows = iter([x.unsqueeze(0) for x in tensors] if how.keep_batch_dim else tensors)
         sample = unflatten(part_spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
-        seen, shape, pull = wrt.forward(call, (sample,), wrt, {}, how.has_aux)
+        seen, shape, pull, _ = wrt.forward(call, (sample,), wrt, {}, how.has_aux)
         total = seen.total
         seen = alone(seen, wrt)
         one = torch.ones_like(seen.total)
@@ -217,7 +218,7 @@ def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how:
         return kept, factor, seen.total, seen.weight, aux, noted
 
     tensors = [x for x in given if isinstance(x, Tensor)]
-    with cutting(True):  # a sample is no batch
+    with cutting(LARGEST_INT):  # a sample is no batch
         kept, factor, value, weight, aux, metrics = _over_samples(one, tensors, how)
     if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where the gradient is NaN
         factor = torch.where(counts(value, weight), factor, 0.0)

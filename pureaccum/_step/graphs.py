@@ -62,6 +62,11 @@ class BatchInParts(NamedTuple):
     untouched: bool  # whether there is only one
 
     @property
+    def sizes(self) -> list[Tree]:
+        """One entry for each microbatch."""
+        return self.pieces
+
+    @property
     def unit(self) -> float:
         """What sums of the gradients of means are multiples of."""
         return power_of_two(1 if self.size is None or self.untouched else self.size)

@@ -26,10 +26,11 @@ from .._base import (
     read_params,
     refuse_sharded,
     settings_of,
+    transform_active,
     unflatten,
 )
-from .._core import AccumState
-from ..distributed.collectives import begin_sum, gathered, meet
+from .._core import AccumState, exchange, gather_one, meet
+from ..distributed import begin_sum
 from .buffers import Carried, LayerMoments, batch_norm_buffers, merged_moments
 from .state import Plan, StepWindow, TrainState
 
@@ -60,17 +61,26 @@ def agreement_of(plan: Plan, compile: Any) -> Agreement:
 def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
     """How many rows of the batch the ranks before this one have."""
     assert plan.agreed is not None
-    claimed = claim(
-        plan.agreed,
-        "step(state, batch), where rows get keys",
-        {},
-        {"state": state},
-        state.samples.device,
-        _CAUSE,
-        whole=False,
-    )
-    of_all = meet(claimed, plan.group, rows)
+    device = state.samples.device
+    if transform_active():
+        of_all = gather_one(torch.tensor(rows, device=device), plan.group)
+    else:
+        call = "step(state, batch), where rows get keys"
+        held = {"state": state}
+        claimed = claim(plan.agreed, call, {}, held, device, _CAUSE, whole=False)
+        of_all = meet(claimed, plan.group, rows)
     return of_all[: dist.get_rank(plan.group)].sum().to(torch.int64)
+
+
+def on_this_rank(plan: Plan, state: TrainState) -> TrainState:
+    """The state from which this rank computes, so that all ranks have the whole derivative of it.
+
+    Nothing but transforms can tell it from the state that all ranks hold.
+    """
+    if plan.group is None or not transform_active():
+        return state
+    held = {"params": state.params, "buffers": state.buffers, "loss_scale": state.loss_scale}
+    return state._replace(**exchange("copy", held, plan.group))
 
 
 def of_all_ranks(
@@ -87,6 +97,8 @@ def of_all_ranks(
     Returns:
         The sums of all ranks, and what is carried after their last row: buffers, and their rows.
     """
+    if transform_active():
+        return _under_transforms(plan, window, unit)
     for grad in window.accum.grads:
         if isinstance(unit, Tensor) or unit != 1:
             grad.mul_(unit)
@@ -124,6 +136,8 @@ def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, grou
         "rank to the others (torch.distributed.broadcast)."
     )
     device = leaves[0].device
+    if transform_active():  # nobody can look; what is exchanged later is compared by its shapes
+        return
     meet(claim(agreed, "step.init(...)", {}, begun, device, cause, whole=True), group)
 
 
@@ -140,17 +154,36 @@ def _claimed(plan: Plan, state: TrainState, accum: AccumState) -> Claim:
     return claim(plan.agreed, "the end of a step", sums, values, state.samples.device, _CAUSE)
 
 
+def _under_transforms(
+    plan: Plan, window: StepWindow, unit: Any
+) -> tuple[AccumState, tuple[Any, Tensor]]:
+    """What was accumulated on all ranks, as a function of what each rank gives."""
+    accum = window.accum._replace(grads=[grad * unit for grad in window.accum.grads])
+    accum, rows = exchange("total", (accum, window.rows), plan.group)
+    buffers = window.buffers
+    if plan.buffers not in (None, "freeze"):
+        buffers = _pooled(buffers, plan.group)
+    return accum, (buffers, rows)
+
+
+def _of_first_rank(x: Tensor, group: Any) -> Tensor:
+    if transform_active():
+        return gather_one(x, group)[0]
+    x = x.clone(memory_format=torch.contiguous_format)
+    with between_ranks():
+        dist.broadcast(x, group=group, group_src=0)
+    return x
+
+
 def _pooled(carried: Carried, group: Any) -> Carried:
     """The buffers of all ranks: moments merged in the order of the ranks, the rest from rank 0."""
     leaves, spec = flatten(carried.values)
     pooled = {i for at in batch_norm_buffers(leaves, spec) for i in at if i is not None}
     for i, leaf in enumerate(leaves):
         if i not in pooled:
-            leaves[i] = leaf.clone(memory_format=torch.contiguous_format)
-            with between_ranks():
-                dist.broadcast(leaves[i], group=group, group_src=0)
+            leaves[i] = _of_first_rank(leaf, group)
     moments = carried.moments
     if moments:
-        of_all = gathered(torch.stack(moments), group)
+        of_all = gather_one(torch.stack(moments), group)
         moments = reduce(merged_moments, (LayerMoments(*each) for each in of_all))
     return Carried(unflatten(spec, leaves), moments)

@@ -19,9 +19,8 @@ from .._base import (
     refuse_autocast_cache,
     transform_active,
 )
-from .._core import AccumState, Known, Rule, check_belongs
+from .._core import AccumState, Known, Rule, check_belongs, group_of
 from .._optim import Optimizer
-from ..distributed.collectives import check_group
 from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
 from .precision import Policy
@@ -176,7 +175,7 @@ def read_train_state(
     """
     check_state(state, TrainState, "this step")
     if plan.group is not None:
-        check_group(plan.group)
+        group_of(plan.group)
     check_buffers(plan, state.buffers)
     scaled = isinstance(state.loss_scale, LossScaleState)
     if scaled != (plan.loss_scale is not None):

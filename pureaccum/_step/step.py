@@ -33,12 +33,12 @@ from .._core import (
     check_reduce,
     check_rule,
     check_size,
+    group_of,
     is_auto,
     known_of,
 )
 from .._optim import as_optimizer
 from .._pure import key
-from ..distributed.collectives import check_group
 from .buffers import Threading, begin_buffers, check_policy
 from .compiled import CompiledStep, check_compilable
 from .loss_scale import LossScale
@@ -285,7 +285,7 @@ def _check_auto(size: object, budget: object, given: Mapping[str, object]) -> No
 
 
 def _check_shared(group: Any, buffers: Threading | None) -> None:
-    check_group(group)
+    group_of(group)
     if buffers == "sequential":
         raise ValueError(
             "buffers='sequential' came with group, but ranks work at the same time: expected "
@@ -312,7 +312,7 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
     device = leaves[0].device
     seeded = key(seed, device)
     if plan.agreed is not None:
-        check_group(plan.group)
+        group_of(plan.group)
         check_same(plan.agreed, params, buffers, seeded, plan.group)
     if plan.policy is not None:
         params = plan.policy.cast_to_param(params)

@@ -15,15 +15,18 @@ from .._core import (
     Accumulated,
     Accumulation,
     CutBatch,
+    Microbatch,
     accumulate,
+    begun,
     in_tensors,
+    inside_of,
     need_rows,
     read_batch,
     read_cut,
 )
 from .buffers import begin_buffers
 from .microbatch_loss import caller, check_keys, onwards
-from .ranks import before_this_rank, of_all_ranks
+from .ranks import before_this_rank, of_all_ranks, on_this_rank
 from .state import Plan, StepInfo, StepWindow, TrainState, read_train_state, recording
 from .windows import finished, scale_of
 
@@ -71,7 +74,7 @@ def step_of_ranks(
     first = state.samples
     if plan.keys:
         first = first + before_this_rank(plan, state, rows)
-    sums = summing(state, batch, first)
+    sums = summing(on_this_rank(plan, state), batch, first)
     buffers, own_rows = sums.carried
     own = in_tensors(sums.state, state.samples.device, plan.rule.squares)
     window = StepWindow(own, buffers, torch.full_like(state.samples, own_rows))
@@ -85,9 +88,32 @@ def rows_of_this_rank(
     """The sums over the rows of this rank, the first of which is number ``first`` in the run."""
     cut = read_cut(batch, size, False, "batch", alone=False)
     check_keys(plan, cut.batch)
-    if not cut.batch.rows:  # nothing to call the loss with
-        cut = cut._replace(size=1, sizes=[], unit=1.0)
-    return accumulate(_accumulation(plan, state, flatten(state.params), cut, 0, first))
+    job = _accumulation(plan, state, flatten(state.params), cut, 0, first)
+    return accumulate(job) if cut.batch.rows else _of_no_rows(plan, job)
+
+
+def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
+    """What a rank without rows adds: nothing. But other ranks may wait for it inside of the loss.
+
+    So the loss is called with no rows, unless it cannot be. If it reaches other ranks, its buffers
+    are those that it has with them.
+    """
+
+    def advance(carried: Any, entry: Microbatch, rows: int) -> Any:
+        return onwards(plan, carried, entry._replace(share=1.0), rows)
+
+    came: Accumulated | None = None
+    cut = job.batch._replace(size=None, sizes=[0], unit=1.0)
+    with inside_of(begun()) as around:
+        try:
+            came = accumulate(job._replace(batch=cut, advance=advance))
+        except Exception:
+            if around.group is not None:
+                raise
+    if came is not None and around.group is not None:
+        amounts = came.state._replace(microbatches=0, weighted=0)
+        return came._replace(state=amounts, aux=())
+    return accumulate(job._replace(batch=cut._replace(size=1, sizes=[])))
 
 
 def _accumulation(

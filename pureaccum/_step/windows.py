@@ -28,6 +28,7 @@ from .._base import (
     check_same_structure,
     check_state,
     closed,
+    differentiating,
     flatten,
     hand_over,
     is_finite,
@@ -116,6 +117,12 @@ def updated_window(
     check_window(plan, state, window, (leaves, spec))
     read = read_batch(microbatch, "microbatch")
     check_keys(plan, read)
+    if plan.group is not None and differentiating():
+        raise RuntimeError(
+            "a stream over several ranks came under a transform that differentiates. Each rank has "
+            "as many microbatches as it has, and the derivative would have to reach the others at "
+            "each of them. Expected step(state, batch), of which it does so once."
+        )
     given = Given("state.params", leaves, spec), Given("microbatch", read.leaves, read.spec)
     call = caller(plan, state, spec)
     at = first_row(plan, window, offset)

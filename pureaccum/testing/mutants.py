@@ -181,8 +181,8 @@ MUTANTS: dict[str, Mutant] = {
     "speculation never redone": Mutant(
         "A window that hoped for finite gradients is not redone when there were none.",
         "_core/whole_batch.py",
-        "if known(all_finite_of(opened(sums.state.grads)[0])) and is_finite(sums.state.total):",
-        "if True:",
+        "    if good:\n        return sums\n",
+        "    return sums\n",
     ),
     "speculation with other random numbers": Mutant(
         "A window that is redone draws other random numbers.",
@@ -501,8 +501,8 @@ MUTANTS: dict[str, Mutant] = {
     "a gradient taken early in float16": Mutant(
         "A total computed in float16 is pulled with 1, and scaled afterwards.",
         "_core/recomputation.py",
-        "self.half or any(x.dtype == torch.float16 for x in made)",
-        "self.half",
+        "self.late or any(x.dtype == torch.float16 for x in made)",
+        "self.late",
     ),
     "a cast kept": Mutant(
         "The gradients of a cast are summed, and rounded to its dtype.",

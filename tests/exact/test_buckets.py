@@ -14,7 +14,7 @@ from torch import Tensor
 import pureaccum as pa
 from pureaccum import distributed
 from pureaccum._base.agreement import Claim, agreement, claim
-from pureaccum.distributed import buckets
+from pureaccum._core import buckets
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 from tests.exact.linear_loss import every_kind_of_leaf

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum._base.agreement import agreement, claim
-from pureaccum.distributed.collectives import begin_sum
+from pureaccum.distributed import begin_sum
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 from tests.ranks import cases_on_ranks

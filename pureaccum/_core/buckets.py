@@ -123,7 +123,7 @@ def sum_over_ranks_(
     send_first(room, few)
     if claimed.look:  # nothing of a length of its own before all ranks are known to agree
         land()
-    for bucket in _buckets([x for x in parts if id(x) not in riding]):
+    for bucket in buckets_of([x for x in parts if id(x) not in riding]):
         if len(sent) == ahead:
             land()
         flat = _filled(bucket)
@@ -137,12 +137,51 @@ def sum_over_ranks_(
     return wait
 
 
+def group_of(group: Any) -> Any:
+    """A group of which this process is one, or an error that says why it is none."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "ranks cannot be reached from inside of a graph: leave torch.compile, or compile=True "
+            "of a step, out."
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) "
+            "first, in a program that torchrun starts."
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this process is not a rank of the group that was passed; leave the call to those that "
+            "are."
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
+            "dist.new_group(...) returned, or mesh.get_group(...)."
+        )
+    try:
+        dist.get_rank(group)
+    except ValueError as error:
+        raise RuntimeError(
+            "the process group was destroyed, or belongs to another init_process_group(...). Make "
+            "the step again, with a group of this one."
+        ) from error
+    return dist.group.WORLD if group is None else group
+
+
+def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
+    """Compare claims, and give the numbers of all ranks, a float64 vector."""
+    numbers = torch.full((1,), number, dtype=torch.float64, device=claimed.few.device)
+    with torch.no_grad():
+        return sum_over_ranks_([], numbers, group, claimed)()[0][:, 0]
+
+
 def _summed(flat: Tensor, group: Any) -> Any:
     with between_ranks():
         return dist.all_reduce(flat, group=group, async_op=True)
 
 
-def _buckets(tensors: list[Tensor]) -> list[Bucket]:
+def buckets_of(tensors: list[Tensor]) -> list[Bucket]:
     """The tensors in order, those of one dtype and device together, closed beyond the cap."""
     buckets: list[Bucket] = []
     still_open: dict[Any, int] = {}

@@ -1,10 +1,12 @@
-"""What was accumulated on several ranks, merged: the sums of all, once a window.
+"""A batch that is spread over ranks: sums and rows of all of them, inside a function or after it.
 
     state = all_reduce(state)  # on every rank: sums of gradients, totals, weights and counts
 
 Accumulation is a monoid, so ranks are one more way to cut a batch: they may have had different
 numbers of rows and of microbatches, or none, and what comes out is the state of one process that
-had all of them. ``make_step(..., group=...)`` does this at the end of each step.
+had all of them. ``make_step(..., group=...)`` does this at the end of each step. ``psum`` and
+``gather`` (see ``_core/exchange.py``) reach other ranks from inside of what is differentiated.
+Whether ranks hold the same is compared on the way (see ``_base/agreement.py``).
 """
 
 from collections.abc import Callable
@@ -12,14 +14,12 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .._base import (
+from ._base import (
     Claim,
     Tree,
     agreement,
-    between_ranks,
     claim,
     flatten,
     mark,
@@ -29,8 +29,105 @@ from .._base import (
     tree_leaves,
     unflatten,
 )
-from .._core import AccumState, cut, read_batch, read_state, rows_to_cut
-from .buckets import AHEAD, sum_over_ranks_
+from ._core import (
+    AHEAD,
+    AccumState,
+    cut,
+    exchange,
+    gather_one,
+    group_of,
+    meet,
+    need_rows,
+    read_batch,
+    read_state,
+    rows_to_cut,
+    sum_over_ranks_,
+)
+
+
+# Inside of a function ------------------------------------------------------------------------
+
+
+def psum(tree: Tree, group: Any = None) -> Tree:
+    """Add up a tree over ranks, inside of a function that is differentiated.
+
+    The rule: of each tensor the sum over all ranks, on every rank. ``sum(x) / count`` of a batch
+    that is spread over ranks is ``s / n`` with ``s, n = psum((x.sum(0), count))``.
+
+    Derivatives of any order are those of the sum of what all ranks return, which is what a step
+    with ``group`` adds up. It may be called under torch.func's transforms, in a loss, and in a
+    microbatched function if all ranks have as many microbatches. All ranks call it in the same
+    order, and all tensors of one dtype travel together.
+
+    Args:
+        tree: A pytree of tensors, with the same shapes and dtypes on all ranks.
+        group: A process group; None is all processes.
+
+    Returns:
+        A tree like ``tree``, of new tensors. Narrow floats are added in float32 and rounded once.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> torch.func.grad(lambda x: psum(x).square())(torch.tensor(3.0))
+        tensor(6.)
+        >>> dist.destroy_process_group()
+
+    References:
+        `jax.lax.psum <https://docs.jax.dev/en/latest/_autosummary/jax.lax.psum.html>`_
+    """
+    _check_tensors(tree, "psum")
+    return exchange("psum", tree, group)
+
+
+def gather(rows: Tree, group: Any = None) -> Tree:
+    """Collect the rows of all ranks, inside of a function that is differentiated.
+
+    The rule: ``torch.cat`` of the rows of rank 0, 1, 2, …, on every rank. A contrastive loss over a
+    batch that is spread over ranks scores a rank's own rows against those of all::
+
+        z = microbatch(embed)(params, batch)  # this rank's rows
+        loss = of_pairs(z, gather(z))
+
+    Ranks may have different numbers of rows, or none. Derivatives are as for ``psum``: a row's
+    cotangents are added up over the ranks, and come back to the rank that has the row.
+
+    Args:
+        rows: A pytree of tensors with one row per sample along dim 0. Except for the number of
+            rows, shapes and dtypes are the same on all ranks.
+        group: A process group; None is all processes.
+
+    Returns:
+        A tree like ``rows``, of new tensors.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> gather({"z": torch.tensor([[1.0, 2.0]])})
+        {'z': tensor([[1., 2.]])}
+        >>> dist.destroy_process_group()
+
+    References:
+        `jax.lax.all_gather <https://docs.jax.dev/en/latest/_autosummary/jax.lax.all_gather.html>`_
+    """
+    _check_tensors(rows, "gather")
+    need_rows(read_batch(rows, "rows"), "rows")
+    return exchange("gather", rows, group)
+
+
+def _check_tensors(tree: Tree, call: str) -> None:
+    leaves, spec = flatten(tree)
+    for i, x in enumerate(leaves):
+        if not isinstance(x, Tensor) or (x.dtype == torch.bool and call == "psum"):
+            came = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise TypeError(
+                f"{paths(spec, 'tree')[i]}, given to {call}, is {came}; expected a tensor"
+                f"{' of numbers' if call == 'psum' else ''}."
+            )
+    refuse_sharded(leaves, "the tree", f"{call} takes what a rank holds whole: x.full_tensor().")
+
+
+# After it ------------------------------------------------------------------------------------
 
 
 _AGREED = agreement({})  # among ranks that call all_reduce
@@ -91,6 +188,7 @@ def all_reduce(
 
     Example:
         >>> from pureaccum import accumulator
+        >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> acc = accumulator(lambda w, x: (w * x).mean())
         >>> w = torch.tensor(2.0)
@@ -103,7 +201,12 @@ def all_reduce(
         `torch.distributed.all_reduce <https://docs.pytorch.org/docs/stable/distributed.html>`_
     """
     read_state(state)
-    check_group(group)
+    if transform_active():
+        raise RuntimeError(
+            "all_reduce came under a torch.func transform or torch.compile; reduce what comes out "
+            "of it, or add up what is differentiated by psum."
+        )
+    group = group_of(group)
     leaves, spec = flatten(state.grads)
     refuse_sharded(
         leaves, "state.grads", "finalize and the step's end add those up over their mesh."
@@ -222,53 +325,8 @@ def begin_sum(
     return finish
 
 
-def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
-    """Compare claims, and give the numbers of all ranks, a float64 vector."""
-    numbers = torch.full((1,), number, dtype=torch.float64, device=claimed.few.device)
-    with torch.no_grad():
-        return sum_over_ranks_([], numbers, group, claimed)()[0][:, 0]
-
-
-def check_group(group: Any) -> None:
-    """Check that this process is one of a group."""
-    if transform_active():
-        raise RuntimeError(
-            "ranks cannot be reached from under a torch.func transform or torch.compile; reduce "
-            "what comes out of it."
-        )
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) "
-            "first, in a program that torchrun starts."
-        )
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            "this process is not a rank of the group that was passed; leave the call to those that "
-            "are."
-        )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group is a {type(group).__name__}; expected a process group: dist.group.WORLD, what "
-            "dist.new_group(...) returned, or mesh.get_group(...)."
-        )
-    try:
-        dist.get_rank(group)
-    except ValueError as error:
-        raise RuntimeError(
-            "the process group was destroyed, or belongs to another init_process_group(...). Make "
-            "the step again, with a group of this one."
-        ) from error
-
-
-def gathered(mine: Tensor, group: Any) -> list[Tensor]:
-    """The tensors of all ranks, which have one shape."""
-    of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    with between_ranks():
-        dist.all_gather(of_all, mine, group=group)
-    return of_all
-
-
 def _states_of_all(state: AccumState, group: Any) -> list[AccumState]:
     leaves, spec = flatten(state)
-    columns = [gathered(leaf.contiguous(), group) for leaf in leaves]
+    with torch.no_grad():
+        columns = [gather_one(leaf, group) for leaf in leaves]
     return [unflatten(spec, list(row)) for row in zip(*columns, strict=True)]

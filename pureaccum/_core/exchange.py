@@ -1,0 +1,398 @@
+"""What ranks exchange inside of a function, and how it is differentiated.
+
+    psum(x)      the sum over all ranks, on each of them     its transpose: psum
+    gather(x)    the rows of all ranks, on each of them      its transpose: scatter
+    scatter(x)   the sum over all ranks, of own rows alone   its transpose: gather
+    total(x)     the sum over all ranks, of which they       its transpose: copy
+                 hold one copy together
+    copy(x)      a rank's own copy of what all hold          its transpose: total
+
+What all ranks return, added up, is what is differentiated: then a sum that each of them receives
+has a cotangent on each of them, and the transpose adds these up. So ``make_step(..., group=...)``,
+which adds up the gradients of all ranks, gives the gradient of the sum of their losses.
+
+All ranks exchange the same, in one order. Where a tensor of new shape or dtype is exchanged for the
+first time, and wherever a batch is cut around the call, they compare first what they are about to
+do; a mismatch is an error on all of them.
+
+Each rank pulls the gradient of a microbatch with a cotangent of its own making: a weight, divided
+by some power of two. What it hands to another rank is first multiplied to what it stands for, and
+what comes back is divided. So an exchange has to know of which backward pass it is a part. Where
+transforms are nested it is recorded once for each level: a loss is pulled at one of them, and a
+function inside of it that takes a gradient of its own, or one around it, at another.
+"""
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from .._base import (
+    Agreement,
+    Tree,
+    accumulation_dtype,
+    agreement,
+    between_ranks,
+    claim,
+    continuous,
+    flatten,
+    forward_ad,
+    in_backward,
+    transform_level,
+    unflatten,
+)
+from .batches import parts_of_batch
+from .buckets import buckets_of, group_of, meet
+from .loss import Read, Reduction
+from .recomputation import exchanged, note_made, wait_for_cotangents
+from .weights import Weighing
+
+
+def exchange(kind: "Kind", tree: Tree, group: Any) -> Tree:
+    """Exchange a tree of tensors with the ranks of a group, differentiably."""
+    leaves, spec = flatten(tree)
+    return unflatten(spec, Exchange(kind, group_of(group)).of(leaves))
+
+
+def any_rank(flag: bool, device: torch.device, group: Any) -> bool:
+    """Whether something is so on any rank; the host waits for that."""
+    (count,) = Exchange("total", group).run([torch.tensor([flag], device=device).double()])
+    return bool(count > 0)
+
+
+def gather_one(x: Tensor, group: Any) -> Tensor:
+    """The tensors of all ranks, which have one shape, along a new dim 0."""
+    group = group_of(group)
+    (rows,) = Exchange("gather", group, [1] * dist.get_world_size(group)).of([x.unsqueeze(0)])
+    return rows
+
+
+# What travels ----------------------------------------------------------------------------
+
+
+Kind = Literal["psum", "gather", "scatter", "total", "copy"]
+TRANSPOSED: dict[Kind, Kind] = {
+    "psum": "psum",
+    "gather": "scatter",
+    "scatter": "gather",
+    "total": "copy",
+    "copy": "total",
+}
+
+_agreed: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()  # what each group has exchanged
+_CAUSE = (
+    "Ranks call psum and gather in one order, equally often, with tensors that are alike. Did one "
+    "of them take another branch, cut its batch around the call into another number of "
+    "microbatches, or leave out a microbatch because it had no rows?"
+)
+
+
+class Exchange:
+    """A linear map of what all ranks hold. No tuple: transforms would copy it.
+
+    Attributes:
+        kind: Which one.
+        group: The ranks.
+        each: The rows that each rank has, where the map is of rows; None until it is known.
+    """
+
+    def __init__(self, kind: Kind, group: Any, each: list[int] | None = None) -> None:
+        self.kind: Kind = kind
+        self.group, self.each = group, each
+
+    @property
+    def transposed(self) -> "Exchange":
+        """From the cotangents of all ranks' results to those of their tensors."""
+        return Exchange(TRANSPOSED[self.kind], self.group, self.each)
+
+    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Apply it to tensors, differentiably."""
+        if not tensors:
+            return []
+        wait_for_cotangents()
+        note_reached(self.group)
+        found: Any = _Exchange.apply(self, *exchanged(tensors))
+        note_made(found)
+        return list(found)
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Apply it to tensors that no transform follows."""
+        if self.kind == "copy":
+            return [x.clone() for x in tensors]
+        self.agree(tensors)
+        reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+        blocks = [self.blocks_of(x) for x in reals]
+        came: dict[int, Tensor] = {}
+        for bucket in buckets_of([x for x in blocks if x.numel()]):
+            flat = self.sent(torch.cat(bucket.members, 1))
+            pieces = flat.split([x.shape[1] for x in bucket.members], 1)
+            came |= {id(x): piece for x, piece in zip(bucket.members, pieces, strict=True)}
+        outs: list[Tensor] = []
+        for x, real, block in zip(tensors, reals, blocks, strict=True):
+            out = self.out_of(came.get(id(block), block), real.shape)
+            outs.append(torch.view_as_complex(out) if x.is_complex() else out.to(x.dtype))
+        return outs
+
+    def blocks_of(self, x: Tensor) -> Tensor:
+        """A tensor as it travels: a row for the numbers of each rank that they go to."""
+        if self.kind != "gather":
+            x = _wide(x)
+        if self.each is None:
+            return x.reshape(1, -1)
+        most, wide = max(self.each), prod(x.shape[1:])
+        each = [len(x)] if self.kind == "gather" else self.each
+        if all(n == most for n in each):
+            return x.reshape(len(each), most * wide)
+        padded = x.new_zeros(len(each), most * wide)
+        for to, rows in zip(padded, x.split(each), strict=True):
+            to[: rows.numel()] = rows.reshape(-1)
+        return padded
+
+    def sent(self, flat: Tensor) -> Tensor:
+        """What comes of the blocks of several tensors, side by side."""
+        group, empty = self.group, flat.new_empty
+        with between_ranks():
+            if self.each is None:
+                dist.all_reduce(flat, group=group)
+                return flat
+            if self.kind == "gather":
+                of_all = empty(dist.get_world_size(group), flat.shape[1])
+                dist.all_gather([*of_all], flat[0], group=group)
+                return of_all
+            own = empty(1, flat.shape[1])
+            dist.reduce_scatter(own[0], [*flat], group=group)
+            return own
+
+    def out_of(self, came: Tensor, shape: torch.Size) -> Tensor:
+        """The result for a tensor of some shape."""
+        if self.each is None:
+            return came.view(shape)
+        each = self.each if self.kind == "gather" else [self.each[dist.get_rank(self.group)]]
+        wide = prod(shape[1:])
+        if not came.numel():
+            return came.new_empty(sum(each), *shape[1:])
+        rows = torch.cat([block[: n * wide] for block, n in zip(came, each, strict=True)])
+        return rows.view(sum(each), *shape[1:])
+
+    def agree(self, tensors: Sequence[Tensor]) -> None:
+        """Compare with the other ranks what is about to travel, where that is not known yet."""
+        known = _agreed.setdefault(self.group, agreement({}))
+        parts = parts_of_batch()
+        call = self.kind if parts == 1 else f"{self.kind} in one of {parts} microbatches"
+        of_rows = self.kind in ("gather", "scatter")
+        likes = [x[:0] if of_rows else x for x in tensors]
+        kind = call, *((x.shape, x.dtype) for x in likes)
+        counted = self.each is not None or not of_rows
+        if counted and parts == 1 and kind in known.kinds:
+            return
+        claimed = claim(known, call, {"tensors": likes}, {}, tensors[0].device, _CAUSE, whole=False)
+        rows = len(tensors[0]) if of_rows else 0
+        of_all = meet(claimed, self.group, rows)
+        known.kinds[kind] = claimed.kind
+        if not counted:
+            self.each = [*map(int, of_all.tolist())]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype)) if continuous(x) else x
+
+
+_UNKNOWN = (
+    "{} came in a Weighted loss of which grad cuts the batch: what its gradient is divided by is "
+    "known only at the end, and differs between ranks. Take the batch whole (microbatch_size=None, "
+    "with microbatch inside of the loss), or sum the gradients over ranks: make_step(..., "
+    "group=...), or an accumulator and all_reduce."
+)
+
+
+class _Exchange(Function):
+    """An exchange of tensors, called with (exchange, *tensors)."""
+
+    @staticmethod
+    def forward(how: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(how.run(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.how, *tensors = inputs
+        ctx.pulled = recorded_here()
+        ctx.wrt = [i for i, x in enumerate(tensors) if continuous(x)]
+        ctx.given = [(x.shape, x.dtype, x.device) for x in tensors]
+        ctx.likes = [(x.shape, x.dtype, x.device) for x in output]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x in output if not continuous(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        how, pulled = ctx.how, ctx.pulled
+        given = [_wide(c) for c in _filled(cotangents, ctx.wrt, ctx.likes)]
+        if pulled is not None:
+            if (times := pulled.times) is None:
+                raise RuntimeError(_UNKNOWN.format(how.kind))
+            given = [c * times for c in given]
+        found = how.transposed.of(given)
+        if pulled is not None:
+            found = [g / pulled.times for g in found]
+        grads: list[Tensor | None] = [None] * len(ctx.given)
+        for i, g in zip(ctx.wrt, found, strict=True):
+            grads[i] = g.to(ctx.given[i][1])
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, _how: Any, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        with forward_ad():  # torch turns it off in the rules of Functions
+            found = ctx.how.of(_filled(tangents, ctx.wrt, ctx.given))
+        outs: list[Tensor | None] = [None] * len(ctx.given)
+        for i, t in zip(ctx.wrt, found, strict=True):
+            outs[i] = t
+        return tuple(outs)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], how: Exchange, *tensors: Tensor) -> Any:  # pyright: ignore
+        to = 1 if how.kind in ("gather", "scatter") else 0  # behind the rows
+        dims = [None if d is None else to for d in in_dims[1:]]
+        pairs = zip(tensors, in_dims[1:], strict=True)
+        moved = [x if d is None else x.movedim(d, to) for x, d in pairs]
+        return _Exchange.apply(how, *moved), tuple(dims)
+
+
+def _filled(
+    given: Sequence[Tensor | None], at: Sequence[int], likes: Sequence[Any]
+) -> list[Tensor]:
+    """What is given at some places, and zeros where that is nothing.
+
+    All ranks exchange as much, whether or not what they return depends on all of it.
+    """
+    found: list[Tensor] = []
+    for i in at:
+        shape, dtype, device = likes[i]
+        x = given[i]
+        found.append(torch.zeros(shape, dtype=dtype, device=device) if x is None else x)
+    return found
+
+
+# Whose cotangents ------------------------------------------------------------------------
+
+
+class Backward:
+    """The backward pass of what a level of transforms records.
+
+    Attributes:
+        outer: That of what is around, at another level.
+        level: The level; None for plain autograd.
+        times: What its gradients are still to be multiplied by; None until that is known.
+        group: The ranks that were reached from inside of it, if any were.
+    """
+
+    outer: "Backward | None" = None
+    level: int | None = None
+    times: Any = None
+    group: Any = None
+
+
+class _Here(threading.local):
+    backward: Backward | None = None
+
+
+here = _Here()
+_elsewhere: list[int] = []  # the threads that run backward passes in which losses run again
+
+
+def recorded_here() -> Backward | None:
+    """The backward pass of what is recorded now, at this level; None for one that is not ours."""
+    backward, level = here.backward, transform_level()
+    if backward is None and _elsewhere and in_backward():
+        raise RuntimeError(
+            "what reaches other ranks is run again by a checkpoint in a thread of torch's own, "
+            "where its weight is not known. Use pa.remat in place of torch.utils.checkpoint."
+        )
+    while backward is not None and backward.level != level:
+        backward = backward.outer
+    return backward
+
+
+def note_reached(group: Any) -> None:
+    """Say that what runs in this thread has reached other ranks."""
+    backward = here.backward
+    while backward is not None:
+        backward.group = group
+        backward = backward.outer
+
+
+def begun(times: Any = None) -> Backward:
+    """The backward pass of what is recorded at this level from now on."""
+    backward = Backward()
+    backward.outer, backward.level, backward.times = here.backward, transform_level(), times
+    return backward
+
+
+@contextmanager
+def inside_of(backward: Backward) -> Generator[Backward]:
+    """Say that what this thread records inside is pulled by a backward pass."""
+    before, here.backward = here.backward, backward
+    try:
+        yield backward
+    finally:
+        here.backward = before
+
+
+def pulled_by(backward: Backward | None) -> AbstractContextManager[Any]:
+    """Say that what is recorded at this level is pulled with the cotangents of another pass."""
+    if torch.compiler.is_dynamo_compiling():  # no graph reaches other ranks
+        return nullcontext()
+    return inside_of(begun(1.0 if backward is None else backward.times))
+
+
+@contextmanager
+def running_again(backward: Backward) -> Generator[None]:
+    """Say that a backward pass begins in which parts of the loss are run again."""
+    _elsewhere.append(threading.get_ident())
+    try:
+        with inside_of(backward):
+            yield
+    finally:
+        _elsewhere.remove(threading.get_ident())
+
+
+def weighed(
+    backward: Backward,
+    how: Weighing | None,
+    seen: Read,
+    reduction: Reduction,
+    unit: float | None,
+    rows: float | None,
+) -> Weighing | None:
+    """How a microbatch enters the sums, and a note of that for what reaches other ranks.
+
+    There, one that does not count is not left out: it is of no weight to the total of this rank,
+    and what other ranks made of it may be of some to theirs.
+
+    Args:
+        backward: Its backward pass.
+        how: How its gradient is pulled.
+        seen: What the loss returned.
+        reduction: What a scalar loss is of its rows.
+        unit: What the sums are still to be multiplied by.
+        rows: Those of the whole batch, 1 where it is not cut, by which this rank divides what it
+            summed; None where it does not divide, but adds its sums to those of other ranks.
+    """
+    if how is None:
+        how = Weighing(torch.zeros_like(seen.total), 1.0, None)
+    elif how.keep is not None:
+        how = how._replace(cotangent=torch.where(how.keep, how.cotangent, 0.0), keep=None)
+    times = how.factor * (unit or 1.0)
+    if rows is not None and isinstance(seen.weight, Tensor):
+        if rows != 1.0:
+            return how  # the weight of the whole batch is not known yet
+        times = times / seen.weight.detach()
+    elif rows is not None and reduction == "mean":
+        times = times / rows
+    backward.times = times
+    return how

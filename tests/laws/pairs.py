@@ -1,0 +1,439 @@
+"""Every two features of a step together: a program that has both, and what it has to come to.
+
+    program(features)     the step with these features, trained for two steps
+    by_hand(features)     the same in plain torch: the full batch, no step, no microbatch
+
+A pair either comes to the same, or is refused in words that ``REFUSED`` has, with one of three
+reasons: it has no meaning, it would have to wait for the device, or torch cannot.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.func import functional_call
+
+import pureaccum as pa
+from pureaccum._base import tree_leaves, tree_map
+
+
+FEATURES = {  # and what it is, as the page says it
+    "inside": "`pa.microbatch` in the loss",
+    "batch norm": "exact BatchNorm: `functional(microbatch_size=)`",
+    "compile": "`compile=`",
+    "donate": "`donate=True`",
+    "auto": '`microbatch_size="auto"`',
+    "budget": "`memory_budget=`",
+    "noise": "`noise=True`",
+    "skip": '`nonfinite="skip"`',
+    "raise": '`nonfinite="raise"`',
+    "keys": "`keys=True`",
+    "buffers": '`buffers="pooled"`',
+    "policy": "`policy=`",
+    "scale": "`loss_scale=`",
+    "group": "`group=`",
+    "stream": "`begin`, `update`, `apply`",
+    "aux": "`has_aux=True`",
+    "weighted": "`Weighted`",
+    "from_torch": "`from_torch`",
+    "dtensors": "DTensor parameters",
+    "vmap": "`vmap` over the step",
+    "grad": "`grad` through the step",
+}
+RANKS = {"group", "dtensors"}  # the features of several ranks
+
+ROWS, SIZE, RATE, MOMENTUM, SEED = 64, 16, 0.25, 0.5, 3
+BAD = 20  # the row with a NaN in it, where one is to be skipped
+
+
+def pairs() -> Iterator[tuple[str, str]]:
+    return itertools.combinations(FEATURES, 2)
+
+
+class Net(nn.Module):
+    """Two layers, perhaps with BatchNorm between them, or before them where nothing comes of it."""
+
+    def __init__(self, features: set[str]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.norm = nn.BatchNorm1d(8) if "batch norm" in features else nn.Identity()
+        self.seen = nn.BatchNorm1d(3, affine=False) if "buffers" in features else None
+        self.double()
+        if "policy" in features:  # buffers are not cast
+            for part in (self.norm, self.seen):
+                for name, x in [*part.named_buffers()] if part is not None else []:
+                    setattr(part, name, x.float() if x.is_floating_point() else x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seen is not None:
+            x = x + 0.0 * self.seen(x)
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+class Problem(NamedTuple):
+    """A network and its batch, the same on all ranks."""
+
+    net: Net
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    batch: dict[str, Tensor]
+
+
+def problem(features: set[str]) -> Problem:
+    torch.manual_seed(0)
+    net = Net(features)
+    batch = {
+        "x": torch.randn(ROWS, 3).double(),
+        "y": torch.randn(ROWS, 2).double(),
+        "mask": torch.randint(0, 4, (ROWS,)).double(),
+    }
+    if "skip" in features:
+        batch["y"][BAD] = torch.nan
+    params = {name: x.detach().clone() for name, x in net.named_parameters()}
+    return Problem(net, params, dict(net.named_buffers()), batch)
+
+
+def takes_whole(features: set[str]) -> bool:
+    """Whether the loss itself takes the batch piece by piece."""
+    return bool(features & {"inside", "batch norm"})
+
+
+# The program --------------------------------------------------------------------------------
+
+
+class Came(NamedTuple):
+    """What training came to."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    loss: Tensor
+    applied: Tensor
+    aux: Any
+    scale: Tensor
+    noise: Tensor
+    microbatches: int
+
+
+def loss_of(features: set[str], net: Net) -> Callable[..., Any]:
+    knobs: dict[str, Any] = {}
+    if "batch norm" in features:
+        knobs = {"microbatch_size": SIZE}
+        if "group" in features:
+            knobs["group"] = dist.group.WORLD
+    fn = pa.functional(net, **knobs)
+
+    def forward(params: Any, x: Tensor, buffers: Any, keys: Tensor | None) -> Any:
+        if keys is not None:
+            x = pa.dropout(x, 0.25, keys)
+        return fn.apply(params, buffers, x)
+
+    inside = pa.microbatch(
+        forward, microbatch_size=SIZE, batch_argnums=(1, 3), reduce=("concat", "last")
+    )
+
+    def loss(params: Any, batch: Any, buffers: Any = None, keys: Tensor | None = None) -> Any:
+        own = dict(net.named_buffers()) if buffers is None else buffers
+        if "inside" in features:
+            out, new = inside(params, batch["x"], own, keys)
+        else:
+            out, new = forward(params, batch["x"], own, keys)
+        errors = ((out - batch["y"]) ** 2).mean(1)
+        value: Any = errors.mean()
+        if "weighted" in features:
+            value = pa.Weighted((errors * batch["mask"]).sum(), batch["mask"].sum())
+        rest = [new] if buffers is not None else []
+        rest += [{"errors": errors}] if "aux" in features else []
+        if not rest:
+            return value
+        return value, rest[0] if len(rest) == 1 else tuple(rest)
+
+    return loss
+
+
+def knobs_of(features: set[str], budget: int | None) -> dict[str, Any]:
+    knobs: dict[str, Any] = {
+        "compile": {"compile": {"backend": "eager"}},
+        "donate": {"donate": True},
+        "noise": {"noise": True},
+        "skip": {"nonfinite": "skip"},
+        "raise": {"nonfinite": "raise"},
+        "keys": {"keys": True},
+        "buffers": {"buffers": "pooled"},
+        "policy": {"policy": pa.Policy(param=torch.float64, compute=torch.float32)},
+        "scale": {"loss_scale": pa.dynamic_loss_scale(2.0**10, growth_interval=1)},
+        "aux": {"has_aux": True},
+        "group": {"group": dist.group.WORLD} if "group" in features else {},
+    }
+    made = {k: v for name in features for k, v in knobs.get(name, {}).items()}
+    if features & {"auto", "budget"}:
+        made |= {"microbatch_size": "auto", "memory_budget": budget}
+    elif not takes_whole(features) and "stream" not in features:
+        made["microbatch_size"] = SIZE
+    return made
+
+
+def optimizer_of(features: set[str]) -> Any:
+    if "from_torch" in features:
+        return pa.from_torch(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
+    return pa.sgd(RATE, momentum=MOMENTUM)
+
+
+def trained(features: set[str], step: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """The state and what the last of two steps told, and the aux of its rows."""
+    info: Any = None
+    aux: Any = ()
+    for _ in range(2):
+        if "stream" not in features:
+            state, info = step(state, batch)
+            aux = info.aux
+            continue
+        window, told, at = step.begin(state), [], 0
+        rows = len(batch["x"])
+        whole = takes_whole(features) or features & {"auto", "budget"}
+        before = 40 if "group" in features and dist.get_rank() else 0
+        for part in [batch] if whole else pa.microbatches(batch, SIZE):
+            offset = {"offset": before + at} if features >= {"group", "keys"} else {}
+            window = step.update(state, window, part, **offset)
+            at += len(part["x"])
+            if "aux" in features:
+                window, its = window
+                told.append(its)
+        assert at == rows
+        state, info = step.apply(state, window)
+        if told:
+            aux = {"errors": torch.cat([its["errors"] for its in told])}
+    return state, info, aux
+
+
+def program(features: set[str]) -> Came:
+    """What the step with these features comes to."""
+    net, params, buffers, batch = problem(features)
+    budget = None
+    if "budget" in features:
+        budget = 2**22 if takes_whole(features) else 20_000
+    step = pa.make_step(
+        loss_of(features, net), optimizer_of(features), **knobs_of(features, budget)
+    )
+    if "group" in features:
+        start, end = ((0, 40), (40, ROWS))[dist.get_rank()]
+        batch = {name: x[start:end] for name, x in batch.items()}
+    if "dtensors" in features:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        placed = {name: Replicate() if "last" in name else Shard(0) for name in params}
+        params = {name: distribute_tensor(x, mesh, [placed[name]]) for name, x in params.items()}
+        batch = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in batch.items()}
+    given = buffers if "buffers" in features else None
+
+    def train(params: Any) -> tuple[Any, Any, Any]:
+        return trained(features, step, step.init(params, given, SEED), batch)
+
+    if "grad" in features:
+
+        def moved(params: Any) -> Tensor:
+            return sum(x.square().sum() for x in train(params)[0].params.values())  # pyright: ignore
+
+        grad = torch.func.grad(moved)
+        if "vmap" in features:
+            grads = torch.func.vmap(grad)({k: torch.stack([x, 1.5 * x]) for k, x in params.items()})
+        else:
+            grads = full(grad(params))
+        nothing = torch.tensor(0.0)
+        return Came(grads, {}, nothing, torch.tensor(True), (), nothing, nothing, ROWS // SIZE)
+    if "vmap" in features:
+        members = [{k: s * x for k, x in params.items()} for s in (1.0, 1.5)]
+        stacked = pa.stack([step.init(each, given, SEED) for each in members])
+
+        def of_one(state: Any) -> Any:
+            return trained(features, step, state, batch)
+
+        state, info, aux = torch.func.vmap(of_one)(stacked)
+        count = int(info.microbatches[0])
+    else:
+        state, info, aux = train(params)
+        if "raise" in features:
+            bad = {**batch, "x": batch["x"] * torch.nan}
+            try:
+                trained(features, step, step.init(params, given, SEED), bad)
+            except FloatingPointError:
+                pass
+            else:
+                raise AssertionError("a NaN went through nonfinite='raise'")
+        count = int(info.microbatches)
+    noise = info.noise.noise[..., 0] if "noise" in features else torch.tensor(0.0)
+    return Came(
+        params=full(state.params),
+        buffers=full(state.buffers) if given else {},
+        loss=info.loss,
+        applied=info.applied,
+        aux=full(aux),
+        scale=state.loss_scale.scale if "scale" in features else torch.tensor(1.0),
+        noise=noise,
+        microbatches=count,
+    )
+
+
+def full(tree: Any) -> Any:
+    return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
+
+
+# By hand ------------------------------------------------------------------------------------
+
+
+def rows_of_microbatches(features: set[str], count: int) -> list[list[int]]:
+    """Which rows each microbatch of a step has, of which there are so many."""
+    rows = [*range(ROWS)]
+    shares = [rows]
+    if "group" in features:
+        shares = [rows[:40], rows[40:]]
+    if "dtensors" in features:
+        half, each = ROWS // 2, ROWS // count // 2
+        return [
+            [*range(i, i + each), *range(half + i, half + i + each)] for i in range(0, half, each)
+        ]
+    if count <= len(shares):
+        return shares
+    size = SIZE if features & {"group"} and not features & {"auto", "budget"} else ROWS // count
+    return [share[i : i + size] for share in shares for i in range(0, len(share), size)]
+
+
+def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
+    """What two steps come to in plain torch, with ``times`` the parameters to begin with."""
+    net, params, buffers, batch = problem(features)
+    params = {k: times * x for k, x in params.items()}
+    at = rows_of_microbatches(features, count)
+    if "skip" in features:
+        if "batch norm" in features:
+            at = []
+        at = [rows for rows in at if BAD not in rows]
+    kept = [i for rows in at for i in rows]
+
+    def copied(buffers: Any) -> Any:
+        return {k: x.clone() for k, x in buffers.items()}
+
+    def errors(params: Any, buffers: Any, rows: list[int], attempt: int) -> Tensor:
+        part = {k: x[torch.tensor(rows, dtype=torch.int64)] for k, x in batch.items()}
+        if "policy" in features:
+            params = {k: x.float() for k, x in params.items()}
+            part = {k: x.float() for k, x in part.items()}
+        x = part["x"]
+        if "keys" in features:
+            index = ROWS * attempt + torch.tensor(rows, dtype=torch.int64)
+            x = pa.dropout(x, 0.25, pa.fold_in(pa.fold_in(pa.key(SEED), attempt), index))
+        out = functional_call(net, (params, buffers), (x,))
+        return ((out - part["y"]) ** 2).mean(1)
+
+    weights = batch["mask"] if "weighted" in features else torch.ones(ROWS).double()
+
+    def sums(params: Any, buffers: Any, rows: list[int], attempt: int) -> Tensor:
+        its = errors(params, copied(buffers), rows, attempt)
+        return (its * weights[rows].to(its.dtype)).sum().double()
+
+    def steps(params: Any) -> tuple[Any, Any, Any, Tensor, Tensor]:
+        velocity: Any = None
+        before = params
+        held = {k: x.clone() for k, x in buffers.items()}
+        loss = noise = torch.tensor(torch.nan).double()
+        for attempt in range(2):
+            if not kept:
+                continue
+            weight = weights[kept].sum()
+
+            def mean(params: Any, attempt: int = attempt, weight: Any = weight) -> Tensor:
+                return sums(params, held, kept, attempt) / weight
+
+            grads, loss = torch.func.grad_and_value(mean)(params)
+            if "noise" in features:
+                noise = _noise(lambda p, rows, a=attempt: sums(p, held, rows, a), params)
+            if "buffers" in features:
+                errors(params, held, kept, attempt)
+            velocity = {
+                k: g if velocity is None else MOMENTUM * velocity[k] + g for k, g in grads.items()
+            }
+            before, params = params, {k: x - RATE * velocity[k] for k, x in params.items()}
+        return params, before, held, loss, noise
+
+    def _noise(of: Any, params: Any) -> Tensor:
+        def flat(grads: Any) -> Tensor:
+            return torch.cat([x.reshape(-1) for x in grads.values()])
+
+        each = [flat(torch.func.grad(lambda p, rows=rows: of(p, rows))(params)) for rows in at]
+        w = [weights[rows].sum() for rows in at]
+        scatter = sum(g.square().sum() / n for g, n in zip(each, w, strict=True))
+        total = sum(each).square().sum() / sum(w)  # pyright: ignore
+        return (scatter - total) / (len(at) - 1) if len(at) > 1 else torch.tensor(torch.nan)
+
+    one = torch.tensor(1.0)
+    applied = torch.tensor(bool(kept))
+    if "grad" in features:
+        moved = lambda p: sum(x.square().sum() for x in steps(p)[0].values())  # noqa: E731
+        zero = torch.tensor(0.0)
+        return Came(torch.func.grad(moved)(params), {}, zero, applied, (), zero, zero, 0)
+    new, before, held, loss, noise = steps(params)
+    aux: Any = ()
+    if "aux" in features:
+        mine = [*range(ROWS)]
+        if "group" in features:
+            mine = mine[:40] if dist.get_rank() == 0 else mine[40:]
+        if "dtensors" in features:
+            mine = [i for rows in at for i in rows]
+        aux = {"errors": errors(before, copied(held), mine, 1).double()}
+    scale = one
+    if "scale" in features:
+        scale = torch.tensor(2.0**12)
+        if "skip" in features:
+            scale = torch.tensor(2.0**8)
+    return Came(
+        params=new,
+        buffers=held if "buffers" in features else {},
+        loss=loss,
+        applied=applied,
+        aux=aux,
+        scale=scale,
+        noise=noise if "noise" in features else torch.tensor(0.0),
+        microbatches=count,
+    )
+
+
+def apart(came: Came, want: Came, features: set[str]) -> str:
+    """Where what came is further off than rounding can be, in the dtype that was computed in."""
+    bound = 2.0**-12 if "policy" in features else 2.0**-26
+    for name, x, y in zip(came._fields, came, want, strict=True):
+        if name == "microbatches":
+            continue
+        xs, ys = tree_leaves(x), tree_leaves(y)
+        if len(xs) != len(ys):
+            return f"{name} has {len(xs)} leaves, not {len(ys)}"
+        for a, b in zip(xs, ys, strict=True):
+            a, b = a.double(), b.double()
+            lost = not torch.equal(a.isfinite(), b.isfinite())
+            error = (a - b)[b.isfinite()].norm() if not lost else torch.inf
+            if error > bound * max(1.0, float(b[b.isfinite()].norm())):
+                return (
+                    f"{name} is off by {float(error):.1e}: {a.flatten()[:4]} for {b.flatten()[:4]}"
+                )
+    return ""
+
+
+def tried(features: set[str]) -> str:
+    """What is wrong with a pair: an error, or what is off; "" if nothing is."""
+    try:
+        came = program(features)
+    except Exception as error:
+        said = " ".join([str(error), *getattr(error, "__notes__", [])])
+        return f"{type(error).__name__}: {said}"
+    if "vmap" not in features:
+        return apart(came, by_hand(features, came.microbatches), features)
+    for i, times in enumerate((1.0, 1.5)):
+        member = Came(*tree_map(partial(_member, i), [*came]))
+        if told := apart(member, by_hand(features, came.microbatches, times), features):
+            return f"member {i}: {told}"
+    return ""
+
+
+def _member(i: int, x: Any) -> Any:
+    return x[i] if isinstance(x, Tensor) and x.dim() else x
