@@ -22,6 +22,7 @@ from .accumulator import plain_sum as plain_sum
 from .accumulator import read_state as read_state
 from .accumulator import updated as updated
 from .auto_size import Live as Live
+from .auto_size import Search as Search
 from .auto_size import by_memory as by_memory
 from .auto_size import counting as counting
 from .auto_size import is_auto as is_auto

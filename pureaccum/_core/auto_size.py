@@ -135,14 +135,30 @@ class Tried(NamedTuple):
     fits: int = 0  # the largest size that went well
     fails: float = float("inf")  # the smallest that did not
     rows: int = 0  # the longest batch in which ``fits`` went well
+    calls: int = 0  # since a size failed
+
+
+class Search(NamedTuple):
+    """A function that finds the microbatch size by itself.
+
+    Attributes:
+        run: The function.
+        size_of: The size that it is known to take with some arguments; None where it would try.
+    """
+
+    run: Callable[..., Any]
+    size_of: Callable[..., int | None]
 
 
 def by_memory(
-    run: Callable[..., T],
+    run: Callable[..., Any],
     look: Callable[..., tuple[Tree, Tree]],
     budget: int | None = None,
     root: str = "batch",
-) -> Callable[..., T]:
+    *,
+    parts: int = 1,
+    retry_after: int | None = None,
+) -> Search:
     """A function that finds the microbatch size by itself.
 
     Args:
@@ -150,30 +166,49 @@ def by_memory(
         look: Gives the batch among ``args``, and what else decides how much memory is needed.
         budget: The bytes that a call may hold beyond its arguments; None for all that there are.
         root: What errors call the batch.
+        parts: How many microbatches there should be at least.
+        retry_after: After how many calls a size that failed is tried again; None: never.
 
     Returns:
         ``run`` without its first argument.
     """
     kinds: dict[Any, Tried] = {}
 
-    def found(*args: Any, **kwargs: Any) -> T:
+    def begun_with(args: Any, kwargs: Any) -> tuple[Any, torch.device | None, int, Tried, int]:
+        """The kind of a batch, its device and rows, what is known of it, and the first size."""
+        batch, rest = look(*args, **kwargs)
+        rows = max(rows_to_cut(read_batch(batch, root), root), 1)
+        kind, device = _kind(batch, rest)
+        known = kinds.get(kind, Tried())
+        known = known._replace(calls=known.calls + 1)
+        most = -(-rows // min(parts, rows))
+        if retry_after is not None and known.calls > retry_after:
+            most = min(most, 2 * known.fits)
+            known = known._replace(fails=float("inf"))
+        return kind, device, rows, known, most if most < known.fails else max(known.fits, 1)
+
+    def size_of(*args: Any, **kwargs: Any) -> int | None:
+        kind, _, rows, known, size = begun_with(args, kwargs)
+        if size > known.fits or rows > known.rows:
+            return None
+        kinds[kind] = known
+        return size
+
+    def found(*args: Any, **kwargs: Any) -> Any:
         if transform_active():
             raise RuntimeError(
                 "microbatch_size='auto' came under a torch.func transform or torch.compile, whose "
                 "own memory a smaller size does not free. Find the size outside of it (rows / "
                 "info.microbatches of a step), and give that number."
             )
-        batch, rest = look(*args, **kwargs)
-        rows = max(rows_to_cut(read_batch(batch, root), root), 1)
-        kind, device = _kind(batch, rest)
-        known, outer = kinds.get(kind, Tried()), sys.exception()
+        kind, device, rows, known, size = begun_with(args, kwargs)
+        outer, tried = sys.exception(), list[int]()
         before, drain = generators([] if device is None else [device]), _oldest()
         around = begun()
-        size, tried = rows if rows < known.fails else max(known.fits, 1), list[int]()
         while True:
             tried.append(size)
-            proven = size <= known.fits and rows <= known.rows
-            mode = nullcontext() if budget is None or proven else counting(budget, device)
+            fits = size <= known.fits and rows <= known.rows
+            mode = nullcontext() if budget is None or fits else counting(budget, device)
             try:
                 with mode, inside_of(around):
                     result = run(size, *args, **kwargs)
@@ -196,7 +231,7 @@ def by_memory(
             restore(before)
             if size <= known.fits:  # memory is tighter than it was
                 known = Tried()
-            known = known._replace(fails=min(size, known.fails))
+            known = known._replace(fails=min(size, known.fails), calls=0)
             size = max(size // 2, known.fits)
         if size >= known.fits:
             longest = max(rows, known.rows) if size == known.fits else rows
@@ -206,7 +241,7 @@ def by_memory(
         kinds[kind] = known
         return result
 
-    return found
+    return Search(found, size_of)
 
 
 _REACHED = (
@@ -314,7 +349,7 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
             return {i: args[i] for i in at}, (rest, kwargs)
 
         func = make(**knobs | {"microbatch_size": 1})  # checks the knobs, and has a name
-        return cast(T, wraps(func)(by_memory(run, look, root="args")))
+        return cast(T, wraps(func)(by_memory(run, look, root="args").run))
 
     return with_auto
 

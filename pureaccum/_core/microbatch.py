@@ -125,7 +125,7 @@ def microbatch(
             its = _batch_of(args, kwargs, at, names)
             return its, [args, kwargs]
 
-        return wraps(func)(by_memory(of_size, look, root="args"))
+        return wraps(func)(by_memory(of_size, look, root="args").run)
     size = check_sizes(microbatch_size)
 
     @wraps(func)

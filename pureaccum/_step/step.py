@@ -9,7 +9,7 @@ for the device.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from .._core import (
     Nonfinite,
     Reduction,
     Rule,
+    Search,
     by_memory,
     check_reduce,
     check_rule,
@@ -45,7 +46,7 @@ from .loss_scale import LossScale
 from .precision import Policy, check_precision, under
 from .ranks import agreement_of, check_same
 from .state import Plan, StepInfo, StepWindow, TrainState, check_buffers, recording
-from .whole_step import rows_of_this_rank, step_of_ranks, step_whole
+from .whole_step import step_in_sums, step_whole, sums_of_microbatch, sums_of_rows, update_in_sums
 from .windows import apply_window, begin_window, merge_windows, update_window
 
 
@@ -103,6 +104,7 @@ def make_step(
     has_aux: bool = False,
     microbatch_size: int | Literal["auto"] | None = None,
     memory_budget: int | None = None,
+    retry_after: int | None = None,
     reduction: Reduction = "mean",
     aux_reduction: Tree = "concat",
     loss_scale: LossScale | None = None,
@@ -138,10 +140,15 @@ def make_step(
             memory allows: the whole batch, and after an out-of-memory error half of that, and so
             on; the next batches begin there. The result is that of the size which went well. A
             loss is then called again, with the same random numbers. At size 1 the error comes out.
+            A microbatch of a stream is cut in the same way. ``noise`` wants two microbatches, and
+            begins with half of a batch; ``compile`` makes graphs of sizes that went well without.
         memory_budget: For ``"auto"``: bytes that a step may hold beyond its arguments, such as
             gradients, activations and the next state. A CPU needs it, since Linux promises more
             memory than there is. Sizes that are not yet known to fit are tried under a count of
-            what is alive, which takes longer; later steps are not counted.
+            what is alive, which takes longer; later steps are not counted. (What is done with the
+            sums is not counted if ``donate`` has it write over the old state.)
+        retry_after: For ``"auto"``: how many steps after a size failed twice the size that went
+            well is tried again; None never does. Memory that others held may be free by then.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
         aux_reduction: What becomes of aux: see ``grad_and_value``.
         loss_scale: ``dynamic_loss_scale`` or ``static_loss_scale``; None scales nothing.
@@ -205,8 +212,7 @@ def make_step(
     )
     check_reduce(aux_reduction, "aux_reduction")
     check_policy(buffers)
-    given = {"donate": donate, "compile": compile, "noise": noise}
-    _check_auto(microbatch_size, memory_budget, given)
+    _check_auto(microbatch_size, memory_budget, retry_after)
     found = microbatch_size is None or is_auto(microbatch_size)
     size = None if found else check_size(microbatch_size)
     if compile is not False:
@@ -247,41 +253,56 @@ def make_step(
         whole=partial(step_whole, plan),
         merge=partial(merge_windows, plan),
     )
+    graphs_of = None
     if compile is not False:
-        graphs = CompiledStep(plan, {} if compile is True else compile)
-        return step._replace(
+        settings: Mapping[str, Any] = {} if compile is True else compile
+        graphs = CompiledStep(plan, settings)
+        graphs_of = cache(lambda size: CompiledStep(plan._replace(size=size), settings))
+        step = step._replace(
             update=graphs.update, apply=graphs.apply, whole=graphs.whole, form=graphs.form
         )
     if not is_auto(microbatch_size):
         return step
-    if group is None:
-        return step._replace(whole=by_memory(partial(_in_size, plan), _looked_at, memory_budget))
-    accumulate = by_memory(partial(rows_of_this_rank, plan), _looked_at, memory_budget)
-    return step._replace(whole=partial(step_of_ranks, plan, accumulate))
+    search = partial(by_memory, budget=memory_budget, retry_after=retry_after, parts=1 + noise)
+    return _in_any_size(plan, step, search, graphs_of)
 
 
-def _check_auto(size: object, budget: object, given: Mapping[str, object]) -> None:
-    """Check what a step whose size is found by itself may be made of."""
-    if not is_auto(size):
-        if budget is not None:
-            raise ValueError(
-                f"memory_budget={budget!r} came with microbatch_size={size!r}; it is the budget in "
-                "which microbatch_size='auto' looks for a size."
-            )
-        return
-    if budget is not None:
-        expected = "an int of at least 1, the bytes that a step may hold beyond its arguments"
-        check_int(budget, "memory_budget", expected, 1)
-    for name, why in (
-        ("donate", "an attempt that runs out of memory has used up the state it was given"),
-        ("compile", "each size would be compiled, and a graph has a memory of its own"),
-        ("noise", "noise is measured between microbatches, and 'auto' begins with one"),
+def _check_auto(size: object, budget: object, retry_after: object) -> None:
+    """Check what a step whose size is found by itself is told about that."""
+    for name, knob, expected in (
+        ("memory_budget", budget, "the bytes that a step may hold beyond its arguments"),
+        ("retry_after", retry_after, "the steps after which a larger size is tried again"),
     ):
-        if given[name] not in (None, False):
+        if knob is not None and not is_auto(size):
             raise ValueError(
-                f"{name} came with microbatch_size='auto': {why}. Find the size first, without "
-                f"{name} (rows / info.microbatches), and give that number."
+                f"{name}={knob!r} came with microbatch_size={size!r}; it is for "
+                "microbatch_size='auto', which looks for a size."
             )
+        if knob is not None:
+            check_int(knob, name, f"an int of at least 1, {expected}", 1)
+
+
+def _in_any_size(
+    plan: Plan, step: Step, search: Callable[..., Search], graphs_of: Callable[[int], Any] | None
+) -> Step:
+    """A step that finds by itself in which size it takes a batch, or a microbatch of a stream.
+
+    A size is tried without the compiler, and without giving anything up: that follows the sums.
+    """
+    sums = search(partial(sums_of_rows, plan), _looked_at)
+    more = search(partial(sums_of_microbatch, plan), _looked_at)
+    whole = partial(step_in_sums, plan, sums.run)
+    if graphs_of is not None:
+
+        def whole(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+            size = None if transform_active() else sums.size_of(state, batch)
+            if size is None:
+                return step_in_sums(plan, sums.run, state, batch)
+            return graphs_of(size).whole(state, batch)
+
+    elif plan.group is None and not plan.donate:  # the next state is a part of what has to fit
+        whole = search(partial(_in_size, plan), _looked_at).run
+    return step._replace(whole=whole, update=partial(update_in_sums, plan, more.run))
 
 
 def _check_shared(group: Any, buffers: Threading | None) -> None:

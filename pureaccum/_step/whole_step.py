@@ -10,7 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import Flat, Tree, check_state, flatten
+from .._base import (
+    Flat,
+    Tree,
+    add,
+    apart,
+    check_state,
+    flatten,
+    mark,
+    transform_active,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
 from .._core import (
     Accumulated,
     Accumulation,
@@ -27,8 +39,16 @@ from .._core import (
 from .buffers import begin_buffers
 from .microbatch_loss import caller, check_keys, onwards
 from .ranks import before_this_rank, of_all_ranks, on_this_rank
-from .state import Plan, StepInfo, StepWindow, TrainState, read_train_state, recording
-from .windows import finished, scale_of
+from .state import (
+    Plan,
+    StepInfo,
+    StepWindow,
+    TrainState,
+    check_window,
+    read_train_state,
+    recording,
+)
+from .windows import finished, first_row, scale_of
 
 
 @recording
@@ -36,7 +56,7 @@ def step_whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, 
     """One step over a whole batch."""
     check_state(state, TrainState, "this step")
     if plan.group is not None:
-        return step_of_ranks(plan, partial(rows_of_this_rank, plan, plan.size), state, batch)
+        return step_in_sums(plan, partial(sums_of_rows, plan, plan.size), state, batch)
     cut = read_cut(batch, plan.size, plan.has_aux, "batch")
     check_keys(plan, cut.batch)
     return step_over(plan, state, cut)
@@ -61,35 +81,49 @@ def step_over(
     return finished(*given, unit=sums.unit, rows=float(rows), own=True)
 
 
-@recording
-def step_of_ranks(
-    plan: Plan, summing: Callable[..., Accumulated], state: TrainState, batch: Tree
-) -> tuple[TrainState, StepInfo]:
-    """One step over a batch of which each rank has some rows; ``summing`` sums its own.
+Summing = Callable[..., tuple[Accumulated, float]]  # see ``sums_of_rows``
 
-    It may have to try more than once, and meanwhile tells other ranks nothing.
+
+@recording
+def step_in_sums(
+    plan: Plan, summing: Summing, state: TrainState, batch: Tree
+) -> tuple[TrainState, StepInfo]:
+    """One step over a batch of which ``summing`` sums the rows that this rank has.
+
+    It may have to try more than once. Meanwhile it tells other ranks nothing, and gives up nothing.
     """
+    check_state(state, TrainState, "this step")
     rows = need_rows(read_batch(batch, "batch"), "batch")
     (_, spec), ready = read_train_state(plan, state, plan.optimizer.ready)
     first = state.samples
-    if plan.keys:
+    if plan.keys and plan.group is not None:
         first = first + before_this_rank(plan, state, rows)
-    sums = summing(on_this_rank(plan, state), batch, first)
-    buffers, own_rows = sums.carried
-    own = in_tensors(sums.state, state.samples.device, plan.rule.squares)
-    window = StepWindow(own, buffers, torch.full_like(state.samples, own_rows))
-    accum, carried = of_all_ranks(plan, state, window, sums.unit)
-    return finished(plan, state, ready, spec, accum, carried, sums.aux, own=True)
+    sums, times = summing(on_this_rank(plan, state), batch, first)
+    accum, unit, carried = sums.state, sums.unit, sums.carried
+    if plan.group is not None:
+        buffers, own_rows = carried
+        own = in_tensors(accum, state.samples.device, plan.rule.squares)
+        window = StepWindow(own, buffers, torch.full_like(state.samples, own_rows))
+        accum, carried = of_all_ranks(plan, state, window, unit)
+        unit = 1.0
+    given = plan, state, ready, spec, accum, carried, sums.aux
+    return finished(*given, unit=unit, rows=times, own=True)
 
 
-def rows_of_this_rank(
+def sums_of_rows(
     plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
-) -> Accumulated:
-    """The sums over the rows of this rank, the first of which is number ``first`` in the run."""
-    cut = read_cut(batch, size, False, "batch", alone=False)
+) -> tuple[Accumulated, float]:
+    """The sums over some rows, of which the first is number ``first`` in the run.
+
+    And what their weight is still to be multiplied by.
+    """
+    alone = plan.group is None
+    cut = read_cut(batch, size, plan.has_aux and alone, "batch", alone=alone)
     check_keys(plan, cut.batch)
     job = _accumulation(plan, state, flatten(state.params), cut, 0, first)
-    return accumulate(job) if cut.batch.rows else _of_no_rows(plan, job)
+    sums = accumulate(job) if cut.batch.rows or alone else _of_no_rows(plan, job)
+    whole = cut.untouched and not sums.weighted
+    return sums, float(cut.batch.rows or 1) if whole else 1.0
 
 
 def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
@@ -138,3 +172,44 @@ def _accumulation(
         carried=(begin_buffers(plan.buffers, state.buffers), before),
         advance=partial(onwards, plan),
     )
+
+
+# A microbatch of a stream that may have to be cut itself ---------------------------------------
+
+
+@recording
+def update_in_sums(
+    plan: Plan,
+    summing: Callable[..., Accumulated],
+    state: TrainState,
+    window: StepWindow,
+    microbatch: Tree,
+    offset: int | None = None,
+) -> Any:
+    """The window with one more microbatch, whose rows ``summing`` sums; or ``(window, aux)``."""
+    params, _ = read_train_state(plan, state)
+    check_window(plan, state, window, params)
+    at = first_row(plan, window, offset)
+    sums = summing(state, microbatch, window, at)
+    grads = [x * sums.unit if sums.unit != 1 else x for x in sums.state.grads]
+    own = sums.state._replace(grads=grads)
+    own = in_tensors(own, state.samples.device, plan.rule.squares)
+    own = own._replace(grads=unflatten(params[1], grads))
+    rows = torch.full_like(window.rows, read_batch(microbatch).rows or 0)
+    buffers = tree_map(torch.clone, sums.carried[0])
+    new = StepWindow(add(window.accum, own), buffers, window.rows + rows)
+    aux = () if sums.aux is None else sums.aux
+    if plan.donate and not transform_active():
+        aux = apart(aux, (state.params, state.buffers, window.buffers))
+        mark(tree_leaves(window))
+    return (new, aux) if plan.has_aux else new
+
+
+def sums_of_microbatch(
+    plan: Plan, size: int, state: TrainState, microbatch: Tree, window: StepWindow, first: Tensor
+) -> Accumulated:
+    """The sums over a microbatch, of which ``first`` rows of the step come before it."""
+    cut = read_cut(microbatch, size, False, "microbatch", alone=False)
+    check_keys(plan, cut.batch)
+    job = _accumulation(plan, state, flatten(state.params), cut, first)
+    return accumulate(job._replace(carried=(window.buffers, first)))

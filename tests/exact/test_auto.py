@@ -247,12 +247,109 @@ def test_a_stream_takes_what_it_is_given() -> None:
     assert loss.tried() == [3]
 
 
+def test_a_larger_size_is_tried_again_after_a_while() -> None:
+    loss = Scarce()
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", retry_after=2)
+    state, batch = step.init(torch.ones(3)), rows_like(3)(16)
+
+    def tried() -> list[int]:
+        loss.rows.clear()
+        step(state, batch)
+        return loss.rows
+
+    loss.holds = 4
+    assert tried() == [16, 8, *[4] * 4]
+    assert tried() == [4] * 4
+    assert tried() == [4] * 4
+    assert tried() == [8, *[4] * 4]  # not 16: twice what went well
+    loss.holds = 16
+    assert tried() == [4] * 4
+    assert tried() == [4] * 4
+    assert tried() == [8] * 2
+    assert tried() == [16]  # 8 was the smallest that had failed
+    assert tried() == [16]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_attempt_gives_nothing_up(donate: bool) -> None:
+    """Neither the state nor the window of a stream; what goes well gives them up once."""
+    loss = Scarce()
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", donate=donate)
+    plain = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2)
+    batch = rows_like(3)(8)
+    loss.holds = 2
+    want, _ = plain(plain.init(torch.ones(3)), batch)
+    twice = plain.init(torch.ones(3))
+    window = plain.begin(twice)
+    for part in pa.microbatches(torch.cat([batch, 2 * batch]), 2):
+        window = plain.update(twice, window, part)
+    streamed, _ = plain.apply(twice, window)
+
+    state = step.init(torch.ones(3))
+    loss.holds = 0
+    with unchanged(state, batch), pytest.raises(torch.OutOfMemoryError):
+        step(state, batch)
+    loss.holds = 2
+    new, info = step(state, batch)
+    assert info.microbatches == 4
+    assert_trees_bitwise_equal(new.params, want.params)
+
+    state = step.init(torch.ones(3))
+    window = step.update(state, step.begin(state), batch)
+    loss.holds = 0
+    with unchanged(state, window), pytest.raises(torch.OutOfMemoryError):
+        step.update(state, window, batch)
+    loss.holds = 2
+    second = step.update(state, window, 2 * batch)
+    if donate:
+        with saying(RuntimeError, "given up"):
+            window.accum.weight + 1
+    new, info = step.apply(state, second)
+    assert info.microbatches == 8
+    assert_trees_bitwise_equal(new.params, streamed.params)
+
+
+def test_noise_begins_with_two_microbatches() -> None:
+    loss = Scarce()
+    loss.holds = 16
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", noise=True)
+    for rows, want in ((7, [4, 3]), (8, [4, 4]), (1, [1])):
+        loss.rows.clear()
+        _, info = step(step.init(torch.ones(3)), rows_like(3)(rows))
+        assert loss.rows == want
+        assert info.noise.noise.isfinite().all() == (rows > 1)
+
+
+def test_sizes_are_tried_without_the_compiler() -> None:
+    called: list[int] = []
+
+    def loss(params: Tensor, batch: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            called.append(len(batch))
+            if len(batch) > 4:
+                raise torch.OutOfMemoryError("so many rows")
+        return (params * batch).square().mean()
+
+    knobs: Any = {"microbatch_size": "auto", "compile": {"backend": "eager"}}
+    step = pa.make_step(loss, pa.sgd(0.125), **knobs)
+    plain = pa.make_step(loss, pa.sgd(0.125), microbatch_size=4)
+    state, batch = step.init(torch.ones(3)), rows_like(3)(16)
+    want = plain(state, batch)
+    called.clear()
+    assert_trees_bitwise_equal(step(state, batch), want)
+    assert called == [16, 8, *[4] * 4]
+    called.clear()
+    for seen in ({4}, set[int]()):  # a graph is made, after a look at the loss, and is called
+        assert_trees_bitwise_equal(step(state, batch)[0], want[0])
+        assert {*called} == seen
+        called.clear()
+
+
 @pytest.mark.parametrize(
     ("error", "knobs", "words"),
     [
-        (ValueError, {"donate": True}, ("donate came", "'auto'", "used up", "give that number")),
-        (ValueError, {"compile": True}, ("compile came", "'auto'", "each size")),
-        (ValueError, {"noise": True}, ("noise came", "'auto'", "between microbatches")),
+        (ValueError, {"retry_after": 0}, ("retry_after is 0", "at least 1, the steps")),
+        (ValueError, {"retry_after": 3, "microbatch_size": 2}, ("retry_after=3", "=2", "'auto'")),
         (
             ValueError,
             {"memory_budget": 0},
@@ -304,7 +401,7 @@ def test_a_size_is_proven_up_to_the_longest_batch_that_it_took() -> None:
         held = torch.empty(size * 10 + len(batch), dtype=torch.uint8)
         return size if held.numel() else 0
 
-    found = by_memory(run, lambda batch: (batch, ()), budget=170)
+    found = by_memory(run, lambda batch: (batch, ()), budget=170).run
     assert found(torch.empty(100)) == 6
     assert found(torch.empty(8)) == 8
     assert found(torch.empty(100)) == 4  # of 8, 180 bytes would be alive
