@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Classes that users find here are of this module.
+from ._base import Claim as _Claim
 from ._base import (
-    Claim,
     Tree,
     agreement,
     claim,
@@ -31,7 +32,6 @@ from ._base import (
 )
 from ._core import (
     AHEAD,
-    AccumState,
     cut,
     exchange,
     gather_one,
@@ -43,6 +43,10 @@ from ._core import (
     rows_to_cut,
     sum_over_ranks_,
 )
+from ._core import AccumState as _AccumState
+
+
+__all__ = ["Pending", "all_reduce", "gather", "psum", "shard_batch"]
 
 
 # Inside of a function ------------------------------------------------------------------------
@@ -154,14 +158,14 @@ class Pending(NamedTuple):
         ``all_reduce``, which makes it.
     """
 
-    wait: Callable[[], AccumState]
+    wait: Callable[[], _AccumState]
 
 
 def all_reduce(
-    state: AccumState,
+    state: _AccumState,
     group: Any = None,
     *,
-    merge: Callable[[AccumState, AccumState], AccumState] | None = None,
+    merge: Callable[[_AccumState, _AccumState], _AccumState] | None = None,
     donate: bool = False,
     async_op: bool = False,
 ) -> Any:
@@ -203,7 +207,7 @@ def all_reduce(
     read_state(state)
     if transform_active():
         raise RuntimeError(
-            "all_reduce came under a torch.func transform or torch.compile; reduce what comes out "
+            "all_reduce came under a transform or torch.compile; reduce what comes out "
             "of it, or add up what is differentiated by psum."
         )
     group = group_of(group)
@@ -239,7 +243,7 @@ def all_reduce(
     ahead = len(own) if async_op else AHEAD
     wait = begin_sum(work, group, claimed, ahead=ahead)
 
-    def finish() -> AccumState:
+    def finish() -> _AccumState:
         merged, _ = wait()
         return merged._replace(grads=unflatten(spec, merged.grads))
 
@@ -282,8 +286,8 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
 
 
 def begin_sum(
-    state: AccumState, group: Any, claimed: Claim, *more: Tensor, ahead: int = AHEAD
-) -> Callable[[], tuple[AccumState, Tensor]]:
+    state: _AccumState, group: Any, claimed: _Claim, *more: Tensor, ahead: int = AHEAD
+) -> Callable[[], tuple[_AccumState, Tensor]]:
     """Begin to add up the states of all ranks, whose gradients are lists and are written to.
 
     If nobody has looked whether ranks agree, and they do not, the total becomes NaN.
@@ -312,7 +316,7 @@ def begin_sum(
     with torch.no_grad():
         wait = sum_over_ranks_(tensors, numbers, group, claimed, ahead=ahead)
 
-    def finish() -> tuple[AccumState, Tensor]:
+    def finish() -> tuple[_AccumState, Tensor]:
         with torch.no_grad():
             of_all, agreed = wait()
         sums = of_all[:, : len(amounts)].sum(0).unbind()
@@ -325,7 +329,7 @@ def begin_sum(
     return finish
 
 
-def _states_of_all(state: AccumState, group: Any) -> list[AccumState]:
+def _states_of_all(state: _AccumState, group: Any) -> list[_AccumState]:
     leaves, spec = flatten(state)
     with torch.no_grad():
         columns = [gather_one(leaf, group) for leaf in leaves]

@@ -169,7 +169,7 @@ class Arguments(NamedTuple):
     ) -> "Arguments":
         """The arguments of a call; ``batches`` are the positions and names of what is cut."""
         keys = [*range(len(args)), *kwargs]
-        flat = [flatten(x) for x in (*args, *kwargs.values())]
+        flat = [_flat(x) for x in (*args, *kwargs.values())]
         tensors: list[Tensor] = []
         cuts: list[Cut] = []
         dtypes: list[torch.dtype] = []
@@ -192,7 +192,9 @@ class Arguments(NamedTuple):
             pairs = zip(tensors, dtypes, strict=True)  # a vmap asks for the time of each ``to``
             rest = (x if x.dtype == dtype else x.to(dtype) for x, dtype in pairs)
             given = [
-                unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
+                leaves[0]
+                if spec is None
+                else unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
                 for leaves, spec in flat
             ]
             return given[:count], dict(zip(names, given[count:], strict=True))
@@ -201,6 +203,15 @@ class Arguments(NamedTuple):
 
 
 _TENSOR = object()
+
+
+def _flat(x: Any) -> tuple[list[Any], Any]:
+    """The leaves of an argument, and its structure; None for one that is handed on as it is.
+
+    torch 2.13 cannot compile optree's functions for an empty dict, such as no buffers are.
+    """
+    empty = torch.compiler.is_dynamo_compiling() and type(x) is dict and len(x) == 0
+    return ([x], None) if empty else flatten(x)
 
 
 def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:

@@ -203,7 +203,7 @@ def chain(*parts: Any) -> Optimizer:
         stepped, kept = last.apply(grads, applied, donate, norm)
         return stepped, (*new, kept)
 
-    return optimizer_of(init, ready, check)
+    return optimizer_of(init, ready, check, in_graphs=optimizer.in_graphs)
 
 
 # Optimizers of anybody's ---------------------------------------------------------------------
@@ -382,7 +382,8 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
 
         return Ready(sound, step)
 
-    return optimizer_of(init, ready, check)
+    in_graphs = all(it.in_graphs for it in known.values())
+    return optimizer_of(init, ready, check, in_graphs=in_graphs)
 
 
 def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> Flat:

@@ -183,7 +183,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             mark([*given, *tree_leaves(state)])
         return unflatten(spec, [x.detach() for x in work]), kept
 
-    return optimizer_of(init, ready, check)
+    return optimizer_of(init, ready, check, in_graphs=False)
 
 
 def _check_class(cls: Any) -> None:

@@ -13,7 +13,7 @@ tensor operations.
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -87,18 +87,22 @@ class Optimizer(NamedTuple):
             are taken apart: leaves and structure.
         ready: ``ready(state, params, root)`` is the same up to where the gradients are needed: it
             checks the state, and asks the schedule for the learning rate.
+        in_graphs: Whether it can be compiled; a step that compiles itself then compiles all else.
     """
 
     init: Callable[[Tree], Any]
     apply: Callable[..., tuple[Tree, Any]]
     check: Callable[[Any, Flat, str], object]
     ready: Callable[[Any, Flat, str], Ready]
+    in_graphs: bool = True
 
 
 def optimizer_of(
     init: Callable[[Tree], Any],
     ready: Callable[[Any, Flat, str], Ready],
     check: Callable[[Any, Flat, str], object] = lambda state, params, root: None,
+    *,
+    in_graphs: bool = True,
 ) -> Optimizer:
     """An optimizer whose ``apply`` is ``ready``, and then the step."""
 
@@ -114,12 +118,10 @@ def optimizer_of(
         flat = read_params(params)
         begun = ready(state, flat, "state")
         terms = fitting(grads, flat, ("grads", "params"), "There is one gradient for each leaf.")
-        if applied is None:
-            return begun.apply(terms, True, donate, None)
-        told = known(applied)
-        return begun.apply(terms, applied if told is None else bool(told), donate, None)
+        told = True if applied is None else known(applied)
+        return begun.apply(terms, cast(Applied, applied if told is None else told), donate, None)
 
-    return Optimizer(init, apply, check, ready)
+    return Optimizer(init, apply, check, ready, in_graphs)
 
 
 def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str) -> list[Tensor]:

@@ -65,7 +65,7 @@ from .state import (
     recording,
 )
 from .whole_step import step_whole
-from .windows import apply_window, first_row, update_window
+from .windows import applied_window, apply_window, first_row, update_window
 
 
 SHAPES_REMEMBERED = 1000  # kinds of batches, and of microbatches
@@ -264,6 +264,9 @@ class CompiledStep:
     ) -> tuple[TrainState, StepInfo]:
         """The next state and what happened, from a graph: in place where that saves anything."""
         leaves, _ = old
+        if not self.plan.optimizer.in_graphs:
+            unit = unit_of(self.plan) if name == "applied_of_a_batch" else 1.0
+            return applied_window(self.plan._replace(group=None), state, rest[0], unit, rest[1])
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
         distinct = len({*map(id, leaves)}) == len(leaves)
@@ -312,11 +315,6 @@ def check_compilable(rule: Rule, settings: Any) -> None:
             "engine='autograd' came with compile; a graph is made of torch.func. For checkpoints "
             "leave compile out, or use engine='func' without them: a graph recomputes by itself "
             "what is cheap."
-        )
-    if rule.squares:
-        raise ValueError(
-            "noise=True came with compile; a graph adds gradients to sums without looking at them. "
-            "Measure with an eager step now and then: the state is the same."
         )
     if rule.nonfinite == "raise":
         raise ValueError(

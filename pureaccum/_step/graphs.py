@@ -13,7 +13,7 @@ The form follows from sizes, and ``step.form(state, batch)`` says which one it i
     "scan"      one graph with one loop, which holds three gradient trees: where these are small
     "loop"      a graph of one microbatch, which adds to the sums in place, and one that applies
                 them; streams of microbatches use the same two, and so do ranks, which add up their
-                sums between the two
+                sums between the two, and optimizers of ``from_torch``, which no graph can apply
 
 A graph knows the shapes of a microbatch, and other shapes have graphs of their own. It leaves open
 how many microbatches there are, how many rows a shorter last one has, and which Python numbers come
@@ -242,7 +242,7 @@ def form_of(plan: Plan, state: TrainState, flat: Batch) -> BatchForm:
     leaves = tree_leaves(state.params)
     size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
     tiny = size <= TINY
-    if plan.group is not None:  # what reaches other ranks cannot stand in a graph
+    if plan.group is not None or not plan.optimizer.in_graphs:  # what follows sums is no graph
         count, rest = divmod(flat.rows or 0, plan.size or flat.rows or 1)
         return BatchForm("loop", count, rest, tiny)
     if plan.size is None or flat.rows is None or flat.rows <= plan.size:
@@ -311,7 +311,8 @@ def narrowed(recipe: Recipe) -> Freedom | None:
 
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:
     """How many microbatches go through a scan at once."""
-    if plan.has_aux or plan.buffers or plan.rule.nonfinite != "propagate":
+    rule = plan.rule
+    if plan.has_aux or plan.buffers or rule.nonfinite != "propagate" or rule.squares:
         return 1
     params, spec = flatten(state.params)
     like, size = unflatten(flat.spec, flat.leaves), plan.size or 1

@@ -77,6 +77,8 @@ def fold_scanned(job: Accumulation) -> Accumulated:
     unit = power_of_two(size) if rule.reduction == "mean" else 1.0
     wrt = prepare(leaves, rule.engine, job.known)._replace(unit=unit, scale=job.scale)
     amounts = [torch.zeros((), dtype=t, device=leaves[0].device) for t in _AMOUNTS]
+    if rule.squares:
+        amounts.append(amounts[0].new_zeros(len(leaves) + 1))
     given, carried_spec = flatten(job.carried)
     # Clones, here and below: a scan may return nothing that it was given.
     carry = zeros(leaves, job.at_least), [x.clone() for x in given], amounts
@@ -92,7 +94,7 @@ def fold_scanned(job: Accumulation) -> Accumulated:
         carry, outputs = scan(body, carry, xs)
         if rule.has_aux:
             aux = fold_stack(None, _stacked(entry, outputs, rule), size, job.aux_reduction)
-    sums, given, (total, weight, nonfinite) = carry
+    sums, given, (total, weight, nonfinite, *squares) = carry
     skipped = nonfinite.clone() if rule.nonfinite == "skip" else torch.zeros_like(nonfinite)
     seen = torch.full((), count, dtype=torch.int64, device=leaves[0].device)
     state = AccumState(
@@ -103,6 +105,7 @@ def fold_scanned(job: Accumulation) -> Accumulated:
         skipped=skipped,
         nonfinite=nonfinite,
         weighted=torch.full_like(seen, count * weighted),
+        squares=squares[0] if rule.squares else (),
     )
     carried = unflatten(carried_spec, given)
     if batch.tail is not None:
@@ -165,7 +168,8 @@ def _body(
 
     def body(carry: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
         sums, after, entry = step(carry, tensors)
-        amounts = [x + y for x, y in zip(carry[2], settle([entry]), strict=True)]
+        squares = [entry.squares] if job.rule.squares else []
+        amounts = [x + y for x, y in zip(carry[2], [*settle([entry]), *squares], strict=True)]
         kept = [x.clone() for x in flatten(after)[0]]
         return (sums, kept, amounts), _outputs(entry, job.rule) if job.rule.has_aux else []
 

@@ -1,4 +1,4 @@
-"""What ranks exchange inside of a function is differentiated as in one process that has all rows."""
+"""What ranks exchange in a function is differentiated as in one process that has all rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

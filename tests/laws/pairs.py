@@ -132,8 +132,12 @@ def loss_of(features: set[str], net: Net) -> Callable[..., Any]:
             x = pa.dropout(x, 0.25, keys)
         return fn.apply(params, buffers, x)
 
+    def out_of(params: Any, x: Tensor, buffers: Any, keys: Tensor | None) -> Any:
+        out, new = forward(params, x, buffers, keys)
+        return (out, new) if buffers else (out, ())
+
     inside = pa.microbatch(
-        forward, microbatch_size=SIZE, batch_argnums=(1, 3), reduce=("concat", "last")
+        out_of, microbatch_size=SIZE, batch_argnums=(1, 3), reduce=("concat", "last")
     )
 
     def loss(params: Any, batch: Any, buffers: Any = None, keys: Tensor | None = None) -> Any:
