@@ -1,4 +1,6 @@
-"""What the package knows of DTensors: tensors of which every rank of a mesh holds its own part.
+"""What the package knows of DTensors, in one file, however long.
+
+Every rank of a mesh holds its own part of such a tensor:
 
     leaf            sums of its gradients           the end of a window
     Replicate()     Partial(): a sum on each rank   one reduction
@@ -17,7 +19,7 @@ Anyone who has a DTensor has imported its module, so nothing is imported here.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
@@ -260,20 +262,50 @@ def norms_over_ranks(norms: list[Tensor], layouts: Layouts) -> list[Tensor]:
 
     A part that several ranks hold counts once. The squares are float64, and do not overflow.
     """
-    tensor = module()
-    found: list[Tensor] = []
-    groups: dict[Any, list[Tensor]] = {}
-    for x, at in zip(norms, layouts, strict=True):
-        if at is None:
-            found.append(x)
-        else:
-            apart = tuple(not p.is_replicate() for p in at.placements)
-            groups.setdefault((at.mesh, apart), []).append(x)
-    for (mesh, apart), members in groups.items():
-        square = torch.stack([x.double() for x in members]).square().sum()
-        placements = [tensor.Partial() if yes else tensor.Replicate() for yes in apart]
-        found.append(_full(square, mesh, placements).sqrt())
+    found = [x for x, at in zip(norms, layouts, strict=True) if at is None]
+    for kind, members in _alike(layouts).items():
+        square = torch.stack([norms[i].double() for i in members]).square().sum()
+        found.append(_summed(square, kind).sqrt())
     return found
+
+
+def norms_of_parts(parts: Sequence[Tensor], layouts: Layouts) -> list[Tensor]:
+    """The norm of each tensor of which these are this rank's parts."""
+    norms = [torch.linalg.vector_norm(x).double() for x in parts]
+    for kind, members in _alike(layouts).items():
+        squares = _summed(torch.stack([norms[i] for i in members]).square(), kind)
+        for i, square in zip(members, squares.unbind(), strict=True):
+            norms[i] = square.sqrt()
+    return norms
+
+
+def norms_of_sums(parts: Sequence[Tensor | None], like: Sequence[Any]) -> list[Tensor]:
+    """The norms of what all ranks add to sums of the leaves' gradients; None adds nothing.
+
+    What is a sum over ranks has to be added up for that.
+    """
+    layouts = [sum_layout(x) for x in like]
+    own = [torch.zeros_like(local(x)) if y is None else y for x, y in zip(like, parts, strict=True)]
+    sums = resolved([close(x, at) for x, at in zip(own, layouts, strict=True)])
+    return norms_of_parts([local(x) for x in sums], [whole_layout(at) for at in layouts])
+
+
+Kind = tuple[Any, tuple[bool, ...]]  # a mesh, and over which of its dimensions tensors are sharded
+
+
+def _alike(layouts: Layouts) -> dict[Kind, list[int]]:
+    """The DTensors that are sharded over the same dimensions of a mesh."""
+    groups: dict[Kind, list[int]] = {}
+    for i, at in enumerate(layouts):
+        if at is not None:
+            apart = tuple(not p.is_replicate() for p in at.placements)
+            groups.setdefault((at.mesh, apart), []).append(i)
+    return groups
+
+
+def _summed(x: Tensor, kind: Kind) -> Tensor:
+    tensor = module()
+    return _full(x, kind[0], [tensor.Partial() if yes else tensor.Replicate() for yes in kind[1]])
 
 
 # Refusals --------------------------------------------------------------------------------------
@@ -305,41 +337,136 @@ def refuse_sharded(leaves: Sequence[Any], root: str, what: str) -> None:
 # Batches whose rows lie on several ranks -----------------------------------------------------
 
 
-def cut_rows(leaves: Sequence[Any], sizes: Sequence[int], rows: int) -> list[Any]:
-    """For each leaf of a batch with DTensors in it, its pieces of ``sizes`` rows."""
-    layouts = [layout_of(x) for x in leaves]
-    over = [_over(at) for x, at in zip(leaves, layouts, strict=True) if isinstance(x, Tensor)]
-    if over.count(over[0]) < len(over):
+Over = tuple[Any, tuple[int, ...]]  # a mesh, and its dimensions over which rows are sharded
+NOWHERE: Over = (None, ())
+
+
+def rows_over(leaves: Sequence[Any], dim: int = 0) -> Over:
+    """Over which ranks the rows of a batch lie, along a dim; all its tensors have to agree."""
+    over = [_over(layout_of(x), dim % x.dim()) for x in leaves if isinstance(x, Tensor)]
+    if over and over.count(over[0]) < len(over):
         raise ValueError(
             "the rows of a batch that is cut lie on ranks in different ways: in one tensor they "
             "are sharded over a mesh, in another they are not, or it is no DTensor. Each rank "
             "cuts the rows that it has, so rows of the one would come together with other rows of "
-            "the other. Give all tensors one placement along dim 0 (distribute_tensor), or take "
-            "the batch whole."
+            f"the other. Give all tensors one placement along dim {dim} (distribute_tensor), or "
+            "take the batch whole."
         )
-    mesh, dims = over[0]
-    ranks = prod(mesh.size(i) for i in dims)
-    for what, count in (("the batch has", rows), *(("a microbatch has", n) for n in sizes)):
+    return over[0] if over else NOWHERE
+
+
+def split_rows(x: Any, sizes: Sequence[int], over: Over, dim: int = 0) -> list[Tensor]:
+    """The pieces of a tensor, of which each rank cuts its own rows."""
+    ranks = prod(over[0].size(i) for i in over[1])
+    for what, count in (("the batch has", sum(sizes)), *(("a microbatch has", n) for n in sizes)):
         if count % ranks:
             raise ValueError(
                 f"{what} {count} rows, sharded over {ranks} ranks; expected a multiple of {ranks}, "
                 "since each microbatch takes the same share of the rows of every rank."
             )
-    pieces = [n // ranks for n in sizes]
-    return [
-        [x] * len(sizes) if at is None else _pieces(local(x), pieces, sizes, at)
-        for x, at in zip(leaves, layouts, strict=True)
-    ]
+    part, at = _on_its_ranks(x, over, dim)
+    parts = part.split([n // ranks for n in sizes], dim)
+    return [close(x, _of_rows(at, n, dim)) for x, n in zip(parts, sizes, strict=True)]
 
 
-def _over(at: Layout | None) -> tuple[Any, tuple[int, ...]]:
-    """The mesh, and its dimensions over which rows are sharded."""
+def join_rows(parts: Sequence[Any], over: Over, dim: int = 0) -> Tensor:
+    """The tensor of which each rank has cut its own rows: they come to lie where they lay."""
+    own = [_on_its_ranks(x, over, dim) for x in parts]
+    rows = sum(x.shape[dim] for x in parts)
+    return close(torch.cat([x for x, _ in own], dim), _of_rows(own[0][1], rows, dim))
+
+
+def _on_its_ranks(x: Any, over: Over, dim: int) -> tuple[Tensor, Layout]:
+    """This rank's rows of a tensor, and its layout if they lie on those ranks."""
+    at, tensor = layout_of(x), module()
     if at is None:
-        return None, ()
+        raise ValueError(
+            f"rows that lie on several ranks, as Shard({dim}), came out as a plain tensor; "
+            "expected a DTensor of as many rows."
+        )
+    rows, everywhere = tensor.Shard(dim), tensor.Replicate()
+    its = [
+        rows if i in over[1] else everywhere if p.is_partial() or p == rows else p
+        for i, p in enumerate(at.placements)
+    ]
+    if [*at.placements] != its:
+        x = x.redistribute(at.mesh, its)
+    return x.to_local(), at._replace(placements=tuple(its))
+
+
+def locally(func: Callable[[Tensor], Tensor], x: Any, last: int) -> Tensor:
+    """A function of the ``last`` dims of a tensor, of which each rank computes its own part."""
+    if (at := layout_of(x)) is None:
+        return func(x)
+    part = func(local(x))
+    lead = x.dim() - last
+    shape = torch.Size([*x.shape[:lead], *part.shape[lead:]])
+    stride = torch.empty(shape, device="meta").stride()
+    return close(part, at._replace(shape=shape, stride=stride))
+
+
+def numbers_of_rows(x: Any, before: Any, total: int | None) -> Tensor:
+    """The numbers that this rank's rows of a microbatch have in the batch.
+
+    Args:
+        x: A tensor of the microbatch.
+        before: How many rows the microbatches before it have.
+        total: The rows of a batch of which each rank cuts its own; None for a microbatch of a
+            stream, whose rows follow those of the one before.
+    """
+    begin, rows = block_of(x)[0][0], local(x).shape[0]
+    index = torch.arange(rows, dtype=torch.int64, device=local(x).device)
+    if total is None or total == x.shape[0] or not rows:
+        return before + begin + index
+    ranks = x.shape[0] // rows
+    return (begin // rows) * (total // ranks) + before // ranks + index
+
+
+def rows_like(part: Tensor, x: Any) -> Tensor:
+    """A tensor of which these are this rank's rows, as those of another one lie."""
+    at = layout_of(x)
+    if at is None:
+        return part
+    shape = torch.Size([x.shape[0], *part.shape[1:]])
+    tensor = module()
+    dims = _over(at, 0)[1]
+    placements = [p if i in dims else tensor.Replicate() for i, p in enumerate(at.placements)]
+    return close(part, at._replace(placements=tuple(placements), shape=shape, stride=part.stride()))
+
+
+def whole(x: Any) -> Any:
+    """The full tensor of a DTensor; any other thing as it is."""
+    return x.full_tensor() if is_sharded(x) else x
+
+
+def sum_over(x: Any, over: Over) -> Any:
+    """The sum of plain tensors over the ranks over which rows lie."""
+    if over[0] is None or not isinstance(x, Tensor):
+        return x
+    tensor = module()
+    its = [tensor.Partial() if i in over[1] else tensor.Replicate() for i in range(over[0].ndim)]
+    return _full(x, over[0], its)
+
+
+def close_rows(x: Any, over: Over) -> Any:
+    """The tensor of which each of the ranks over which rows lie has its own rows."""
+    if over[0] is None or not isinstance(x, Tensor):
+        return x
+    tensor = module()
+    its = [tensor.Shard(0) if i in over[1] else tensor.Replicate() for i in range(over[0].ndim)]
+    rows = int(sum_over(torch.tensor(len(x), device=x.device), over))
+    shape = torch.Size([rows, *x.shape[1:]])
+    return close(x.contiguous(), Layout(over[0], tuple(its), shape, x.contiguous().stride()))
+
+
+def _of_rows(at: Layout, rows: int, dim: int) -> Layout:
+    whole = torch.Size([*at.shape[:dim], rows, *at.shape[dim + 1 :]])
+    stride = at.stride if dim == 0 else torch.empty(whole, device="meta").stride()
+    return at._replace(shape=whole, stride=stride)
+
+
+def _over(at: Layout | None, dim: int) -> Over:
+    if at is None:
+        return NOWHERE
     dims = enumerate(getattr(p, "dim", None) for p in at.placements)
-    return at.mesh, tuple(i for i, dim in dims if dim == 0)
-
-
-def _pieces(part: Tensor, pieces: Sequence[int], sizes: Sequence[int], at: Layout) -> list[Tensor]:
-    wholes = (at._replace(shape=torch.Size([n, *at.shape[1:]])) for n in sizes)
-    return [close(x, whole) for x, whole in zip(part.split(pieces), wholes, strict=True)]
+    return at.mesh, tuple(i for i, its in dims if its == dim)

@@ -40,7 +40,7 @@ from .._base import (
 from .batches import read_batch
 from .engines import Engine, Loss, Wrt, prepare, run_window
 from .loss import Reduction, divisor, mean_value
-from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule, check_sharded
+from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule
 from .weights import Microbatch, divided, settle
 from .writes import Given, Known, LateWriteError, guarding, known_of
 
@@ -269,7 +269,6 @@ def updated(
         what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
         return f"{what} of microbatch {int(state.microbatches)}"
 
-    check_sharded(leaves, rule)
     held = flatten(state.grads)[0]
     sums, layouts = opened(held)
     before: list[Tensor] | None = None

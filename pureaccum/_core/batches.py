@@ -15,7 +15,17 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from .._base import LARGEST_INT, Tree, any_sharded, check_int, cut_rows, flatten, paths, unflatten
+from .._base import (
+    LARGEST_INT,
+    Tree,
+    any_sharded,
+    check_int,
+    flatten,
+    paths,
+    rows_over,
+    split_rows,
+    unflatten,
+)
 
 
 _SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
@@ -108,7 +118,11 @@ def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
     """The microbatches of a batch, as views."""
     sizes = sizes_of(batch.rows or 0, size)
     if any_sharded(batch.leaves):
-        columns = cut_rows(batch.leaves, sizes, batch.rows or 0)
+        over = rows_over(batch.leaves)
+        columns = [
+            split_rows(x, sizes, over) if isinstance(x, torch.Tensor) else [x] * len(sizes)
+            for x in batch.leaves
+        ]
     else:
         columns = [
             leaf.split(size)[: len(sizes)]  # torch makes one piece of no rows

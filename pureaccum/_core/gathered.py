@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import innermost, levels, sum_dtype
+from .._base import NOWHERE, Over, innermost, join_rows, levels, sum_dtype
 
 
 class Rows(NamedTuple):
@@ -20,6 +20,7 @@ class Rows(NamedTuple):
     dim: int
     each: bool = False  # one entry per piece, in place of its rows
     host: torch.device | None = None  # the device that computes with rows that lie on the host
+    over: Over = NOWHERE  # the ranks of which each cuts its own rows
 
 
 Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
@@ -42,7 +43,10 @@ class Gathered:
         elif self.sums:
             self.add(x)
         elif isinstance(self.how, Rows) and (len(self.sizes) > 1 or self.how.host):
-            self.append(x, self.how)
+            if self.how.over == NOWHERE or self.how.each:
+                self.append(x, self.how)
+            else:
+                self.parts.append(x)
         else:
             self.parts = [x]
 
@@ -86,6 +90,8 @@ class Gathered:
         if isinstance(self.how, Rows) and self.how.host:
             await_host(self.how.host)
         if isinstance(self.how, Rows) and len(self.parts) > 1:
+            if self.how.over != NOWHERE and not self.how.each:
+                return join_rows(self.parts, self.how.over, self.how.dim)
             return torch.cat(self.parts, self.how.dim)
         return self.parts[0].to(self.dtype) if self.sums else self.parts[0]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._base import (
+    NOWHERE,
     Tree,
     check_argnums,
     check_choice,
@@ -28,8 +29,8 @@ from .._base import (
     innermost,
     mapped_levels,
     positions,
-    refuse_sharded,
     restore,
+    rows_over,
     transform_active,
     transform_depth,
     unflatten,
@@ -136,7 +137,8 @@ def microbatch(
         device = None
         if keep == "host":
             arguments, device = with_rows_on_host(arguments)
-        return call_microbatched(func, arguments, Outputs(reduce, sizes, dim, device), known)
+        over = next((cut.over for cut in arguments.cuts if isinstance(cut, Rows)), NOWHERE)
+        return call_microbatched(func, arguments, Outputs(reduce, sizes, dim, device, over), known)
 
     return microbatched
 
@@ -170,6 +172,9 @@ class Arguments(NamedTuple):
         """The arguments of a call; ``batches`` are the positions and names of what is cut."""
         keys = [*range(len(args)), *kwargs]
         flat = [_flat(x) for x in (*args, *kwargs.values())]
+        over = rows_over(
+            [x for k, its in zip(keys, flat, strict=True) if k in batches for x in its[0]], dim
+        )
         tensors: list[Tensor] = []
         cuts: list[Cut] = []
         dtypes: list[torch.dtype] = []
@@ -178,14 +183,8 @@ class Arguments(NamedTuple):
                 if isinstance(leaf, Tensor):
                     tensors.append(leaf if key in batches else original(leaf))
                     dtypes.append(leaf.dtype)
-                    cuts.append(Rows(dim % leaf.dim()) if key in batches else "whole")
+                    cuts.append(Rows(dim % leaf.dim(), over=over) if key in batches else "whole")
                     leaves[i] = _TENSOR
-        refuse_sharded(
-            tensors,
-            "args",
-            "a microbatched function is run again piece by piece, which they are not cut into.",
-        )
-
         count, names = len(args), [*kwargs]  # ``filled`` is kept, and must hold no tensor
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:

@@ -25,8 +25,9 @@ from .._base import (
     known,
     mark,
     norm,
+    norms_of_sums,
+    numbers_in,
     owns_its_memory,
-    refuse_sharded,
     zeros_for_sums,
 )
 from .engines import Engine, Hook, Loss, Wrt, alone, hooked_gradients
@@ -72,25 +73,6 @@ def check_rule(rule: Rule) -> Rule:
     return rule
 
 
-def check_sharded(leaves: Sequence[Tensor], rule: Rule) -> None:
-    """Refuse for DTensors what needs the gradient of each microbatch as a whole, at once."""
-    if rule.nonfinite != "propagate":
-        refuse_sharded(
-            leaves,
-            "params",
-            f"nonfinite={rule.nonfinite!r} would have to communicate the gradient of every "
-            "microbatch. Use 'propagate': a step whose gradient is not finite is not applied, on "
-            "any rank.",
-        )
-    if rule.squares:
-        refuse_sharded(
-            leaves,
-            "params",
-            "squares=True (noise=True of a step) would have to communicate the gradient of every "
-            "microbatch.",
-        )
-
-
 def add_microbatch(
     loss: Loss,
     args: Sequence[Any],
@@ -123,8 +105,9 @@ def add_microbatch(
     if wrt.records is None:
         return _collected(loss, args, wrt, sums, rows, rule, in_place=False)
     watched, squares = rule.nonfinite != "propagate", rule.squares
-    if rule.nonfinite == "skip" and before is None:
-        return _collected(loss, args, wrt, sums, rows, rule, in_place=True)
+    together = wrt.layouts is not None and squares  # of ranks, which add up what they have
+    if together or (rule.nonfinite == "skip" and before is None):
+        return _collected(loss, args, wrt, sums, rows, rule, in_place=True, label=label)
     first = len(sums) == 0
     flags: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
@@ -198,7 +181,7 @@ def add_microbatch(
     if not watched:
         return sums, entry
     flags |= {i: finite(grad) for i, grad in small.items()}
-    entry = judged(entry, flags.values(), how.keep)
+    entry = judged(entry, flags.values(), how.keep, wrt.layouts)
     ok = entry.finite
     assert ok is not None
     if rule.nonfinite == "raise":
@@ -259,13 +242,14 @@ def _collected(
     rule: Rule,
     *,
     in_place: bool,
+    label: Callable[[int | None], str] | None = None,
 ) -> tuple[list[Tensor], Microbatch]:
     """Take all gradients first and add them afterwards, when it is known whether they count.
 
     Under a transform a microbatch is a function of one piece, of which nothing is kept; a batch
     that is taken whole is left to the transform.
     """
-    if rule.nonfinite == "raise" and not in_place:
+    if rule.nonfinite == "raise" and torch.compiler.is_dynamo_compiling():
         refuse_to_look()
 
     def pulled(leaves: list[Tensor]) -> Counted:
@@ -286,12 +270,23 @@ def _collected(
         else:
             grads = [None] * len(leaves)
         if rule.squares:
-            norms = [None if g is None else norm(g) for g in grads]
+            if wrt.layouts is None:
+                norms = [None if g is None else norm(g) for g in grads]
+            else:
+                norms: list[Any] = [*norms_of_sums(grads, wrt.leaves)]
             entry = with_squares(entry, norms, weighing, wrt.unit)
-        if rule.nonfinite == "skip":
-            entry = judged(entry, [finite(g) for g in grads if g is not None], weighing.keep)
+        if rule.nonfinite != "propagate":
+            flags = {i: finite(g) for i, g in enumerate(grads) if g is not None}
+            entry = judged(entry, flags.values(), weighing.keep, wrt.layouts)
             ok = entry.finite
             assert ok is not None
+            told = numbers_in(ok.cpu()) if rule.nonfinite == "raise" else [True]
+            if told is None:
+                refuse_to_look()
+            elif not all(told):
+                each = [(i, numbers_in(x.cpu())) for i, x in flags.items()]
+                where = [i for i, its in each if its and not all(its)]
+                raise FloatingPointError(_not_finite(label, where))
             weighing = weighing._replace(keep=ok if weighing.keep is None else ok & weighing.keep)
             entry = without_skipped(entry, ok)
         return Counted((grads, entry, weighing), weighing.keep)
@@ -330,14 +325,15 @@ def _collected(
 
 
 def _not_finite(label: Callable[[int | None], str] | None, where: Sequence[int | None]) -> str:
-    return not_finite([label(i) for i in where] if label else ["a microbatch"])
+    names = [label(i) for i in where] if label else ["a microbatch"]
+    return not_finite(names or ["the gradient on another rank"])
 
 
 def refuse_to_look() -> None:
-    """Raise what ``nonfinite="raise"`` says under a transform, where nobody can look."""
+    """Raise what ``nonfinite="raise"`` says where nobody can look."""
     raise RuntimeError(
-        "nonfinite='raise' has to look at the numbers, which cannot be done under a torch.func "
-        "transform or torch.compile; use 'skip' or 'propagate' there, and look afterwards."
+        "nonfinite='raise' has to look at the numbers, which cannot be done inside of "
+        "torch.compile or make_fx; use 'skip' or 'propagate' there, and look afterwards."
     )
 
 

@@ -24,7 +24,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base import NAMESPACE, Tree, continuous, flatten, paths, sum_dtype, tree_map, unflatten
+from .._base import (
+    NAMESPACE,
+    NOWHERE,
+    Over,
+    Tree,
+    continuous,
+    flatten,
+    paths,
+    sum_dtype,
+    tree_map,
+    unflatten,
+)
 from .gathered import Cut, Rows
 from .loss import Weighted, counts, divisor, mean_value, read
 from .reductions import below, is_reducer, reducer_of, replaced
@@ -92,9 +103,14 @@ class Outputs:
     """The outputs of several microbatches, by the words of ``reduce``."""
 
     def __init__(
-        self, reduce: Tree, sizes: Sequence[int], dim: int, host: torch.device | None = None
+        self,
+        reduce: Tree,
+        sizes: Sequence[int],
+        dim: int,
+        host: torch.device | None = None,
+        over: Over = NOWHERE,
     ) -> None:
-        self.sizes, self.dim, self.reduce, self.host = sizes, dim, reduce, host
+        self.sizes, self.dim, self.reduce, self.host, self.over = sizes, dim, reduce, host, over
         self.begin()
 
     def begin(self) -> None:
@@ -178,7 +194,7 @@ class Outputs:
                 "needs one shape and one dtype. A leaf with one row per sample takes 'concat'."
             )
         if word == "concat":
-            cut = Rows(self.dim % x.dim(), host=self.host)
+            cut = Rows(self.dim % x.dim(), host=self.host, over=self.over)
         elif word == "stack":
             x, cut = x.unsqueeze(0), Rows(0, each=True)
         elif word == "last":

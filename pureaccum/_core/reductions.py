@@ -15,9 +15,12 @@ from torch import Tensor
 
 from .._base import (
     NAMESPACE,
+    NOWHERE,
+    Over,
     Tree,
     flatten,
     is_sharded,
+    join_rows,
     local,
     paths,
     sum_dtype,
@@ -172,6 +175,7 @@ class AuxState(NamedTuple):
     states: list[Any]  # one for each leaf, or for each Reducer
     likes: list[Any]  # for each, what the first microbatch had there
     specs: list[tuple[Any, Any]]  # each word, and the structure of what is below it
+    over: Over = NOWHERE  # the ranks of which each cuts its own rows
 
 
 class Stack(NamedTuple):
@@ -184,11 +188,16 @@ class Stack(NamedTuple):
 
 
 def fold_aux(
-    state: AuxState | None, added: Microbatch, rows: int, reduction: Tree, skipping: bool
+    state: AuxState | None,
+    added: Microbatch,
+    rows: int,
+    reduction: Tree,
+    skipping: bool,
+    over: Over = NOWHERE,
 ) -> AuxState:
     """The state with the aux of one more microbatch."""
     stack = stack_of_one(added.aux, share_of(added), added.finite if skipping else None)
-    return fold_stack(state, stack, rows, reduction)
+    return fold_stack(state, stack, rows, reduction, over)
 
 
 def share_of(added: Microbatch) -> Tensor:
@@ -206,7 +215,9 @@ def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
     return Stack(spec, leaves, share.unsqueeze(0), None if finite is None else finite.unsqueeze(0))
 
 
-def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree) -> AuxState:
+def fold_stack(
+    state: AuxState | None, stack: Stack, rows: int, reduction: Tree, over: Over = NOWHERE
+) -> AuxState:
     """The state with the aux of several more microbatches, each of so many rows."""
     tree = unflatten(stack.spec, stack.leaves)
     if state is None:
@@ -237,7 +248,9 @@ def fold_stack(state: AuxState | None, stack: Stack, rows: int, reduction: Tree)
         if is_reducer(word):
             for _ in leaves:
                 next(names)
-    return AuxState(reduction=reduction, spec=stack.spec, states=states, likes=likes, specs=specs)
+    return AuxState(
+        reduction=reduction, spec=stack.spec, states=states, likes=likes, specs=specs, over=over
+    )
 
 
 def finish_aux(state: AuxState) -> Tree:
@@ -249,7 +262,7 @@ def finish_aux(state: AuxState) -> Tree:
             parts.append(word.finalize(next(done)[0]))
         else:
             pairs = [next(done) for _ in range(spec.num_leaves)]
-            parts.append(unflatten(spec, [_finished(word, *pair) for pair in pairs]))
+            parts.append(unflatten(spec, [_finished(word, *it, state.over) for it in pairs]))
     return replaced(state.reduction, parts)
 
 
@@ -266,8 +279,6 @@ def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int
         rowless = how == "concat" and isinstance(leaf, Tensor) and leaf.shape[1:2] != (rows,)
         if not isinstance(leaf, Tensor) or rowless:
             raise ValueError(_not_joined(leaf, how, rows, name))
-        if state and how == "concat" and is_sharded(leaf):
-            raise ValueError(_not_in_order(name))
     elif not isinstance(leaf, (Tensor, int, float)):
         raise TypeError(
             f"{name} is a {type(leaf).__name__}, which has no {how}; name 'last' for it in "
@@ -306,9 +317,11 @@ def _numbers(leaf: Any, like: Tensor) -> Any:
     return torch.full(like.shape, leaf, dtype=dtype, device=like.device)
 
 
-def _finished(how: str, state: Any, like: Any) -> Any:
+def _finished(how: str, state: Any, like: Any, over: Over) -> Any:
     if how == "last" and not isinstance(like, Tensor):
         return state
+    if how == "concat" and len(state) > 1 and over != NOWHERE and is_sharded(state[0]):
+        return join_rows(state, over)
     result = reducer_of(how).finalize(state)
     if how in ("sum", "mean") and isinstance(like, Tensor):
         kind = like.dtype
@@ -335,14 +348,6 @@ def _not_alike(before: Tensor, leaf: Tensor, how: str, name: str) -> str:
     return (
         f"{name} has shape {tuple(leaf.shape)} after {tuple(before.shape)} in a microbatch before, "
         f"and aux_reduction={how!r} needs one shape. A leaf with one row per sample takes 'concat'."
-    )
-
-
-def _not_in_order(name: str) -> str:
-    return (
-        f"{name} is a DTensor, and aux_reduction='concat' was asked for over several microbatches: "
-        "each of them holds some rows of every rank, so rows would come in another order than in "
-        "the batch. Name 'sum', 'mean', 'stack' or 'last', or take the batch whole."
     )
 
 

@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from .._base import continuous, forward_ad, forward_ad_active, transform_active, without_history
+from .._base import (
+    NOWHERE,
+    continuous,
+    forward_ad,
+    forward_ad_active,
+    split_rows,
+    transform_active,
+    without_history,
+)
 from .batches import cutting
 from .exchange import Backward, pulled_by, recorded_here
 from .gathered import WHOLE, Cut, Fetched, Gathered
@@ -105,6 +113,8 @@ def _gathered(f: Pieces, recorded: bool) -> list[Gathered]:
 def _cut(f: Pieces, x: Tensor, how: Cut) -> Sequence[Tensor]:
     if isinstance(how, str):
         return [x] * len(f.sizes)
+    if how.over != NOWHERE and not how.each and len(f.sizes) > 1:
+        return split_rows(x, f.sizes, how.over, how.dim)
     parts = x.split(1 if how.each else list(f.sizes), how.dim)
     return parts if how.host is None else Fetched(parts, how.host)
 

@@ -19,15 +19,19 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    Layouts,
     any_sharded,
     as_scalar_of,
     at_once,
     foreach_add_,
     foreach_div_,
     is_finite,
+    local,
     on_host,
+    replicated,
     scalars_of,
     seen_finite,
+    true_on_all_ranks,
     with_all_terms,
 )
 from .loss import Read, Reduction, Shape, counts, join_aux
@@ -258,7 +262,7 @@ def with_squares(
 
     Summed over microbatches, these tell how much gradients scatter: see noise_scale.py.
     """
-    none = torch.zeros_like(entry.value, dtype=torch.float64)
+    none = torch.zeros_like(local(entry.value), dtype=torch.float64)
     weight = none + entry.weight
     wide = torch.stack([none if n is None else n.to(none.device).double() for n in norms])
     wide = wide * (weighing.factor * (unit or 1.0))
@@ -320,11 +324,18 @@ def total_finite(entry: Microbatch) -> Tensor:
     return is_finite(entry.value)
 
 
-def judged(entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None) -> Microbatch:
-    """A microbatch is finite if its total and all of its gradient are, or if it has no weight."""
-    ok = total_finite(entry)
+def judged(
+    entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None, layouts: Layouts | None = None
+) -> Microbatch:
+    """A microbatch is finite if its total and all of its gradient are, or if it has no weight.
+
+    With layouts, of gradients of which each rank has its part, all ranks say so together.
+    """
+    ok = is_finite(local(entry.value))
     for flag in flags:
         ok = ok & flag.to(ok.device)
+    if layouts is not None:
+        ok = true_on_all_ranks(ok, layouts)
     return entry._replace(finite=ok if keep is None else ok | ~keep)
 
 
@@ -335,7 +346,7 @@ def without_skipped(entry: Microbatch, finite: Tensor) -> Microbatch:
         wide = torch.zeros_like(finite, dtype=torch.float64)
         return torch.where(finite, wide + weight, wide)
 
-    value = torch.where(finite, entry.value, 0.0)
+    value = torch.where(replicated(finite, entry.value), entry.value, 0.0)
     squares = entry.squares
     if isinstance(squares, Tensor):
         squares = torch.where(finite, squares, 0.0)

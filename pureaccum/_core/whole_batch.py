@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    NOWHERE,
     Tree,
     all_finite_of,
     any_sharded,
@@ -21,6 +22,7 @@ from .._base import (
     opened,
     paths,
     resolved,
+    rows_over,
     scalar,
     transform_active,
     unflatten,
@@ -31,7 +33,7 @@ from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of_batc
 from .engines import Wrt, prepare, run_window
 from .exchange import any_rank, begun, inside_of
 from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
-from .microbatch_gradient import Rule, add_microbatch, check_sharded
+from .microbatch_gradient import Rule, add_microbatch
 from .reductions import AuxState, finish_aux, fold_aux
 from .weights import Microbatch, divided, enter, power_of_two, settle
 from .writes import Given, Known, guarding
@@ -136,7 +138,6 @@ def means(
 
 def accumulate(job: Accumulation) -> Accumulated:
     """The sums over all microbatches."""
-    check_sharded(job.leaves, job.rule)
     on_cpu = job.leaves[0].device.type == "cpu"
     if job.rule.nonfinite == "skip" and on_cpu and not transform_active():
         return _speculate(job)
@@ -180,7 +181,8 @@ def _speculate(job: Accumulation) -> Accumulated:
     random = torch.get_rng_state()
     with inside_of(begun()) as around:
         sums = _accumulate(job._replace(rule=job.rule._replace(nonfinite="propagate")))
-    good = known(all_finite_of(opened(sums.state.grads)[0])) and bool(is_finite(sums.state.total))
+    good = all_finite_of(*opened(sums.state.grads)) & is_finite(sums.state.total)
+    good = bool(known(good))
     if around.group is not None:  # the loss waits for other ranks, which have to run it again too
         good = not any_rank(not good, job.leaves[0].device, around.group)
     if good:
@@ -193,6 +195,9 @@ def _speculate(job: Accumulation) -> Accumulated:
 def _accumulate(job: Accumulation) -> Accumulated:
     leaves, batch, rule = job.leaves, job.batch, job.rule
     unit = batch.unit if rule.reduction == "mean" else 1.0
+    over = NOWHERE
+    if isinstance(batch, CutBatch) and rule.has_aux and any_sharded(batch.batch.leaves):
+        over = rows_over(batch.batch.leaves) if len(batch.sizes) > 1 else NOWHERE
     wrt = prepare(leaves, rule.engine, job.known)
     wrt = wrt._replace(unit=unit, scale=job.scale, at_least=job.at_least, whole=batch.size is None)
     if job.alone:
@@ -219,7 +224,8 @@ def _accumulate(job: Accumulation) -> Accumulated:
                 if job.advance is not None:
                     carried, entry = job.advance(carried, entry, rows)
                 if rule.has_aux:
-                    aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
+                    skipping = rule.nonfinite == "skip"
+                    aux = fold_aux(aux, entry, rows, job.aux_reduction, skipping, over)
                     entry = entry._replace(aux=())
                 seen.append(entry)
         if len(sums) == 0:  # nothing was added

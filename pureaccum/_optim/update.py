@@ -121,7 +121,7 @@ def optimizer_of(
         told = True if applied is None else known(applied)
         return begun.apply(terms, cast(Applied, applied if told is None else told), donate, None)
 
-    return Optimizer(init, apply, check, ready, in_graphs)
+    return Optimizer(init=init, apply=apply, check=check, ready=ready, in_graphs=in_graphs)
 
 
 def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str) -> list[Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import check_int, check_number, shown, transform_active
+from .._base import check_int, check_number, is_sharded, locally, shown, transform_active
 
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -77,6 +77,8 @@ def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
         Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
         <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
+    if is_sharded(key) and not isinstance(n, Tensor):
+        return locally(lambda key: fold_in(key, n), key, 1)
     _check_key(key)
     if not isinstance(n, Tensor):
         n = check_int(n, "n", "an int from 0 to 2**62 - 1, or a tensor of such", 0, 2**62 - 1)
@@ -107,6 +109,8 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
         Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
         <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
+    if is_sharded(key):
+        return locally(lambda key: split_key(key, n), key, 1)
     _check_key(key)
     n = check_int(n, "n", "an int from 1 to 2**62 - 1", 1, 2**62 - 1)
     counters = torch.arange(n, device=key.device) + SPLIT
@@ -250,6 +254,8 @@ def _draw(
 
     A CPU does so in pieces that fit its cache: 16 million numbers take a third of the time.
     """
+    if is_sharded(key):
+        return locally(lambda key: _draw(key, shape, dtype, number, each), key, 1)
     _check_key(key)
     if not isinstance(shape, Sequence) or any(n < 0 for n in shape):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"shape is {shape!r}; expected a tuple of ints, none of them negative.")

@@ -112,9 +112,6 @@ def check_sampling(how: Sampling) -> Sampling:
     return how
 
 
-NO_SAMPLES = "torch.func.vmap has no rule for them: there are no single samples of them."
-
-
 def sampled(
     func: Callable[..., Any],
     params: Tree,
@@ -129,7 +126,7 @@ def sampled(
     What is ``known`` is of the user's function: ``func`` is another one at each call.
     """
     leaves, spec = read_params(params)
-    refuse_sharded(leaves, "params", NO_SAMPLES)
+    refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
     cut_at = positions(batches, len(args), "batch_argnums")
     check_disjoint(at, cut_at)
     batch = read_batch({i: args[i] for i in cut_at}, "args")

@@ -16,23 +16,34 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    NOWHERE,
+    Over,
     Spoiled,
     Tree,
     add,
+    any_sharded,
     check_argnums,
     check_disjoint,
     check_dtype,
+    close_rows,
     flatten,
     hand_over,
+    is_sharded,
+    local,
     mark,
     outside_inference_mode,
+    placed_like,
     positions,
     read_params,
     refuse_sharded,
+    replicated,
+    rows_over,
+    sum_over,
     transform_active,
     tree_leaves,
     tree_map,
     unflatten,
+    whole,
 )
 from .._core import (
     AccumState,
@@ -41,12 +52,12 @@ from .._core import (
     counts,
     divisor,
     empty,
+    is_reducer,
     known_of,
     mean_value,
     read_state,
 )
 from .chunks import (
-    NO_SAMPLES,
     Chunk,
     Metrics,
     Randomness,
@@ -149,6 +160,9 @@ def per_sample_grad(
     @wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         at = positions(wrt, len(args), "argnums")
+        given, over = args, NOWHERE
+        if any_sharded(tree_leaves((args, kwargs))):
+            args, kwargs, over = _on_this_rank(args, kwargs, batches, reduce)
         params = args[at[0]] if alone else tuple(args[i] for i in at)
 
         def call(params: Tree, *rest: Any) -> Any:
@@ -158,11 +172,16 @@ def per_sample_grad(
         seen, beside = sampled(call, params, args, at, batches, how, known)
         with outside_inference_mode():
             if reducer is None:
-                return with_beside(_joined(seen, params, how), beside, how)
+                result = with_beside(_joined(seen, params, how), beside, how)
+                return tree_map(lambda x: close_rows(x, over), result)
             state = _no_samples(reducer, params, how, at_least)
             for chunk in seen:
                 state = _with_chunk(state, reducer, chunk)
-            return with_beside(reducer.finalize(state.grads, state.weight), beside, how)
+            sums = tree_map(lambda x: sum_over(x, over), (state.grads, state.weight))
+            result = _placed_like(reducer.finalize(*sums), [given[i] for i in at])
+            if beside and over != NOWHERE:
+                beside[:] = [tree_map(lambda *x: close_rows(torch.cat(x), over), *beside)]
+            return with_beside(result, beside, how)
 
     return wrapped
 
@@ -227,7 +246,7 @@ def per_sample_accumulator(  # noqa: D417
     def init(params: Tree) -> AccumState:
         """The identity: the state of no samples."""
         leaves, _ = read_params(params)
-        refuse_sharded(leaves, "params", NO_SAMPLES)
+        refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
         with outside_inference_mode():
             return _no_samples(reducer, params, how, at_least, squares)
 
@@ -266,6 +285,40 @@ def per_sample_accumulator(  # noqa: D417
         return result, state.total.clone() if reduce == "sum" else value
 
     return Accumulator(init, update, merge, finalize)
+
+
+# DTensors: each rank takes the samples that it has, with whole parameters ----------------------
+
+
+def _on_this_rank(
+    args: tuple[Any, ...], kwargs: Any, batches: tuple[int, ...], reduce: Any
+) -> tuple[tuple[Any, ...], Any, Over]:
+    """This rank's rows of the batches and all else whole, and the ranks over which rows lie."""
+    if transform_active() or is_reducer(reduce):
+        words = "a Reducer of yours cannot be added up over ranks; 'sum', 'mean', 'moments' can."
+        raise ValueError(
+            "the arguments hold DTensors, and "
+            + ("torch.func's transforms do not see through them." if transform_active() else words)
+        )
+    at = positions(batches, len(args), "batch_argnums")
+    over = rows_over([x for i in at for x in tree_leaves(args[i])])
+    its = [tree_map(local if i in at else whole, arg) for i, arg in enumerate(args)]
+    return tuple(its), tree_map(whole, kwargs), over
+
+
+def _placed_like(result: Tree, params: Tree) -> Tree:
+    """What gradients were reduced to, where the parameters lie whose gradients they are."""
+    like, (leaves, spec) = tree_leaves(params), flatten(result)
+    if not any_sharded(like):
+        return result
+    meshes = next(x for x in like if is_sharded(x))
+    placed = [replicated(x, meshes) if isinstance(x, Tensor) else x for x in leaves]
+    if len(leaves) % len(like) == 0:  # Moments have several trees
+        pairs = zip(placed, like * (len(leaves) // len(like)), strict=True)
+        alike = all(isinstance(x, Tensor) and x.shape == y.shape for x, y in pairs)
+        if alike:
+            placed = placed_like(placed, like * (len(leaves) // len(like)))
+    return unflatten(spec, placed)
 
 
 # Pieces --------------------------------------------------------------------------------

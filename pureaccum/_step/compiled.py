@@ -15,6 +15,7 @@ from torch import Tensor
 from .._base import (
     CompileError,
     Tree,
+    any_sharded,
     attempt,
     check_state,
     flatten,
@@ -22,7 +23,6 @@ from .._base import (
     mark,
     put_back,
     refuse_autocast_cache,
-    refuse_sharded,
     tree_leaves,
     tree_map,
 )
@@ -70,8 +70,6 @@ from .windows import applied_window, apply_window, first_row, update_window
 
 SHAPES_REMEMBERED = 1000  # kinds of batches, and of microbatches
 
-_SHARDED = "compile=True makes graphs of plain tensors. Leave compile out."
-
 
 def compiling(eager: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a method of a step that compiles itself; under transforms ``eager`` stands in."""
@@ -90,6 +88,9 @@ class CompiledStep:
         # For what is run without the compiler: on this rank alone, since others may not fail.
         self.alone = plan._replace(donate=False, group=None)
         self.graph = programs(plan, settings)
+        # DTensors are summed by each rank where they lie, which no graph of torch's does: of a
+        # step over them the loss alone is compiled.
+        self.of_dtensors = plan._replace(loss_fn=torch.compile(plan.loss_fn, **settings))
         self.recorded = has_cuda_graphs(settings)
         told_apart = not settings.get("dynamic")
         self.of_batches = Shapes({}, {}, told_apart)
@@ -100,6 +101,8 @@ class CompiledStep:
     def form(self, state: TrainState, batch: Tree) -> str:
         """The form in which the compiler gets a batch."""
         check_state(state, TrainState, "this step")
+        if any_sharded([*tree_leaves(state), *tree_leaves(batch)]):
+            return "loss"
         return form_of(self.plan, state, read_batch(batch)).name
 
     @compiling(step_whole)
@@ -108,11 +111,12 @@ class CompiledStep:
         plan = self.plan
         leaves, spec = flatten(batch)
         old = flatten(state)
+        if any_sharded([*old[0], *leaves]):
+            return step_whole(self.of_dtensors, state, batch)
         kind = old[1], spec, *[x.shape if isinstance(x, Tensor) else type(x) for x in leaves]
         if kind not in self.recipes:  # all that is looked at is the same for the next of this kind
             read_train_state(plan, state, plan.optimizer.check)
             flat = read_batch(batch)
-            refuse_sharded([*leaves, *old[0]], "the state or the batch", _SHARDED)
             check_keys(plan, flat)
             if plan.size is not None:
                 rows_to_cut(flat, "batch")
@@ -152,6 +156,8 @@ class CompiledStep:
         self, state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
     ) -> Any:
         """The window with one more microbatch, or ``(window, aux)``."""
+        if any_sharded([*tree_leaves(state), *tree_leaves(microbatch)]):
+            return update_window(self.of_dtensors, state, window, microbatch, offset)
         plan, old = self.plan, self.checked(state, window)
         flat = read_batch(microbatch, "microbatch")
         if not flat.rows:
@@ -186,6 +192,8 @@ class CompiledStep:
     @compiling(apply_window)
     def apply(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
         """The next state, and what happened."""
+        if any_sharded(tree_leaves(state)):
+            return apply_window(self.of_dtensors, state, window)
         plan, old = self.plan, self.checked(state, window)
         given = window
         if plan.group is not None:
@@ -204,7 +212,6 @@ class CompiledStep:
         if kind not in self.fitting:
             params, _ = read_train_state(self.plan, state, self.plan.optimizer.check)
             check_window(self.plan, state, window, params)
-            refuse_sharded(old[0], "the state", _SHARDED)
             self.fitting.add(kind)
         refuse_autocast_cache([state.samples])
         return old

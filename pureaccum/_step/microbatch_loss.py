@@ -22,7 +22,17 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Tree, flatten, put_back, refuse_sharded, seeing, unflatten
+from .._base import (
+    Tree,
+    any_sharded,
+    flatten,
+    is_sharded,
+    numbers_of_rows,
+    put_back,
+    rows_like,
+    seeing,
+    unflatten,
+)
 from .._core import Batch, LossOfPart, Microbatch, cut, is_pair, need_rows, read
 from .._pure import fold_in
 from .buffers import advance_buffers, begin_buffers, collect_buffers, watching
@@ -31,11 +41,16 @@ from .state import Plan, TrainState
 
 
 def caller(
-    plan: Plan, state: TrainState, spec: optree.PyTreeSpec, first: Tensor | None = None
+    plan: Plan,
+    state: TrainState,
+    spec: optree.PyTreeSpec,
+    first: Tensor | None = None,
+    total: int | None = None,
 ) -> LossOfPart:
     """The loss of one microbatch of this step; ``LossOfPart`` says what it is given.
 
-    The first row of the step has the number ``first``, or that of the next one of the run.
+    The first row of the step has the number ``first``, or that of the next one of the run. A batch
+    at hand has ``total`` rows.
     """
     loss_fn = plan.loss_fn
     if plan.buffers is None and not plan.keys and (plan.policy is None or not plan.has_aux):
@@ -49,8 +64,7 @@ def caller(
         if plan.buffers:
             named["buffers"] = buffers.values
         if attempt is not None:
-            index = torch.arange(rows, dtype=torch.int64, device=first.device)
-            named["keys"] = fold_in(attempt, first + before + index)
+            named["keys"] = keys_of(part, attempt, first, before, rows, total)
         params = unflatten(spec, leaves)
         collected: Any = ()
         if plan.buffers is None:
@@ -70,16 +84,21 @@ def caller(
     return call
 
 
-_KEYS = (
-    "keys=True gives row i the key of row i, while ranks cut the rows that they hold: a row would "
-    "get the key of another. Draw random numbers from a key in the batch itself."
-)
+def keys_of(
+    part: Tree, attempt: Tensor, first: Tensor, before: Any, rows: int, total: int | None
+) -> Tensor:
+    """A key for each row of a microbatch; of DTensors, each rank makes those of its own rows."""
+    leaves = flatten(part)[0]
+    if not any_sharded(leaves):
+        index = torch.arange(rows, dtype=torch.int64, device=first.device)
+        return fold_in(attempt, first + before + index)
+    x = next(x for x in leaves if is_sharded(x))
+    return rows_like(fold_in(attempt, first + numbers_of_rows(x, before, total)), x)
 
 
 def check_keys(plan: Plan, batch: Batch) -> None:
     """Check that the rows of a batch can be given keys, if they are to be."""
     if plan.keys:
-        refuse_sharded(batch.leaves, "the batch", _KEYS)
         need_rows(batch)
 
 

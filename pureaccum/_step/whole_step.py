@@ -158,8 +158,9 @@ def _accumulation(
     before: Any,
     first: Tensor | None = None,
 ) -> Accumulation:
+    rows = cut.batch.rows if isinstance(cut, CutBatch) else None
     return Accumulation(
-        call=caller(plan, state, params[1], first),
+        call=caller(plan, state, params[1], first, rows),
         leaves=params[0],
         spec=params[1],
         batch=cut,

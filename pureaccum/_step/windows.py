@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._base import (
     LARGEST_INT,
+    Layouts,
     Spoiled,
     Tree,
     all_finite_of,
@@ -37,6 +38,7 @@ from .._base import (
     moved,
     norm,
     norm_of_all,
+    norms_of_parts,
     on_host,
     opened,
     resolved,
@@ -290,7 +292,7 @@ def finished(
         applied=applied,
         scale=torch.ones_like(length) if scale is None else scale.clone(),
         aux=() if aux is None else aux,
-        noise=_noise(accum, parts, scale) if plan.rule.squares else (),
+        noise=_noise(accum, parts, layouts, scale) if plan.rule.squares else (),
     )
     buffers, scaling = state.buffers, state.loss_scale
     if plan.buffers is not None:
@@ -339,9 +341,12 @@ def _applied(worth: Any, rate_is_sound: Any, device: torch.device) -> tuple[Tens
     return scalar(worth, torch.bool, device), worth if told is None else told
 
 
-def _noise(accum: AccumState, grads: list[Tensor], scale: Tensor | None) -> BatchNoise:
+def _noise(
+    accum: AccumState, parts: list[Tensor], layouts: Layouts | None, scale: Tensor | None
+) -> BatchNoise:
     squares = accum.squares
     assert isinstance(squares, Tensor)
     each = squares[:-1] if scale is None else squares[:-1] / scale.double() ** 2
     weight = scalar(accum.weight, torch.float64, squares.device)
-    return noise_of([norm(x) for x in grads], each, weight, squares[-1])
+    norms = [norm(x) for x in parts] if layouts is None else norms_of_parts(parts, layouts)
+    return noise_of(norms, each, weight, squares[-1])

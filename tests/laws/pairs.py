@@ -383,8 +383,6 @@ def by_hand(features: set[str], count: int, times: float = 1.0) -> Came:
         mine = [*range(ROWS)]
         if "group" in features:
             mine = mine[:40] if dist.get_rank() == 0 else mine[40:]
-        if "dtensors" in features:
-            mine = [i for rows in at for i in rows]
         aux = {"errors": errors(before, copied(held), mine, 1).double()}
     scale = one
     if "scale" in features:

@@ -403,11 +403,11 @@ def transforms_at_top_level() -> None:
     _, aux = run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
     assert torch.equal(aux["most"] * 2, whole["most"])
     words["each"], words["most"] = "concat", "stack"
-    _, aux = run(dparams, dbatch, microbatch_size=16, aux_reduction=words)
-    assert torch.equal(aux["each"].full_tensor(), whole["each"])
-    assert torch.equal(aux["most"], whole["most"].view(1))
-    with refused(ValueError, "aux['each'] is a DTensor", "another order"):
-        run(dparams, dbatch, microbatch_size=8, aux_reduction=words)
+    for size in (16, 8, 4):  # rows come out in the order of the batch, and where they lay
+        _, aux = run(dparams, dbatch, microbatch_size=size, aux_reduction=words)
+        assert size == 16 or aux["each"].placements == (S0,)
+        assert torch.equal(aux["each"].full_tensor(), whole["each"])
+        assert aux["most"].shape == (16 // size,)
 
 
 def what_was_donated_refuses() -> None:
@@ -518,34 +518,18 @@ def refusals() -> None:
     dparams, dbatch = spread(params, "fsdp"), spread(batch, "fsdp", batch=True)
     called: list[int] = []
 
-    def loss(p: Tensors, b: Tensors, keys: Any = None) -> Tensor:
+    def loss(p: Tensors, b: Tensors) -> Tensor:
         called.append(1)
         return mean(p, b)
 
-    def step_of(**knobs: Any) -> Any:
-        return pa.make_step(loss, pa.sgd(0.1), microbatch_size=8, **knobs)
-
-    for word in ("skip", "raise"):
-        step = step_of(nonfinite=word)
-        with refused(ValueError, "params holds DTensors", f"nonfinite='{word}'", "'propagate'"):
-            step(step.init(dparams), dbatch)
-        acc = pa.accumulator(loss, nonfinite=word)
-        with refused(ValueError, "params holds DTensors", f"nonfinite='{word}'"):
-            acc.update(acc.init(dparams), dparams, dbatch)
-    for knobs, words in (
-        ({"noise": True}, ("squares=True",)),
-        ({"keys": True}, ("the batch holds DTensors", "keys=True")),
-        ({"compile": True}, ("the state or the batch holds DTensors", "compile=True")),
-    ):
-        step = step_of(**knobs)
-        with refused(ValueError, *words):
-            step(step.init(dparams), dbatch)
-    with refused(ValueError, "args holds DTensors", "piece by piece"):
-        pa.microbatch(errors, microbatch_size=8)(dparams, dbatch)
-    with refused(ValueError, "params holds DTensors", "vmap"):
-        pa.per_sample_grad(loss)(dparams, dbatch)
-    with refused(ValueError, "params holds DTensors", "vmap"):
+    with refused(ValueError, "params holds DTensors", "per_sample_grad is what takes them"):
         pa.per_sample_accumulator(loss).init(dparams)
+    reducer = pa.Reducer(torch.zeros_like, lambda s, g, w: s, lambda a, b: a, torch.clone)
+    with refused(ValueError, "DTensors", "a Reducer of yours"):
+        pa.per_sample_grad(loss, reduce=reducer)(dparams, dbatch)
+    with refused(ValueError, "in different ways", "one placement along dim 0"):
+        mixed = dbatch | {"y": batch["y"]}
+        pa.microbatch(errors, microbatch_size=8)(dparams, mixed)
 
     def outer(p: Tensors) -> Tensor:
         return pa.grad(loss, microbatch_size=8)(p, dbatch)["b2"].sum()
@@ -562,6 +546,160 @@ def refusals() -> None:
     with refused(ValueError, "state.grads['b1'] is plain; params has a DTensor there"):
         acc.update(acc.init(params), dparams, dbatch)
     assert not called
+
+
+def bad_microbatches_are_skipped(layout: str) -> None:
+    """On all ranks, whichever has the bad row; a window without any asks once."""
+    params, batch = problem()
+    dparams = spread(params, layout)
+    knobs: dict[str, Any] = {"nonfinite": "skip", "reduction": "sum", "microbatch_size": 8}
+    step = pa.make_step(total, pa.sgd(0.25), **knobs)
+    plain = pa.make_step(total, pa.sgd(0.25), reduction="sum")
+    state = step.init(dparams)
+    want, _ = plain(plain.init(params), batch)
+    new, info = step(state, spread(batch, layout, batch=True))
+    assert_trees_bitwise_equal(gathered(new.params), want.params)
+    assert (int(info.microbatches), int(info.skipped)) == (2, 0)
+    batch["x"][13, 2] = torch.nan  # a row of the last rank, in the second microbatch
+    dbatch = spread(batch, layout, batch=True)
+    kept = next(pa.microbatches(dbatch, 8))
+    want, _ = plain(plain.init(params), gathered(kept))
+    window = step.begin(state)
+    for part in pa.microbatches(dbatch, 8):
+        window = step.update(state, window, part)
+    for new, info in (step(state, dbatch), step.apply(state, window)):
+        same_on_all_ranks(info)
+        assert info.applied
+        assert (int(info.microbatches), int(info.skipped)) == (2, 1)
+        assert_trees_bitwise_equal(gathered(new.params), want.params)
+    careful = pa.make_step(total, pa.sgd(0.25), **knobs | {"nonfinite": "raise"})
+    with refused(FloatingPointError, "microbatch 1"):
+        careful(state, dbatch)
+    acc = pa.accumulator(total, reduction="sum", nonfinite="skip")
+    sums = acc.init(dparams)
+    for part in pa.microbatches(dbatch, 8):
+        sums = acc.update(sums, dparams, part)
+    assert int(sums.skipped) == 1
+
+
+def skipping_asks_once_a_window() -> None:
+    params, batch = problem()
+    dparams, dbatch = (
+        spread(params, "replicated"),
+        spread(batch, "replicated", batch=True),
+    )
+    reductions = [("all_reduce", x.numel()) for x in params.values()]
+    for size in (4, 8):
+        step = pa.make_step(mean, pa.adamw(0.1), microbatch_size=size, nonfinite="skip")
+        state = step.init(dparams)
+        with communicating(("all_reduce", 1), ("all_reduce", 16 // size), *reductions):
+            step(state, dbatch)
+
+
+def rows_have_their_keys(layout: str) -> None:
+    """The masks of one process, whole or cut; a stream counts rows as they come."""
+    params, batch = problem(torch.float64)
+
+    def loss(p: Tensors, b: Tensors, keys: Tensor) -> Tensor:
+        return total(p, b | {"x": pa.dropout(b["x"], 0.5, keys)})
+
+    knobs: dict[str, Any] = {"keys": True, "reduction": "sum"}
+    plain = pa.make_step(loss, pa.sgd(2.0**-6), **knobs)
+    state = plain.init(params, seed=3)
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    for size in (None, 16, 8, 4):
+        step = pa.make_step(loss, pa.sgd(2.0**-6), microbatch_size=size, **knobs)
+        new, want = step.init(dparams, seed=3), state
+        for _ in range(2):
+            new, want = step(new, dbatch)[0], plain(want, batch)[0]
+        assert_near(new.params, want.params)
+    stream = pa.make_step(loss, pa.sgd(2.0**-6), **knobs)
+    first = stream.init(dparams, seed=3)
+    window, window_plain = stream.begin(first), plain.begin(state)
+    for part in pa.microbatches(dbatch, 8):
+        window = stream.update(first, window, part)
+        window_plain = plain.update(state, window_plain, gathered(part))
+    came, want = stream.apply(first, window), plain.apply(state, window_plain)
+    assert_near(came[0].params, want[0].params)
+    drawn = pa.normal(DTensor.from_local(pa.split_key(pa.key(dist.get_rank()), 3), mesh_of(), [S0]))
+    ones = [pa.normal(pa.split_key(pa.key(rank), 3)) for rank in range(dist.get_world_size())]
+    assert torch.equal(drawn.full_tensor(), torch.cat(ones))
+
+
+def noise_is_measured(layout: str) -> None:
+    params, batch = problem(torch.float64)
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    dstep = pa.make_step(weighted, pa.sgd(0.1), microbatch_size=4, noise=True)
+    _, came = dstep(dstep.init(dparams), dbatch)
+    step = pa.make_step(weighted, pa.sgd(0.1), noise=True)
+    state = step.init(params)
+    window = step.begin(state)
+    for part in pa.microbatches(dbatch, 4):
+        window = step.update(state, window, gathered(part))
+    _, want = step.apply(state, window)
+    same_on_all_ranks(came.noise.weight)
+    assert_near(came.noise, want.noise)
+
+
+def functions_are_microbatched(layout: str) -> None:
+    """A contrastive loss: rows come out in the order of the batch; each rank cuts its own."""
+    params, batch = problem()
+
+    def loss(size: int | None) -> Any:
+        def embed(p: Tensors, x: Tensor) -> Tensor:
+            return (x @ p["w1"] + p["b1"]).relu() @ p["w2"]
+
+        cut = embed if size is None else pa.microbatch(embed, microbatch_size=size)
+
+        def of_all(p: Tensors, b: Tensors) -> Tensor:
+            z = cut(p, b["x"])
+            return ((z @ z.mT) * 2.0**-10).sum() + (z * b["y"]).sum()
+
+        return of_all
+
+    want, told = torch.func.grad_and_value(loss(None))(params, batch)
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    for size in (4, 8):
+        grads, value = pa.grad_and_value(loss(size), reduction="sum", engine="autograd")(
+            dparams, dbatch
+        )
+        assert_near((grads, value), (want, told))
+        rows = pa.microbatch(errors, microbatch_size=size)(dparams, dbatch)
+        assert_trees_bitwise_equal(gathered(rows), errors(params, batch))
+        sums = pa.microbatch(total, microbatch_size=size, reduce="sum")(dparams, dbatch)
+        assert_trees_bitwise_equal(gathered(sums), total(params, batch))
+
+
+def samples_are_reduced(layout: str) -> None:
+    params, batch = problem(torch.float64)
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+
+    def loss(p: Tensors, b: Tensors) -> Tensor:
+        return errors(p, b).sum()
+
+    for reduce in ("sum", "mean", "moments", "concat"):
+        run = pa.per_sample_grad(loss, reduce=reduce, chunk_size=3, metrics="norm")
+        (came, norms), (want, wanted) = run(dparams, dbatch), run(params, batch)
+        assert_near((came, norms), (want, wanted))
+        if reduce in ("sum", "mean"):
+            assert [x.placements for x in came.values()] == [x.placements for x in dparams.values()]
+
+
+def losses_are_compiled(layout: str) -> None:
+    params, batch = problem(torch.float64)
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    knobs: dict[str, Any] = {"microbatch_size": 8, "compile": {"backend": "aot_eager"}}
+    step = pa.make_step(weighted, pa.sgd(0.25, momentum=0.5), donate=True, **knobs)
+    plain = pa.make_step(weighted, pa.sgd(0.25, momentum=0.5))
+    new, want = step.init(dparams), plain.init(params)
+    assert step.form(new, dbatch) == "loss"
+    for _ in range(2):
+        (new, info), (want, told) = step(new, dbatch), plain(want, batch)
+        assert_near((new, info.loss), (want, told.loss))
+    window = step.begin(new)
+    for part in pa.microbatches(dbatch, 8):
+        window = step.update(new, window, part)
+    assert_near(step.apply(new, window)[0], plain(want, batch)[0])
 
 
 def norms_and_flags() -> None:
@@ -711,6 +849,15 @@ IN_A_LINE: dict[str, Callable[[], object]] = {
     "communicates once a window": communicates_once_a_window,
     "large leaves go through hooks, func": partial(large_leaves_go_through_hooks, "func"),
     "large leaves go through hooks, autograd": partial(large_leaves_go_through_hooks, "autograd"),
+    "bad microbatches are skipped": partial(bad_microbatches_are_skipped, "fsdp"),
+    "skipping asks once a window": skipping_asks_once_a_window,
+    "rows have their keys": partial(rows_have_their_keys, "replicated"),
+    "noise is measured": partial(noise_is_measured, "fsdp"),
+    "noise is measured, replicated": partial(noise_is_measured, "replicated"),
+    "functions are microbatched": partial(functions_are_microbatched, "replicated"),
+    "functions are microbatched, tensor": partial(functions_are_microbatched, "tensor"),
+    "samples are reduced": partial(samples_are_reduced, "fsdp"),
+    "losses are compiled": partial(losses_are_compiled, "fsdp"),
     "rows are cut by each rank": rows_are_cut_by_each_rank,
     "uneven rows go through whole": uneven_rows_go_through_whole,
     "transforms at top level": transforms_at_top_level,
@@ -729,6 +876,11 @@ IN_TWO_ROWS: dict[str, Callable[[], object]] = {
     "steps exactly, 2d fsdp": partial(steps_exactly, "2d fsdp", "weighted", True),
     "trains, 2d, adamw": partial(trains, "2d", "adamw", "func"),
     "one bad row stops all ranks, 2d": partial(one_bad_row_stops_all_ranks, "2d"),
+    "bad microbatches are skipped, 2d": partial(bad_microbatches_are_skipped, "2d fsdp"),
+    "rows have their keys, 2d": partial(rows_have_their_keys, "2d"),
+    "noise is measured, 2d": partial(noise_is_measured, "2d"),
+    "functions are microbatched, 2d": partial(functions_are_microbatched, "2d fsdp"),
+    "samples are reduced, 2d": partial(samples_are_reduced, "2d"),
     "norms and flags": norms_and_flags,
 }
 
