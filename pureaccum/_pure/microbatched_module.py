@@ -25,6 +25,7 @@ from .._base import (
     generators,
     is_compiled_module,
     paths,
+    refuse_sharded,
     restore,
     tree_map,
     unflatten,
@@ -123,6 +124,7 @@ class WholeBatch:
         if parts_of_batch() > 1:
             raise RuntimeError(_CUT.format(network.norms[0].place))
         own = {name: own_tensor(self.places, name) for name in self.places.slots}
+        refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
         out, moments = network(own | tensors, given, sizes)
         network.update(new, moments)
         return out
@@ -151,6 +153,12 @@ _CUT = (
     "{} couples all rows of a batch, and this call is given some of them: a cut around a cut. "
     "Expected one: functional(module, microbatch_size=...) cuts by itself, so the function around "
     "it takes its batch whole (microbatch_size=None)."
+)
+
+
+_NO_RULE = (
+    "torch has no rule for a batch norm of them. With plain tensors on every rank, of its own "
+    "rows, functional(module, group=...) is exact over ranks."
 )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,6 +47,62 @@ FEATURES = {  # and what it is, as the page says it
     "grad": "`grad` through the step",
 }
 RANKS = {"group", "dtensors"}  # the features of several ranks
+
+
+class Refused(NamedTuple):
+    """Why two features do not go together, and the words that say so."""
+
+    reason: str
+    why: str
+    words: str
+
+
+NO_MEANING, WAITS, TORCH = "no meaning", "it would wait", "torch cannot"
+_AUTO = Refused(
+    NO_MEANING,
+    "a size is right or wrong for a whole call; inside of a transform nobody knows yet what the "
+    "transform around it will hold",
+    "whose own memory a smaller size does not free",
+)
+_FROM_TORCH = Refused(
+    TORCH,
+    "torch's optimizer classes write in place and read numbers on the host",
+    "the class changes parameters in place",
+)
+_DTENSORS = Refused(
+    TORCH, "torch.func has no rules for DTensors", "transforms do not see through them"
+)
+_BATCH_NORM = Refused(
+    TORCH,
+    "DTensors have no rule for a batch norm; plain tensors and `group=` do it over ranks",
+    "batch.norm",
+)
+REFUSED = {
+    ("inside", "batch norm"): Refused(
+        NO_MEANING,
+        "it is a cut around a cut: a BatchNorm that is given some rows has not the moments of all",
+        "a cut around a cut",
+    ),
+    ("inside", "buffers"): Refused(
+        NO_MEANING,
+        "a step pools what its own microbatches did; those of a function inside come out by a word "
+        "of that function",
+        "that are not in new_buffers",
+    ),
+    ("skip", "raise"): Refused(NO_MEANING, "one knob has one value", "was asked for"),
+    ("group", "dtensors"): Refused(
+        NO_MEANING,
+        "`group` adds up what every rank holds whole; DTensors are added up over their mesh",
+        "Leave group out",
+    ),
+    ("compile", "raise"): Refused(
+        WAITS, "a graph does not stop to look at a number", "which a graph cannot"
+    ),
+    **{(a, b): _AUTO for a in ("auto", "budget") for b in ("vmap", "grad")},
+    **{("from_torch", b): _FROM_TORCH for b in ("vmap", "grad")},
+    **{("dtensors", b): _DTENSORS for b in ("vmap", "grad")},
+    **{(a, "dtensors"): _BATCH_NORM for a in ("batch norm", "buffers")},
+}
 
 ROWS, SIZE, RATE, MOMENTUM, SEED = 64, 16, 0.25, 0.5, 3
 BAD = 20  # the row with a NaN in it, where one is to be skipped
@@ -223,7 +280,7 @@ def program(features: set[str]) -> Came:
     step = pa.make_step(
         loss_of(features, net), optimizer_of(features), **knobs_of(features, budget)
     )
-    if "group" in features:
+    if "group" in features and "dtensors" not in features:
         start, end = ((0, 40), (40, ROWS))[dist.get_rank()]
         batch = {name: x[start:end] for name, x in batch.items()}
     if "dtensors" in features:
@@ -236,6 +293,8 @@ def program(features: set[str]) -> Came:
     def train(params: Any) -> tuple[Any, Any, Any]:
         return trained(features, step, step.init(params, given, SEED), batch)
 
+    if "raise" in features:
+        check_raised(features, step, params, given, batch)
     if "grad" in features:
 
         def moved(params: Any) -> Tensor:
@@ -259,14 +318,6 @@ def program(features: set[str]) -> Came:
         count = int(info.microbatches[0])
     else:
         state, info, aux = train(params)
-        if "raise" in features:
-            bad = {**batch, "x": batch["x"] * torch.nan}
-            try:
-                trained(features, step, step.init(params, given, SEED), bad)
-            except FloatingPointError:
-                pass
-            else:
-                raise AssertionError("a NaN went through nonfinite='raise'")
         count = int(info.microbatches)
     noise = info.noise.noise[..., 0] if "noise" in features else torch.tensor(0.0)
     return Came(
@@ -279,6 +330,26 @@ def program(features: set[str]) -> Came:
         noise=noise,
         microbatches=count,
     )
+
+
+def check_raised(features: set[str], step: Any, params: Any, given: Any, batch: Any) -> None:
+    """A NaN in the batch is raised, under transforms too, and for one of several members."""
+    bad = {**batch, "y": batch["y"] * torch.nan}
+
+    def loss(params: Any) -> Tensor:
+        state = step.init(params, given, SEED)
+        return trained(features, step, state, bad)[1].loss
+
+    if "grad" in features:
+        loss = torch.func.grad(loss)
+    if "vmap" in features:
+        loss = torch.func.vmap(loss)
+        params = {k: torch.stack([x, x]) for k, x in params.items()}
+    try:
+        loss(params)
+    except FloatingPointError:
+        return
+    raise AssertionError("a NaN went through nonfinite='raise'")
 
 
 def full(tree: Any) -> Any:
@@ -421,13 +492,9 @@ def apart(came: Came, want: Came, features: set[str]) -> str:
     return ""
 
 
-def tried(features: set[str]) -> str:
-    """What is wrong with a pair: an error, or what is off; "" if nothing is."""
-    try:
-        came = program(features)
-    except Exception as error:
-        said = " ".join([str(error), *getattr(error, "__notes__", [])])
-        return f"{type(error).__name__}: {said}"
+def wrong_with(features: set[str]) -> str:
+    """What two features do that they should not: nothing, "", if they come to the same."""
+    came = program(features)
     if "vmap" not in features:
         return apart(came, by_hand(features, came.microbatches), features)
     for i, times in enumerate((1.0, 1.5)):
@@ -439,3 +506,40 @@ def tried(features: set[str]) -> str:
 
 def _member(i: int, x: Any) -> Any:
     return x[i] if isinstance(x, Tensor) and x.dim() else x
+
+
+def check(pair: tuple[str, ...]) -> None:
+    """A pair works and is right, or is refused in the words of the table."""
+    refused = REFUSED.get(pair) or REFUSED.get(pair[::-1])  # pyright: ignore[reportArgumentType]
+    if refused is None:
+        told = wrong_with({*pair})
+        assert not told, f"{' and '.join(pair)}: {told}"
+        return
+    with pytest.raises(Exception, match=refused.words):
+        wrong_with({*pair})
+
+
+# The page -----------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """The table, as a reader sees it."""
+    names = [*FEATURES]
+    reasons = list(dict.fromkeys(REFUSED.values()))
+    lines = ["| | " + " | ".join(str(i + 1) for i in range(len(names))) + " |"]
+    lines.append("|---" * (len(names) + 1) + "|")
+    for i, a in enumerate(names):
+        cells = []
+        for j, b in enumerate(names):
+            refused = REFUSED.get((a, b)) or REFUSED.get((b, a))
+            mark = "abcdefghijklmnop"[reasons.index(refused)] if refused else "✓"
+            cells.append("" if j > i else "·" if j == i else mark)
+        lines.append(f"| {i + 1} {FEATURES[a]} | " + " | ".join(cells) + " |")
+    notes = [
+        f"- **{'abcdefghijklmnop'[n]}**, {it.reason}: {it.why}." for n, it in enumerate(reasons)
+    ]
+    return "\n".join([*lines, "", *notes])
+
+
+if __name__ == "__main__":
+    print(page())
