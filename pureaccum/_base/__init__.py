@@ -125,12 +125,14 @@ from .torch_internals import may_be_differentiated as may_be_differentiated
 from .torch_internals import memory_of as memory_of
 from .torch_internals import module_vars as module_vars
 from .torch_internals import owns_its_memory as owns_its_memory
+from .torch_internals import patience as patience
 from .torch_internals import recorded_at as recorded_at
 from .torch_internals import saved_tensors_hooks_allowed as saved_tensors_hooks_allowed
 from .torch_internals import saved_tensors_hooks_refused as saved_tensors_hooks_refused
 from .torch_internals import scan as scan
 from .torch_internals import seeing as seeing
 from .torch_internals import sequence_number as sequence_number
+from .torch_internals import shared_store as shared_store
 from .torch_internals import tensor_hooks as tensor_hooks
 from .torch_internals import tensor_places as tensor_places
 from .torch_internals import transform_active as transform_active

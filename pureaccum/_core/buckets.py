@@ -17,6 +17,7 @@ another length is needed, they agree on it first.
 
 from collections import deque
 from collections.abc import Callable
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._base import CLAIM_NUMBERS as CLAIMED
-from .._base import Claim, between_ranks, compare
+from .._base import Claim, between_ranks, compare, patience, shared_store
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket
@@ -79,6 +80,9 @@ def sum_over_ranks_(
     """
     group = dist.group.WORLD if group is None else group
     rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if group not in _rooms:
+        _arrive(group, numbers.device)
+        _rooms[group] = 0, torch.float32
     room = _rooms.get(group, (0, torch.float32))
     parts = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
     able = [x for x in parts if x.dtype in FLOATS and x.device == numbers.device]
@@ -167,6 +171,58 @@ def group_of(group: Any) -> Any:
             "the step again, with a group of this one."
         ) from error
     return dist.group.WORLD if group is None else group
+
+
+def _arrive(group: Any, device: torch.device) -> None:
+    """Wait until all ranks of a group are about to use it for the first time.
+
+    Ranks that were given different groups would wait for one another without end: one that finds
+    another waiting for it elsewhere tells it so, and both raise. Whoever does not come in the time
+    of the group is left to the collective that follows, which then says so.
+    """
+    store, me, ranks = shared_store(), dist.get_rank(), dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return
+    here = f"{group.group_name!r}, of ranks {', '.join(map(str, ranks))}"
+    mine = f"pureaccum/wait {store.add(f'pureaccum/waits of {me}', 1)} of {me}"
+    arrived = store.add(f"pureaccum/{here}", 1)
+    store.set(f"pureaccum/{me}", f"{mine}|{here}")
+    until, pause, told = monotonic() + patience(group, device), 0.001, ""
+    while arrived < len(ranks) and not told and monotonic() < until:
+        sleep(pause)
+        pause = min(2 * pause, 1.0)
+        arrived = store.add(f"pureaccum/{here}", 0)
+        # Many ranks ask one store: not before it is likely, which is after half a second.
+        waiting = _waiting(store, ranks) if pause > 0.25 else []
+        if store.check([mine]):  # a rank that has gone on had told this one before
+            told = store.get(mine).decode()
+        for rank, its, there in waiting:
+            those = there.partition(", of ranks ")[2].split(", ")
+            apart = there != here and str(me) in those
+            if not told and apart and store.add(f"pureaccum/{there}", 0) < len(those):
+                told = f"rank {rank} at {there}"
+                _tell(store, its, there, f"rank {me} at {here}")
+    store.set(f"pureaccum/{me}", "")
+    if told:
+        _tell(store, mine, here, told)
+        raise ValueError(
+            f"the ranks do not use the same group: rank {me} is at {here}, and {told}, and each "
+            "waits for the other. Give all ranks the same group, in the same order."
+        )
+
+
+def _tell(store: Any, its: str, there: str, text: str) -> None:
+    """End a wait, which counts no more where it was."""
+    if store.add(f"{its}, told", 1) == 1:  # one rank may be told by several
+        store.add(f"pureaccum/{there}", -1)
+        store.set(its, text)
+
+
+def _waiting(store: Any, ranks: list[int]) -> list[tuple[int, str, str]]:
+    """The ranks that wait and have not been told: which wait it is, and at which group."""
+    known = [r for r in ranks if store.check([f"pureaccum/{r}"])]
+    waits = [(r, *store.get(f"pureaccum/{r}").decode().split("|")) for r in known]
+    return [(wait[0], wait[1], wait[2]) for wait in waits if wait[1] and not store.check([wait[1]])]
 
 
 def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:

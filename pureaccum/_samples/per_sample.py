@@ -161,7 +161,7 @@ def per_sample_grad(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         at = positions(wrt, len(args), "argnums")
         given, over = args, NOWHERE
-        if any_sharded(tree_leaves((args, kwargs))):
+        if any_sharded(tree_leaves([*args, *kwargs.values()])):
             args, kwargs, over = _on_this_rank(args, kwargs, batches, reduce)
         params = args[at[0]] if alone else tuple(args[i] for i in at)
 

@@ -17,6 +17,7 @@ from .facts import facts
 from .first_call import first_call
 from .models import SIZES
 from .ranks import KINDS, talk
+from .ranks_of_pairs import pairs_of_ranks
 from .saving import saving
 from .syncs import syncs
 
@@ -64,6 +65,7 @@ def main() -> None:
         for kind in talks:  # two processes, which need not share a core
             talked[kind] = talk(kind)
             done(f"ranks, {kind}")
+        paired = pairs_of_ranks() if talks else None
         core = clock.pin()
         firsts = run(firsts, first_call, "first call", done)
         checks = run(checks, syncs, "syncs", done)
@@ -75,6 +77,7 @@ def main() -> None:
 
     rows = [*ratios.memory_rows(peaks), *ratios.first_call_rows(firsts), *ratios.sync_rows(checks)]
     rows += [*ratios.saving_rows(saved), *ratios.rank_rows(talked), *ratios.time_rows(races)]
+    rows += ratios.pairs_of_ranks_rows(paired) if paired else ()
     rows += ratios.mean_rows(rows)
     report.show(rows)
     print(f"{perf_counter() - begin:.0f} seconds")
@@ -90,6 +93,7 @@ def main() -> None:
             "syncs": [named(one) | result for one, result in checks.items()],
             "saving": saved,
             "ranks": [{"model": str(kind)} | result for kind, result in talked.items()],
+            "pairs of ranks": paired,
             "time": [named(cell) | result for cell, result in races],
         }
         report.save(options.json, content)

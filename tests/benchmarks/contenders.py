@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pureaccum as pa
 
-from .gradcache import PAIRS
+from .gradcache import PAIRS, PAIRS_STEPS
 from .head import HEADS
 from .models import Batch, Problem
 from .nests import NESTS
@@ -130,4 +130,5 @@ for _engine in ENGINES:
 ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
-CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS
+CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | PAIRS_STEPS | HEADS | CHAINS | SAMPLES
+CONTENDERS |= PROGRAMS

@@ -16,6 +16,7 @@ import pureaccum as pa
 
 from .models import Batch, Problem
 from .norms import Grads, taken
+from .steps import Read
 
 
 def full_batch(problem: Problem) -> Grads:
@@ -66,15 +67,36 @@ def gradcache(problem: Problem) -> Grads:
 
 def in_microbatches(problem: Problem, gradient: Callable[..., Any]) -> Grads:
     """``pa.microbatch`` of both towers, and the loss of what comes out."""
+    params, loss = loss_of_pairs(problem, problem.rows)
+    return partial(gradient(loss), params)
+
+
+def loss_of_pairs(problem: Problem, rows: int | None) -> tuple[dict[str, Tensor], Any]:
+    """Parameters, and the loss of what both towers give, so many rows at a time."""
     fn, criterion = pa.functional(problem.net), problem.criterion
-    embed = pa.microbatch(
-        lambda params, batch: fn.apply(params, fn.buffers, *batch)[0], microbatch_size=problem.rows
-    )
+
+    def embed(params: dict[str, Tensor], batch: Batch) -> Any:
+        return fn.apply(params, fn.buffers, *batch)[0]
+
+    towers = pa.microbatch(embed, microbatch_size=rows) if rows else embed
 
     def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
-        return criterion(*embed(params, batch))
+        return criterion(*towers(params, batch))
 
-    return partial(gradient(loss), fn.params)
+    return fn.params, loss
+
+
+def step_of_pairs(problem: Problem, cut: bool, compile: bool) -> Callable[[Batch], Read]:
+    """A step that is given all pairs at once; its loss may cut them."""
+    params, loss = loss_of_pairs(problem, problem.rows if cut else None)
+    step = pa.make_step(loss, pa.sgd(0.1), compile=compile)
+    state = step.init(params)
+
+    def run(batch: Batch) -> Read:
+        new, _ = step(state, batch)
+        return lambda: new.params
+
+    return run
 
 
 FULL_PAIRS, FULL_FUNC, GRADCACHE = (
@@ -90,4 +112,14 @@ PAIRS: dict[str, Callable[[Problem], Grads]] = {
     GRADCACHE: gradcache,
     OUR_PAIRS: partial(in_microbatches, gradient=pa.grad),
     OUR_PAIRS_FUNC: partial(in_microbatches, gradient=torch.func.grad),
+}
+
+WHOLE_STEP, CUT_STEP = "InfoNCE step, whole batch", "InfoNCE step, microbatched"
+COMPILED_WHOLE, COMPILED_CUT = f"compiled {WHOLE_STEP}", f"compiled {CUT_STEP}"
+
+PAIRS_STEPS: dict[str, Callable[[Problem], Callable[[Batch], Read]]] = {
+    WHOLE_STEP: partial(step_of_pairs, cut=False, compile=False),
+    CUT_STEP: partial(step_of_pairs, cut=True, compile=False),
+    COMPILED_WHOLE: partial(step_of_pairs, cut=False, compile=True),
+    COMPILED_CUT: partial(step_of_pairs, cut=True, compile=True),
 }

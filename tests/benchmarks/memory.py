@@ -18,6 +18,7 @@ import torch
 from .absent import Absent
 from .apart import answer, ask
 from .contenders import CONTENDERS, read
+from .gradcache import PAIRS_STEPS
 from .models import Model, build
 from .rivals import RIVALS
 from .steps import STEPS
@@ -41,7 +42,8 @@ def measure(model: Model, name: str, device: str) -> dict:
     torch.set_num_threads(1)
     problem = build(model, device)
     call = CONTENDERS[name](problem)
-    if name in STEPS | RIVALS:  # compiled for this batch, perhaps once more for its own results
+    # A compiled step is compiled for this batch, perhaps once more for its own results.
+    if name in STEPS | RIVALS | PAIRS_STEPS:
         call(problem.batch)
         call(problem.batch)
     else:  # two microbatches reach every branch that any number of them does

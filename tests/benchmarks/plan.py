@@ -6,7 +6,7 @@ Rule: cells are chosen before any number is seen, and a cell that was measured i
 from typing import NamedTuple
 
 from .contenders import ALL, ENGINES, HAND, MAIN
-from .gradcache import GRADCACHE, OUR_PAIRS, PAIRS
+from .gradcache import GRADCACHE, OUR_PAIRS, PAIRS, PAIRS_STEPS
 from .head import HAND_HEAD, HEADS, TILED_HEAD, WHOLE_HEAD
 from .models import Model, gpt
 from .nests import NESTS, OF_NEST, PA, REMATTED, named
@@ -71,6 +71,7 @@ FIVE = (
 # only some activations are kept.
 NORM, RESNET = Model(32, 16, 32, kind="norms"), Model(32, 16, 16, depth=18, kind="resnet")
 TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
+FEW_TOWERS = TOWERS._replace(rows=256, microbatches=8)  # a compiler takes seconds for each
 HEAD = Model(256, 128, 16, depth=1, kind="head")
 NESTED = Model(256, 128, 16, activation="gelu", bias=False)
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
@@ -252,6 +253,7 @@ def coupled_peaks(full: bool, device: str) -> list[Peak]:
     for model in (NORM, RESNET):
         plan += [Peak(device, COUPLED, model._replace(microbatches=32), name) for name in NORMS]
     plan += [Peak(device, COUPLED, TOWERS, name) for name in PAIRS]
+    plan += [Peak(device, COUPLED, FEW_TOWERS, name) for name in PAIRS_STEPS]
     plan += [Peak(device, COUPLED, HEAD, name) for name in HEADS]
     plan += [Peak(device, COUPLED, NESTED, name) for name in NESTS]
     return plan + [Peak(device, COUPLED, CHAIN._replace(rows=2048), name) for name in CHAINS]

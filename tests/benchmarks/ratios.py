@@ -10,7 +10,17 @@ from typing import NamedTuple
 
 from . import targets
 from .contenders import ENGINES, HAND, TORCH_FUNC
-from .gradcache import FULL_FUNC, FULL_PAIRS, GRADCACHE, PAIRS
+from .gradcache import (
+    COMPILED_CUT,
+    COMPILED_WHOLE,
+    CUT_STEP,
+    FULL_FUNC,
+    FULL_PAIRS,
+    GRADCACHE,
+    PAIRS,
+    PAIRS_STEPS,
+    WHOLE_STEP,
+)
 from .head import HAND_HEAD, HEADS, WHOLE_FUNC, WHOLE_HEAD
 from .nests import NESTS, REMATTED, WHOLE
 from .norms import FULL, NORMS
@@ -38,6 +48,7 @@ from .programs import (
     TRAIN_PY,
 )
 from .ranks import COUNTED, DDP, OURS, Kind
+from .ranks_of_pairs import ALONE, APART, DIFFERENCE, PAIRS_OF_RANKS
 from .rematerialised import CHAINS, CHECKPOINT, WITHOUT
 from .rivals import ACCELERATE, JAX, RIVALS
 from .saving import MEGABYTES, SAFETENSORS, SAVE
@@ -91,6 +102,9 @@ def opponents(ours: str) -> tuple[str, ...]:
     if ours in PAIRS:
         of = {FULL_PAIRS: (), FULL_FUNC: (), GRADCACHE: (FULL_PAIRS,)}
         return of.get(ours, (GRADCACHE, FULL_PAIRS, FULL_FUNC))
+    if ours in PAIRS_STEPS:
+        of = {WHOLE_STEP: (), COMPILED_CUT: (WHOLE_STEP, CUT_STEP, COMPILED_WHOLE)}
+        return of.get(ours, (WHOLE_STEP,))
     if ours in HEADS:
         of = {WHOLE_HEAD: (), WHOLE_FUNC: (), HAND_HEAD: (WHOLE_HEAD,)}
         return of.get(ours, (WHOLE_HEAD, HAND_HEAD))
@@ -253,6 +267,17 @@ def rank_rows(numbers: Mapping[Kind, dict]) -> Iterator[Row]:
                 yield row._replace(failure=failure)
             else:
                 yield compared(row, result[OURS], result[DDP], measure)
+
+
+def pairs_of_ranks_rows(result: dict) -> Iterator[Row]:
+    """What a rank holds for a loss of all pairs, and how far its gradients are off."""
+    row = Row("cpu", "memory", PAIRS_OF_RANKS, APART, ALONE, targets.PAIRS_OF_RANKS_MEMORY)
+    off = row._replace(measure=DIFFERENCE, target=targets.PAIRS_OF_RANKS_DIFFERENCE)
+    if failure := result.get("failure"):
+        yield from (row._replace(failure=failure), off._replace(failure=failure))
+    else:
+        yield compared(row, result[APART], result[ALONE], "peak")
+        yield off._replace(ratio=result[DIFFERENCE])
 
 
 def compared(row: Row, ours: dict, theirs: dict, what: str) -> Row:

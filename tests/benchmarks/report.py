@@ -41,6 +41,7 @@ UNITS = {
     "first call": (1, "s"),
     "syncs": (1, ""),
     "saving": (1e3, "ms"),
+    "difference": (1, ""),
     "collectives": (1, ""),
     "bytes to them": (1e-3, "KB"),
     "bytes on the wire": (1e-3, "KB"),
@@ -56,9 +57,9 @@ def texts(row: Row) -> tuple[str, ...]:
         row.where,
         row.ours,
         row.theirs,
-        "" if row.ratio is None else f"{row.ratio:.3f}",
+        "" if row.ratio is None else decimal(row.ratio, 3),
         "" if row.quartiles is None else "{:.2f} – {:.2f}".format(*row.quartiles),
-        "" if row.target is None else f"≤ {row.target:.2f}",
+        "" if row.target is None else f"≤ {decimal(row.target, 2)}",
         {None: "", True: "yes", False: "NO"}[row.reached],
         brief(row.failure, 40)
         if row.amounts is None
@@ -69,6 +70,10 @@ def texts(row: Row) -> tuple[str, ...]:
 
 def brief(text: str, most: int) -> str:
     return text.partition("\n")[0][:most]
+
+
+def decimal(x: float, places: int) -> str:
+    return f"{x:.1e}" if 0 < x < 10**-places else f"{x:.{places}f}"
 
 
 def digits(x: float) -> str:

@@ -47,7 +47,9 @@ AGAINST_COMPILED, AGAINST_COMPILED_MEAN = 1.03, 0.6
 FIRST_CALL = 1.2  # with 1,024 microbatches, against 2
 SYNCS = 0.0
 SAVING = 1 / 0.75  # of the time of safetensors and an fsync: three quarters of their speed
-RANKS = {"collectives": 1.0, "bytes on the wire": 1.0}  # no more than DistributedDataParallel
+# No more than DistributedDataParallel; and a loss of all pairs, against one process with all.
+RANKS = {"collectives": 1.0, "bytes on the wire": 1.0, "seconds": 1.0}
+PAIRS_OF_RANKS_MEMORY, PAIRS_OF_RANKS_DIFFERENCE = 0.6, 1e-12
 # Of what couples its rows, and of what rematerialises: ours against theirs.
 COUPLED_TIME = {
     (OUR_PAIRS, GRADCACHE): 1.05,

@@ -286,8 +286,6 @@ def test_states_that_did_not_sum_squares_are_refused() -> None:
 
 
 def test_what_has_no_noise_of_its_own_is_refused() -> None:
-    with refused(ValueError, "noise=True", "compile"):
-        pa.make_step(quadratic, pa.sgd(0.1), noise=True, compile=True)
     acc = pa.accumulator(lambda w, x: (w * x).sum(), reduction="sum", squares=True)
     with refused(ValueError, "squares=True", "noise=True", "reduction='sum'", "Weighted"):
         acc.update(acc.init(W), W, torch.ones(3, 2))

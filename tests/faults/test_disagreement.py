@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pureaccum as pa
 from pureaccum._base.agreement import agreement, claim
-from pureaccum.distributed import begin_sum
+from pureaccum.distributed import begin_sum, gather, psum
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 from tests.ranks import cases_on_ranks
@@ -362,10 +362,90 @@ def with_and_without_squares() -> None:
     agree_again()
 
 
+# Inside of a loss ---------------------------------------------------------------------------
+
+
+EXCHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "shape": (
+        lambda: psum(torch.ones(6)),
+        lambda: psum(torch.ones(2, 3)),
+        r"\(6,\)" + on_these(r".*\(2, 3\)"),
+    ),
+    "size": (
+        lambda: psum(torch.ones(7)),
+        lambda: psum(torch.ones(700)),
+        r"\(7,\)" + on_these(r".*\(700,\)"),
+    ),
+    "dtype": (
+        lambda: gather(torch.ones(3, 2)),
+        lambda: gather(torch.ones(3, 2).double()),
+        r"torch\.float32" + ".*" + on_these(".*"),
+    ),
+    "rows of another width": (
+        lambda: gather(torch.ones(3, 2)),
+        lambda: gather(torch.ones(3, 4)),
+        r"\(0, 2\)" + on_these(r".*\(0, 4\)"),
+    ),
+    "leaves": (
+        lambda: psum([torch.ones(5)]),
+        lambda: psum([torch.ones(5)] * 2),
+        r"tensors\[1\] is absent",
+    ),
+    "call": (
+        lambda: psum(torch.ones(8, 2)),
+        lambda: gather(torch.ones(8, 2)),
+        "the call is psum" + on_these("gather"),
+    ),
+    "the end of a step": (
+        lambda: psum(torch.ones(9, 2)),
+        lambda: pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD).init(PARAMS),
+        r"the call is psum" + on_these(r"step\.init\(\.\.\.\)"),
+    ),
+    "microbatches": (
+        lambda: in_microbatches(2)(torch.ones(3), torch.ones(6, 3)),
+        lambda: in_microbatches(3)(torch.ones(3), torch.ones(6, 3)),
+        "the call is psum in one of 3 microbatches" + on_these("psum in one of 2 microbatches"),
+    ),
+}
+
+
+def in_microbatches(size: int) -> Any:
+    def func(w: Tensor, x: Tensor) -> Tensor:
+        return psum((w * x).sum())
+
+    return pa.microbatch(func, microbatch_size=size, reduce="sum")
+
+
+def other_exchanges(name: str) -> None:
+    most, last, said = EXCHANGES[name]
+    refused(last if apart() else most, said)
+    refused(last if apart() else most, said)  # it is not known from then on
+    agree_again()
+
+
+def another_number_of_rows_is_no_disagreement() -> None:
+    assert len(gather(torch.ones(1 + 2 * apart(), 3))) == dist.get_world_size() + 2
+
+
+def other_groups() -> None:
+    """Of the same ranks, and of others: no rank waits for one that waits for it."""
+    ranks = [*range(dist.get_world_size())]
+    groups = [dist.new_group(its) for its in (ranks, ranks, ranks[-2:])]
+    if dist.get_rank() in ranks[-2:]:
+        for mine, other in ((0, 1), (0, 2), (2, 1)):
+            with pytest.raises(ValueError, match=r"do not use the same group: rank .*, of ranks "):
+                psum(torch.ones(2), groups[other if apart() else mine])
+        assert psum(torch.ones(2), groups[2]).tolist() == [2, 2]
+    dist.barrier()
+    assert psum(torch.ones(2), groups[0]).tolist() == [len(ranks)] * 2
+    agree_again()
+
+
 CASES: dict[str, Callable[[], object]] = (
     {f"settings: {name}": partial(other_settings, name) for name in SETTINGS}
     | {f"state: {name}": partial(other_state, name) for name in STATES}
     | {f"all_reduce: {name}": partial(other_accumulators, name) for name in TREES}
+    | {f"exchange: {name}": partial(other_exchanges, name) for name in EXCHANGES}
     | {
         one.__name__: one
         for one in (
@@ -377,6 +457,8 @@ CASES: dict[str, Callable[[], object]] = (
             models_in_another_order,
             other_calls,
             with_and_without_squares,
+            another_number_of_rows_is_no_disagreement,
+            other_groups,
         )
     }
 )

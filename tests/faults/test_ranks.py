@@ -198,7 +198,13 @@ def do_not_meet(rank: int, world: int) -> None:
         if kind is late:
             new, _ = late(step, state, rank)
             assert_trees_bitwise_equal(new.params, alone(state, torch.ones(2, 2))[0].params)
-        elif rank == 1 and kind is not other_group:
+        elif kind is other_group:  # of many ranks, those that nobody tells wait for the time
+            errors = ValueError if rank == 1 or world == 2 else (ValueError, RuntimeError)
+            with pytest.raises(errors) as caught:
+                kind(step, state, rank)
+            named = "do not use the same group" in str(caught.value)
+            assert named == isinstance(caught.value, ValueError)
+        elif rank == 1:
             kind(step, state, rank)
         else:
             with pytest.raises(RuntimeError) as caught:

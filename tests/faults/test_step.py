@@ -552,13 +552,6 @@ def test_raise_names_the_microbatch(donate: bool) -> None:
     assert step.apply(state, window)[1].applied
 
 
-def test_raise_cannot_look_under_vmap() -> None:
-    step = make(nonfinite="raise")
-    state, batches = step.init(PARAMS), {"x": torch.ones(2, 4, 2)}
-    with refused(RuntimeError, "nonfinite='raise'", "'skip' or 'propagate'", given=state):
-        torch.func.vmap(step, (None, 0))(state, batches)
-
-
 def test_an_autocast_cache_around_a_step_is_refused() -> None:
     step = make()
     state = step.init(PARAMS)
