@@ -590,6 +590,24 @@ MUTANTS: dict[str, Mutant] = {
         "weight = weight.to(total.device, torch.float64)",
         "weight = weight.detach().to(total.device, torch.float64)",
     ),
+    "cotangents of ranks that are not weighed": Mutant(
+        "What goes back through a sum over ranks counts as much on each, whatever its rows.",
+        "_core/exchange.py",
+        "given = [c * times for c in given]",
+        "pass",
+    ),
+    "cotangents of other ranks left out": Mutant(
+        "Rows that were gathered get back what this rank alone made of them.",
+        "_core/exchange.py",
+        "dist.reduce_scatter(own[0], [*flat], group=group)",
+        "own[0] = flat[dist.get_rank(group)]",
+    ),
+    "exchanges not compared": Mutant(
+        "What ranks exchange inside of a loss is taken to be alike.",
+        "_core/exchange.py",
+        "if counted and parts == 1 and kind in known.kinds:",
+        "if counted:",
+    ),
     "members that share memory": Mutant(
         "States that were stacked and taken apart are views of the stack.",
         "_base/states.py",

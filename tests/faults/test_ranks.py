@@ -158,6 +158,29 @@ def dies_in_mid_window(folder: str, rank: int, world: int) -> None:
     assert info.microbatches == world
 
 
+def dies_inside_of_a_loss(rank: int, world: int) -> None:
+    """Between two sums over ranks, of which the others wait in the second."""
+    calls = 0
+
+    def of_all(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        total = pa.distributed.psum((w * x).sum())
+        if rank == 1 and calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pa.distributed.psum(total**2)
+
+    step = pa.make_step(of_all, pa.sgd(2.0**-9), group=dist.group.WORLD)
+    state, _ = step(step.init(torch.ones(2)), torch.ones(2, 2))
+    state, _ = step(state, torch.ones(2, 2))
+    before = state.params.clone()
+    with pytest.raises(RuntimeError) as caught:
+        step(state, torch.ones(2, 2))
+    assert any("rank" in note for note in caught.value.__notes__)
+    assert_trees_bitwise_equal(state.params, before)
+    assert pa.make_step(loss, pa.sgd(0.5))(state, torch.ones(2, 2))[1].applied
+
+
 def late(step: Any, state: Any, rank: int) -> Any:
     if rank == 1:
         time.sleep(0.5)
@@ -226,6 +249,13 @@ def test_after_a_rank_raised_the_others_raise_and_can_go_on(world):
 def test_after_a_rank_died_in_mid_window_the_others_can_go_on(world, tmp_path):
     dying = functools.partial(dies_in_mid_window, str(tmp_path))
     first, second, *others = run_on_ranks(world, dying)
+    assert second.failure == "died with exit code -9"
+    assert {first, *others} == {End()}, [first, *others]
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_after_a_rank_died_inside_of_a_loss_the_others_can_go_on(world):
+    first, second, *others = run_on_ranks(world, dies_inside_of_a_loss)
     assert second.failure == "died with exit code -9"
     assert {first, *others} == {End()}, [first, *others]
 
