@@ -241,6 +241,7 @@ def all_reduce(
     if donate:  # before anything is written, so that an error leaves nothing half added
         mark(tree_leaves(state))
     ahead = len(own) if async_op else AHEAD
+    del own  # work has them, and drops them one by one
     wait = begin_sum(work, group, claimed, ahead=ahead)
 
     def finish() -> _AccumState:
@@ -286,9 +287,14 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
 
 
 def begin_sum(
-    state: _AccumState, group: Any, claimed: _Claim, *more: Tensor, ahead: int = AHEAD
+    state: _AccumState,
+    group: Any,
+    claimed: _Claim,
+    *more: Tensor,
+    unit: Any = 1.0,
+    ahead: int = AHEAD,
 ) -> Callable[[], tuple[_AccumState, Tensor]]:
-    """Begin to add up the states of all ranks, whose gradients are lists and are written to.
+    """Begin to add up the states of all ranks, whose gradients are lists and are given up.
 
     If nobody has looked whether ranks agree, and they do not, the total becomes NaN.
 
@@ -297,6 +303,7 @@ def begin_sum(
         group: The ranks.
         claimed: What this rank holds that all should hold.
         more: Further 0-d numbers of this rank, at most one.
+        unit: What the gradients of this rank are still to be multiplied by.
         ahead: See ``sum_over_ranks_``.
 
     Returns:
@@ -311,19 +318,22 @@ def begin_sum(
         "weighted": state.weighted,
     }
     numbers = torch.stack([x.double() for x in (*amounts.values(), *more)])
-    squares = state.squares.clone() if isinstance(state.squares, Tensor) else ()
-    tensors = [*state.grads, *([squares] if isinstance(squares, Tensor) else [])]
+    sums, times = state.grads, [unit] * len(state.grads)  # the list itself: nothing is held twice
+    if isinstance(state.squares, Tensor):
+        sums.append(state.squares.clone())
+        times.append(1.0)
     with torch.no_grad():
-        wait = sum_over_ranks_(tensors, numbers, group, claimed, ahead=ahead)
+        wait = sum_over_ranks_(sums, numbers, group, claimed, times=times, ahead=ahead)
 
     def finish() -> tuple[_AccumState, Tensor]:
         with torch.no_grad():
             of_all, agreed = wait()
-        sums = of_all[:, : len(amounts)].sum(0).unbind()
-        pairs = zip(amounts.items(), sums, strict=True)
+        of_ranks = of_all[:, : len(amounts)].sum(0).unbind()
+        pairs = zip(amounts.items(), of_ranks, strict=True)
         summed = {name: new.to(old.dtype, copy=True) for (name, old), new in pairs}
         if agreed is not None:
             summed["total"] = torch.where(agreed, summed["total"], torch.nan)
+        squares = sums.pop() if isinstance(state.squares, Tensor) else ()
         return state._replace(squares=squares, **summed), of_all[:, len(amounts) :]
 
     return finish

@@ -103,6 +103,8 @@ def claim(
     """
     flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
     looks = tuple((spec, *map(_look, leaves)) for leaves, spec in flat.values())
+    flat = {root: flat[root] for root in values}  # what is summed is given up, and must be free
+    roots = [*values, *kinds]
     kind = agreed.kinds.get((call, looks))
     new, turn, here = kind is None, False, device.type == "cpu"
     if whole is None:
@@ -113,7 +115,7 @@ def claim(
     def told() -> list[Table]:
         alike = {
             name: f"{look[0]} of shape {tuple(look[1])}" if isinstance(look, tuple) else str(look)
-            for root, (spec, *of_tree) in zip(flat, looks, strict=True)
+            for root, (spec, *of_tree) in zip(roots, looks, strict=True)
             for name, look in zip(paths(spec, root), of_tree, strict=True)
         }
         order = {"the order of the leaves": ", ".join(alike)}

@@ -5,7 +5,7 @@
     the claims agree? else all ranks raise
     for bucket in buckets(many gradients):  # of one dtype and device, closed at 25 MiB
         all_reduce(bucket)
-        split it back
+        what was in it is a view of it from now on
 
 Each rank writes its numbers into a slot of its own, to which all others add zeros: so every rank
 has the numbers of all, bit for bit, and adds them up in one order.
@@ -16,7 +16,8 @@ another length is needed, they agree on it first.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._base import CLAIM_NUMBERS as CLAIMED
-from .._base import Claim, between_ranks, compare, patience, shared_store
+from .._base import Claim, between_ranks, compare, owns_its_memory, patience, shared_store
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket
@@ -43,35 +44,35 @@ Room = tuple[int, torch.dtype]
 _rooms: WeakKeyDictionary[Any, Room] = WeakKeyDictionary()
 
 
-class Bucket(NamedTuple):
-    """Tensors that travel together."""
-
-    members: list[Tensor]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Sent(NamedTuple):
     """A collective under way, and where in it the numbers of all ranks are, if they are in it."""
 
-    members: list[Tensor]
+    members: list[int]
     flat: Tensor
     numbers: Tensor | None
     work: Any
 
 
 def sum_over_ranks_(
-    tensors: list[Tensor], numbers: Tensor, group: Any, claimed: Claim, *, ahead: int = AHEAD
+    tensors: list[Tensor],
+    numbers: Tensor,
+    group: Any,
+    claimed: Claim,
+    *,
+    times: Sequence[Any] | None = None,
+    ahead: int = AHEAD,
 ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-    """Begin to sum tensors over the ranks of a group, in place.
+    """Begin to sum tensors over the ranks of a group; the sums take their places in the list.
 
     Nothing is written to where ranks turn out to claim different things.
 
     Args:
-        tensors: Of the same shapes and dtypes on every rank; they belong to the caller.
+        tensors: Of the same shapes and dtypes on every rank. They are given up: a sum may be a view
+            of what has travelled, or the tensor itself, written to.
         numbers: A float64 vector, at most ``RANK_NUMBERS`` long.
         group: The ranks.
         claimed: What this rank holds that all should hold.
+        times: What each tensor of this rank is first multiplied by; None for 1.
         ahead: How many buckets may be under way at a time.
 
     Returns:
@@ -85,24 +86,32 @@ def sum_over_ranks_(
         _rooms[group] = 0, torch.float32
     room = _rooms.get(group, (0, torch.float32))
     parts = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
-    able = [x for x in parts if x.dtype in FLOATS and x.device == numbers.device]
-    few = [x for x in able if x.dtype == able[0].dtype]
-    need = sum(x.numel() for x in few), few[0].dtype if few else torch.float32
-    if sum(x.nbytes for x in few) > RIDING:
+    times = [1.0] * len(parts) if times is None else times
+    able = [i for i, x in enumerate(parts) if x.dtype in FLOATS and x.device == numbers.device]
+    few = [i for i in able if parts[i].dtype == parts[able[0]].dtype]
+    need = sum(parts[i].numel() for i in few), parts[few[0]].dtype if few else torch.float32
+    if need[0] * need[1].itemsize > RIDING:
         few = []
-    riding = {*map(id, few)}
+    riding = {*few}
     slots = torch.cat([claimed.numbers(), numbers, numbers.new_zeros(RANK_NUMBERS - len(numbers))])
     sent: deque[Sent] = deque()
     of_all, agreed = slots, None
 
-    def send_first(room: Room, members: list[Tensor]) -> None:
+    def fill(flat: Tensor, members: list[int]) -> None:
+        for i, piece in zip(members, pieces_of(flat, [parts[i] for i in members]), strict=True):
+            if isinstance(times[i], Tensor) or times[i] != 1:
+                torch.mul(parts[i], times[i], out=piece)
+            elif piece.data_ptr() != parts[i].data_ptr():
+                piece.copy_(parts[i])
+
+    def send_first(room: Room, members: list[int]) -> None:
         """Send the numbers of this rank, and with them gradients in as much room."""
         mine = _encode(slots)
         before = world * len(mine)
         flat = torch.zeros(before + room[0], dtype=room[1], device=slots.device)
         first, rest = flat[:before].view(world, -1), flat[before:]
         first[rank] = mine
-        _fill(rest, members)
+        fill(rest, members)
         sent.append(Sent(members, rest, first, _summed(flat, group)))
 
     def land() -> None:
@@ -113,12 +122,14 @@ def sum_over_ranks_(
         if first is not None:
             of_all = _decode(first)
             agreed = compare(claimed, of_all[:, :CLAIMED], group)
-        at = 0
-        for x in members:
-            piece = flat[at : at + x.numel()]
-            at += x.numel()
-            if piece.data_ptr() != x.data_ptr():
-                x.copy_(piece.view(x.shape))
+        for i, piece in zip(members, pieces_of(flat, [parts[i] for i in members]), strict=True):
+            if piece.data_ptr() == parts[i].data_ptr():
+                continue
+            # Not where that would not free it, or would change strides; numbers may be complex.
+            if parts[i].is_contiguous() and owns_its_memory(parts[i]):
+                tensors[i] = parts[i] = piece
+            else:
+                parts[i].copy_(piece)
 
     if few and need != room:
         send_first(room, [])
@@ -127,11 +138,16 @@ def sum_over_ranks_(
     send_first(room, few)
     if claimed.look:  # nothing of a length of its own before all ranks are known to agree
         land()
-    for bucket in buckets_of([x for x in parts if id(x) not in riding]):
+    for members in buckets_of([None if i in riding else x for i, x in enumerate(parts)]):
         if len(sent) == ahead:
             land()
-        flat = _filled(bucket)
-        sent.append(Sent(bucket.members, flat, None, _summed(flat, group)))
+        one = parts[members[0]]
+        if len(members) == 1 and one.is_contiguous():
+            flat = one.view(-1)
+        else:
+            flat = one.new_empty(sum(parts[i].numel() for i in members))
+        fill(flat, members)
+        sent.append(Sent(members, flat, None, _summed(flat, group)))
 
     def wait() -> tuple[Tensor, Tensor | None]:
         while sent:
@@ -220,9 +236,13 @@ def _tell(store: Any, its: str, there: str, text: str) -> None:
 
 def _waiting(store: Any, ranks: list[int]) -> list[tuple[int, str, str]]:
     """The ranks that wait and have not been told: which wait it is, and at which group."""
-    known = [r for r in ranks if store.check([f"pureaccum/{r}"])]
-    waits = [(r, *store.get(f"pureaccum/{r}").decode().split("|")) for r in known]
-    return [(wait[0], wait[1], wait[2]) for wait in waits if wait[1] and not store.check([wait[1]])]
+    waits: list[tuple[int, str, str]] = []
+    for rank in ranks:
+        if store.check([f"pureaccum/{rank}"]):
+            its, _, there = store.get(f"pureaccum/{rank}").decode().partition("|")
+            if its and not store.check([its]):
+                waits.append((rank, its, there))
+    return waits
 
 
 def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
@@ -237,50 +257,44 @@ def _summed(flat: Tensor, group: Any) -> Any:
         return dist.all_reduce(flat, group=group, async_op=True)
 
 
-def buckets_of(tensors: list[Tensor]) -> list[Bucket]:
-    """The tensors in order, those of one dtype and device together, closed beyond the cap."""
-    buckets: list[Bucket] = []
+def buckets_of(tensors: Sequence[Tensor | None]) -> list[list[int]]:
+    """Where tensors stand that travel together: of one dtype and device, closed beyond the cap."""
+    buckets: list[list[int]] = []
     still_open: dict[Any, int] = {}
     filled: dict[int, int] = {}  # bytes
-    for x in tensors:
+    for i, x in enumerate(tensors):
+        if x is None:
+            continue
         kind = x.dtype, x.device
         at = still_open.get(kind)
         if at is None:
             at = still_open[kind] = len(buckets)
-            buckets.append(Bucket([], *kind))
-        buckets[at].members.append(x)
+            buckets.append([])
+        buckets[at].append(i)
         filled[at] = filled.get(at, 0) + x.nbytes
         if filled[at] >= CAP:
             del still_open[kind]
     return buckets
 
 
-def _filled(bucket: Bucket) -> Tensor:
-    members, dtype, device = bucket
-    if len(members) == 1 and members[0].is_contiguous():
-        return members[0].view(-1)
-    flat = torch.empty(sum(x.numel() for x in members), dtype=dtype, device=device)
-    _fill(flat, members)
-    return flat
-
-
-def _fill(flat: Tensor, members: list[Tensor]) -> None:
-    at = 0
-    for x in members:
-        flat[at : at + x.numel()].view(x.shape).copy_(x)
-        at += x.numel()
+def pieces_of(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    """The first pieces of a flat tensor, one for each of some tensors, of its shape."""
+    sizes = [x.numel() for x in likes]
+    pieces = flat[: sum(sizes)].split(sizes)
+    return [piece.view(x.shape) for piece, x in zip(pieces, likes, strict=True)]
 
 
 # Float64 numbers as integers below 2**16, which float32 holds exactly, and adds to zero exactly.
-_SHIFTS = (0, 16, 32, 48)
+@cache
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(0, 64, 16, device=device)
 
 
 def _encode(numbers: Tensor) -> Tensor:
-    bits = numbers.view(torch.int64)
-    return torch.stack([(bits >> shift) & 0xFFFF for shift in _SHIFTS], 1).view(-1)
+    bits = numbers.view(torch.int64).unsqueeze(1)
+    return ((bits >> _shifts(numbers.device)) & 0xFFFF).view(-1)
 
 
 def _decode(slots: Tensor) -> Tensor:
-    pieces = slots.to(torch.int64).view(len(slots), -1, len(_SHIFTS))
-    shifted = [pieces[..., i] << shift for i, shift in enumerate(_SHIFTS)]
-    return torch.stack(shifted).sum(0).view(torch.float64)
+    pieces = slots.to(torch.int64).view(len(slots), -1, 4)
+    return (pieces << _shifts(slots.device)).sum(-1).view(torch.float64)

@@ -129,14 +129,14 @@ class Exchange:
         self.agree(tensors)
         reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
         blocks = [self.blocks_of(x) for x in reals]
-        came: dict[int, Tensor] = {}
-        for bucket in buckets_of([x for x in blocks if x.numel()]):
-            flat = self.sent(torch.cat(bucket.members, 1))
-            pieces = flat.split([x.shape[1] for x in bucket.members], 1)
-            came |= {id(x): piece for x, piece in zip(bucket.members, pieces, strict=True)}
+        for members in buckets_of([x if x.numel() else None for x in blocks]):
+            flat = self.sent(torch.cat([blocks[i] for i in members], 1))
+            pieces = flat.split([blocks[i].shape[1] for i in members], 1)
+            for i, piece in zip(members, pieces, strict=True):
+                blocks[i] = piece
         outs: list[Tensor] = []
         for x, real, block in zip(tensors, reals, blocks, strict=True):
-            out = self.out_of(came.get(id(block), block), real.shape)
+            out = self.out_of(block, real.shape)
             outs.append(torch.view_as_complex(out) if x.is_complex() else out.to(x.dtype))
         return outs
 

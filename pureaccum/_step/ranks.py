@@ -91,7 +91,7 @@ def of_all_ranks(
     Args:
         plan: What the step is made of.
         state: The state before, the same on all ranks.
-        window: The window of this rank; its gradients are a list, and are written to.
+        window: The window of this rank; its gradients are a list, and are given up.
         unit: What the gradients of this rank are still to be multiplied by; ranks may differ.
 
     Returns:
@@ -99,11 +99,8 @@ def of_all_ranks(
     """
     if transform_active():
         return _under_transforms(plan, window, unit)
-    for grad in window.accum.grads:
-        if isinstance(unit, Tensor) or unit != 1:
-            grad.mul_(unit)
-    wait = begin_sum(window.accum, plan.group, _claimed(plan, state, window.accum), window.rows)
-    accum, of_all = wait()
+    claimed = _claimed(plan, state, window.accum)
+    accum, of_all = begin_sum(window.accum, plan.group, claimed, window.rows, unit=unit)()
     buffers = window.buffers
     if plan.buffers not in (None, "freeze"):
         buffers = _pooled(buffers, plan.group)
@@ -113,11 +110,11 @@ def of_all_ranks(
 def window_of_all_ranks(
     plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
 ) -> StepWindow:
-    """The window of all ranks, from the window of this one, whose sums are written to."""
+    """The window of all ranks, from the window of this one, whose sums are given up."""
     sums, spec = flatten(window.accum.grads)
     own = window._replace(accum=window.accum._replace(grads=sums))
     accum, (buffers, rows) = of_all_ranks(plan, state, own, unit)
-    return StepWindow(accum._replace(grads=unflatten(spec, sums)), buffers, rows)
+    return StepWindow(accum._replace(grads=unflatten(spec, accum.grads)), buffers, rows)
 
 
 def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, group: Any) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import pureaccum as pa
 from pureaccum import distributed
@@ -22,12 +23,13 @@ from tests.ranks import in_step, on_ranks
 
 
 pytestmark = pytest.mark.distributed
+CPU = torch.device("cpu")
 bits = st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", struct.pack("Q", n))[0])
 
 
 def claimed() -> Claim:
     """What all ranks claim alike."""
-    return claim(agreement({}), "here", {}, {}, torch.device("cpu"), "", whole=False)
+    return claim(agreement({}), "here", {}, {}, CPU, "", whole=False)
 
 
 @on_ranks(3)
@@ -72,15 +74,30 @@ def some_tensors(seed: int, rank: int) -> list[Tensor]:
 def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
     tensors = some_tensors(seed, rank)
     kept = [tensors[i] for i in order[:keep]]
-    looks = [(x.stride(), x.dtype, x.data_ptr()) for x in kept]
+    looks = [(x.stride(), x.dtype) for x in kept]
     of_all = [some_tensors(seed, r) for r in range(world)]
-    want = [sum(others[i] for others in of_all) for i in order[:keep]]
+
+    def times(rank: int, i: int) -> Any:
+        """Of some a number, of some a tensor; they differ between ranks."""
+        if not tensors[i].is_floating_point():
+            return 1.0
+        return (1.0, 2.0 ** (rank - 1), torch.tensor(0.5 + rank, dtype=torch.float64))[i % 3]
+
+    want = [
+        sum(others[i] * times(r, i) for r, others in enumerate(of_all)).to(tensors[i].dtype)
+        for i in order[:keep]
+    ]
     buckets.CAP = cap
     numbers = torch.tensor([rank + 0.5, -rank], dtype=torch.float64)
-    came, _ = buckets.sum_over_ranks_(kept, numbers, None, claimed(), ahead=ahead)()
-    assert came.tolist() == [[r + 0.5, -r] for r in range(world)]
+    mine = [times(rank, i) for i in order[:keep]]
+    add = buckets.sum_over_ranks_(kept, numbers, None, claimed(), times=mine, ahead=ahead)
+    assert add()[0].tolist() == [[r + 0.5, -r] for r in range(world)]
     assert_trees_bitwise_equal(kept, want)
-    assert [(x.stride(), x.dtype, x.data_ptr()) for x in kept] == looks
+    assert [(x.stride(), x.dtype) for x in kept] == looks
+    for x in kept:  # each is its own, though several lie in one memory
+        x.zero_()
+        x.add_(1)
+    assert all(bool((x == 1).all()) for x in kept)
 
 
 @on_ranks(2)
@@ -110,6 +127,28 @@ def test_a_sum_is_one_collective_of_no_more_bytes_than_needed(rank, world):
     assert len(sent) == 1 + 3
     assert [x.data_ptr() for x in merged.grads.values()] == where  # in place …
     assert {x.data_ptr() for x in sent} >= set(where)  # … and without a copy
+
+
+@on_ranks(2)
+def test_what_has_travelled_is_not_held_twice(rank, world):
+    """By the time that a bucket is sent, all but the one before it are the sums."""
+    params = {str(i): torch.ones(2**16) for i in range(8)}
+    buckets.CAP = params["0"].nbytes + 1  # two in a bucket
+    acc = pa.accumulator(lambda p, x: sum((p[k] * x.sum()).sum() for k in p))
+    state = acc.update(acc.init(params), params, torch.ones(3))
+    state = state._replace(grads=[*state.grads.values()])
+    given_up = [StorageWeakRef(x.untyped_storage()) for x in state.grads]
+    freed: list[int] = []
+    plain = dist.all_reduce
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        freed.append(sum(it.expired() for it in given_up))
+        return plain(*args, **kwargs)
+
+    dist.all_reduce = noted
+    mine = claim(agreement({}), "here", {"state": state}, {}, CPU, "", whole=False)
+    distributed.begin_sum(state, None, mine)()
+    assert freed == [0, 0, 0, 2, 4]
 
 
 @on_ranks(4)
