@@ -89,7 +89,7 @@ REFUSED = {
         "of that function",
         "that are not in new_buffers",
     ),
-    ("skip", "raise"): Refused(NO_MEANING, "one knob has one value", "was asked for"),
+    ("skip", "raise"): Refused(NO_MEANING, "one knob has one value", "cannot be"),
     ("group", "dtensors"): Refused(
         NO_MEANING,
         "`group` adds up what every rank holds whole; DTensors are added up over their mesh",
@@ -230,7 +230,12 @@ def knobs_of(features: set[str], budget: int | None) -> dict[str, Any]:
         "aux": {"has_aux": True},
         "group": {"group": dist.group.WORLD} if "group" in features else {},
     }
-    made = {k: v for name in features for k, v in knobs.get(name, {}).items()}
+    made: dict[str, Any] = {}
+    for name in features:
+        for knob, value in knobs.get(name, {}).items():
+            if knob in made:
+                raise ValueError(f"{knob} cannot be {made[knob]!r} and {value!r}")
+            made[knob] = value
     if features & {"auto", "budget"}:
         made |= {"microbatch_size": "auto", "memory_budget": budget}
     elif not takes_whole(features) and "stream" not in features:
