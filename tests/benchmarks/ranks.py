@@ -27,7 +27,7 @@ from .apart import answer, ask
 
 OURS, DDP = "autograd step, group", "DDP, no_sync"
 COUNTED = "collectives", "bytes to them", "bytes on the wire"
-MICROBATCHES, ROWS, ROUNDS = 8, 16, 20
+MICROBATCHES, ROWS = 8, 16
 
 
 class Kind(NamedTuple):
@@ -35,32 +35,33 @@ class Kind(NamedTuple):
 
     width: int
     depth: int
+    rounds: int  # steps that are timed: some seconds of them, or two runs differ by a quarter
 
     def __str__(self) -> str:
         megabytes = self.depth * self.width * (self.width + 1) * 4 / 1e6
         return f"{self.depth} layers of width {self.width}, {megabytes:.2g} MB of gradients"
 
 
-KINDS = (Kind(64, 4), Kind(512, 4), Kind(1024, 8))
+KINDS = (Kind(64, 4, 400), Kind(512, 4, 150), Kind(1024, 8, 30))
 
 
 def talk(kind: Kind) -> dict[str, Any]:
     """Of each of the two: collectives, bytes given to them, bytes on the wire, seconds a step."""
-    return ask("ranks", str(kind.width), str(kind.depth), env={"OMP_NUM_THREADS": "1"})
+    return ask("ranks", *map(str, kind), env={"OMP_NUM_THREADS": "1"})
 
 
-def measured(width: int, depth: int) -> dict[str, Any]:
+def measured(*kind: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(folder, width, depth), nprocs=2)
+        spawn(_rank, args=(folder, Kind(*kind)), nprocs=2)
         return torch.load(Path(folder) / "result", weights_only=True)
 
 
-def _rank(rank: int, folder: str, width: int, depth: int) -> None:
+def _rank(rank: int, folder: str, kind: Kind) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     wait = timedelta(seconds=120)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait)
-    result = _raced(width, depth)
+    result = _raced(kind)
     if rank == 0:
         torch.save(result, Path(folder) / "result")
     gc.collect()  # what holds on to the group ends before it: else its threads may end the process
@@ -68,8 +69,9 @@ def _rank(rank: int, folder: str, width: int, depth: int) -> None:
     dist.destroy_process_group()
 
 
-def _raced(width: int, depth: int) -> dict[str, Any]:
+def _raced(kind: Kind) -> dict[str, Any]:
     torch.manual_seed(0)
+    width, depth, rounds = kind
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
     net = nn.Sequential(*layers)
     x = torch.randn(MICROBATCHES * ROWS, width)
@@ -81,15 +83,15 @@ def _raced(width: int, depth: int) -> dict[str, Any]:
         said.clear()
         dist.barrier()
         before = _wire()
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             step(x)
         dist.barrier()
-        wire = (_wire() - before) / ROUNDS
-        counts = len(said) / ROUNDS, sum(said) / ROUNDS, wire
+        wire = (_wire() - before) / rounds
+        counts = len(said) / rounds, sum(said) / rounds, wire
         result[name] = dict(zip(COUNTED, counts, strict=True))
     seconds: dict[str, list[float]] = {name: [] for name in result}
     steps = {DDP: _ddp(net, said), OURS: _ours(net, said)}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, step in steps.items():
             dist.barrier()
             start = perf_counter()
