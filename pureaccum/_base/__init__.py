@@ -162,6 +162,7 @@ from .trees import global_norm as global_norm
 from .trees import in_common as in_common
 from .trees import is_finite as is_finite
 from .trees import known as known
+from .trees import looks_of as looks_of
 from .trees import moved as moved
 from .trees import norm as norm
 from .trees import norm_of_all as norm_of_all

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .dtensors import local
-from .trees import Tree, flatten, paths
+from .trees import Tree, flatten, looks_of, paths
 
 
 CLAIM_NUMBERS = 3  # in a claim
@@ -102,7 +102,7 @@ def claim(
             … too where nobody waits for that.
     """
     flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
-    looks = tuple((spec, *map(_look, leaves)) for leaves, spec in flat.values())
+    looks = tuple((spec, *looks_of(leaves)) for leaves, spec in flat.values())
     flat = {root: flat[root] for root in values}  # what is summed is given up, and must be free
     roots = [*values, *kinds]
     kind = agreed.kinds.get((call, looks))
@@ -199,10 +199,6 @@ def between_ranks(
 
 
 # Tensors as numbers and as words ---------------------------------------------------------
-
-
-def _look(x: Any) -> Any:
-    return (x.dtype, x.shape) if isinstance(x, Tensor) else type(x)
 
 
 def value_in_words(x: Any) -> str:

@@ -20,6 +20,7 @@ from .._base import (
     check_state,
     flatten,
     is_limit,
+    looks_of,
     mark,
     put_back,
     refuse_autocast_cache,
@@ -113,7 +114,7 @@ class CompiledStep:
         old = flatten(state)
         if any_sharded([*old[0], *leaves]):
             return step_whole(self.of_dtensors, state, batch)
-        kind = old[1], spec, *[x.shape if isinstance(x, Tensor) else type(x) for x in leaves]
+        kind = old[1], spec, *looks_of([*old[0], *leaves])
         if kind not in self.recipes:  # all that is looked at is the same for the next of this kind
             read_train_state(plan, state, plan.optimizer.check)
             flat = read_batch(batch)
@@ -180,8 +181,8 @@ class CompiledStep:
             args = own, state, part, numbers
             return attempt(self.graph("more", True, recipe), args, eagerly, plan.donate)
 
-        each = [x.shape if isinstance(x, Tensor) else type(x) for x in flat.leaves]
-        left, aux = self.run(("more", old[1], flat.spec, *each), make, call)
+        kind = "more", old[1], flat.spec, *looks_of([*old[0], *flat.leaves])
+        left, aux = self.run(kind, make, call)
         new = renewed(given, left)
         if offset is not None:
             new = new._replace(rows=rows)
@@ -208,7 +209,8 @@ class CompiledStep:
     def checked(self, state: TrainState, window: StepWindow) -> Flat:
         """Check that a graph may be given a state and a window, and flatten the state."""
         old = flatten(state)
-        kind = old[1], flatten(window)[1]
+        its, spec = flatten(window)
+        kind = old[1], spec, *looks_of([*old[0], *its])
         if kind not in self.fitting:
             params, _ = read_train_state(self.plan, state, self.plan.optimizer.check)
             check_window(self.plan, state, window, params)

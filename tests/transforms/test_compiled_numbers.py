@@ -131,6 +131,25 @@ def test_a_number_may_change_in_every_form_of_a_step(form: str) -> None:
     assert len(graphs) == {"loop": 3, "stream": 2}[form]
 
 
+@pytest.mark.parametrize("form", ["whole", "stream"])
+@pytest.mark.parametrize("dtypes", [(F32, F64), (BF16, F32)])
+def test_a_number_is_as_wide_as_what_it_meets(form: str, dtypes: Any) -> None:
+    """Whatever this step has met before: 0.1 is not that of a narrower state."""
+
+    def loss(w: Tensor, b: Any) -> Tensor:
+        return (w * b["t"] - 1) ** 2 + 0 * b["x"].sum()
+
+    ours, eager = pair(loss, pa.sgd(0.1))
+    for dtype in (*dtypes, *dtypes):
+        state, batch = ours.init(torch.tensor(3.0, dtype=dtype)), make_batch(0, dtype, 0.1)
+        if form == "stream":
+            both = (ours, eager)
+            got, want = (s.apply(state, s.update(state, s.begin(state), batch)) for s in both)
+        else:
+            got, want = ours(state, batch), eager(state, batch)
+        alike(got, want, dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [half, itself])
 def test_a_number_may_change_by_inductor(number: Any) -> None:
