@@ -17,6 +17,7 @@ from .agreement import bits as bits
 from .agreement import claim as claim
 from .agreement import compare as compare
 from .agreement import differences as differences
+from .agreement import looks_of as looks_of
 from .agreement import memory as memory
 from .agreement import rows_as_bytes as rows_as_bytes
 from .agreement import settings_of as settings_of
@@ -162,7 +163,6 @@ from .trees import global_norm as global_norm
 from .trees import in_common as in_common
 from .trees import is_finite as is_finite
 from .trees import known as known
-from .trees import looks_of as looks_of
 from .trees import moved as moved
 from .trees import norm as norm
 from .trees import norm_of_all as norm_of_all

@@ -12,7 +12,7 @@ alone, because what it closes over may differ between ranks.
 """
 
 import ctypes
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, reduce
 from itertools import count
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .dtensors import local
-from .trees import Tree, flatten, looks_of, paths
+from .trees import Tree, flatten, paths
 
 
 CLAIM_NUMBERS = 3  # in a claim
@@ -199,6 +199,11 @@ def between_ranks(
 
 
 # Tensors as numbers and as words ---------------------------------------------------------
+
+
+def looks_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The dtype and shape of each tensor, and the type of what is none."""
+    return tuple([(x.dtype, x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
 
 
 def value_in_words(x: Any) -> str:

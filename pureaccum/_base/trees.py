@@ -64,11 +64,6 @@ def tree_leaves(tree: Tree) -> list[Any]:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
-def looks_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """The dtype and shape of each tensor, and the type of what is none."""
-    return tuple([(x.dtype, x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
-
-
 def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
     """Each leaf as a user would write it: ``params['layer'][0].weight``."""
     kind: Any = spec.type

@@ -50,10 +50,10 @@ from .engines import alone as alone
 from .engines import as_they_are as as_they_are
 from .engines import prepare as prepare
 from .engines import run_window as run_window
-from .exchange import begun as begun
 from .exchange import exchange as exchange
 from .exchange import gather_one as gather_one
 from .exchange import inside_of as inside_of
+from .exchange import onlooker as onlooker
 from .loss import Reduction as Reduction
 from .loss import Weighted as Weighted
 from .loss import counts as counts
@@ -89,6 +89,7 @@ from .weights import Tally as Tally
 from .weights import Weighing as Weighing
 from .weights import divided as divided
 from .weights import power_of_two as power_of_two
+from .weights import quotient as quotient
 from .weights import scaled as scaled
 from .weights import settle as settle
 from .weights import term_of as term_of

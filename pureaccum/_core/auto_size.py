@@ -39,7 +39,7 @@ from .._base import (
     transform_active,
 )
 from .batches import read_batch, rows_to_cut
-from .exchange import begun, inside_of
+from .exchange import inside_of, onlooker
 
 
 # Counting bytes ------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def by_memory(
         kind, device, rows, known, size = begun_with(args, kwargs)
         outer, tried = sys.exception(), list[int]()
         before, drain = generators([] if device is None else [device]), _oldest()
-        around = begun()
+        around = onlooker()
         while True:
             tried.append(size)
             fits = size <= known.fits and rows <= known.rows

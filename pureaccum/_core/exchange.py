@@ -50,9 +50,7 @@ from .._base import (
 )
 from .batches import parts_of_batch
 from .buckets import buckets_of, group_of, meet
-from .loss import Read, Reduction
 from .recomputation import exchanged, note_made, wait_for_cotangents
-from .weights import Weighing
 
 
 def exchange(kind: "Kind", tree: Tree, group: Any) -> Tree:
@@ -297,6 +295,9 @@ class Backward:
     group: Any = None
 
 
+_NO_LEVEL = -1  # of transforms: None is that of plain autograd
+
+
 class _Here(threading.local):
     backward: Backward | None = None
 
@@ -333,6 +334,13 @@ def begun(times: Any = None) -> Backward:
     return backward
 
 
+def onlooker() -> Backward:
+    """None of its own: it is told which ranks are reached, and what is recorded is not its."""
+    backward = begun()
+    backward.level = _NO_LEVEL
+    return backward
+
+
 @contextmanager
 def inside_of(backward: Backward) -> Generator[Backward]:
     """Say that what this thread records inside is pulled by a backward pass."""
@@ -359,40 +367,3 @@ def running_again(backward: Backward) -> Generator[None]:
             yield
     finally:
         _elsewhere.remove(threading.get_ident())
-
-
-def weighed(
-    backward: Backward,
-    how: Weighing | None,
-    seen: Read,
-    reduction: Reduction,
-    unit: float | None,
-    rows: float | None,
-) -> Weighing | None:
-    """How a microbatch enters the sums, and a note of that for what reaches other ranks.
-
-    There, one that does not count is not left out: it is of no weight to the total of this rank,
-    and what other ranks made of it may be of some to theirs.
-
-    Args:
-        backward: Its backward pass.
-        how: How its gradient is pulled.
-        seen: What the loss returned.
-        reduction: What a scalar loss is of its rows.
-        unit: What the sums are still to be multiplied by.
-        rows: Those of the whole batch, 1 where it is not cut, by which this rank divides what it
-            summed; None where it does not divide, but adds its sums to those of other ranks.
-    """
-    if how is None:
-        how = Weighing(torch.zeros_like(seen.total), 1.0, None)
-    elif how.keep is not None:
-        how = how._replace(cotangent=torch.where(how.keep, how.cotangent, 0.0), keep=None)
-    times = how.factor * (unit or 1.0)
-    if rows is not None and isinstance(seen.weight, Tensor):
-        if rows != 1.0:
-            return how  # the weight of the whole batch is not known yet
-        times = times / seen.weight.detach()
-    elif rows is not None and reduction == "mean":
-        times = times / rows
-    backward.times = times
-    return how

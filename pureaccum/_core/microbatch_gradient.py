@@ -31,8 +31,8 @@ from .._base import (
     zeros_for_sums,
 )
 from .engines import Engine, Hook, Loss, Wrt, alone, hooked_gradients
-from .exchange import weighed
-from .loss import Reduction
+from .exchange import Backward
+from .loss import Read, Reduction
 from .microbatch import Arguments, call_microbatched
 from .outputs import Counted, Whole
 from .weights import (
@@ -137,7 +137,7 @@ def add_microbatch(
     how = made.get((rows, total.dtype)) if made and not shape.weighted else None
     how = how or weigh(seen, rows, rule.reduction, wrt.unit, made, wrt.scale)
     if backward is not None and backward.group is not None:
-        how = weighed(backward, how, seen, rule.reduction, wrt.unit, wrt.rows)
+        how = _on_ranks(backward, how, seen, rule.reduction, wrt.unit, wrt.rows)
     if how is None:
         return sums, entry
     alike = pull is None and (first or wrt.adding) and not (watched or squares)
@@ -260,7 +260,7 @@ def _collected(
         entry = enter(seen, shape, rows, rule.reduction, rule.squares)
         weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.weighings, wrt.scale)
         if backward is not None and backward.group is not None:
-            weighing = weighed(backward, weighing, seen, rule.reduction, wrt.unit, wrt.rows)
+            weighing = _on_ranks(backward, weighing, seen, rule.reduction, wrt.unit, wrt.rows)
         if weighing is None:
             return Counted(([], entry, None), None)
         if pull is not None:
@@ -344,3 +344,40 @@ def not_finite(what: list[str]) -> str:
         "learning rate too high, fp16 overflow without a loss scale, log or division at zero, a "
         "mean over a microbatch in which all is masked (return Weighted instead)."
     )
+
+
+def _on_ranks(
+    backward: Backward,
+    how: Weighing | None,
+    seen: Read,
+    reduction: Reduction,
+    unit: float | None,
+    rows: float | None,
+) -> Weighing | None:
+    """How a microbatch enters the sums, and a note of that for what reaches other ranks.
+
+    There, one that does not count is not left out: it is of no weight to the total of this rank,
+    and what other ranks made of it may be of some to theirs.
+
+    Args:
+        backward: Its backward pass.
+        how: How its gradient is pulled.
+        seen: What the loss returned.
+        reduction: What a scalar loss is of its rows.
+        unit: What the sums are still to be multiplied by.
+        rows: Those of the whole batch, 1 where it is not cut, by which this rank divides what it
+            summed; None where it does not divide, but adds its sums to those of other ranks.
+    """
+    if how is None:
+        how = Weighing(torch.zeros_like(seen.total), 1.0, None)
+    elif how.keep is not None:
+        how = how._replace(cotangent=torch.where(how.keep, how.cotangent, 0.0), keep=None)
+    times = how.factor * (unit or 1.0)
+    if rows is not None and isinstance(seen.weight, Tensor):
+        if rows != 1.0:
+            return how  # the weight of the whole batch is not known yet
+        times = times / seen.weight.detach()
+    elif rows is not None and reduction == "mean":
+        times = times / rows
+    backward.times = times
+    return how

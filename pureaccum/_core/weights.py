@@ -266,8 +266,17 @@ def with_squares(
     weight = none + entry.weight
     wide = torch.stack([none if n is None else n.to(none.device).double() for n in norms])
     wide = wide * (weighing.factor * (unit or 1.0))
-    squares = torch.where(weight != 0, wide * wide / weight, 0.0)
+    squares = quotient(wide * wide, weight)
     return entry._replace(squares=torch.cat([squares, (weight != 0).double().unsqueeze(0)]))
+
+
+def quotient(x: Any, by: Tensor) -> Tensor:
+    """``x / by``, and zero where ``by`` is zero: there the derivative is zero too.
+
+    That of ``where(by != 0, x / by, 0)`` would be 0 times infinity.
+    """
+    some = by != 0
+    return torch.where(some, x / torch.where(some, by, 1.0), 0.0)
 
 
 def scaled(cotangent: Tensor, scale: Tensor | None) -> Tensor:

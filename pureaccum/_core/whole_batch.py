@@ -31,7 +31,7 @@ from .._base import (
 from .accumulator import AccumState, amounts_of, plain_sum
 from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .engines import Wrt, prepare, run_window
-from .exchange import any_rank, begun, inside_of
+from .exchange import any_rank, inside_of, onlooker
 from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch
 from .reductions import AuxState, finish_aux, fold_aux
@@ -179,7 +179,7 @@ def _speculate(job: Accumulation) -> Accumulated:
     careful way, with the same random numbers.
     """
     random = torch.get_rng_state()
-    with inside_of(begun()) as around:
+    with inside_of(onlooker()) as around:
         sums = _accumulate(job._replace(rule=job.rule._replace(nonfinite="propagate")))
     good = all_finite_of(*opened(sums.state.grads)) & is_finite(sums.state.total)
     good = bool(known(good))

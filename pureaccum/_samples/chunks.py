@@ -49,6 +49,7 @@ from .._core import (
     guarding,
     join_aux,
     prepare,
+    quotient,
     read_batch,
     rows_to_cut,
     run_window,
@@ -264,5 +265,5 @@ def like_transformed(transform: Transform, params: Tree) -> Tree:
 def _scaling(transform: Transform) -> Callable[[Tensor], Tensor] | None:
     """What a gradient is multiplied by, as a function of its norm, if a transform is no more."""
     if transform == "normalize":
-        return lambda norm: torch.where(norm > 0, 1 / norm, 0.0)
+        return lambda norm: quotient(1.0, torch.where(norm > 0, norm, 0.0))
     return transform.factor if isinstance(transform, GradientMap) else None

@@ -30,7 +30,7 @@ from .._base import (
     unflatten,
     zeros,
 )
-from .._core import Reducer, counts, divided, divisor, is_reducer
+from .._core import Reducer, counts, divided, divisor, is_reducer, quotient
 from .chunks import Chunk
 
 
@@ -137,7 +137,7 @@ def squares_of(chunk: Chunk) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):
             rows = rows.to(dtype)
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(weight.device).double()
-        sums.append(torch.where(weight != 0, (norms * factor) ** 2 / weight, 0.0).sum())
+        sums.append(quotient((norms * factor) ** 2, weight).sum())
     return torch.stack([*sums, (weight != 0).double().sum()])
 
 
@@ -165,7 +165,7 @@ def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
     _check_fits(first, chunk)
     weight = weights(chunk)
     factor = torch.ones_like(weight) if isinstance(chunk.factor, tuple) else chunk.factor.double()
-    power = torch.where(weight != 0, factor * factor / weight, 0.0)
+    power = quotient(factor * factor, weight)
     ones: list[Tensor] = []
     twos: list[Tensor] = []
     columns = zip(tree_leaves(first), tree_leaves(second), _leaf_by_leaf(chunk), strict=True)

@@ -29,10 +29,10 @@ from .._core import (
     CutBatch,
     Microbatch,
     accumulate,
-    begun,
     in_tensors,
     inside_of,
     need_rows,
+    onlooker,
     read_batch,
     read_cut,
 )
@@ -138,7 +138,7 @@ def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
 
     came: Accumulated | None = None
     cut = job.batch._replace(size=None, sizes=[0], unit=1.0)
-    with inside_of(begun()) as around:
+    with inside_of(onlooker()) as around:
         try:
             came = accumulate(job._replace(batch=cut, advance=advance))
         except Exception:

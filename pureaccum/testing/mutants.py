@@ -563,8 +563,8 @@ MUTANTS: dict[str, Mutant] = {
     "second moments of terms": Mutant(
         "The second moment of a weighted sample is that of its term, not divided by its weight.",
         "_samples/reducers.py",
-        "power = torch.where(weight != 0, factor * factor / weight, 0.0)",
-        "power = torch.where(weight != 0, factor * factor, 0.0)",
+        "power = quotient(factor * factor, weight)",
+        "power = factor * factor",
     ),
     "noise over all microbatches": Mutant(
         "The variance between K microbatches is divided by K: biased.",

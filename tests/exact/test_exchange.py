@@ -286,3 +286,31 @@ def test_bits_of_a_polynomial_of_all_rows(rank, world, data, size, masked):
     if (n := int(weight.sum())) and n & (n - 1) == 0:
         assert_trees_bitwise_equal(came[0].params, wanted[0].params)
     near(came[0].params, wanted[0].params, 1e-14)
+
+
+@on_ranks(2)
+def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank: int, world: int) -> None:
+    """No rows, or rows of no weight; what is computed again reaches the other rank as well."""
+    params, batch = problem(5, 1)
+    for rows, weight in ((0, 1.0), (2, 0.0)):
+        batch["weight"] = torch.ones(5).double()
+        batch["weight"][5 - rows :] = weight
+        share = {k: x[: 5 - rows] if rank == 0 else x[5 - rows :] for k, x in batch.items()}
+
+        def loss_with(every: Any) -> Any:
+            def loss(params: Tensors, batch: Tensors) -> Any:
+                of_all = pa.remat(lambda z: every(z.sin()))(embed(params, batch["x"]))
+                seen = (embed(params, batch["y"]) @ of_all.mT).square().sum(1)
+                return pa.Weighted((seen * batch["weight"]).sum(), batch["weight"].sum())
+
+            return loss
+
+        def moved(params: Tensors, step: Any, batch: Any) -> Tensor:
+            state, _ = step(step.init(params), batch)
+            return torch.stack([x.sin().sum() for x in state.params.values()]).sum()
+
+        alone = pa.make_step(loss_with(lambda z: z), pa.sgd(0.5))
+        want = grad(moved)(params, alone, batch)
+        for noise in (False, True):
+            step = pa.make_step(loss_with(gather), pa.sgd(0.5), group=dist.group.WORLD, noise=noise)
+            near(grad(moved)(params, step, share), want, 1e-12)

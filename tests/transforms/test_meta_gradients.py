@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.func import grad, jacfwd, jvp
+from torch.func import grad, jacfwd, jvp, vmap
 
 import pureaccum as pa
 from pureaccum.testing.strategies import seeds
@@ -282,3 +282,24 @@ def test_results_carry_no_outer_graph(size: Any, engine: Any, passed: bool, nonf
     assert not any(x.requires_grad for x in optree.tree_leaves(seen, namespace="pureaccum"))
     want = torch.func.grad_and_value(quotient)(at.params, batches[0] | {"theta": at.theta[0]})
     Problem.compare(got, want, [want])
+
+
+def test_a_microbatch_of_no_weight_has_no_part_in_a_derivative_of_the_noise() -> None:
+    """Its square is divided by no weight, and is not selected: its derivative is not either."""
+    at, batches = make(5)
+    step = pa.make_step(weighted, pa.sgd(0.1), microbatch_size=2, noise=True)
+
+    def outer(params: Any, batch: Any) -> Tensor:
+        state, info = step(step.init(params), batch)
+        noise = optree.tree_leaves(info.noise, namespace="pureaccum")
+        return sum(x.square().sum() for x in (*state.params.values(), *noise))  # pyright: ignore
+
+    four = map_(lambda x: x[:4], batches[0]) | {"theta": at.theta[0, :4]}
+    six = {k: torch.cat([x[:2], x[:2], x[2:]]) for k, x in four.items()}
+    six["theta"][2:4] = 0
+    thetas = torch.stack([six["theta"], torch.ones(6).double()])  # nobody knows of no member
+    of_members = vmap(grad(outer), (None, {"x": None, "y": None, "theta": 0}))
+    came = of_members(at.params, six | {"theta": thetas})
+    want = grad(outer)(at.params, four)
+    assert all(x.isfinite().all() for x in want.values())
+    Problem.compare(map_(lambda x: x[0], came), want, [want])

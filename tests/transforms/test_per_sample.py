@@ -107,3 +107,18 @@ def test_without_chunks_results_carry_the_graph_that_torch_func_gives(size: int 
     knobs: dict[str, Any] = {"reduce": "moments", "keep_batch_dim": True, "chunk_size": size}
     second = pa.per_sample_grad(problem.loss, **knobs)(params, problem.batch).second
     assert all(x.requires_grad == (size is None) for x in second.values())
+
+
+def test_a_sample_without_a_gradient_has_a_derivative() -> None:
+    """It cannot be made of length 1, and stays zero: so does its derivative."""
+    normalized = pa.per_sample_grad(
+        lambda w, x: (w * x).sum().sin(), reduce="sum", transform="normalize"
+    )
+    w, x = torch.tensor([1.0, 2.0]).double(), torch.tensor([[1.0, 2.0], [0, 0], [3, 1]]).double()
+
+    def outer(w: Tensor, x: Tensor) -> Tensor:
+        return (normalized(w, x) * w).sum()
+
+    want = torch.func.grad(outer)(w, x[::2])
+    assert want.isfinite().all()
+    assert_trees_bitwise_equal(torch.func.grad(outer)(w, x), want)
