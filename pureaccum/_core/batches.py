@@ -153,9 +153,12 @@ def sizes_of_batch(rows: int, size: int | list[int]) -> Sequence[int]:
 _here = threading.local()
 
 
-def cutting(parts: int) -> AbstractContextManager[None]:
-    """Say that what runs inside, in this thread, is given one of so many parts of a batch."""
-    some = parts > 1 and not torch.compiler.is_dynamo_compiling()
+def cutting(parts: int, *, sized: bool = False) -> AbstractContextManager[None]:
+    """Say that what runs inside, in this thread, is given one of so many parts of a batch.
+
+    One part is the whole, unless it was ``sized``: then another rank may have several.
+    """
+    some = parts > (0 if sized else 1) and not torch.compiler.is_dynamo_compiling()
     return _cutting(parts) if some else nullcontext()
 
 
@@ -169,8 +172,8 @@ def _cutting(parts: int) -> Generator[None]:
 
 
 def parts_of_batch() -> int:
-    """Of how many parts of a batch the function that runs is given one; 1 where it has it whole."""
-    return getattr(_here, "parts", 1)
+    """Of how many parts of a batch the function that runs is given one; 0 where nobody cuts it."""
+    return getattr(_here, "parts", 0)
 
 
 def check_size(size: Any, name: str = "microbatch_size", expected: str = _SIZE) -> int:

@@ -125,7 +125,7 @@ class Exchange:
         if self.kind == "copy":
             return [x.clone() for x in tensors]
         self.agree(tensors)
-        reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+        reals = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
         blocks = [self.blocks_of(x) for x in reals]
         for members in buckets_of([x if x.numel() else None for x in blocks]):
             flat = self.sent(torch.cat([blocks[i] for i in members], 1))
@@ -135,7 +135,9 @@ class Exchange:
         outs: list[Tensor] = []
         for x, real, block in zip(tensors, reals, blocks, strict=True):
             out = self.out_of(block, real.shape)
-            outs.append(torch.view_as_complex(out) if x.is_complex() else out.to(x.dtype))
+            out = torch.view_as_complex(out) if x.is_complex() else out
+            # No view, which torch would not let be written to.
+            outs.append(out.to(x.dtype, copy=True))
         return outs
 
     def blocks_of(self, x: Tensor) -> Tensor:
@@ -183,12 +185,12 @@ class Exchange:
         """Compare with the other ranks what is about to travel, where that is not known yet."""
         known = _agreed.setdefault(self.group, agreement({}))
         parts = parts_of_batch()
-        call = self.kind if parts == 1 else f"{self.kind} in one of {parts} microbatches"
+        call = self.kind if parts < 2 else f"{self.kind} in one of {parts} microbatches"
         of_rows = self.kind in ("gather", "scatter")
         likes = [x[:0] if of_rows else x for x in tensors]
         kind = call, *((x.shape, x.dtype) for x in likes)
         counted = self.each is not None or not of_rows
-        if counted and parts == 1 and kind in known.kinds:
+        if counted and not parts and kind in known.kinds:
             return
         claimed = claim(known, call, {"tensors": likes}, {}, tensors[0].device, _CAUSE, whole=False)
         rows = len(tensors[0]) if of_rows else 0

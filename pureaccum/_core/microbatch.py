@@ -37,7 +37,7 @@ from .._base import (
     wants_gradient,
 )
 from .auto_size import by_memory, is_auto
-from .batches import check_sizes, need_rows, read_batch, sizes_of_batch
+from .batches import check_sizes, cutting, need_rows, read_batch, sizes_of_batch
 from .gathered import WHOLE, Cut, Rows, to_host
 from .outputs import NotEarlyError, Outputs, Whole, known_gradient, with_gradient
 from .recomputation import Again, UnseenError, exchanged, note_made, original
@@ -138,7 +138,9 @@ def microbatch(
         if keep == "host":
             arguments, device = with_rows_on_host(arguments)
         over = next((cut.over for cut in arguments.cuts if isinstance(cut, Rows)), NOWHERE)
-        return call_microbatched(func, arguments, Outputs(reduce, sizes, dim, device, over), known)
+        outputs = Outputs(reduce, sizes, dim, device, over)
+        with cutting(len(sizes), sized=True):
+            return call_microbatched(func, arguments, outputs, known)
 
     return microbatched
 

@@ -138,6 +138,7 @@ def add_microbatch(
     how = how or weigh(seen, rows, rule.reduction, wrt.unit, made, wrt.scale)
     if backward is not None and backward.group is not None:
         how = _on_ranks(backward, how, seen, rule.reduction, wrt.unit, wrt.rows)
+        entry = entry._replace(reached=True)
     if how is None:
         return sums, entry
     alike = pull is None and (first or wrt.adding) and not (watched or squares)
@@ -261,6 +262,7 @@ def _collected(
         weighing = weigh(seen, rows, rule.reduction, wrt.unit, wrt.weighings, wrt.scale)
         if backward is not None and backward.group is not None:
             weighing = _on_ranks(backward, weighing, seen, rule.reduction, wrt.unit, wrt.rows)
+            entry = entry._replace(reached=True)
         if weighing is None:
             return Counted(([], entry, None), None)
         if pull is not None:

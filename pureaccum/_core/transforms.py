@@ -282,7 +282,7 @@ def value(  # noqa: D417
         with guarding(known, given) as guarded:
             one = guarded(one_of)
             outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
-            with cutting(len(cut.sizes)):
+            with cutting(len(cut.sizes), sized=cut.size is not None):
                 result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
 

@@ -157,6 +157,7 @@ class Microbatch(NamedTuple):
     dtype: torch.dtype  # of the loss
     weighted: bool = False  # whether the loss is ``Weighted``
     squares: Tensor | tuple[()] = ()  # see with_squares
+    reached: bool = False  # whether the loss reached other ranks
 
 
 class Tally(NamedTuple):

@@ -215,7 +215,8 @@ def _accumulate(job: Accumulation) -> Accumulated:
         sums: list[Tensor] = []  # the first microbatch begins them
         carried: Any = job.carried
         aux: AuxState | None = None
-        with guarding(job.known, *job.given()) as guarded, cutting(len(batch.sizes)):
+        cut_here = cutting(len(batch.sizes), sized=batch.size is not None)
+        with guarding(job.known, *job.given()) as guarded, cut_here:
             loss = guarded(job.call)
             for part, rows, counts in batch.parts():
                 sums, entry = add_microbatch(

@@ -210,11 +210,16 @@ def collect_buffers(
 
 
 def advance_buffers(
-    policy: Threading, carried: Carried, collected: Carried, keep: Tensor | None = None
+    policy: Threading,
+    carried: Carried,
+    collected: Carried,
+    keep: Tensor | None = None,
+    reached: bool = False,
 ) -> Carried:
     """What the next microbatch is given: where ``keep`` is false, what this one was given.
 
     It is selected and never multiplied: statistics of a microbatch that does not count may be NaN.
+    Where the loss reached other ranks, its buffers are those of all of them, which keep them.
     """
     if policy == "freeze":
         return carried
@@ -223,7 +228,8 @@ def advance_buffers(
         new = new._replace(moments=merged_moments(a, b))
     if keep is None:
         return new
-    (leaves, spec), (old, _) = flatten(new), flatten(carried)
+    kept = carried._replace(values=new.values) if reached else carried
+    (leaves, spec), (old, _) = flatten(new), flatten(kept)
     chosen = [torch.where(keep.to(x.device), x, y) for x, y in zip(leaves, old, strict=True)]
     return unflatten(spec, chosen)
 

@@ -114,7 +114,7 @@ class CompiledStep:
         old = flatten(state)
         if any_sharded([*old[0], *leaves]):
             return step_whole(self.of_dtensors, state, batch)
-        kind = old[1], spec, *looks_of([*old[0], *leaves])
+        kind = old[1], spec, *looks_of(_met(old[0], leaves))
         if kind not in self.recipes:  # all that is looked at is the same for the next of this kind
             read_train_state(plan, state, plan.optimizer.check)
             flat = read_batch(batch)
@@ -181,7 +181,7 @@ class CompiledStep:
             args = own, state, part, numbers
             return attempt(self.graph("more", True, recipe), args, eagerly, plan.donate)
 
-        kind = "more", old[1], flat.spec, *looks_of([*old[0], *flat.leaves])
+        kind = "more", old[1], flat.spec, *looks_of(_met(old[0], flat.leaves))
         left, aux = self.run(kind, make, call)
         new = renewed(given, left)
         if offset is not None:
@@ -209,8 +209,7 @@ class CompiledStep:
     def checked(self, state: TrainState, window: StepWindow) -> Flat:
         """Check that a graph may be given a state and a window, and flatten the state."""
         old = flatten(state)
-        its, spec = flatten(window)
-        kind = old[1], spec, *looks_of([*old[0], *its])
+        kind = old[1], flatten(window)[1]
         if kind not in self.fitting:
             params, _ = read_train_state(self.plan, state, self.plan.optimizer.check)
             check_window(self.plan, state, window, params)
@@ -303,6 +302,11 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
         if (watched := guarded(loss)) is not loss:
             with put_back(state.samples.device), torch.enable_grad():
                 watched([x.detach().requires_grad_() for x in leaves])
+
+
+def _met(state: list[Any], batch: list[Any]) -> list[Any]:
+    """What decides how a batch goes through the compiler: of numbers also what they meet."""
+    return batch if all(isinstance(x, Tensor) for x in batch) else [*state, *batch]
 
 
 def check_compilable(rule: Rule, settings: Any) -> None:

@@ -125,13 +125,13 @@ def onwards(
 ) -> tuple[tuple[Any, Any], Microbatch]:
     """What the next microbatch is given, and the microbatch with its own aux alone.
 
-    One that weighs nothing leaves the buffers as they were.
+    One that weighs nothing leaves the buffers as they were, but for those that may be of all ranks.
     """
     buffers, before = carried
     if plan.buffers:
         collected, aux = entry.aux
         keep = entry.share != 0 if isinstance(entry.share, Tensor) else None
-        buffers = advance_buffers(plan.buffers, buffers, collected, keep)
+        buffers = advance_buffers(plan.buffers, buffers, collected, keep, entry.reached)
         entry = entry._replace(aux=aux)
     return (buffers, before + rows), entry
 

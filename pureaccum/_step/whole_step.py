@@ -29,6 +29,7 @@ from .._core import (
     CutBatch,
     Microbatch,
     accumulate,
+    cutting,
     in_tensors,
     inside_of,
     need_rows,
@@ -138,7 +139,7 @@ def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
 
     came: Accumulated | None = None
     cut = job.batch._replace(size=None, sizes=[0], unit=1.0)
-    with inside_of(onlooker()) as around:
+    with inside_of(onlooker()) as around, cutting(1, sized=job.batch.size is not None):
         try:
             came = accumulate(job._replace(batch=cut, advance=advance))
         except Exception:

@@ -605,7 +605,7 @@ MUTANTS: dict[str, Mutant] = {
     "exchanges not compared": Mutant(
         "What ranks exchange inside of a loss is taken to be alike.",
         "_core/exchange.py",
-        "if counted and parts == 1 and kind in known.kinds:",
+        "if counted and not parts and kind in known.kinds:",
         "if counted:",
     ),
     "members that share memory": Mutant(

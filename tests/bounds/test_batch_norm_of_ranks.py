@@ -116,3 +116,28 @@ def test_a_layer_costs_one_collective_on_the_way_there_and_one_back(rank: int, w
     with Collectives() as counted:
         torch.func.grad(loss)(fn.params)
     assert counted.seen == {"allgather": 2, "reduce_scatter": 2}, counted.seen
+
+
+@on_ranks(2)
+def test_a_rank_of_no_weight_has_the_statistics_of_all(rank: int, world: int) -> None:
+    """Its rows count for no loss, and are in the moments all the same, as in one process."""
+    x, y = batch_of(8, 5)
+    weight = torch.tensor([1.0] * 4 + [0.0] * 4).double()
+    net = mlp()
+    new: list[Any] = []
+    for group, rows in ((None, slice(0, 8)), (dist.group.WORLD, slice(4 * rank, 4 * rank + 4))):
+        fn = pa.functional(net, microbatch_size=2, group=group)
+
+        def loss(params: Any, batch: Any, buffers: Any) -> Any:
+            out, after = fn.apply(params, buffers, batch[0])  # noqa: B023
+            total = (((out - batch[1]) ** 2).mean(1) * batch[2]).sum()
+            return pa.Weighted(total, batch[2].sum()), after
+
+        step = pa.make_step(loss, pa.sgd(0.1), buffers="pooled", group=group)
+        state = step.init(fn.params, fn.buffers)
+        for _ in range(2):
+            state, info = step(state, tuple(t[rows] for t in (x, y, weight)))
+            assert info.applied
+        new.append(state)
+    near(new[1].params, new[0].params, PROMISED)
+    near(new[1].buffers, new[0].buffers, PROMISED)

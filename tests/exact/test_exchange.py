@@ -186,6 +186,20 @@ def test_any_tree_of_any_dtype_travels(rank: int, world: int) -> None:
         gather(torch.tensor(1.0))
 
 
+@on_ranks(2)
+def test_what_comes_is_new_and_may_be_written_to(rank: int, world: int) -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j]).to(torch.complex128).requires_grad_()
+    for give, want in (
+        (lambda: psum({"x": x.conj(), "n": x.abs()})["x"], 2 * x.conj()),
+        (lambda: gather(x.conj()), torch.cat([x.conj(), x.conj()])),
+    ):
+        came = give()
+        assert_trees_bitwise_equal(came.detach(), want.detach().resolve_conj())
+        came *= 2
+        came.abs().sum().backward()
+        assert not x.grad.isnan().any()
+
+
 # Losses ------------------------------------------------------------------------------------
 
 

@@ -423,6 +423,27 @@ def other_exchanges(name: str) -> None:
     agree_again()
 
 
+def other_microbatches_later() -> None:
+    """Once all had one microbatch, and what they exchange is known."""
+
+    def coupled(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x - psum((w * x).sum())).square().mean()
+
+    def inside(w: Tensor, x: Tensor) -> Tensor:
+        return in_microbatches(8)(w, x) / 8
+
+    said = r"the call is psum" + on_these("psum in one of 2 microbatches")
+    for loss_fn, size in ((coupled, 8), (inside, None)):
+        step = pa.make_step(loss_fn, pa.sgd(0.0), microbatch_size=size, group=dist.group.WORLD)
+        state = step.init(torch.ones(2))
+        for rows in (8, 8, 3):
+            step(state, torch.ones(rows, 2))
+        refused(lambda: step(state, torch.ones(12 if apart() else 8, 2)), said, state)  # noqa: B023
+        if size is not None:  # without rows as well
+            step(state, torch.ones(0 if apart() else 8, 2))
+    agree_again()
+
+
 def another_number_of_rows_is_no_disagreement() -> None:
     assert len(gather(torch.ones(1 + 2 * apart(), 3))) == dist.get_world_size() + 2
 
@@ -457,6 +478,7 @@ CASES: dict[str, Callable[[], object]] = (
             models_in_another_order,
             other_calls,
             with_and_without_squares,
+            other_microbatches_later,
             another_number_of_rows_is_no_disagreement,
             other_groups,
         )
