@@ -53,7 +53,10 @@ class CutBatch(NamedTuple):
         batch, size, sizes, untouched, _ = self
         if untouched and sizes and not any_sharded(batch.leaves):
             return [(unflatten(batch.spec, batch.leaves), sizes[0], 1)]
-        parts = [unflatten(batch.spec, batch.leaves)] if size is None else cut(batch, size)
+        if size is None or sizes == [0]:
+            parts = [unflatten(batch.spec, batch.leaves)]
+        else:
+            parts = cut(batch, size)
         return zip(parts, sizes, [1] * len(sizes) if untouched else sizes, strict=True)
 
 

@@ -29,7 +29,6 @@ from .._core import (
     CutBatch,
     Microbatch,
     accumulate,
-    cutting,
     in_tensors,
     inside_of,
     need_rows,
@@ -138,8 +137,8 @@ def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
         return onwards(plan, carried, entry._replace(share=1.0), rows)
 
     came: Accumulated | None = None
-    cut = job.batch._replace(size=None, sizes=[0], unit=1.0)
-    with inside_of(onlooker()) as around, cutting(1, sized=job.batch.size is not None):
+    cut = job.batch._replace(sizes=[0], unit=1.0)
+    with inside_of(onlooker()) as around:
         try:
             came = accumulate(job._replace(batch=cut, advance=advance))
         except Exception:

@@ -433,8 +433,13 @@ def other_microbatches_later() -> None:
         return in_microbatches(8)(w, x) / 8
 
     said = r"the call is psum" + on_these("psum in one of 2 microbatches")
-    for loss_fn, size in ((coupled, 8), (inside, None)):
-        step = pa.make_step(loss_fn, pa.sgd(0.0), microbatch_size=size, group=dist.group.WORLD)
+    for loss_fn, size, nonfinite in (
+        (coupled, 8, "propagate"),
+        (coupled, 8, "skip"),
+        (inside, None, "skip"),
+    ):
+        knobs: Knobs = {"microbatch_size": size, "nonfinite": nonfinite}
+        step = pa.make_step(loss_fn, pa.sgd(0.0), group=dist.group.WORLD, **knobs)
         state = step.init(torch.ones(2))
         for rows in (8, 8, 3):
             step(state, torch.ones(rows, 2))
