@@ -147,7 +147,14 @@ def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
     if came is not None and around.group is not None:
         amounts = came.state._replace(microbatches=0, weighted=0)
         return came._replace(state=amounts, aux=())
-    return accumulate(job._replace(batch=cut._replace(size=1, sizes=[])))
+    none = accumulate(job._replace(batch=cut._replace(size=1, sizes=[])))
+    if not transform_active():
+        return none
+    # A function of the parameters all the same: else the other ranks would wait for a derivative.
+    never = torch.zeros((), dtype=torch.bool, device=job.leaves[0].device)
+    pairs = zip(job.leaves, none.state.grads, strict=True)
+    grads = [torch.where(never.to(x.device), x, zero) for x, zero in pairs]
+    return none._replace(state=none.state._replace(grads=grads))
 
 
 def _accumulation(

@@ -323,8 +323,12 @@ def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank: int, wo
             state, _ = step(step.init(params), batch)
             return torch.stack([x.sin().sum() for x in state.params.values()]).sum()
 
-        alone = pa.make_step(loss_with(lambda z: z), pa.sgd(0.5))
-        want = grad(moved)(params, alone, batch)
-        for noise in (False, True):
-            step = pa.make_step(loss_with(gather), pa.sgd(0.5), group=dist.group.WORLD, noise=noise)
-            near(grad(moved)(params, step, share), want, 1e-12)
+        def own_rows(params: Tensors, batch: Tensors) -> Any:
+            seen = embed(params, batch["x"]).sin().sum(1)
+            return pa.Weighted((seen * batch["weight"]).sum(), batch["weight"].sum())
+
+        for one, each in ((loss_with(lambda z: z), loss_with(gather)), (own_rows, own_rows)):
+            want = grad(moved)(params, pa.make_step(one, pa.sgd(0.5)), batch)
+            for noise in (False, True):
+                step = pa.make_step(each, pa.sgd(0.5), group=dist.group.WORLD, noise=noise)
+                near(grad(moved)(params, step, share), want, 1e-12)
