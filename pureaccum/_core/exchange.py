@@ -135,9 +135,10 @@ class Exchange:
         outs: list[Tensor] = []
         for x, real, block in zip(tensors, reals, blocks, strict=True):
             out = self.out_of(block, real.shape)
-            out = torch.view_as_complex(out) if x.is_complex() else out
-            # No view, which torch would not let be written to.
-            outs.append(out.to(x.dtype, copy=True))
+            if x.is_complex():
+                outs.append(torch.view_as_complex(out).to(x.dtype, copy=True))
+            else:
+                outs.append(out.to(x.dtype))
         return outs
 
     def blocks_of(self, x: Tensor) -> Tensor:
@@ -171,15 +172,15 @@ class Exchange:
             return own
 
     def out_of(self, came: Tensor, shape: torch.Size) -> Tensor:
-        """The result for a tensor of some shape."""
+        """The result for a tensor of some shape: no view, which torch would let nobody write to."""
         if self.each is None:
-            return came.view(shape)
+            return came.view(shape).clone()
         each = self.each if self.kind == "gather" else [self.each[dist.get_rank(self.group)]]
         wide = prod(shape[1:])
         if not came.numel():
             return came.new_empty(sum(each), *shape[1:])
-        rows = torch.cat([block[: n * wide] for block, n in zip(came, each, strict=True)])
-        return rows.view(sum(each), *shape[1:])
+        pairs = zip(came, each, strict=True)
+        return torch.cat([block[: n * wide].view(n, *shape[1:]) for block, n in pairs])
 
     def agree(self, tensors: Sequence[Tensor]) -> None:
         """Compare with the other ranks what is about to travel, where that is not known yet."""
@@ -337,7 +338,7 @@ def begun(times: Any = None) -> Backward:
 
 
 def onlooker() -> Backward:
-    """None of its own: it is told which ranks are reached, and what is recorded is not its."""
+    """A note of which ranks are reached, and no backward pass: nothing is recorded as its part."""
     backward = begun()
     backward.level = _NO_LEVEL
     return backward

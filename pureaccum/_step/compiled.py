@@ -305,7 +305,10 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
 
 
 def _met(state: list[Any], batch: list[Any]) -> list[Any]:
-    """What decides how a batch goes through the compiler: of numbers also what they meet."""
+    """The leaves whose looks decide how a batch goes through the compiler.
+
+    If there are numbers in it, so do those of the state, from which they take on their dtypes.
+    """
     return batch if all(isinstance(x, Tensor) for x in batch) else [*state, *batch]
 
 

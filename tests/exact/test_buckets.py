@@ -94,10 +94,9 @@ def test_any_tensors_are_summed(rank, world, seed, cap, ahead, order, keep):
     assert add()[0].tolist() == [[r + 0.5, -r] for r in range(world)]
     assert_trees_bitwise_equal(kept, want)
     assert [(x.stride(), x.dtype) for x in kept] == looks
-    for x in kept:  # each is its own, though several lie in one memory
-        x.zero_()
-        x.add_(1)
-    assert all(bool((x == 1).all()) for x in kept)
+    for i, x in enumerate(kept):  # each is its own, though several lie in one memory
+        x.fill_(i)
+    assert all(bool((x == i).all()) for i, x in enumerate(kept))
 
 
 @on_ranks(2)

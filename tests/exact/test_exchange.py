@@ -192,6 +192,8 @@ def test_what_comes_is_new_and_may_be_written_to(rank: int, world: int) -> None:
     for give, want in (
         (lambda: psum({"x": x.conj(), "n": x.abs()})["x"], 2 * x.conj()),
         (lambda: gather(x.conj()), torch.cat([x.conj(), x.conj()])),
+        (lambda: psum(x.abs()), 2 * x.abs()),
+        (lambda: gather(x.abs()), torch.cat([x.abs(), x.abs()])),
     ):
         came = give()
         assert_trees_bitwise_equal(came.detach(), want.detach().resolve_conj())
