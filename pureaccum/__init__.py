@@ -29,8 +29,10 @@ from ._optim import constant as constant
 from ._optim import cosine_decay as cosine_decay
 from ._optim import from_torch as from_torch
 from ._optim import join_schedules as join_schedules
+from ._optim import lbfgs as lbfgs
 from ._optim import linear_warmup as linear_warmup
 from ._optim import partition as partition
+from ._optim import sam as sam
 from ._optim import sgd as sgd
 from ._pure import dropout as dropout
 from ._pure import fold_in as fold_in
