@@ -255,6 +255,12 @@ def _minimized(
         grads, value = asked(func, leaves, given)
         return float(value), _joined(grads, x)
 
+    def point(d: Tensor, pieces: list[Tensor], t: Any) -> Point:
+        value, gradient = ask(_moved(x, pieces, float(t)))
+        slope = _on_host(gradient.dot(d))  # not finite where any number of the gradient is not
+        finite = math.isfinite(value) and math.isfinite(slope)
+        return Point(t, value if finite else math.inf, gradient, slope)
+
     value, gradient = ask(copies([x])[0])
     first, steepest = value, _largest(gradient)
     applied = all(map(math.isfinite, (value, steepest, rate)))
@@ -265,24 +271,25 @@ def _minimized(
         if iterations:
             state = _remember(state, move, gradient - before)
         else:
-            t *= min(1.0, 1.0 / gradient.abs().sum().item())
+            t *= min(1.0, 1.0 / _on_host(gradient.abs().sum()))
         d = _direction(state, gradient)
-        start = end = Point(0.0, value, gradient, gradient.dot(d).item())
+        start = end = Point(0, value, gradient, _on_host(gradient.dot(d)))
         pieces = _pieces(d, x)
         if start.slope <= -rules.tolerance_change:
-            at = partial(_point, ask, x, pieces, d)
+            at = partial(point, d, pieces)
             if rules.searches:
                 most = rules.max_eval - evaluations
-                end = strong_wolfe(at, start, t, _largest(d), rules.tolerance_change, most)
+                end = strong_wolfe(at, start, t, _largest(d), most)
             elif n == rules.max_iter:
                 end = start._replace(t=t)  # as in torch, nobody looks there
             elif (there := at(t)).value < math.inf:
                 end = there
         if end.t > 0:
-            x, move = _moved(x, pieces, end.t), d.mul_(end.t)
+            t = float(end.t)
+            x, move = _moved(x, pieces, t), d.mul_(t)
         else:  # and it was at a minimum, or found no way from where this call began
             move = torch.zeros_like(d)
-            applied = n > 1 or abs(start.slope) < rules.tolerance_change
+            applied = n > 1 or bool(abs(start.slope) < rules.tolerance_change)
         iterations, before, value, gradient = iterations + 1, gradient, end.value, end.gradient
         if (
             n == rules.max_iter
@@ -302,20 +309,6 @@ def _minimized(
         gradient=before,
         move=move,
     )
-
-
-def _point(
-    ask: Callable[[list[Tensor]], tuple[float, Tensor]],
-    x: list[Tensor],
-    pieces: list[Tensor],
-    d: Tensor,
-    t: float,
-) -> Point:
-    """The point at ``t``; where anything is not finite it is infinitely high."""
-    value, gradient = ask(_moved(x, pieces, t))
-    slope = gradient.dot(d).item()  # not finite where any number of the gradient is not
-    finite = math.isfinite(value) and math.isfinite(slope)
-    return Point(t, value if finite else math.inf, gradient, slope)
 
 
 def _remember(state: LBFGSState, move: Tensor, change: Tensor) -> LBFGSState:
@@ -392,6 +385,10 @@ def _dtype(leaves: list[Tensor]) -> torch.dtype:
     """The real dtype that holds the numbers of all leaves."""
     dtypes = (accumulation_dtype(x.real.dtype) for x in leaves)
     return reduce(torch.promote_types, dtypes)
+
+
+def _on_host(scalar: Tensor) -> Tensor:
+    return scalar.to("cpu", torch.float64)
 
 
 def _number(value: float) -> Tensor:
