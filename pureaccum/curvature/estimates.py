@@ -25,7 +25,8 @@ from .._base import (
     unflatten,
 )
 from .._pure import fold_in, uniform
-from .products import inner, real_parts
+from .passes import real_parts
+from .products import inner
 
 
 @loadable

@@ -107,11 +107,15 @@ def _copied(tree: Tree, group: Any) -> Tree:
 
 
 def _varying(state: AccumState, args: Tree) -> AccumState:
-    """The state, mapped wherever an argument is: that of a rank without rows is like the others."""
+    """The state as a function of all arguments, as that of a rank without rows is by nothing else.
+
+    A transform then does with it what it does with those of the other ranks.
+    """
     zero = torch.zeros_like(state.total)
     for x in flatten(args)[0]:
         if isinstance(x, Tensor):
-            zero = zero + torch.zeros_like(x, dtype=zero.dtype, device=zero.device).sum()
+            number = real_parts(x).sum().to(zero)
+            zero = zero + torch.where(torch.zeros_like(number, dtype=torch.bool), number, 0.0)
     return tree_map(lambda x: x + zero.to(x.device, x.dtype), state)
 
 
@@ -163,3 +167,8 @@ def check_vector(params: Tree, args: tuple[Any, ...]) -> None:
             raise TypeError(
                 f"{paths(spec, 'v')[i]} is {x.dtype}; params has {leaf.dtype} there. {cause}"
             )
+
+
+def real_parts(x: Tensor) -> Tensor:
+    """The numbers of a tensor as real ones: curvature is linear in them, in complex ones not."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

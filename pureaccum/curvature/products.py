@@ -29,7 +29,7 @@ from .._base import (
     unflatten,
 )
 from .._core import Reduction, Weighted, quotient, read, sane
-from .passes import Over, check_vector, gradients_over, nan_of_nothing
+from .passes import Over, check_vector, gradients_over, nan_of_nothing, real_parts
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -300,8 +300,8 @@ def _gradient(
     func: Callable[..., tuple[Tensor, Any]], xs: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor | None], Any]:
     """A number, its gradients, which can be differentiated again, and what comes beside it."""
-    # Plain autograd, which takes a tenth less time, unless the loss may reach other ranks: it has to
-    # tell this backward pass from that of the product, and torch.func gives it another level.
+    # Plain autograd takes a tenth less time. But a loss that may reach other ranks has to tell this
+    # backward pass from that of the product, and torch.func gives it a level of its own.
     if transform_active() or (dist.is_available() and dist.is_initialized()):
         total, pull, beside = torch.func.vjp(func, *xs, has_aux=True)  # pyright: ignore
         return total, pull(torch.ones_like(total)), beside
@@ -348,11 +348,6 @@ def inner(
             product = real_parts(x) * real_parts(y)
             terms.append(product.sum(dtype=accumulation_dtype(product.dtype, dtype)))
     return sum([x.to(b[0].device) for x in terms], torch.zeros((), device=b[0].device))
-
-
-def real_parts(x: Tensor) -> Tensor:
-    """The numbers of a tensor as real ones: curvature is linear in them, in complex ones not."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _standing_for(total: Tensor, weight: Any, number: Tensor) -> Any:

@@ -265,6 +265,30 @@ def test_a_loss_that_reaches_other_ranks(rank: int, world: int) -> None:
         z = embed(params, x)
         return of_pairs(z, z) + z.sum() * z.sum()
 
+    knobs: Any = {"reduction": "sum", "group": torch.distributed.group.WORLD}
     want = jvp(grad(whole), (params,), (v,))
-    of = hvp(loss, reduction="sum", group=torch.distributed.group.WORLD)
-    assert_trees_bitwise_equal(of(params, x[own], v), want)
+    assert_trees_bitwise_equal(hvp(loss, **knobs)(params, x[own], v), want)
+
+    def scores(z: Tensor, x: Tensor) -> Tensor:
+        return of_pairs(z, gather(z)) + psum(z.sum()) * z.sum()
+
+    z, moved = jvp(lambda p: embed(p, x), (params,), (v,))
+    bent = jvp(grad(lambda z: of_pairs(z, z) + z.sum() * z.sum()), (z,), (moved,))[1]
+    (want,) = torch.func.vjp(lambda p: embed(p, x), params)[1](bent)
+    assert_trees_bitwise_equal(ggnvp(embed, scores, **knobs)(params, x[own], v), want)
+
+
+@on_ranks(2)
+def test_a_derivative_of_a_product_over_ranks(rank: int, world: int) -> None:
+    batch, params, v = batch_of(7, 7), tree(1), tree(2)
+    own = slice(0, 7) if rank == 0 else slice(7, 7)
+
+    def along(of: Any, params: Tree) -> Tensor:
+        return sum((x * tree(3)[name]).sum() for name, x in of(params).items())  # pyright: ignore
+
+    for kind in PRODUCTS:
+        of = product(kind, "sum", group=torch.distributed.group.WORLD, microbatch_size=3)
+        came = grad(partial(along, lambda params, of=of: of(params, take(batch, own), v)))(params)
+        by = partial(by_hand, kind, "sum")
+        want = grad(partial(along, lambda params, by=by: by(params, batch, v)))(params)
+        assert_trees_bitwise_equal(came, want)
