@@ -9,6 +9,7 @@ so that masks and their weights, ragged microbatches, streams and ranks are what
 ``grad``; and so is memory.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -21,9 +22,9 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from .._base import (
     Tree,
     accumulation_dtype,
+    any_tangent,
     continuous,
     flatten,
-    forward_ad_active,
     read_tensors,
     transform_active,
     unflatten,
@@ -186,8 +187,6 @@ def ggnvp(  # noqa: D417
             total, grads, weight = _gradient(loss_of, some)
             return inner(grads, moved), (total, weight)
 
-        if not again:
-            fixed = [x.requires_grad_() for x in fixed]
         _, bent, (total, weight) = _gradient(along_moved, fixed)
         return _standing_for(total, weight, inner(_constants(bent, again), its))
 
@@ -286,7 +285,13 @@ def _of_products(along: Callable[..., Any], func: Callable[..., Any], over: Over
     @wraps(func)
     def product(params: Tree, *args: Any) -> Tree:
         check_vector(params, args)
-        again = flatten(params)[0] if transform_active() or forward_ad_active() else []
+        tensors = (x for x in flatten((params, args))[0] if isinstance(x, Tensor))
+        if not transform_active() and any_tangent(tensors):
+            raise RuntimeError(
+                "an argument has a tangent of torch.autograd.forward_ad, which has one level only, "
+                "and the product needs it. torch.func.jvp goes through products."
+            )
+        again = flatten(params)[0] if transform_active() else []
         (product,), value = summed(params, *args, again)
         return nan_of_nothing(product, value)
 
@@ -305,6 +310,7 @@ def _gradient(
     if transform_active() or (dist.is_available() and dist.is_initialized()):
         total, pull, beside = torch.func.vjp(func, *xs, has_aux=True)  # pyright: ignore
         return total, pull(torch.ones_like(total)), beside
+    xs = [x if x.requires_grad else x.detach().requires_grad_() for x in xs]
     total, beside = func(*xs)
     if not total.requires_grad:
         return total, [None] * len(xs), beside
@@ -323,15 +329,22 @@ def _pushed(
     they come of params that were given ``again``, which the gradient of a product leaves alone.
     """
     leaves, moving = flatten(params)[0], flatten(v)[0]
+    with _ALONE:
+        if again or transform_active():
+            primals = tuple(again) if again else tuple(leaves)
+            outs, moved, beside = torch.func.jvp(func, primals, tuple(moving), has_aux=True)  # pyright: ignore
+        else:
+            with dual_level():  # in three quarters of the time of torch.func.jvp
+                outs, beside = func(*map(make_dual, leaves, moving))
+                pairs = [*map(unpack_dual, outs)]
+            outs = [x.primal for x in pairs]
+            moved = [torch.zeros_like(x.primal) if x.tangent is None else x.tangent for x in pairs]
     if again:
-        fixed, moved, beside = torch.func.jvp(func, tuple(again), tuple(moving), has_aux=True)  # pyright: ignore
-        return func(*leaves)[0], fixed, moved, beside
-    with dual_level():  # in three quarters of the time of torch.func.jvp
-        outs, beside = func(*map(make_dual, leaves, moving))
-        pairs = [*map(unpack_dual, outs)]
-    outs = [x.primal for x in pairs]
-    moved = [torch.zeros_like(x.primal) if x.tangent is None else x.tangent for x in pairs]
+        return func(*leaves)[0], outs, moved, beside
     return outs, _constants(outs, again), _constants(moved, again), beside
+
+
+_ALONE = threading.RLock()  # torch has one forward AD for all threads, and mixes up two of them
 
 
 def _constants(tensors: Sequence[Any], again: Sequence[Tensor]) -> list[Any]:
