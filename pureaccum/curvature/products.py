@@ -11,6 +11,7 @@ so that masks and their weights, ragged microbatches, streams and ranks are what
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -329,7 +330,7 @@ def _pushed(
     they come of params that were given ``again``, which the gradient of a product leaves alone.
     """
     leaves, moving = flatten(params)[0], flatten(v)[0]
-    with _ALONE:
+    with nullcontext() if torch.compiler.is_compiling() else _ALONE:
         if again or transform_active():
             primals = tuple(again) if again else tuple(leaves)
             outs, moved, beside = torch.func.jvp(func, primals, tuple(moving), has_aux=True)  # pyright: ignore
