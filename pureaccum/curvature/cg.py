@@ -30,7 +30,7 @@ from .._base import (
     tree_map,
     unflatten,
 )
-from .products import inner
+from .derivatives import inner
 
 
 @loadable

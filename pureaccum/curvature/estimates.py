@@ -25,8 +25,8 @@ from .._base import (
     unflatten,
 )
 from .._pure import fold_in, uniform
+from .derivatives import inner
 from .passes import real_parts
-from .products import inner
 
 
 @loadable

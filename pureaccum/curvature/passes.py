@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._base import (
     Tree,
+    advise_on_curvature,
     check_argnums,
     check_fits,
     flatten,
@@ -53,10 +54,31 @@ def gradients_over(
     func: Callable[..., Any], wrt: tuple[int, ...], over: Over
 ) -> Callable[..., Any]:
     """The gradients of what ``func`` gives, and its value, over a batch, a stream, or ranks."""
+    for i in check_argnums(over.batch_argnums, "batch_argnums"):
+        if i < 0:
+            raise ValueError(
+                f"batch_argnums names argument {i}; expected one counted from the left, 0 being "
+                "params: v comes after all arguments."
+            )
+    if over.stream or over.group is not None:
+        summed = _over_parts(func, wrt, over)
+    else:
+        at, size, reduction, *_ = over
+        knobs: Any = {"batch_argnums": at, "microbatch_size": size, "reduction": reduction}
+        summed = grad_and_value(func, wrt, engine="auto", **knobs)
+
+    def advised(*args: Any) -> Any:
+        try:
+            return summed(*args)
+        except RuntimeError as error:
+            advise_on_curvature(error)
+            raise
+
+    return advised
+
+
+def _over_parts(func: Callable[..., Any], wrt: tuple[int, ...], over: Over) -> Callable[..., Any]:
     at, size, reduction, stream, group = over
-    if not stream and group is None:
-        whole: Any = {"batch_argnums": at, "microbatch_size": size, "reduction": reduction}
-        return grad_and_value(func, wrt, engine="auto", **whole)
     if is_auto(size):
         raise ValueError(
             "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "

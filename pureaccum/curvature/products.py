@@ -9,16 +9,12 @@ so that masks and their weights, ragged microbatches, streams and ranks are what
 ``grad``; and so is memory.
 """
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from .._base import (
     Tree,
@@ -31,7 +27,8 @@ from .._base import (
     unflatten,
 )
 from .._core import Reduction, Weighted, quotient, read, sane
-from .passes import Over, check_vector, gradients_over, nan_of_nothing, real_parts
+from .derivatives import constants, gradient, inner, pushed
+from .passes import Over, check_vector, gradients_over, nan_of_nothing
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -91,7 +88,7 @@ def hvp(
             seen, _ = read(func(unflatten(spec, leaves), *args), False)
             return seen.total, seen.weight
 
-        total, grads, weight = _gradient(loss, leaves)
+        total, grads, weight = gradient(loss, leaves)
         return _standing_for(total, weight, inner(grads, flatten(v)[0]))
 
     over = Over(
@@ -110,11 +107,11 @@ def hvp(
         if torch.compiler.is_compiling():  # compilers make least of the derivative along a vector
             *rest, v = args
 
-            def gradient(params: Tree) -> tuple[Tree, Tensor]:
+            def of_params(params: Tree) -> tuple[Tree, Tensor]:
                 (grads,), value = alone(params, *rest)
                 return grads, value
 
-            grads, product, value = torch.func.jvp(gradient, (params,), (v,), has_aux=True)  # pyright: ignore
+            grads, product, value = torch.func.jvp(of_params, (params,), (v,), has_aux=True)  # pyright: ignore
         else:
             (product, grads), value = both(params, *args)
         return grads, nan_of_nothing(product, value)
@@ -161,22 +158,24 @@ def ggnvp(  # noqa: D417
         Schraudolph, `Fast curvature matrix-vector products for second-order gradient descent
         <https://doi.org/10.1162/08997660260028683>`_, 2002.
     """
+    known: list[bool] = []
 
     def along(params: Tree, *rest: Any) -> Any:
         *args, v, again = rest
+        (leaves, of_params), (moving, _) = flatten(params), flatten(v)
 
         spec: Any = None
         smooth: list[bool] = []
 
         def outputs(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             nonlocal spec, smooth
-            out = forward(unflatten(flatten(params)[1], leaves), *args)
+            out = forward(unflatten(of_params, leaves), *args)
             outs, spec = read_tensors(out, "what forward gave", _OUTPUTS)
             smooth = [*map(continuous, outs)]
             pairs = [*zip(outs, smooth, strict=True)]
             return [x for x, its in pairs if its], [x for x, its in pairs if not its]
 
-        its, fixed, moved, others = _pushed(outputs, params, again, v)
+        its, fixed, moved, others = pushed(outputs, leaves, moving, again, known)
 
         def loss_of(*some: Tensor) -> tuple[Tensor, Any]:
             of_each = iter(others), iter(some)
@@ -185,11 +184,11 @@ def ggnvp(  # noqa: D417
             return seen.total, seen.weight
 
         def along_moved(*some: Tensor) -> tuple[Tensor, Any]:
-            total, grads, weight = _gradient(loss_of, some)
+            total, grads, weight = gradient(loss_of, some)
             return inner(grads, moved), (total, weight)
 
-        _, bent, (total, weight) = _gradient(along_moved, fixed)
-        return _standing_for(total, weight, inner(_constants(bent, again), its))
+        _, bent, (total, weight) = gradient(along_moved, fixed)
+        return _standing_for(total, weight, inner(constants(bent, again), its))
 
     over = Over(
         batch_argnums=batch_argnums,
@@ -250,15 +249,17 @@ def fisher_vp(  # noqa: D417
         Kunstner, Balles and Hennig, `Limitations of the empirical Fisher approximation
         <https://arxiv.org/abs/1905.12558>`_, 2019.
     """
+    known: list[bool] = []
 
     def along(params: Tree, *rest: Any) -> Any:
         *args, v, again = rest
+        (leaves, of_params), (moving, _) = flatten(params), flatten(v)
 
         def of_rows(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            total, *weight = _of_rows(losses(unflatten(flatten(params)[1], leaves), *args))
+            total, *weight = _of_rows(losses(unflatten(of_params, leaves), *args))
             return [total], weight
 
-        (total,), (fixed,), (slope,), weights = _pushed(of_rows, params, again, v)
+        (total,), (fixed,), (slope,), weights = pushed(of_rows, leaves, moving, again, known)
         weight: Any = float(len(slope))
         if weights:  # selected, and never multiplied: the loss of a row without weight may be NaN
             keep, slope = weights[0] != 0, quotient(slope, weights[0])
@@ -300,68 +301,6 @@ def _of_products(along: Callable[..., Any], func: Callable[..., Any], over: Over
 
 
 # One number per microbatch -------------------------------------------------------------------
-
-
-def _gradient(
-    func: Callable[..., tuple[Tensor, Any]], xs: Sequence[Tensor]
-) -> tuple[Tensor, Sequence[Tensor | None], Any]:
-    """A number, its gradients, which can be differentiated again, and what comes beside it."""
-    # Plain autograd takes a tenth less time. But a loss that may reach other ranks has to tell this
-    # backward pass from that of the product, and torch.func gives it a level of its own.
-    if transform_active() or (dist.is_available() and dist.is_initialized()):
-        total, pull, beside = torch.func.vjp(func, *xs, has_aux=True)  # pyright: ignore
-        return total, pull(torch.ones_like(total)), beside
-    xs = [x if x.requires_grad else x.detach().requires_grad_() for x in xs]
-    total, beside = func(*xs)
-    if not total.requires_grad:
-        return total, [None] * len(xs), beside
-    return total, torch.autograd.grad(total, xs, create_graph=True, allow_unused=True), beside
-
-
-def _pushed(
-    func: Callable[..., tuple[list[Tensor], list[Tensor]]],
-    params: Tree,
-    again: Sequence[Tensor],
-    v: Tree,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """What ``func`` gives for params; that and its derivative along ``v``, as constants; the rest.
-
-    Constants are detached, but not where a transform around the call may differentiate them: there
-    they come of params that were given ``again``, which the gradient of a product leaves alone.
-    """
-    leaves, moving = flatten(params)[0], flatten(v)[0]
-    with nullcontext() if torch.compiler.is_compiling() else _ALONE:
-        if again or transform_active():
-            primals = tuple(again) if again else tuple(leaves)
-            outs, moved, beside = torch.func.jvp(func, primals, tuple(moving), has_aux=True)  # pyright: ignore
-        else:
-            with dual_level():  # in three quarters of the time of torch.func.jvp
-                outs, beside = func(*map(make_dual, leaves, moving))
-                pairs = [*map(unpack_dual, outs)]
-            outs = [x.primal for x in pairs]
-            moved = [torch.zeros_like(x.primal) if x.tangent is None else x.tangent for x in pairs]
-    if again:
-        return func(*leaves)[0], outs, moved, beside
-    return outs, _constants(outs, again), _constants(moved, again), beside
-
-
-_ALONE = threading.RLock()  # torch has one forward AD for all threads, and mixes up two of them
-
-
-def _constants(tensors: Sequence[Any], again: Sequence[Tensor]) -> list[Any]:
-    return [x if again or x is None else x.detach() for x in tensors]
-
-
-def inner(
-    a: Sequence[Tensor | None], b: Sequence[Tensor], dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """The inner product of two lists, real, where None is zero; in ``dtype`` at least."""
-    terms: list[Tensor] = []
-    for x, y in zip(a, b, strict=True):
-        if x is not None:
-            product = real_parts(x) * real_parts(y)
-            terms.append(product.sum(dtype=accumulation_dtype(product.dtype, dtype)))
-    return sum([x.to(b[0].device) for x in terms], torch.zeros((), device=b[0].device))
 
 
 def _standing_for(total: Tensor, weight: Any, number: Tensor) -> Any:

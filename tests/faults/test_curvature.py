@@ -4,7 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
 from pureaccum.curvature import Operator, cg, diagonal, fisher_vp, ggnvp, hvp, trace
@@ -64,6 +68,8 @@ def test_calls(make: Any) -> None:
         make()({}, BATCH, {})
     with saying(ValueError, "batch_argnums names argument 7"):
         make(batch_argnums=7)(PARAMS, BATCH, V)
+    with saying(ValueError, "batch_argnums names argument -1", "from the left", "v comes after"):
+        make(batch_argnums=-1)
     with saying(ValueError, "microbatch_size", "stream", "a number of rows"):
         make(microbatch_size="auto", stream=True)
     with saying(ValueError, "reduction is 'max'"):
@@ -142,6 +148,85 @@ def test_a_loss_that_does_not_depend_on_params() -> None:
         assert all(torch.equal(came[n], zeros[n]) for n in zeros)
         came = fisher_vp(lambda p, b: b["x"][:, 0] ** 2, microbatch_size=size)(*args)
         assert all(torch.equal(came[n], zeros[n]) for n in zeros)
+
+
+class Tanh(torch.autograd.Function):
+    """A Function without forward AD, which torch.func does not take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class LSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(2, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x.unsqueeze(1))[0][:, 0, :1].squeeze(1)
+
+
+def test_what_torch_has_no_forward_ad_of() -> None:
+    """Then a product goes back twice: an LSTM on a CPU, a checkpoint, a custom Function."""
+    lstm = pa.functional(LSTM())
+    layer = {"w": torch.randn(2), "b": torch.randn(())}
+    ways: dict[str, tuple[Any, Any, Any]] = {
+        "LSTM": (lstm.params, lambda p, b: lstm.apply(p, (), b["x"])[0], None),
+        "checkpoint": (
+            layer,
+            lambda p, b: checkpoint(
+                lambda x: forward(p, {"x": x}).tanh(), b["x"], use_reentrant=False
+            ),
+            lambda p, b: forward(p, b).tanh(),
+        ),
+        "custom Function": (
+            layer,
+            lambda p, b: Tanh.apply(forward(p, b)),
+            lambda p, b: forward(p, b).tanh(),
+        ),
+        "random numbers": (
+            layer,
+            lambda p, b: Tanh.apply(forward(p, b) * (torch.rand(2) < 0.5)),
+            lambda p, b: (forward(p, b) * (torch.rand(2) < 0.5)).tanh(),
+        ),
+    }
+    batch = {"x": BATCH["x"] / 4}
+    for name, (params, way, plain) in ways.items():
+        v = {n: torch.randn_like(p) for n, p in params.items()}
+        torch.manual_seed(0)
+        came = ggnvp(way, mean, microbatch_size=2)(params, batch, v)
+        if plain is None:  # of the cells in plain operations
+            j = jacrev(way)(params, batch)
+            moved = sum((j[n] * v[n]).flatten(1).sum(1) for n in v)
+            want = {n: torch.tensordot(moved, j[n], 1) * 2 / 4 for n in v}
+        else:
+            torch.manual_seed(0)
+            want = ggnvp(plain, mean, microbatch_size=2)(params, batch, v)
+        for n in v:
+            assert (came[n] - want[n]).norm() <= 2**-12 * (1e-3 + want[n].norm()), name
+
+
+def test_what_torch_has_no_second_derivative_of() -> None:
+    def attention(params: Any, batch: Any) -> Tensor:
+        q = (batch["x"] @ params["w"] + params["b"]).reshape(-1, 1, 1, 1).repeat(1, 1, 3, 4)
+        return F.scaled_dot_product_attention(q, q, q * params["w"][0]).mean((1, 2, 3))
+
+    for product in (
+        hvp(lambda p, b: attention(p, b).square().mean()),
+        ggnvp(attention, mean),
+        fisher_vp(lambda p, b: attention(p, b) ** 2),
+    ):
+        with pytest.raises(RuntimeError, match="derivative") as caught:
+            product(PARAMS, BATCH, V)
+        assert "SDPBackend.MATH" in caught.value.__notes__[0]
+        with sdpa_kernel(SDPBackend.MATH):
+            product(PARAMS, BATCH, V)
 
 
 # What takes products ----------------------------------------------------------------------------
