@@ -146,7 +146,7 @@ def _by_pulling_twice(func: Function, leaves: Sequence[Tensor], moving: Sequence
     if pairs:
         tops, cotangents = zip(*pairs, strict=True)
         knobs: Any = {"create_graph": True, "allow_unused": True}
-        pulled = torch.autograd.grad(tops, leaves, cotangents, **knobs)
+        pulled: Any = torch.autograd.grad(tops, leaves, cotangents, **knobs)
         both = zip(pulled, moving, strict=True)
         reached = [(g, v) for g, v in both if g is not None and g.requires_grad]
         if reached:
