@@ -5,6 +5,7 @@ What is drawn is within five standard errors of the truth, which a wrong formula
 keys that are written here that is no matter of luck.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -231,6 +232,76 @@ def test_plain_autograd_and_forward_ad_around_a_call() -> None:
                 continue
             tangents = {n: unpack_dual(x).tangent for n, x in along(duals).items()}
         near(problem.flat(tangents), problem.flat(want))
+
+
+def test_functions_that_are_cut_inside() -> None:
+    """A loss of all pairs of rows, an exact BatchNorm: a batch that is whole, with cuts in it."""
+    problem = Problem("mlp")
+
+    def of_pairs(embed: Any) -> Any:
+        def loss(params: Tree, batch: Tree) -> Tensor:
+            z = embed(params, batch)
+            return F.cross_entropy(z @ z.T, torch.arange(ROWS))
+
+        return loss
+
+    cut = pa.microbatch(problem.forward, microbatch_size=4)
+    args = problem.params, problem.batch, problem.v
+    want = jvp(lambda p: grad(of_pairs(problem.forward))(p, problem.batch), (args[0],), (args[2],))
+    for came, x in zip(hvp(of_pairs(cut))(*args), want, strict=True):
+        near(problem.flat(came), problem.flat(x))
+
+    def scores(z: Tensor, batch: Tree) -> Tensor:
+        return F.cross_entropy(z @ z.T, torch.arange(ROWS))
+
+    near(
+        problem.flat(ggnvp(cut, scores)(*args)), problem.flat(ggnvp(problem.forward, scores)(*args))
+    )
+    layers = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, CLASSES)
+    net = nn.Sequential(*layers).double()
+    whole, parts = pa.functional(net), pa.functional(net, microbatch_size=4)
+    params = whole.params
+    v = {n: torch.randn_like(p) for n, p in params.items()}
+
+    def through(fn: Any) -> Any:
+        return lambda params, batch: fn.apply(params, fn.buffers, batch["x"])[0]
+
+    def both(fn: Any) -> list[Tree]:
+        of = hvp(lambda p, b: problem.loss(through(fn)(p, b), b))
+        return [
+            of(params, problem.batch, v)[1],
+            ggnvp(through(fn), problem.loss)(params, problem.batch, v),
+        ]
+
+    for came, x in zip(both(parts), both(whole), strict=True):
+        near(flat(came, [*params]), flat(x, [*params]))
+
+
+@pytest.mark.slow
+@KIND
+def test_compiled(kind: str) -> None:
+    problem = Problem("mlp")
+    product = problem.products(microbatch_size=4)[kind]
+    args = problem.params, problem.batch, problem.v
+    want = problem.flat(product(*args))
+    near(problem.flat(torch.compile(product, fullgraph=True, backend="aot_eager")(*args)), want)
+    several = pa.stack([problem.u, problem.v])
+    at_once = torch.compile(vmap(product, (None, None, 0)), fullgraph=True, backend="aot_eager")
+    near(problem.flat(pa.unstack(at_once(*args[:2], several))[1]), want)
+
+
+def test_threads() -> None:
+    """Of which each has its own numbers, though torch's forward AD is one for all."""
+    problem = Problem("mlp")
+    products, args = problem.products(microbatch_size=2), (problem.params, problem.batch)
+    wants = {kind: problem.flat(of(*args, problem.v)) for kind, of in products.items()}
+
+    def run(i: int) -> None:
+        kind = KINDS[i % 3]
+        near(problem.flat(products[kind](*args, problem.v)), wants[kind])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len([*threads.map(run, range(90))]) == 90
 
 
 # What is drawn ----------------------------------------------------------------------------------
