@@ -293,6 +293,8 @@ def test_compiled(kind: str) -> None:
 def test_threads() -> None:
     """Of which each has its own numbers, though torch's forward AD is one for all."""
     problem = Problem("mlp")
+    fn = pa.functional(problem.net)  # torch's functional_call is not for several threads
+    problem.forward = lambda params, batch: fn.apply(params, (), batch["x"])[0]
     products, args = problem.products(microbatch_size=2), (problem.params, problem.batch)
     wants = {kind: problem.flat(of(*args, problem.v)) for kind, of in products.items()}
 
