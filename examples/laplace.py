@@ -8,6 +8,8 @@ with the Gauss-Newton matrix of the whole training set in microbatches.
     python examples/laplace.py
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
@@ -21,10 +23,10 @@ Tensors = dict[str, Tensor]
 NOISE, PRIOR = 0.1, 1.0  # the standard deviation of a target, and the precision of a parameter
 
 
-def peak(run: object) -> int:
+def peak(run: Callable[[], object]) -> int:
     """The most bytes that are alive during a call, beyond those before it."""
     with profile(profile_memory=True) as seen:
-        run()  # type: ignore[operator]
+        run()
     live = most = 0
     for event in seen.profiler.kineto_results.events():
         live += event.nbytes() if event.name() == "[memory]" else 0
