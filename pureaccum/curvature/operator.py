@@ -72,10 +72,6 @@ class Operator(NamedTuple):
             A LinearOperator, in the widest dtype of the leaves; it copies vectors to where the
             first leaf lies, and back.
         """
-        try:
-            from scipy.sparse.linalg import LinearOperator  # pyright: ignore
-        except ImportError as error:
-            raise ImportError("to_scipy() needs SciPy, which is not installed.") from error
         leaves, spec = read_params(self.like, "like")
         for name, x in zip(paths(spec, "like"), leaves, strict=True):
             if x.is_complex():
@@ -83,6 +79,10 @@ class Operator(NamedTuple):
                     f"{name} is {x.dtype}; the curvature of a real loss is linear in its real and "
                     "imaginary parts, and not in the complex number, so SciPy has no such operator."
                 )
+        try:
+            from scipy.sparse.linalg import LinearOperator  # pyright: ignore
+        except ImportError as error:
+            raise ImportError("to_scipy() needs SciPy: pip install 'pureaccum[scipy]'.") from error
         dtype, device = leaves[0].dtype, leaves[0].device
         for x in leaves:
             dtype = torch.promote_types(dtype, x.dtype)

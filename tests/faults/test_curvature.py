@@ -1,5 +1,6 @@
 """What is refused of curvature says what helps, and nothing is lost or changed."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -283,7 +284,7 @@ def test_a_step_that_is_not_taken_leaves_the_state() -> None:
     assert some.run(some.init(torch.tensor([1.0, 2.0])), 1).steps == 1
 
 
-def test_estimates_and_operators() -> None:
+def test_estimates_and_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     like = {"w": torch.zeros(2), "b": torch.zeros(())}
     for estimate in (diagonal, trace):
         with saying(ValueError, "samples is 0", "at least 1"):
@@ -295,5 +296,8 @@ def test_estimates_and_operators() -> None:
     with saying(ValueError, "3 × 3", "(2,)", "a matrix (3, k)"):
         operator @ torch.zeros(2)
     assert (operator @ torch.zeros(3, 0)).shape == (3, 0)
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
+    with saying(ImportError, "pip install 'pureaccum[scipy]'"):
+        operator.to_scipy()
     with saying(TypeError, "like is torch.complex64", "real"):
         Operator(lambda v: v, torch.zeros(2, dtype=torch.complex64)).to_scipy()
