@@ -61,5 +61,31 @@ def test_products(of: str, kind: str, cut: int | None) -> None:
             assert (x[name] - want[name]).norm() <= ROOT_OF_UNIT * want[name].norm(), name
 
 
+def test_solutions_and_estimates() -> None:
+    """Of one matrix, that of a regression: solutions to tolerances, estimates to errors."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1, bias=False).double()
+    batch, like = (torch.randn(20, 8).double(), torch.randn(20, 1).double()), net.weight.detach()
+    b = torch.randn(1, 8).double()
+    params = [net.weight]
+    theirs = curvlinops.HessianLinearOperator(net, nn.MSELoss(), params, [batch])
+    hvp = pa.curvature.hvp(lambda w, b: (b[0] @ w.T - b[1]).square().mean(), microbatch_size=6)
+
+    def ours(v: Tensor) -> Tensor:
+        return hvp(like, batch, v)[1]
+
+    (want,) = curvlinops.CGInverseLinearOperator(theirs, tolerance=1e-12, max_iter=200) @ [b]
+    solver = pa.curvature.cg(ours, rtol=1e-12)
+    came = solver.run(solver.init(b)).x
+    smallest = torch.linalg.eigvalsh(batch[0].T @ batch[0] / 10)[0]
+    assert (came - want).norm() <= 2 * 1e-12 * b.norm() / smallest + ROOT_OF_UNIT * want.norm()
+
+    of_trace = pa.curvature.trace(ours, like, key=pa.key(0), samples=7)
+    assert (curvlinops.hutchinson_trace(theirs, 7) - of_trace.mean).abs() <= 8 * of_trace.error
+    each = pa.curvature.diagonal(ours, like, key=pa.key(0), samples=7)
+    off = curvlinops.hutchinson_diag(theirs, 7) - each.mean.flatten()
+    assert (off.abs() <= 8 * each.error.flatten()).all()
+
+
 def second(product: Any) -> Any:
     return lambda *args: product(*args)[1]
