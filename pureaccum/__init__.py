@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import curvature as curvature
 from . import distributed as distributed
 from ._base import all_finite as all_finite
 from ._base import global_norm as global_norm

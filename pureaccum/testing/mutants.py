@@ -614,6 +614,49 @@ MUTANTS: dict[str, Mutant] = {
         "[x.clone() for x in row]",
         "list(row)",
     ),
+    # In curvature.
+    "a product that counts by the vector": Mutant(
+        "Whether a microbatch counts is decided by its product, and not by its loss.",
+        "curvature/products.py",
+        "its = total.detach() + torch.nan_to_num(number - number.detach())",
+        "its = number",
+    ),
+    "the other factor of Gauss-Newton differentiated": Mutant(
+        "What stands in a product as a constant is differentiated along with the rest.",
+        "curvature/derivatives.py",
+        "return [x if again or x is None else x.detach() for x in tensors]",
+        "return [*tensors]",
+    ),
+    "a constant of a product under a transform": Mutant(
+        "A transform around a product takes its other factor for a constant.",
+        "curvature/products.py",
+        "again = flatten(params)[0] if transform_active() else []",
+        "again = []",
+    ),
+    "curvature of nothing zero": Mutant(
+        "A batch of no weight has a curvature of zero.",
+        "curvature/passes.py",
+        "nothing = value.isnan()",
+        "nothing = value.isinf()",
+    ),
+    "threads push at once": Mutant(
+        "Two threads are inside of torch's forward AD at once, of which there is one.",
+        "curvature/derivatives.py",
+        "with nullcontext() if torch.compiler.is_compiling() else _ALONE:",
+        "with nullcontext():",
+    ),
+    "an error that does not shrink": Mutant(
+        "The error of an estimate is the spread of its samples, however many they are.",
+        "curvature/estimates.py",
+        "by = float(samples * (samples - 1)) or torch.nan",
+        "by = float(samples - 1) or torch.nan",
+    ),
+    "conjugate gradients beyond the solution": Mutant(
+        "A system that is solved takes further steps.",
+        "curvature/cg.py",
+        "goes = (state.norm > state.target) & (state.curvature > 0)",
+        "goes = state.curvature > 0",
+    ),
 }
 
 

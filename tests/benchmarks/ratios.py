@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from . import targets
 from .contenders import ENGINES, HAND, TORCH_FUNC
+from .curvature import BESIDE, PRODUCTS
 from .gradcache import (
     COMPILED_CUT,
     COMPILED_WHOLE,
@@ -65,7 +66,7 @@ from .steps import (
 
 
 # Whose time is of all that a call does, and not of a microbatch.
-AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS
+AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS | PRODUCTS
 
 
 class Row(NamedTuple):
@@ -113,6 +114,8 @@ def opponents(ours: str) -> tuple[str, ...]:
         return (
             () if maker == WHOLE else tuple(f"{nest}, {x}" for x in (WHOLE, REMATTED) if x != maker)
         )
+    if ours in PRODUCTS:
+        return BESIDE.get(ours, ())
     if ours in CHAINS:
         return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
     if ours in SAMPLES:

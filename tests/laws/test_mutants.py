@@ -280,6 +280,25 @@ KILLERS = {
     "windows merged without their rows": (
         "exact/test_windows.py::test_a_window_of_two_is_the_window_of_all[plain]"
     ),
+    "a product that counts by the vector": (
+        "exact/test_curvature.py::test_a_numerator_without_weight_adds_its_total[v0]"
+    ),
+    "the other factor of Gauss-Newton differentiated": (
+        "exact/test_curvature.py::test_any_cut_gives_the_same_bits[gauss-newton]"
+    ),
+    "a constant of a product under a transform": (
+        "bounds/test_curvature.py::test_transforms_around_a_product[gauss-newton-mlp]"
+    ),
+    "curvature of nothing zero": (
+        "exact/test_curvature.py::test_a_microbatch_without_weight_adds_nothing[fisher]"
+    ),
+    "threads push at once": "bounds/test_curvature.py::test_threads",
+    "an error that does not shrink": (
+        "bounds/test_curvature.py::test_estimates_are_as_near_as_they_say[hessian]"
+    ),
+    "conjugate gradients beyond the solution": (
+        "faults/test_curvature.py::test_a_step_that_is_not_taken_leaves_the_state"
+    ),
 }
 
 
