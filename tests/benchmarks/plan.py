@@ -38,8 +38,10 @@ from .per_sample import (
 from .programs import (
     ENSEMBLING,
     HIGHER,
+    LBFGS,
     MNIST,
     OUR_ENSEMBLING,
+    OUR_LBFGS,
     OUR_MNIST,
     OUR_TRAIN_PY,
     STREAMED_MNIST,
@@ -195,9 +197,9 @@ def curvature_cells(device: str) -> list[Cell]:
     hessian = THEIR_HVP, THEIR_CUT_HVP, HVP, WHOLE_HVP, COMPILED_HVP, GRADIENT
     gauss_newton = THEIR_GGNVP, THEIR_CUT_GGNVP, GGNVP, WHOLE_GGNVP, COMPILED_GGNVP, GRADIENT
     models = CURVED._replace(width=64, rows=32, depth=4), CURVED
-    return [
-        Cell(device, model, names, 5.0) for model in models for names in (hessian, gauss_newton)
-    ]
+    plan = [Cell(device, x, names, 5.0) for x in models for names in (hessian, gauss_newton)]
+    walks = (Model(width, 32, 16, depth=4, activation="gelu") for width in (64, 256, 512))
+    return plan + [Cell(device, model, (LBFGS, OUR_LBFGS), 5.0) for model in walks]
 
 
 def curvature_peaks(device: str) -> list[Peak]:

@@ -41,8 +41,10 @@ from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
 from .programs import (
     ENSEMBLING,
     HIGHER,
+    LBFGS,
     MNIST,
     OUR_ENSEMBLING,
+    OUR_LBFGS,
     PROGRAMS,
     THROUGH,
     THROUGH_CUT,
@@ -123,8 +125,9 @@ def opponents(ours: str) -> tuple[str, ...]:
         return of.get(ours, (HOOKS,) if ours == GHOST else ())
     if ours in PROGRAMS:
         source = {OUR_ENSEMBLING: ENSEMBLING, THROUGH: HIGHER, THROUGH_CUT: HIGHER}
+        source[OUR_LBFGS] = LBFGS
         theirs = source.get(ours, TRAIN_PY if ours.startswith("train.py") else MNIST)
-        return () if ours in (TRAIN_PY, MNIST, ENSEMBLING, HIGHER) else (theirs,)
+        return () if ours in (TRAIN_PY, MNIST, ENSEMBLING, HIGHER, LBFGS) else (theirs,)
     if ours == "func":
         return HAND, TORCH_FUNC
     if ours in ("autograd", TORCH_FUNC):
