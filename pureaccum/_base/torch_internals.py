@@ -5,6 +5,7 @@ name                               what for                                check
 =================================  ======================================  ================
 ``torch._C._functorch``            is a functorch transform active?        2.11, 2.13, 2.15
 ``torch._C._functorch``            what its wrappers wrap, mapped or not   2.11, 2.13, 2.15
+``…functorch._add_batch_dim``      wrap what was computed below a vmap     2.13
 ``torch._C.DisableTorchFunction``  look at a tensor past all modes         2.13
 ``…functorch.push_dynamic_...``    a tensor as an outer transform sees it  2.11, 2.13
 ``forward_ad._set_fwd_grad_...``   forward AD inside a Function's rules    2.11, 2.13, 2.15
@@ -186,6 +187,38 @@ def down_to(level: int) -> Generator[None]:
     finally:
         for each in reversed(above):
             functorch.push_dynamic_layer_stack(each)
+
+
+def members_of(x: Tensor, level: int) -> tuple[Tensor, bool] | None:
+    """A tensor below the vmap of a level, and whether that maps it: then its members are rows.
+
+    None where another transform has part in it.
+    """
+    functorch = torch._C._functorch  # pyright: ignore
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return x, False
+    below = functorch.get_unwrapped(x)
+    if functorch.is_functorch_wrapped_tensor(below) or not functorch.is_batchedtensor(x):
+        return None
+    if functorch.maybe_get_level(x) != level:
+        return None
+    at = functorch.maybe_get_bdim(x)
+    return below if at == 0 else below.movedim(at, 0), True
+
+
+def as_members(x: Tensor, level: int) -> Tensor:
+    """A tensor whose rows are the members that the vmap of a level maps."""
+    return torch._C._functorch._add_batch_dim(x, 0, level)  # pyright: ignore
+
+
+def below_vmap(func: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call a function as if the innermost transform were not there."""
+    functorch = torch._C._functorch  # pyright: ignore
+    innermost = functorch.pop_dynamic_layer_stack()
+    try:
+        return func(*args)
+    finally:
+        functorch.push_dynamic_layer_stack(innermost)
 
 
 def sequence_number() -> int:

@@ -57,6 +57,7 @@ from .._core import (
     mean_value,
     read_state,
 )
+from .by_layers import with_shortcut
 from .chunks import (
     Chunk,
     Metrics,
@@ -153,6 +154,7 @@ def per_sample_grad(
     )
     reducer = None if reduce == "concat" else read_reduce(reduce)
     at_least = check_dtype(dtype)
+    how = with_shortcut(how, reduce, at_least)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
     alone, known = not isinstance(argnums, tuple), known_of(func)
@@ -241,6 +243,7 @@ def per_sample_accumulator(  # noqa: D417
     )
     reducer = read_reduce(reduce)
     at_least = check_dtype(dtype)
+    how = with_shortcut(how, reduce, at_least)
     batches, known = check_argnums(batch_argnums, "batch_argnums"), known_of(func)
 
     def init(params: Tree) -> AccumState:
