@@ -15,14 +15,14 @@ from torch import Tensor
 from .._base import (
     LARGEST_INT,
     Tree,
-    accumulation_dtype,
     generators,
+    over_rows,
     read_tensors,
     restore,
     saved_tensors_hooks_refused,
     unflatten,
 )
-from .._core import cutting, inside_of, join_aux, onlooker, read
+from .._core import cutting, in_one_list, inside_of, join_aux, onlooker, read, read_again
 from .chunks import (
     OF_EACH,
     Chunk,
@@ -34,7 +34,7 @@ from .chunks import (
     scaled_and_kept,
 )
 from .layers import Layers, Unfit
-from .outer_products import Outer, is_short, squared_norms, written_out
+from .outer_products import Outer, is_short, norms_of, written_out
 
 
 def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling:
@@ -77,24 +77,25 @@ def _by_layers(
     at_least: torch.dtype,
 ) -> Chunk:
     tensors, sample_of = samples_of(part, how)
-    layers = Layers(leaves, len(tensors[0]), at_least)
-    specs: dict[str, optree.PyTreeSpec] = {}
+    layers = Layers(leaves, tensors[0].shape[0], at_least)
+    specs: dict[str, Any] = {}
 
     def one(*tensors: Tensor) -> Any:
         sample = sample_of(tensors)
         with layers:
-            out = call(tuple(layers.given), sample)
+            out = call(layers.given, sample)
         seen, shape = read(out, how.has_aux)
         aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
-        return seen.total, seen.weight, aux
+        specs["shape"] = shape
+        return in_one_list(seen._replace(aux=aux))
 
     grads: list[Any] = [None] * len(leaves)
-    squares: list[Any] = [None] * len(leaves)
+    norms: list[Any] = [None] * len(leaves)
 
     def see(i: int, grad: Outer | Tensor) -> None:
         grads[i] = grad if isinstance(grad, Tensor) or is_short(grad) else written_out(grad)
         if wanted:
-            squares[i] = squared_norms(grads[i])
+            norms[i] = norms_of(grads[i])
 
     wanted = needs_norms(how)
     with (
@@ -103,29 +104,34 @@ def _by_layers(
         cutting(LARGEST_INT),  # a sample is no batch
         torch.enable_grad(),
     ):
-        total, weight, aux = torch.func.vmap(one, randomness=how.randomness)(*tensors)
+        total, *rest = over_rows(one, tensors, how.randomness)
     if reached.group is not None:
         raise Unfit("the loss reaches other ranks")
     layers.pull(total, see)
 
-    def norm_of(its: list[int]) -> Tensor:
-        dtypes = [accumulation_dtype(leaves[i].dtype).to_real() for i in its]
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        none = torch.zeros_like(total, dtype=torch.float64)
-        return sum((squares[i].to(none.device) for i in its), none).sqrt().to(wide)
-
-    norms = [norm_of(its) for its in parts] if wanted else []
-    value = total.detach()
-    weight = weight.detach() if isinstance(weight, Tensor) else ()
-    factor, keep = scaled_and_kept(norms, value, weight, how, parts)
-    metric = how.metrics == "norm"
+    of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
+    seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
+    factor, keep = scaled_and_kept(of_parts, seen.total, seen.weight, how, parts)
     return Chunk(
         grads=grads,
         factor=factor,
         keep=keep,
         spec=spec,
-        value=value,
-        weight=weight,
-        aux=unflatten(specs["aux"], [x.detach() for x in aux]),
-        metrics=norms_of_parts(how.transform, norms) if metric else None,
+        value=seen.total,
+        weight=seen.weight,
+        aux=unflatten(specs["aux"], seen.aux),
+        metrics=norms_of_parts(how.transform, of_parts) if how.metrics == "norm" else None,
     )
+
+
+def _norm_of(norms: list[Tensor], leaves: list[Tensor], its: list[int], like: Tensor) -> Tensor:
+    """The norm of some leaves as one vector, for each sample, in the dtype of ``global_norm``."""
+    if not its:
+        return torch.zeros_like(like, dtype=torch.float32)
+    wide = torch.float64 if any(_is_double(leaves[i]) for i in its) else torch.float32
+    together = torch.stack([norms[i].to(like.device, torch.float64) for i in its])
+    return torch.linalg.vector_norm(together, dim=0).to(wide)
+
+
+def _is_double(x: Tensor) -> bool:
+    return x.dtype in (torch.float64, torch.complex128)

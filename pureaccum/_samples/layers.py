@@ -28,7 +28,7 @@ from .._base import (
     accumulation_dtype,
     as_members,
     below_vmap,
-    is_wrapped,
+    gradients,
     members_of,
     transform_level,
 )
@@ -57,8 +57,9 @@ class Layers(TorchFunctionMode):
 
     def __init__(self, leaves: Sequence[Tensor], rows: int, at_least: torch.dtype) -> None:
         super().__init__()
-        self.leaves, self.rows = [x.detach() for x in leaves], rows
-        self.given = [x.detach().requires_grad_() for x in leaves]
+        self.leaves = [x.detach() if x.requires_grad else x for x in leaves]
+        self.rows = rows
+        self.given = tuple(x.detach().requires_grad_() for x in leaves)
         self.wide = [
             x.is_floating_point() and accumulation_dtype(x.dtype, at_least) == x.dtype
             for x in leaves
@@ -212,11 +213,12 @@ class Layers(TorchFunctionMode):
         if self.unfit:
             raise Unfit(self.unfit)
         copies = [copy for copy, _ in self.copies.values()]
-        of, several = torch.ones_like(totals), False
-        if cotangents is not None:
-            of, several = cotangents, True
         wrt = [self.token, *copies, *self.given]
-        found = torch.autograd.grad(totals, wrt, of, allow_unused=True, is_grads_batched=several)
+        if cotangents is None:
+            found = gradients(totals, wrt, torch.ones_like(totals))
+        else:
+            knobs = {"allow_unused": True, "is_grads_batched": True}
+            found = torch.autograd.grad(totals, wrt, cotangents, **knobs)
         if any(x is not None for x in found[1 + len(copies) :]):
             raise self.refusal("uses a leaf in a way that cannot be seen")
         for i, grad in zip(self.copies, found[1:], strict=False):
@@ -229,11 +231,11 @@ class Layers(TorchFunctionMode):
 
     def cotangents(self, d: Tensor) -> Tensor:
         """The cotangent of a layer's output: (rows, t, n), or (cotangents, rows, t, n)."""
-        d, several = d.detach(), () if self.several is None else (self.several,)
-        if several:
-            d, mapped = members_of(d, transform_level() or 0) or (d, False)
-            d = d if mapped else d.expand(*several, *d.shape)
-        return d.reshape(*several, self.rows, -1, d.shape[-1])
+        if self.several is None:
+            return d.reshape(self.rows, -1, d.shape[-1])
+        d, mapped = members_of(d, transform_level() or 0) or (d, False)
+        d = d if mapped else d.expand(self.several, *d.shape)
+        return d.reshape(self.several, self.rows, -1, d.shape[-1])
 
     def arrived(self, i: int, part: Outer | Tensor) -> None:
         """Take the gradients of one use of a leaf."""

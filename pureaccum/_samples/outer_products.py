@@ -59,31 +59,28 @@ def written_out(x: Outer) -> Tensor:
     return _summed_at(x.left, x.right, x.shape[0])
 
 
-def squared_norms(x: Outer | Tensor) -> Tensor:
-    """The squared norm of each gradient, in float64."""
+def norms_of(x: Outer | Tensor) -> Tensor:
+    """The norm of each gradient, in float32 at least."""
     if isinstance(x, Tensor):
-        wide = accumulation_dtype(x.dtype)
-        return torch.linalg.vector_norm(x.reshape(len(x), -1), dim=1, dtype=wide).double() ** 2
-    left, right = x.left, x.right
-    times = right.shape[-2]
+        rows = x.reshape(x.shape[0], -1)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=accumulation_dtype(x.dtype))
+    left, right, times = x.left, x.right, x.right.shape[-2]
     if is_table(x):  # each row of the table once
-        right = right if times <= 1 else _summed_at(_places(left), right, times)
-        return _norm(right, (-2, -1)) ** 2
+        return _norm(right if times <= 1 else _summed_at(_places(left), right, times))
     if times == 1:
-        return (_norm(left, (-2, -1)) * _norm(right, (-2, -1))) ** 2
-    if is_short(x):  # the products of pairs cancel one another, which float32 has no bits for
-        left, right = left.double(), right.double()
-        return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0)
-    return _norm(written_out(x), tuple(range(-len(x.shape), 0))) ** 2
+        return _norm(left) * _norm(right)
+    if not is_short(x):
+        return _norm((left.mT @ right))
+    left, right = left.double(), right.double()  # products of pairs that cancel one another
+    return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0).sqrt()
 
 
 def add_weighted_(total: Tensor, x: Outer, factor: Tensor) -> Tensor:
     """Add the gradients to a sum in place, each times a number."""
-    right = x.right.to(total.dtype) * factor.to(total.device, total.dtype)[:, None, None]
-    right = right.flatten(0, 1)
+    right = (x.right.to(total.dtype) * factor.view(-1, 1, 1)).flatten(0, 1)
     if is_table(x):
         return total.index_add_(0, x.left.flatten(), right)
-    left = x.left.to(total.dtype).flatten(0, 1)
+    left = x.left.flatten(0, 1).to(total.dtype)
     if total.shape == (left.shape[1], right.shape[1]):
         return total.addmm_(left.T, right)
     return total.add_((left.T @ right).view(total.shape))
@@ -113,9 +110,9 @@ def joined(parts: Sequence[Outer | Tensor]) -> Outer | Tensor:
 # Pieces --------------------------------------------------------------------------------
 
 
-def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _norm(x: Tensor) -> Tensor:
     """In float64: one factor may be as small as the other one is large."""
-    return torch.linalg.vector_norm(x, dim=dims, dtype=torch.float64)
+    return torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64)
 
 
 def _summed_at(index: Tensor, right: Tensor, size: int) -> Tensor:

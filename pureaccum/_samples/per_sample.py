@@ -355,15 +355,18 @@ def _no_samples(
 
 def _with_chunk(state: AccumState, reducer: ChunkReducer, chunk: Chunk) -> AccumState:
     """The state with one more chunk; its sums are written to where nobody can see it."""
-    weight = weights(chunk)
-    value = torch.where(counts(chunk.value, weight), chunk.value, 0.0).double()
+    value, weight = chunk.value, len(chunk.value)
+    if isinstance(chunk.weight, Tensor):
+        value = torch.where(counts(value, chunk.weight), value, 0.0)
+        weight = chunk.weight.sum()
+    value = value.double()
     squares = state.squares
     if isinstance(squares, Tensor):
         squares = squares + squares_of(chunk)
     return state._replace(
         grads=reducer.add(state.grads, chunk),
         total=state.total + value.sum(),
-        weight=state.weight + weight.sum(),
+        weight=state.weight + weight,
         microbatches=state.microbatches + len(value),
         nonfinite=state.nonfinite + ((value - value) != 0).sum(),
         squares=squares,

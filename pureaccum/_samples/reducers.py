@@ -32,7 +32,7 @@ from .._base import (
 )
 from .._core import Reducer, divided, divisor, is_reducer, quotient
 from .chunks import Chunk
-from .outer_products import Outer, add_weighted_, selected, squared_norms, written_out
+from .outer_products import Outer, add_weighted_, norms_of, selected, written_out
 
 
 @loadable
@@ -134,8 +134,8 @@ def squares_of(chunk: Chunk) -> Tensor:
     weight = weights(chunk)
     sums: list[Tensor] = []
     for x, factor in zip(chunk.grads, _factors(chunk), strict=True):
-        squares = squared_norms(x).to(weight.device) * factor.double() ** 2
-        sums.append(quotient(squares, weight).sum())
+        norms = norms_of(x).to(weight.device).double() * factor.double()
+        sums.append(quotient(norms**2, weight).sum())
     return torch.stack([*sums, (weight != 0).double().sum()])
 
 
@@ -231,11 +231,12 @@ def _check_kind(state: Any, moments: bool) -> None:
 
 
 def _check_fits(sums: Tree, chunk: Chunk) -> None:
-    names = "state.grads", "a sample's gradient"
-    one = [
-        x.right.new_zeros(()).expand(x.shape) if isinstance(x, Outer) else x[0] for x in chunk.grads
-    ]
-    check_fits(*flatten(sums), one, chunk.spec, names)
+    leaves, spec = flatten(sums)
+    shapes = [x.shape if isinstance(x, Outer) else x.shape[1:] for x in chunk.grads]
+    if spec != chunk.spec or shapes != [x.shape for x in leaves]:
+        one = [chunk.value.new_zeros(()).expand(shape) for shape in shapes]
+        names = "state.grads", "a sample's gradient"
+        check_fits(leaves, spec, one, chunk.spec, names)
 
 
 def _leaf_by_leaf(chunk: Chunk) -> Any:
