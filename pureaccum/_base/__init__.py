@@ -103,6 +103,7 @@ from .torch_internals import below_vmap as below_vmap
 from .torch_internals import compile_anew as compile_anew
 from .torch_internals import differentiating as differentiating
 from .torch_internals import down_to as down_to
+from .torch_internals import ends_of as ends_of
 from .torch_internals import followed as followed
 from .torch_internals import foreach_add_ as foreach_add_
 from .torch_internals import foreach_div_ as foreach_div_

@@ -484,16 +484,22 @@ def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
     """Whether the graph of a loss ends in any of the leaves."""
     if torch._C._functorch.is_gradtrackingtensor(total):  # pyright: ignore
         return total.requires_grad  # on this level
-    wanted, below, seen = {id(x) for x in leaves}, [total.grad_fn], set[Any]()
+    wanted = {id(x) for x in leaves}
+    return any(id(x) in wanted for x in ends_of(total)) or any(total is x for x in leaves)
+
+
+def ends_of(total: Tensor) -> Generator[Tensor]:
+    """The tensors in which the graph of a tensor ends, and to which autograd adds gradients."""
+    below, seen = [total.grad_fn], set[Any]()
     while below:
         node = below.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
         below.extend(parent for parent, _ in node.next_functions)
-    return any(total is x for x in leaves)
 
 
 def tensor_hooks(x: Tensor) -> list[Any]:

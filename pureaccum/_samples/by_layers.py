@@ -107,6 +107,8 @@ def _by_layers(
         total, *rest = over_rows(one, tensors, how.randomness)
     if reached.group is not None:
         raise Unfit("the loss reaches other ranks")
+    if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
+        raise Unfit("the loss depends on more than its leaves, and so do gradients")
     layers.pull(total, see)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []

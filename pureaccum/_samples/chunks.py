@@ -74,7 +74,7 @@ class Clip(NamedTuple):
     A part is all that lies below one leaf of a tree that is a prefix of params.
     """
 
-    spec: optree.PyTreeSpec  # of that tree
+    order: Tree  # that tree, whose leaves are the numbers of the parts
     scalings: list[Callable[[Tensor], Tensor]]  # by what a part of a norm is multiplied
 
 
@@ -204,7 +204,7 @@ def _chunks(
     else:
         wrt = prepare(leaves, _ENGINES[how.engine], known)
     size = how.chunk_size or max(batch.rows or 0, 1)
-    recorded = how.carries_graph and torch.is_grad_enabled()
+    recorded = how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     short = how.shortcut if how.engine == "vmap" and at_top_level() and not recorded else None
     for part in cut(batch, size):
         tried = short is not None and not known.unseen
@@ -315,13 +315,19 @@ def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
     """The leaves of each part that is scaled by a norm of its own: all of them, unless it is said."""
     if not isinstance(transform, Clip):
         return [[*range(len(tree_leaves(params)))]]
-    numbers = unflatten(transform.spec, range(transform.spec.num_leaves))
-    for error in optree.prefix_errors(numbers, params, namespace=NAMESPACE):
+
+    def of_part(k: int, below: Tree) -> list[int]:
+        return [k] * len(tree_leaves(below))
+
+    try:
+        of = tree_leaves(tree_map(of_part, transform.order, params))
+    except ValueError as error:
+        first = optree.prefix_errors(transform.order, params, namespace=NAMESPACE)[0]("max_norm")
         raise ValueError(
-            f"max_norm is no number, and no tree of numbers that is a prefix of params. "
-            f"{error('max_norm')}"
-        )
-    of = optree.broadcast_prefix(numbers, params, namespace=NAMESPACE)
+            "max_norm is a tree of numbers that is no prefix of params: where it has a number, that "
+            "is for all below it, and where it has a tree, that has the keys that params have "
+            f"there. optree said: {' '.join(str(first).split())}"
+        ) from error
     return [[i for i, part in enumerate(of) if part == k] for k in range(len(transform.scalings))]
 
 
@@ -332,7 +338,9 @@ def needs_norms(how: Sampling) -> bool:
 
 def norms_of_parts(transform: Transform | Clip, norms: list[Tensor]) -> Tree:
     """The norms of parts as a user has them: one, or a tree like the prefix."""
-    return unflatten(transform.spec, norms) if isinstance(transform, Clip) else norms[0]
+    if not isinstance(transform, Clip):
+        return norms[0]
+    return tree_map(lambda k: norms[k], transform.order)
 
 
 def scaled_and_kept(

@@ -15,18 +15,20 @@ from .._base import (
     accumulation_dtype,
     as_scalar_of,
     check_number,
+    flatten,
+    paths,
     read_params,
     unflatten,
 )
 from .._optim import clip_by_global_norm
 from .._pure import fold_in, normal
-from .chunks import Randomness, SampleEngine
+from .chunks import Clip, Randomness, SampleEngine
 from .per_sample import per_sample_grad
 
 
 def clipped_sum(  # noqa: D417
     func: Callable[..., Any],
-    max_norm: float,
+    max_norm: Tree,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
@@ -70,7 +72,7 @@ def clipped_sum(  # noqa: D417
         has_aux,
         batch_argnums=batch_argnums,
         chunk_size=chunk_size,
-        transform=clip_by_global_norm(max_norm),
+        transform=_read_max_norm(max_norm),
         reduce="sum",
         metrics="norm",
         keep_batch_dim=keep_batch_dim,
@@ -78,6 +80,20 @@ def clipped_sum(  # noqa: D417
         engine=engine,
         dtype=dtype,
     )
+
+
+def _read_max_norm(max_norm: Tree) -> Any:
+    """The transform that a number stands for, or a tree of numbers."""
+    numbers, spec = flatten(max_norm)
+    names = paths(spec, "max_norm") if numbers else ["max_norm"]
+    expected = "a number above zero, or a tree of such that is a prefix of params"
+    each = [
+        check_number(x, name, expected, lambda it: it > 0)
+        for x, name in zip(numbers or [max_norm], names, strict=True)
+    ]
+    scalings = [clip_by_global_norm(x).factor for x in each]
+    order = unflatten(spec, range(len(each)))
+    return Clip(order, [scaling for scaling in scalings if scaling is not None])
 
 
 def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:

@@ -28,6 +28,7 @@ from .._base import (
     accumulation_dtype,
     as_members,
     below_vmap,
+    ends_of,
     gradients,
     members_of,
     transform_level,
@@ -35,6 +36,7 @@ from .._base import (
 from .outer_products import Outer, joined, zero_gradients
 
 
+SMALL = 2**10  # numbers
 See = Callable[[int, Outer | Tensor], None]
 
 
@@ -68,7 +70,8 @@ class Layers(TorchFunctionMode):
         self.stand_ins = {id(x): (i, False) for i, x in enumerate(self.given)}
         self.transposes: list[Tensor] = []  # stand-ins too, and so are to live
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # below the vmap, and in it
-        self.may_copy = sum(x.numel() for x in leaves) // 2  # else nothing is saved
+        # Beyond half of all nothing is saved, unless that is next to nothing.
+        self.may_copy = max(sum(x.numel() for x in leaves) // 2, SMALL)
         self.uses = [0] * len(leaves)
         self.token = torch.zeros((), requires_grad=True)  # for its sake autograd comes by
         self.unfit = ""
@@ -140,62 +143,67 @@ class Layers(TorchFunctionMode):
         return copy.mT if transposed else copy
 
     def rows_of(self, x: Any) -> tuple[Tensor, bool] | None:
-        """What a tensor is below the vmap, and whether it is mapped."""
-        if not isinstance(x, Tensor) or transform_level() != self.level:
+        """What a tensor is below the vmap, and whether it is mapped: then dim 0 has the samples."""
+        if not isinstance(x, Tensor) or self.level is None or transform_level() != self.level:
             return None
-        return members_of(x, transform_level() or 0)
+        return members_of(x, self.level)
+
+    def matrix(self, x: Any) -> tuple[int, bool] | None:
+        """Which leaf a tensor stands for, and whether transposed, if that is a matrix."""
+        at = self.stand_ins.get(id(x))
+        if at is None or not self.wide[at[0]] or self.leaves[at[0]].dim() != 2:
+            return None
+        return at
 
     def multiplied(self, x: Any, weight: Any, bias: Any, flip: bool = False) -> Tensor | None:
         """``F.linear``, or with ``flip`` ``x @ weight + bias``; None where it goes another way."""
-        at = self.stand_ins.get(id(weight))
-        if at is None or not self.wide[at[0]] or (found := self.rows_of(x)) is None:
+        at, found = self.matrix(weight), self.rows_of(x)
+        if at is None or found is None:
             return None
-        i, flip = at[0], at[1] != flip
-        (a, mapped), leaf = found, self.leaves[i]
-        if (
-            *(not mapped, leaf.dim() != 2, a.dim() < 2, a.dtype != leaf.dtype),
-            *(a.device != leaf.device, torch.is_autocast_enabled(leaf.device.type)),
-        ).count(True):
+        (i, transposed), (a, mapped) = at, found
+        leaf, flip = self.leaves[i], transposed != flip
+        like = (a.dtype, a.device) == (leaf.dtype, leaf.device)
+        if not mapped or a.dim() < 2 or not like or torch.is_autocast_enabled(leaf.device.type):
             return None
-        j, known = self.stand_ins.get(id(bias), (-1, False))
-        fused = j >= 0 and not known and self.wide[j] and self.leaves[j].dim() == 1
-        self.uses[i] += 1
-        if fused:
-            self.uses[j] += 1
+        weight = leaf.T if flip else leaf
+        j, _ = self.stand_ins.get(id(bias), (-1, False))
+        fused = j >= 0 and self.wide[j] and self.leaves[j].shape == weight.shape[:1]
+        for k in (i, j) if fused else (i,):
+            self.uses[k] += 1
 
         def back(a: Tensor, d: Tensor) -> None:
-            a, d = a.detach().reshape(len(a), -1, a.shape[-1]), self.cotangents(d)
+            a, d = a.detach().reshape(self.rows, -1, a.shape[-1]), self.cotangents(d)
             self.arrived(i, Outer(*((a, d) if flip else (d, a)), leaf.shape))
             if fused:
                 self.arrived(j, d.sum(-2))
 
-        given = a, leaf.T if flip else leaf, self.leaves[j] if fused else None
-        y = as_members(below_vmap(_Linear.apply, *given, self.token, back), self.level or 0)
-        if bias is None or fused:
-            return y
-        return torch.add(y, self.with_copies(bias))
+        added = self.leaves[j] if fused else None
+        y = below_vmap(_Linear.apply, a, weight, added, self.token, back)
+        y = as_members(y, self.level or 0)
+        return y if fused or bias is None else torch.add(y, self.with_copies(bias))
 
     def looked_up(self, index: Any, weight: Any, padding: int | None = None) -> Tensor | None:
         """``F.embedding``; None where it goes another way."""
-        at = self.stand_ins.get(id(weight))
-        if at is None or at[1] or not self.wide[at[0]] or (found := self.rows_of(index)) is None:
+        at, found = self.matrix(weight), self.rows_of(index)
+        if at is None or found is None or at[1] or index.dtype not in INDICES:
             return None
         i, leaf = at[0], self.leaves[at[0]]
-        index, mapped = found
-        if leaf.dim() != 2 or index.dtype not in INDICES:
-            return None
-        index = index.long() if mapped else index.long().expand(self.rows, *index.shape)
+        rows, mapped = found[0].long(), found[1]
+        rows = rows if mapped else rows.expand(self.rows, *rows.shape)
         self.uses[i] += 1
 
-        def back(d: Tensor) -> None:
-            d = self.cotangents(d)
-            left = index.reshape(len(index), -1)
+        def back(index: Tensor, d: Tensor) -> None:
+            left, d = index.reshape(self.rows, -1), self.cotangents(d)
             if padding is not None:
                 d = torch.where((left == padding).unsqueeze(-1), 0.0, d)
             self.arrived(i, Outer(left, d, leaf.shape))
 
-        y = below_vmap(_Lookup.apply, index, leaf, self.token, back)
-        return as_members(y, self.level or 0)
+        return as_members(below_vmap(_Lookup.apply, rows, leaf, self.token, back), self.level or 0)
+
+    def all_of(self, totals: Tensor) -> bool:
+        """Whether the graph of what the loss gave ends nowhere but here."""
+        own = {id(x) for x in (self.token, *self.given, *(copy for copy, _ in self.copies.values()))}
+        return own.issuperset(map(id, ends_of(totals)))
 
     # Backwards -------------------------------------------------------------------------------
 
@@ -267,12 +275,13 @@ class _Lookup(Function):
 
     @staticmethod
     def forward(ctx: Any, index: Tensor, weight: Tensor, token: Any, back: Any) -> Tensor:  # pyright: ignore
+        ctx.save_for_backward(index)
         ctx.back = back
         return F.embedding(index, weight)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:  # pyright: ignore
-        ctx.back(d)
+        ctx.back(*ctx.saved_tensors, d)
         return None, None, None, None
 
 
@@ -294,6 +303,10 @@ def _matmul(layers: Layers, x: Any, other: Any) -> Tensor | None:
     return None if out is None else out.mT
 
 
+def _mm(layers: Layers, x: Any, other: Any) -> Tensor | None:
+    return _matmul(layers, x, other) if x.dim() == other.dim() == 2 else None
+
+
 def _addmm(layers: Layers, bias: Any, x: Any, other: Any) -> Tensor | None:
     return layers.multiplied(x, other, bias, flip=True)
 
@@ -310,15 +323,14 @@ def _embedding(
 ) -> Tensor | None:
     if max_norm is not None or scale_grad_by_freq or sparse:
         return None
-    padding = None if padding_idx is None else padding_idx % len(weight)
+    padding = None if padding_idx is None else padding_idx % weight.shape[0]
     return layers.looked_up(input, weight, padding)
 
 
 def _item(layers: Layers, x: Any, index: Any) -> Tensor | None:
-    whole = isinstance(index, Tensor) and index.dtype in INDICES
-    if not whole or id(x) not in layers.stand_ins or x.dim() != 2:
+    if id(x) not in layers.stand_ins or not isinstance(index, Tensor) or index.dtype not in INDICES:
         return None
-    return layers.looked_up(torch.where(index < 0, index + len(x), index), x)
+    return layers.looked_up(torch.where(index < 0, index + x.shape[0], index), x)
 
 
 def _transposed(layers: Layers, x: Any, *dims: Any) -> Tensor | None:
@@ -335,8 +347,8 @@ RULES: dict[Any, Callable[..., Tensor | None]] = {
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
-    torch.mm: _matmul,
-    Tensor.mm: _matmul,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
     torch.addmm: _addmm,
     F.embedding: _embedding,
     Tensor.__getitem__: _item,

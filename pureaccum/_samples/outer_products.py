@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._base import accumulation_dtype
+from .._base import accumulation_dtype, continuous
 
 
 class Outer(NamedTuple):
@@ -38,7 +38,7 @@ def zero_gradients(leaf: Tensor, rows: int) -> Outer:
 
 def is_table(x: Outer) -> bool:
     """Whether rows were looked up: left stands for vectors with a single 1."""
-    return not x.left.is_floating_point()
+    return x.left.dtype == torch.int64
 
 
 def is_short(x: Outer) -> bool:
@@ -62,15 +62,16 @@ def written_out(x: Outer) -> Tensor:
 def norms_of(x: Outer | Tensor) -> Tensor:
     """The norm of each gradient, in float32 at least."""
     if isinstance(x, Tensor):
-        rows = x.reshape(x.shape[0], -1)
-        return torch.linalg.vector_norm(rows, dim=1, dtype=accumulation_dtype(x.dtype))
+        rows, wide = x.reshape(x.shape[0], -1), accumulation_dtype(x.dtype)
+        rows = rows if continuous(x) else rows.to(wide)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=wide)
     left, right, times = x.left, x.right, x.right.shape[-2]
     if is_table(x):  # each row of the table once
         return _norm(right if times <= 1 else _summed_at(_places(left), right, times))
     if times == 1:
         return _norm(left) * _norm(right)
     if not is_short(x):
-        return _norm((left.mT @ right))
+        return _norm(left.mT @ right)
     left, right = left.double(), right.double()  # products of pairs that cancel one another
     return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0).sqrt()
 
