@@ -29,7 +29,7 @@ from .chunks import (
     SampleLoss,
     Sampling,
     needs_norms,
-    norms_of_parts,
+    norms_as_tree,
     samples_of,
     scaled_and_kept,
 )
@@ -122,7 +122,7 @@ def _by_layers(
         value=seen.total,
         weight=seen.weight,
         aux=unflatten(specs["aux"], seen.aux),
-        metrics=norms_of_parts(how.transform, of_parts) if how.metrics == "norm" else None,
+        metrics=norms_as_tree(how.transform, of_parts) if how.metrics == "norm" else None,
     )
 
 

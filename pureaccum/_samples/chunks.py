@@ -162,7 +162,7 @@ def sampled(
     beside: list[Tree] = []
     if batch.rows == 0 and how.metrics == "norm":
         none = global_norm(leaves).new_zeros(0)
-        beside.append(((), norms_of_parts(how.transform, [none] * len(parts))))
+        beside.append(((), norms_as_tree(how.transform, [none] * len(parts))))
 
     def call(leaves: list[Tensor], sample: Tree) -> Any:
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
@@ -240,7 +240,7 @@ def _chunk(
         each = [_gradient_of(x, g) for x, g in pairs]
         grads = unflatten(spec, each)
         norms = [global_norm([each[i] for i in its]) for its in parts] if needs_norms(how) else []
-        norm = norms_of_parts(how.transform, norms) if norms else None
+        norm = norms_as_tree(how.transform, norms) if norms else None
         metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
         noted, specs["metrics"] = read_tensors(metrics, "metrics", OF_EACH)
         if callable(how.transform):
@@ -336,7 +336,7 @@ def needs_norms(how: Sampling) -> bool:
     return how.metrics == "norm" or bool(_scalings(how.transform))
 
 
-def norms_of_parts(transform: Transform | Clip, norms: list[Tensor]) -> Tree:
+def norms_as_tree(transform: Transform | Clip, norms: list[Tensor]) -> Tree:
     """The norms of parts as a user has them: one, or a tree like the prefix."""
     if not isinstance(transform, Clip):
         return norms[0]
