@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
@@ -33,6 +32,7 @@ from .._base import (
     members_of,
     transform_level,
 )
+from .layer_rules import KEYED, RULES
 from .outer_products import Outer, joined, zero_gradients
 
 
@@ -68,7 +68,7 @@ class Layers(TorchFunctionMode):
         ]
         self.level: int | None = None
         self.stand_ins = {id(x): (i, False) for i, x in enumerate(self.given)}
-        self.transposes: list[Tensor] = []  # stand-ins too, and so are to live
+        self.views: list[Tensor] = []  # stand-ins too, and so are to live
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # below the vmap, and in it
         # Beyond half of all nothing is saved, unless that is next to nothing.
         self.may_copy = max(sum(x.numel() for x in leaves) // 2, SMALL)
@@ -142,63 +142,51 @@ class Layers(TorchFunctionMode):
         copy = self.copies[i][1]
         return copy.mT if transposed else copy
 
-    def rows_of(self, x: Any) -> tuple[Tensor, bool] | None:
-        """What a tensor is below the vmap, and whether it is mapped: then dim 0 has the samples."""
+    # What a rule asks for -----------------------------------------------------------------------
+
+    def leaf_of(self, x: Any, dims: int | None = None) -> tuple[int, bool] | None:
+        """Which leaf a tensor stands for, and whether transposed, if sums are in its dtype."""
+        at = self.stand_ins.get(id(x))
+        if at is None or not self.wide[at[0]]:
+            return None
+        return at if dims in (None, self.leaves[at[0]].dim()) else None
+
+    def bias_of(self, x: Any, weight: Tensor) -> int | None:
+        """Which leaf the bias of a layer stands for, if any."""
+        at = self.leaf_of(x, 1)
+        return None if at is None or self.leaves[at[0]].shape != weight.shape[:1] else at[0]
+
+    def rows_of(self, x: Any, dims: int, expand: bool = False) -> Tensor | None:
+        """What a tensor of a sample is for all of them, along dim 0; it has so many dims at least.
+
+        One that is the same for all is None, or expanded.
+        """
         if not isinstance(x, Tensor) or self.level is None or transform_level() != self.level:
             return None
-        return members_of(x, self.level)
-
-    def matrix(self, x: Any) -> tuple[int, bool] | None:
-        """Which leaf a tensor stands for, and whether transposed, if that is a matrix."""
-        at = self.stand_ins.get(id(x))
-        if at is None or not self.wide[at[0]] or self.leaves[at[0]].dim() != 2:
+        found, mapped = members_of(x, self.level) or (x, None)
+        if not mapped and not (expand and mapped is False):
             return None
-        return at
+        found = found if mapped else found.expand(self.rows, *found.shape)
+        return found if found.dim() > dims else None
 
-    def multiplied(self, x: Any, weight: Any, bias: Any, flip: bool = False) -> Tensor | None:
-        """``F.linear``, or with ``flip`` ``x @ weight + bias``; None where it goes another way."""
-        at, found = self.matrix(weight), self.rows_of(x)
-        if at is None or found is None:
-            return None
-        (i, transposed), (a, mapped) = at, found
-        leaf, flip = self.leaves[i], transposed != flip
-        like = (a.dtype, a.device) == (leaf.dtype, leaf.device)
-        if not mapped or a.dim() < 2 or not like or torch.is_autocast_enabled(leaf.device.type):
-            return None
-        weight = leaf.T if flip else leaf
-        j, _ = self.stand_ins.get(id(bias), (-1, False))
-        fused = j >= 0 and self.wide[j] and self.leaves[j].shape == weight.shape[:1]
-        for k in (i, j) if fused else (i,):
-            self.uses[k] += 1
+    def fits(self, i: int, a: Tensor) -> bool:
+        """Whether a layer computes in the dtype of its leaf."""
+        like = self.leaves[i]
+        autocast = torch.is_autocast_enabled(like.device.type)
+        return a.dtype == like.dtype and a.device == like.device and not autocast
 
-        def back(a: Tensor, d: Tensor) -> None:
-            a, d = a.detach().reshape(self.rows, -1, a.shape[-1]), self.cotangents(d)
-            self.arrived(i, Outer(*((a, d) if flip else (d, a)), leaf.shape))
-            if fused:
-                self.arrived(j, d.sum(-2))
+    def below(self, layer: type[Function], uses: Iterable[int | None], *given: Any) -> Tensor:
+        """What a layer gives for all samples, as one of them sees it."""
+        for i in uses:
+            if i is not None:
+                self.uses[i] += 1
+        return as_members(below_vmap(layer.apply, *given, self.token), self.level or 0)
 
-        added = self.leaves[j] if fused else None
-        y = below_vmap(_Linear.apply, a, weight, added, self.token, back)
-        y = as_members(y, self.level or 0)
-        return y if fused or bias is None else torch.add(y, self.with_copies(bias))
-
-    def looked_up(self, index: Any, weight: Any, padding: int | None = None) -> Tensor | None:
-        """``F.embedding``; None where it goes another way."""
-        at, found = self.matrix(weight), self.rows_of(index)
-        if at is None or found is None or at[1] or index.dtype not in INDICES:
-            return None
-        i, leaf = at[0], self.leaves[at[0]]
-        rows, mapped = found[0].long(), found[1]
-        rows = rows if mapped else rows.expand(self.rows, *rows.shape)
-        self.uses[i] += 1
-
-        def back(index: Tensor, d: Tensor) -> None:
-            left, d = index.reshape(self.rows, -1), self.cotangents(d)
-            if padding is not None:
-                d = torch.where((left == padding).unsqueeze(-1), 0.0, d)
-            self.arrived(i, Outer(left, d, leaf.shape))
-
-        return as_members(below_vmap(_Lookup.apply, rows, leaf, self.token, back), self.level or 0)
+    def standing_in(self, x: Tensor, i: int, transposed: bool) -> Tensor:
+        """One more tensor that stands for a leaf."""
+        self.views.append(x)
+        self.stand_ins[id(x)] = i, transposed
+        return x
 
     def all_of(self, totals: Tensor) -> bool:
         """Whether the graph of what the loss gave ends nowhere but here."""
@@ -237,13 +225,18 @@ class Layers(TorchFunctionMode):
                 parts = self.parts.pop(i, None)
                 see(i, joined(parts) if parts else zero_gradients(leaf, self.rows))
 
+    def lowered(self, x: Tensor) -> Tensor:
+        """A tensor of the backward pass; the several cotangents are dim 0."""
+        if self.several is None:
+            return x
+        x, mapped = members_of(x, transform_level() or 0) or (x, False)
+        return x if mapped else x.expand(self.several, *x.shape)
+
     def cotangents(self, d: Tensor) -> Tensor:
         """The cotangent of a layer's output: (rows, t, n), or (cotangents, rows, t, n)."""
-        if self.several is None:
-            return d.reshape(self.rows, -1, d.shape[-1])
-        d, mapped = members_of(d, transform_level() or 0) or (d, False)
-        d = d if mapped else d.expand(self.several, *d.shape)
-        return d.reshape(self.several, self.rows, -1, d.shape[-1])
+        d = self.lowered(d)
+        many = () if self.several is None else (self.several,)
+        return d.reshape(*many, self.rows, -1, d.shape[-1])
 
     def arrived(self, i: int, part: Outer | Tensor) -> None:
         """Take the gradients of one use of a leaf."""
@@ -254,120 +247,16 @@ class Layers(TorchFunctionMode):
             self.parts.setdefault(i, []).append(part)
 
 
-class _Linear(Function):
-    """``F.linear``, whose backward pass comes by with what it was given and a cotangent."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, weight: Tensor, bias: Any, token: Any, back: Any) -> Tensor:  # pyright: ignore
-        ctx.save_for_backward(a, weight)
-        ctx.back = back
-        return F.linear(a, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:  # pyright: ignore
-        a, weight = ctx.saved_tensors
-        ctx.back(a, d)
-        return d @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+# Functions of tensors --------------------------------------------------------------------------
 
 
-class _Lookup(Function):
-    """``F.embedding``, whose backward pass comes by with a cotangent."""
-
-    @staticmethod
-    def forward(ctx: Any, index: Tensor, weight: Tensor, token: Any, back: Any) -> Tensor:  # pyright: ignore
-        ctx.save_for_backward(index)
-        ctx.back = back
-        return F.embedding(index, weight)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:  # pyright: ignore
-        ctx.back(*ctx.saved_tensors, d)
-        return None, None, None, None
-
-
-# What is done with a leaf ----------------------------------------------------------------------
-
-
-def _linear(layers: Layers, input: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    return layers.multiplied(input, weight, bias)
-
-
-def _matmul(layers: Layers, x: Any, other: Any) -> Tensor | None:
-    if id(other) in layers.stand_ins:
-        return layers.multiplied(x, other, None, flip=True)
-    if id(x) not in layers.stand_ins or not isinstance(other, Tensor):
-        return None
-    if other.dim() < 2:
-        return layers.multiplied(other, x, None)
-    out = layers.multiplied(other.mT, x, None)
-    return None if out is None else out.mT
-
-
-def _mm(layers: Layers, x: Any, other: Any) -> Tensor | None:
-    return _matmul(layers, x, other) if x.dim() == other.dim() == 2 else None
-
-
-def _addmm(layers: Layers, bias: Any, x: Any, other: Any) -> Tensor | None:
-    return layers.multiplied(x, other, bias, flip=True)
-
-
-def _embedding(
-    layers: Layers,
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: Any = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor | None:
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        return None
-    padding = None if padding_idx is None else padding_idx % weight.shape[0]
-    return layers.looked_up(input, weight, padding)
-
-
-def _item(layers: Layers, x: Any, index: Any) -> Tensor | None:
-    if id(x) not in layers.stand_ins or not isinstance(index, Tensor) or index.dtype not in INDICES:
-        return None
-    return layers.looked_up(torch.where(index < 0, index + x.shape[0], index), x)
-
-
-def _transposed(layers: Layers, x: Any, *dims: Any) -> Tensor | None:
-    at = layers.stand_ins.get(id(x))
-    if at is None or x.dim() != 2 or {d % 2 for d in dims} not in (set(), {0, 1}):
-        return None
-    layers.transposes.append(x.mT)
-    layers.stand_ins[id(layers.transposes[-1])] = at[0], not at[1]
-    return layers.transposes[-1]
-
-
-RULES: dict[Any, Callable[..., Tensor | None]] = {
-    F.linear: _linear,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    torch.mm: _mm,
-    Tensor.mm: _mm,
-    torch.addmm: _addmm,
-    F.embedding: _embedding,
-    Tensor.__getitem__: _item,
-    Tensor.T.__get__: _transposed,
-    Tensor.mT.__get__: _transposed,
-    Tensor.t: _transposed,
-    torch.t: _transposed,
-    Tensor.transpose: _transposed,
-    torch.transpose: _transposed,
-}
-KEYED = {_linear, _embedding}  # whose arguments may have names
-INDICES = {torch.int32, torch.int64}
 LOOKS = {  # what tells nothing of a leaf's numbers
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
     *(Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.is_tensor),
 }
-UNFIT = {
+UNFIT = {  # what autograd is asked for beside the gradients
     torch.autograd.grad,
     torch.autograd.backward,
     Tensor.backward,
