@@ -129,8 +129,8 @@ from .torch_internals import may_be_differentiated as may_be_differentiated
 from .torch_internals import members_of as members_of
 from .torch_internals import memory_of as memory_of
 from .torch_internals import module_vars as module_vars
-from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import over_rows as over_rows
+from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import patience as patience
 from .torch_internals import recorded_at as recorded_at
 from .torch_internals import saved_tensors_hooks_allowed as saved_tensors_hooks_allowed

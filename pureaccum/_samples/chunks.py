@@ -106,7 +106,7 @@ class Chunk(NamedTuple):
     metrics: Tree
 
 
-SampleLoss = Callable[[list[Tensor], Tree], Any]  # of the params' leaves and a sample
+SampleLoss = Callable[[Sequence[Tensor], Tree], Any]  # of the params' leaves and a sample
 
 
 def check_sampling(how: Sampling) -> Sampling:
@@ -164,7 +164,7 @@ def sampled(
         none = global_norm(leaves).new_zeros(0)
         beside.append(((), norms_as_tree(how.transform, [none] * len(parts))))
 
-    def call(leaves: list[Tensor], sample: Tree) -> Any:
+    def call(leaves: Sequence[Tensor], sample: Tree) -> Any:
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
     def noted(call: SampleLoss) -> Iterator[Chunk]:
@@ -204,15 +204,18 @@ def _chunks(
     else:
         wrt = prepare(leaves, _ENGINES[how.engine], known)
     size = how.chunk_size or max(batch.rows or 0, 1)
-    recorded = how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    recorded = (
+        how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    )
     short = how.shortcut if how.engine == "vmap" and at_top_level() and not recorded else None
     for part in cut(batch, size):
-        tried = short is not None and not known.unseen
-        chunk = short(call, leaves, spec, part, how, parts) if tried else None
+        chunk = None
+        if short is not None and not known.unseen:
+            chunk = short(call, leaves, spec, part, how, parts)
         if chunk is None:
             way = partial(_chunk, call, spec=spec, part=part, how=how, parts=parts)
             chunk = run_window(way, wrt)
-            known.unseen |= tried
+            known.unseen |= short is not None  # and so it is not tried in vain again
         yield chunk
 
 
@@ -312,7 +315,7 @@ def samples_of(part: Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., T
 
 
 def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
-    """The leaves of each part that is scaled by a norm of its own: all of them, unless it is said."""
+    """The leaves of each part that is scaled by a norm of its own: all, unless it is said."""
     if not isinstance(transform, Clip):
         return [[*range(len(tree_leaves(params)))]]
 
@@ -324,9 +327,9 @@ def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
     except ValueError as error:
         first = optree.prefix_errors(transform.order, params, namespace=NAMESPACE)[0]("max_norm")
         raise ValueError(
-            "max_norm is a tree of numbers that is no prefix of params: where it has a number, that "
-            "is for all below it, and where it has a tree, that has the keys that params have "
-            f"there. optree said: {' '.join(str(first).split())}"
+            "max_norm is a tree of numbers that is no prefix of params: a number in it is for all "
+            "that lies below, and a tree in it has the keys that params have there. optree said: "
+            f"{' '.join(str(first).split())}"
         ) from error
     return [[i for i, part in enumerate(of) if part == k] for k in range(len(transform.scalings))]
 

@@ -224,8 +224,8 @@ RULES: dict[Any, Rule] = {
     F.conv1d: _convolution,
     F.conv2d: _convolution,
     F.conv3d: _convolution,
-    Tensor.T.__get__: _transposed,
-    Tensor.mT.__get__: _transposed,
+    Tensor.T.__get__: _transposed,  # pyright: ignore
+    Tensor.mT.__get__: _transposed,  # pyright: ignore
     Tensor.t: _transposed,
     torch.t: _transposed,
     Tensor.transpose: _transposed,

@@ -33,7 +33,7 @@ from .._base import (
     transform_level,
 )
 from .layer_rules import KEYED, RULES
-from .outer_products import Outer, joined, zero_gradients
+from .outer_products import Outer, sum_of_parts, zero_gradients
 
 
 SMALL = 2**10  # numbers
@@ -92,7 +92,8 @@ class Layers(TorchFunctionMode):
         kwargs = kwargs or {}
         rule = RULES.get(func)
         if rule is not None and (not kwargs or rule in KEYED):
-            if (out := rule(self, *args, **kwargs)) is not None:
+            out = rule(self, *args, **kwargs)
+            if out is not None:
                 return out
         if func in UNFIT:
             raise self.refusal(f"calls {func.__name__}")
@@ -190,7 +191,9 @@ class Layers(TorchFunctionMode):
 
     def all_of(self, totals: Tensor) -> bool:
         """Whether the graph of what the loss gave ends nowhere but here."""
-        own = {id(x) for x in (self.token, *self.given, *(copy for copy, _ in self.copies.values()))}
+        own = {
+            id(x) for x in (self.token, *self.given, *(copy for copy, _ in self.copies.values()))
+        }
         return own.issuperset(map(id, ends_of(totals)))
 
     # Backwards -------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ class Layers(TorchFunctionMode):
         for i, leaf in enumerate(self.leaves):
             if i not in self.whole:
                 parts = self.parts.pop(i, None)
-                see(i, joined(parts) if parts else zero_gradients(leaf, self.rows))
+                see(i, sum_of_parts(parts) if parts else zero_gradients(leaf, self.rows))
 
     def lowered(self, x: Tensor) -> Tensor:
         """A tensor of the backward pass; the several cotangents are dim 0."""

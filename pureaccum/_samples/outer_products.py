@@ -87,14 +87,14 @@ def add_weighted_(total: Tensor, x: Outer, factor: Tensor) -> Tensor:
     return total.add_((left.T @ right).view(total.shape))
 
 
-def selected(x: Outer, keep: Tensor) -> Outer:
+def only_kept(x: Outer, keep: Tensor) -> Outer:
     """The gradients, and zero for samples that are not kept; NaN times 0 would be NaN."""
     keep = keep.to(x.right.device)[:, None, None]
     left = x.left if is_table(x) else torch.where(keep, x.left, 0.0)
     return Outer(left, torch.where(keep, x.right, 0.0), x.shape)
 
 
-def joined(parts: Sequence[Outer | Tensor]) -> Outer | Tensor:
+def sum_of_parts(parts: Sequence[Outer | Tensor]) -> Outer | Tensor:
     """The sums of gradients that came in parts: outer products lie one after the other."""
     outer = [x for x in parts if isinstance(x, Outer)]
     if len(outer) == len(parts) and len({(x.left.dim(), x.right.dim()) for x in outer}) == 1:

@@ -70,7 +70,7 @@ from .chunks import (
     sampled,
     with_beside,
 )
-from .reducers import ChunkReducer, read_reduce, squares_of, terms, weights
+from .reducers import ChunkReducer, read_reduce, squares_of, terms
 
 
 def per_sample_grad(

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .._base import (
     Tree,
-    accumulation_dtype,
     add,
     as_scalar_of,
     check_fits,
@@ -32,7 +31,7 @@ from .._base import (
 )
 from .._core import Reducer, divided, divisor, is_reducer, quotient
 from .chunks import Chunk
-from .outer_products import Outer, add_weighted_, norms_of, selected, written_out
+from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
 
 
 @loadable
@@ -246,7 +245,7 @@ def _leaf_by_leaf(chunk: Chunk) -> Any:
         chunk.grads[i] = none
         if isinstance(chunk.keep, Tensor):
             if isinstance(x, Outer):
-                x = selected(x, chunk.keep)
+                x = only_kept(x, chunk.keep)
             else:
                 x = torch.where(_broadcast(chunk.keep.to(x.device), x), x, 0.0)
         yield x
