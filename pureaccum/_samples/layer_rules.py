@@ -32,7 +32,16 @@ class _Linear(Function):
     def forward(ctx: Any, a: Tensor, weight: Tensor, bias: Any, back: Any, token: Any) -> Tensor:  # pyright: ignore
         ctx.save_for_backward(a, weight)
         ctx.back = back
-        return F.linear(a, weight, bias)
+        if a.dim() == 2:
+            return F.linear(a, weight, bias)
+        # That would be a view, to which no loss may write.
+        out = a.new_empty(*a.shape[:-1], len(weight))
+        into, rows = out.view(-1, len(weight)), a.reshape(-1, a.shape[-1])
+        if bias is None:
+            torch.mm(rows, weight.T, out=into)
+        else:
+            torch.addmm(bias, rows, weight.T, out=into)
+        return out
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:  # pyright: ignore
@@ -61,8 +70,7 @@ class _Convolution(Function):
     ) -> Tensor:
         ctx.save_for_backward(a, weight)
         ctx.knobs, ctx.back = knobs, back
-        flat, before = _flat(a, weight)
-        return torch.convolution(flat, weight, bias, *knobs).unflatten(0, before)
+        return torch.convolution(a, weight, bias, *knobs)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:  # pyright: ignore
@@ -70,15 +78,8 @@ class _Convolution(Function):
         ctx.back(a.detach(), d)
         given = None
         if ctx.needs_input_grad[0]:
-            (flat, before), (d, _) = _flat(a, weight), _flat(d, weight)
-            given = _convolution_backward(d, flat, weight, ctx.knobs, 0).unflatten(0, before)
+            given = _convolution_backward(d, a, weight, ctx.knobs, 0)
         return given, None, None, None, None, None
-
-
-def _flat(x: Tensor, weight: Tensor) -> tuple[Tensor, torch.Size]:
-    """Samples and what they are batches of as one dim, and what that was."""
-    at = x.dim() - weight.dim() + 1
-    return x.flatten(0, at - 1), x.shape[:at]
 
 
 def _convolution_backward(d: Tensor, a: Tensor, weight: Tensor, knobs: Any, of: int) -> Tensor:
@@ -107,7 +108,7 @@ def _multiplied(layers: "Layers", x: Any, weight: Any, bias: Any, flip: bool) ->
             layers.arrived(j, d.sum(-2))
 
     added = None if j is None else layers.leaves[j]
-    y = layers.below(_Linear, (i, j), a, weight, added, back)
+    y = layers.below(_Linear.apply, (i, j), a, weight, added, back)
     return y if bias is None or j is not None else torch.add(y, layers.with_copies(bias))
 
 
@@ -146,7 +147,7 @@ def _looked_up(layers: "Layers", index: Any, weight: Any, padding: int | None) -
             d = torch.where((left == padding).unsqueeze(-1), 0.0, d)
         layers.arrived(i, Outer(left, d, leaf.shape))
 
-    return layers.below(_Lookup, (i,), rows.long(), leaf, back)
+    return layers.below(_Lookup.apply, (i,), rows.long(), leaf, back)
 
 
 def _embedding(
@@ -200,8 +201,13 @@ def _convolution(
         if j is not None:
             layers.arrived(j, layers.lowered(d.flatten(3).sum((1, 3))))
 
+    def flat(a: Tensor, *rest: Any) -> Tensor:
+        batches = a.shape[: -dims - 1]
+        y: Any = _Convolution.apply(a.flatten(0, len(batches) - 1), *rest)
+        return y.unflatten(0, batches)
+
     added = None if j is None else layers.leaves[j]
-    return layers.below(_Convolution, (i, j), a, leaf, added, knobs, back)
+    return layers.below(flat, (i, j), a, leaf, added, knobs, back)
 
 
 def _transposed(layers: "Layers", x: Any, *dims: Any) -> Tensor | None:

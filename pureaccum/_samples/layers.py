@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from .._base import (
@@ -176,12 +175,12 @@ class Layers(TorchFunctionMode):
         autocast = torch.is_autocast_enabled(like.device.type)
         return a.dtype == like.dtype and a.device == like.device and not autocast
 
-    def below(self, layer: type[Function], uses: Iterable[int | None], *given: Any) -> Tensor:
+    def below(self, layer: Any, uses: Iterable[int | None], *given: Any) -> Tensor:
         """What a layer gives for all samples, as one of them sees it."""
         for i in uses:
             if i is not None:
                 self.uses[i] += 1
-        return as_members(below_vmap(layer.apply, *given, self.token), self.level or 0)
+        return as_members(below_vmap(layer, *given, self.token), self.level or 0)
 
     def standing_in(self, x: Tensor, i: int, transposed: bool) -> Tensor:
         """One more tensor that stands for a leaf."""
