@@ -29,6 +29,7 @@ from .._base import (
     ends_of,
     gradients,
     members_of,
+    over_rows,
     transform_level,
 )
 from .layer_rules import KEYED, RULES
@@ -215,8 +216,7 @@ class Layers(TorchFunctionMode):
         if cotangents is None:
             found = gradients(totals, wrt, torch.ones_like(totals))
         else:
-            knobs = {"allow_unused": True, "is_grads_batched": True}
-            found = torch.autograd.grad(totals, wrt, cotangents, **knobs)
+            found = _by_several(totals, wrt, cotangents)
         if any(x is not None for x in found[1 + len(copies) :]):
             raise self.refusal("uses a leaf in a way that cannot be seen")
         for i, grad in zip(self.copies, found[1:], strict=False):
@@ -247,6 +247,19 @@ class Layers(TorchFunctionMode):
             self.see(i, part)
         else:
             self.parts.setdefault(i, []).append(part)
+
+
+def _by_several(totals: Tensor, wrt: list[Tensor], cotangents: Tensor) -> list[Tensor | None]:
+    """The gradients for each of several cotangents, in one backward pass."""
+    none: list[bool] = []
+
+    def of(cotangent: Tensor) -> list[Tensor]:
+        found = gradients(totals, wrt, cotangent)
+        none.extend(x is None for x in found)
+        return [cotangent if x is None else x for x in found]
+
+    found = over_rows(of, [cotangents], "same")  # what is run again draws the same
+    return [None if nothing else x for x, nothing in zip(found, none, strict=True)]
 
 
 # Functions of tensors --------------------------------------------------------------------------

@@ -46,9 +46,11 @@ def is_short(x: Outer) -> bool:
     times = x.right.shape[-2]
     if is_table(x) or times <= 1:
         return True
-    # All pairs of t, in float64, against writing the gradients and reading them twice: a sum needs
-    # the products of the factors in any case.
-    return times**2 * (x.left.shape[-1] + x.right.shape[-1]) <= 4 * x.shape.numel()
+    # The products of all pairs of t cancel one another, and so are taken in float64, of less wide
+    # numbers; against writing the gradients and reading them twice. A sum needs all products of the
+    # factors in any case.
+    work = times**2 * (x.left.shape[-1] + x.right.shape[-1])
+    return x.right.dtype != torch.float64 and work <= 4 * x.shape.numel()
 
 
 def written_out(x: Outer) -> Tensor:
@@ -72,7 +74,7 @@ def norms_of(x: Outer | Tensor) -> Tensor:
         return _norm(left) * _norm(right)
     if not is_short(x):
         return _norm(left.mT @ right)
-    left, right = left.double(), right.double()  # products of pairs that cancel one another
+    left, right = left.double(), right.double()
     return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0).sqrt()
 
 

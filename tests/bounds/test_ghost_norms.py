@@ -174,9 +174,11 @@ def check(got: Any, want: Clipped) -> None:
     sums, norms = got
     for name, near in want.near.items():
         assert ((sums[name] - want.sums[name]).norm() <= near.max()).all(), name
-    pairs = (norms[k] - want.norms[k] for k in norms) if isinstance(norms, dict) else [
-        norms - want.norms
-    ]
+    pairs = (
+        (norms[k] - want.norms[k] for k in norms)
+        if isinstance(norms, dict)
+        else [norms - want.norms]
+    )
     whole = want.norms
     if isinstance(whole, dict):
         whole = torch.stack([*whole.values()]).norm(dim=0)
@@ -218,3 +220,108 @@ def test_clipped_sums_of_layers_are_those_of_a_loop(
     each = [tree_map(lambda x: x[0], row) for row in pieces(batch, [1] * rows)]
     check(got, looped(total, params, each, max_norm))
     assert short(loss)
+
+
+# What is never made, and what rounding may do ----------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2, 64])
+@pytest.mark.parametrize("reduce", ["clipped", "sum"])
+def test_no_gradient_of_a_sample_is_alive(times, reduce):
+    """But the sums, two leaves of them on the way, and activations: of 64 rows not one gradient.
+
+    Sixty-four positions of width 256 are as large as a gradient, and are written out.
+    """
+    rows, wide = 64, 256
+    params = {"a": torch.randn(wide, wide) / 16, "b": torch.randn(wide)}
+    params["c"] = torch.randn(wide, wide) / 16
+
+    def loss(p, x):
+        return (torch.tanh(F.linear(x, p["a"], p["b"])) @ p["c"]).square().mean()
+
+    x = torch.randn(rows, times, wide)
+    clipped = pa.clipped_sum(loss, 1.0)
+    summed = pa.per_sample_grad(loss, reduce="sum", chunk_size=rows)
+    for call in (clipped, summed):
+        call(params, x)  # the first is watched
+    with counting() as live:
+        (clipped if reduce == "clipped" else summed)(params, x)
+    leaf, activations = wide * wide * 4, 4 * rows * times * wide * 4
+    gradients = rows * 2 * leaf if times == 64 else 0
+    assert live.peak <= 4 * leaf + 2 * activations + gradients
+    assert times < 64 or live.peak > rows * leaf
+
+
+@pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
+@given(seeds())
+def test_norms_are_exact_where_what_positions_add_cancels(dtype, seed):
+    """Products of all pairs of t in float32 would be off by the square root of its unit."""
+    times, wide = 8, 64
+    random = generator(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=dtype)
+
+    weight, x, v, c = normal(wide, wide), normal(wide), normal(wide), normal(times)
+    c[-1] = -c[:-1].sum() * (1 - 1e-4)
+
+    def loss(w: Tensor, c: Tensor) -> Tensor:
+        return (F.linear(x.expand(times, wide) * c[:, None].sign(), w) @ v * c.abs()).sum()
+
+    _, norms = pa.clipped_sum(loss, 1.0)(weight, c[None])
+    # the gradient is v ⊗ Σ c[t] x
+    left, right = v.double(), (c.double()[:, None] * x.double()).sum(0)
+    size = left.norm() * x.double().norm() * c.double().abs().sum()
+    # a product for each cotangent, 2 * wide + times of sums and squares, in float64 or wider
+    assert (norms - left.norm() * right.norm()).abs() <= float(gamma(8, UNIT[dtype])) * size
+
+
+def test_norms_are_those_of_products_whose_factors_no_square_holds():
+    for scale in (2.0**-90, 2.0**90):
+        x, w = torch.ones(3, 4) * scale, torch.ones(2, 4)
+        sums, norms = pa.clipped_sum(lambda w, x: F.linear(x, w).sum() / scale, 1e9)(w, x)
+        assert torch.equal(norms, torch.full((3,), 8.0).sqrt())
+        assert sums.tolist() == [[3.0] * 4] * 2
+
+
+@given(seeds())
+def test_what_is_looked_up_often_has_the_norm_of_its_sum(seed):
+    """In a text of two words of opposite cotangents; padding has none."""
+    random = generator(seed)
+    table = torch.zeros(3, 2, dtype=torch.float64)
+    tokens = torch.randint(3, (5, 40), generator=random)
+    by = torch.randint(-3, 4, (5, 40), generator=random).double()
+
+    def loss(table: Tensor, tokens: Tensor, by: Tensor) -> Tensor:
+        return (F.embedding(tokens, table, padding_idx=-1).sum(-1) * by).sum()
+
+    sums, norms = pa.clipped_sum(loss, 1e9, batch_argnums=(1, 2))(table, tokens, by)
+    each = torch.zeros(5, 3, dtype=torch.float64).scatter_add_(1, tokens, by)[:, :2]
+    assert torch.equal(sums[:2], each.sum(0)[:, None].expand(2, 2))
+    want = (2 * each.square().sum(1)).sqrt()
+    assert ((norms - want).abs() <= float(gamma(4, UNIT[torch.float64])) * want).all()
+
+
+def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
+    """Of one sample, whose sum is its gradient; and in a loss that is computed twice."""
+    net = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Tanh(), nn.Linear(50, 4))
+    params = {name: x.detach().double() for name, x in net.named_parameters()}
+    x = torch.randn(1, 6).double()
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return torch.func.functional_call(net, p, (x,)).square().sum()
+
+    def odd(p: Params, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda p: loss(p, x))(p)["0.bias"].square().sum()
+
+    for each in (loss, odd):
+        clipped = pa.clipped_sum(each, 1e9, randomness="different")
+        torch.manual_seed(3)
+        sums, norms = clipped(params, x)
+        torch.manual_seed(3)
+        again = pa.clipped_sum(each, 1e9, randomness="different")(params, x)
+        norm = torch.cat([g.flatten() for g in sums.values()]).norm()
+        assert (norm - norms[0]).abs() <= ROOT * norm
+        assert (again[1] - norms).abs() <= ROOT * norm
+    assert short(loss)
+    assert not short(odd)
