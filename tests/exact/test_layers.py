@@ -14,9 +14,9 @@ from optree import tree_map
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base import over_rows, seeing
+from pureaccum._base import over_rows
 from pureaccum._core import known_of
-from pureaccum._samples.layers import Layers, Unfit
+from pureaccum._samples.layers import Layers
 from pureaccum._samples.outer_products import (
     Outer,
     add_weighted_,
