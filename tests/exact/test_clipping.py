@@ -213,6 +213,24 @@ def test_a_loss_may_do_something_else_in_each_chunk(engine):
     assert torch.allclose(got[1], norms, rtol=2.0**-22, atol=0)
 
 
+def test_a_loss_may_turn_into_one_that_cannot_be_followed():
+    """That chunk is computed again, and the rest of them as well as it."""
+    params, x, calls = params_of(1), whole(2, 6, 3), list[int]()
+
+    def odd(params: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda w: (w * x).sum())(params["in"]["w"]).sum()
+
+    def changing(params: Any, x: Tensor) -> Tensor:
+        calls.append(0)
+        return [loss, odd, odd, copied][len(calls) - 1](params, x)
+
+    sums, _ = pa.clipped_sum(changing, 1e9, chunk_size=2)(params, x)
+    assert len(calls) == 4
+    parts = zip((loss, odd, copied), x.split(2), strict=True)
+    each = [pa.clipped_sum(way, 1e9, engine="autograd")(params, rows)[0] for way, rows in parts]
+    assert_trees_bitwise_equal(sums, tree_map(lambda *s: torch.stack(s).sum(0), *each))
+
+
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("of", ["params", "captured", "nothing"])
 def test_results_carry_the_graph_of_torch_func_without_chunks_and_else_none(size, of):
