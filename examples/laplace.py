@@ -76,7 +76,8 @@ def main(rows: int = 4096, size: int = 128, width: int = 24, steps: int = 300) -
 
     print(f"loss {info.loss:.3f}; {int(states.steps.max())} steps of CG for {len(points)} points")
     for at, s in zip(points.tolist(), spread.tolist(), strict=True):
-        print(f"  at {at:4.1f}: {float(predicted(params, torch.tensor(at).double())):6.2f} ± {s:.3f}")
+        guess = float(predicted(params, torch.tensor(at).double()))
+        print(f"  at {at:4.1f}: {guess:6.2f} ± {s:.3f}")
 
     whole = pa.curvature.ggnvp(forward, likelihood, reduction="sum")
     v = {name: x[0] for name, x in slopes.items()}
