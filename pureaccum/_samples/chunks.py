@@ -4,10 +4,11 @@
         yield vmap(gradient of one sample)(chunk)
 
 What a sample adds to the sum of its batch is the gradient of its loss, or of its total where the
-loss is ``Weighted``. All that comes out has the samples along dim 0.
+loss is ``Weighted``. A loss of several numbers has a gradient for each of them: its Jacobian. All
+that comes out has the samples along dim 0, and before a parameter's dims those of the loss.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ from .._core import (
     Engine,
     Given,
     Known,
+    Pull,
     Wrt,
     alone,
     as_they_are,
@@ -73,6 +75,7 @@ class Sampling(NamedTuple):
     keep_batch_dim: bool
     randomness: Randomness
     engine: SampleEngine
+    several: bool = False  # whether the loss may be several numbers
     carries_graph: bool = False  # as torch.func's own results do
 
 
@@ -82,7 +85,7 @@ class Chunk(NamedTuple):
     grads: list[Tensor]  # transformed, but for the multiplication by
     factor: Tensor | tuple[()]  # one number per sample
     spec: optree.PyTreeSpec  # of one sample's gradient
-    value: Tensor  # losses, or the totals of ``Weighted``
+    value: Tensor  # losses, each of one number or several, or the totals of ``Weighted``
     weight: Tensor | tuple[()]  # of ``Weighted``
     aux: Tree
     metrics: Tree
@@ -180,6 +183,7 @@ def _chunks(
         wrt = as_they_are(leaves)
     else:
         wrt = prepare(leaves, _ENGINES[how.engine], known)
+    wrt = wrt._replace(several=how.several)
     size = how.chunk_size or max(batch.rows or 0, 1)
     for part in cut(batch, size):
         yield run_window(partial(_chunk, call, spec=spec, part=part, how=how), wrt)
@@ -198,10 +202,7 @@ def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how:
         seen, shape, pull, _ = wrt.forward(call, (sample,), wrt, {}, how.has_aux)
         total = seen.total
         seen = alone(seen, wrt)
-        one = torch.ones_like(seen.total)
-        pulled = gradients(total, wrt.leaves, one) if pull is None else pull(one)
-        pairs = zip(wrt.leaves, pulled, strict=True)
-        grads = unflatten(spec, [_gradient_of(x, g) for x, g in pairs])
+        grads = unflatten(spec, _pulled(total, pull, wrt, how))
         scaling = _scaling(how.transform)
         norm = None if scaling is None and how.metrics != "norm" else global_norm(grads)
         metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
@@ -243,6 +244,30 @@ def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling)
         raise RuntimeError(why) from error
 
 
+def _pulled(total: Tensor, pull: Pull | None, wrt: Wrt, how: Sampling) -> list[Tensor]:
+    """The gradient of a loss; of several numbers their gradients, in one vmapped backward pass."""
+
+    def of(cotangent: Tensor) -> list[Tensor]:
+        grads: Sequence[Tensor | None] = [None] * len(wrt.leaves)
+        if pull is None and total.requires_grad:
+            grads = gradients(total, wrt.leaves, cotangent, again=total.dim() > 0)
+        elif pull is not None:
+            grads = pull(cotangent)
+        return [_gradient_of(x, g) for x, g in zip(wrt.leaves, grads, strict=True)]
+
+    if total.dim() == 0:
+        return of(torch.ones_like(total))
+    shape, many = total.shape, total.numel()
+    basis = torch.eye(many, dtype=total.dtype, device=total.device).view(many, *shape)
+    if how.engine == "vmap":
+        rows = torch.func.vmap(of, randomness="same")(basis)  # what is run again draws the same
+    elif many:
+        rows = [torch.stack(xs) for xs in zip(*map(of, basis), strict=True)]
+    else:
+        rows = [x.new_zeros(0, *x.shape) for x in wrt.leaves]
+    return [x.view(*shape, *x.shape[1:]) for x in rows]
+
+
 def _gradient_of(leaf: Tensor, grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.zeros_like(leaf)
@@ -257,9 +282,15 @@ def like_transformed(transform: Transform, params: Tree) -> Tree:
     if not callable(transform):
         return params
     like = transform(tree_map(torch.zeros_like, params))
-    if not read_tensors(like, TRANSFORMED, OF_EACH)[0]:
-        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
+    need_leaves(read_tensors(like, TRANSFORMED, OF_EACH)[0])
     return like
+
+
+def need_leaves(transformed: list[Tensor]) -> list[Tensor]:
+    """The leaves of what a transform returned, or an error that says that there are none."""
+    if not transformed:
+        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
+    return transformed
 
 
 def _scaling(transform: Transform) -> Callable[[Tensor], Tensor] | None:

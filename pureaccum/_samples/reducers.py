@@ -9,7 +9,7 @@ Sums are float32 at least, and all that is kept of a chunk. A sample without wei
 nothing, even where its gradient is NaN.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from .._base import (
     zeros,
 )
 from .._core import Reducer, counts, divided, divisor, is_reducer, quotient
-from .chunks import Chunk
+from .chunks import Chunk, Transform, like_transformed, need_leaves
 
 
 @loadable
@@ -112,11 +112,33 @@ def read_reduce(reduce: Any) -> ChunkReducer:
     )
 
 
+def reduced(
+    seen: Iterable[Chunk],
+    reducer: ChunkReducer,
+    transform: Transform,
+    params: Tree,
+    at_least: torch.dtype,
+) -> tuple[Any, Tensor]:
+    """What the gradients of all samples come to before the end, and their weight."""
+    sums = None
+    weight = torch.zeros((), dtype=torch.float64, device=tree_leaves(params)[0].device)
+    for chunk in seen:
+        if sums is None:  # only now is it known how many numbers the loss has
+            like = [torch.zeros_like(x[0]) for x in need_leaves(chunk.grads)]
+            sums = reducer.init(unflatten(chunk.spec, like), at_least)
+            del like
+        weight = weight + weights(chunk).sum()
+        sums = reducer.add(sums, chunk)
+    if sums is None:
+        sums = reducer.init(like_transformed(transform, params), at_least)
+    return sums, weight
+
+
 def weights(chunk: Chunk) -> Tensor:
     """The weight of each sample: 1, or what ``Weighted`` says."""
     if isinstance(chunk.weight, Tensor):
         return chunk.weight
-    return torch.ones_like(chunk.value, dtype=torch.float64)
+    return chunk.value.new_ones(len(chunk.value), dtype=torch.float64)
 
 
 def terms(chunk: Chunk) -> list[Tensor]:
@@ -147,7 +169,9 @@ def squares_of(chunk: Chunk) -> Tensor:
 def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
     _check_kind(sums, moments=False)
     _check_fits(sums, chunk)
-    factor = torch.ones_like(chunk.value) if isinstance(chunk.factor, tuple) else chunk.factor
+    factor = chunk.factor
+    if isinstance(factor, tuple):
+        factor = chunk.value.new_ones(len(chunk.value))
     columns = zip(tree_leaves(sums), _leaf_by_leaf(chunk), strict=True)
     return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x in columns])
 
