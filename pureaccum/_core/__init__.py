@@ -45,6 +45,7 @@ from .buckets import sum_over_ranks_ as sum_over_ranks_
 from .called_modules import ALONE as ALONE
 from .called_modules import origins as origins
 from .engines import Engine as Engine
+from .engines import Pull as Pull
 from .engines import Wrt as Wrt
 from .engines import alone as alone
 from .engines import as_they_are as as_they_are

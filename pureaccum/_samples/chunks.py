@@ -4,7 +4,8 @@
         yield vmap(gradient of one sample)(chunk)
 
 What a sample adds to the sum of its batch is the gradient of its loss, or of its total where the
-loss is ``Weighted``. All that comes out has the samples along dim 0.
+loss is ``Weighted``. A loss of several numbers has a gradient for each of them: its Jacobian. All
+that comes out has the samples along dim 0, and before a parameter's dims those of the loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ from .._core import (
     Engine,
     Given,
     Known,
+    Pull,
     Wrt,
     alone,
     as_they_are,
@@ -88,6 +90,7 @@ class Sampling(NamedTuple):
     keep_batch_dim: bool
     randomness: Randomness
     engine: SampleEngine
+    several: bool = False  # whether the loss may be several numbers
     carries_graph: bool = False  # as torch.func's own results do
     # Another way to a chunk at top level, of what ``_chunk`` is given; None where it does not lead.
     shortcut: "Callable[..., Chunk | None] | None" = None
@@ -100,7 +103,7 @@ class Chunk(NamedTuple):
     factor: Tensor | tuple[()]  # one number per sample, or one for each of its leaves
     keep: Tensor | tuple[()]  # which samples add anything, where not all do
     spec: optree.PyTreeSpec  # of one sample's gradient
-    value: Tensor  # losses, or the totals of ``Weighted``
+    value: Tensor  # losses, each of one number or several, or the totals of ``Weighted``
     weight: Tensor | tuple[()]  # of ``Weighted``
     aux: Tree
     metrics: Tree
@@ -203,6 +206,7 @@ def _chunks(
         wrt = as_they_are(leaves)
     else:
         wrt = prepare(leaves, _ENGINES[how.engine], known)
+    wrt = wrt._replace(several=how.several)
     size = how.chunk_size or max(batch.rows or 0, 1)
     recorded = (
         how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
@@ -237,10 +241,7 @@ def _chunk(
         seen, shape, pull, _ = wrt.forward(call, (sample_of(tensors),), wrt, {}, how.has_aux)
         total = seen.total
         seen = alone(seen, wrt)
-        one = torch.ones_like(seen.total)
-        pulled = gradients(total, wrt.leaves, one) if pull is None else pull(one)
-        pairs = zip(wrt.leaves, pulled, strict=True)
-        each = [_gradient_of(x, g) for x, g in pairs]
+        each = _pulled(total, pull, wrt, how)
         grads = unflatten(spec, each)
         norms = [global_norm([each[i] for i in its]) for its in parts] if needs_norms(how) else []
         norm = norms_as_tree(how.transform, norms) if norms else None
@@ -281,6 +282,30 @@ def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling)
         raise RuntimeError(why) from error
 
 
+def _pulled(total: Tensor, pull: Pull | None, wrt: Wrt, how: Sampling) -> list[Tensor]:
+    """The gradient of a loss; of several numbers their gradients, in one vmapped backward pass."""
+
+    def of(cotangent: Tensor) -> list[Tensor]:
+        grads: Sequence[Tensor | None] = [None] * len(wrt.leaves)
+        if pull is None and total.requires_grad:
+            grads = gradients(total, wrt.leaves, cotangent, again=total.dim() > 0)
+        elif pull is not None:
+            grads = pull(cotangent)
+        return [_gradient_of(x, g) for x, g in zip(wrt.leaves, grads, strict=True)]
+
+    if total.dim() == 0:
+        return of(torch.ones_like(total))
+    shape, many = total.shape, total.numel()
+    basis = torch.eye(many, dtype=total.dtype, device=total.device).view(many, *shape)
+    if how.engine == "vmap":
+        rows = torch.func.vmap(of, randomness="same")(basis)  # what is run again draws the same
+    elif many:
+        rows = [torch.stack(xs) for xs in zip(*map(of, basis), strict=True)]
+    else:
+        rows = [x.new_zeros(0, *x.shape) for x in wrt.leaves]
+    return [x.view(*shape, *x.shape[1:]) for x in rows]
+
+
 def _gradient_of(leaf: Tensor, grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.zeros_like(leaf)
@@ -295,9 +320,15 @@ def like_transformed(transform: Transform | Clip, params: Tree) -> Tree:
     if not callable(transform):
         return params
     like = transform(tree_map(torch.zeros_like, params))
-    if not read_tensors(like, TRANSFORMED, OF_EACH)[0]:
-        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
+    need_leaves(read_tensors(like, TRANSFORMED, OF_EACH)[0])
     return like
+
+
+def need_leaves(transformed: list[Any]) -> list[Any]:
+    """The leaves of what a transform returned, or an error that says that there are none."""
+    if not transformed:
+        raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
+    return transformed
 
 
 # Parts, norms and factors ----------------------------------------------------------------------
