@@ -29,12 +29,11 @@ from .chunks import (
     SampleLoss,
     Sampling,
     needs_norms,
-    norms_as_tree,
     samples_of,
-    scaled_and_kept,
 )
 from .layers import Layers, Unfit
 from .outer_products import Outer, is_short, norms_of, written_out
+from .scaling import norms_as_tree, scaled_and_kept
 
 
 def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling:
@@ -113,7 +112,7 @@ def _by_layers(
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
     seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
-    factor, keep = scaled_and_kept(of_parts, seen.total, seen.weight, how, parts)
+    factor, keep = scaled_and_kept(of_parts, seen.total, seen.weight, how.transform, parts)
     return Chunk(
         grads=grads,
         factor=factor,

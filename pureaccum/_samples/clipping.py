@@ -22,8 +22,9 @@ from .._base import (
 )
 from .._optim import clip_by_global_norm
 from .._pure import fold_in, normal
-from .chunks import Clip, Randomness, SampleEngine
+from .chunks import Randomness, SampleEngine
 from .per_sample import per_sample_grad
+from .scaling import Clip
 
 
 def clipped_sum(  # noqa: D417

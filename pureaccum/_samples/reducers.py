@@ -30,8 +30,9 @@ from .._base import (
     zeros,
 )
 from .._core import Reducer, divided, divisor, is_reducer, quotient
-from .chunks import Chunk, Transform, like_transformed, need_leaves
+from .chunks import Chunk, like_transformed, need_leaves
 from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
+from .scaling import Clip, Transform
 
 
 @loadable
@@ -115,7 +116,7 @@ def read_reduce(reduce: Any) -> ChunkReducer:
 def reduced(
     seen: Iterable[Chunk],
     reducer: ChunkReducer,
-    transform: Transform,
+    transform: Transform | Clip,
     params: Tree,
     at_least: torch.dtype,
 ) -> tuple[Any, Tensor]:
