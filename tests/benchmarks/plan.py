@@ -31,6 +31,8 @@ from .per_sample import (
     CONCAT,
     GHOST,
     HOOKS,
+    JACOBIANS,
+    KERNEL,
     MOMENTS,
     ONE_BY_ONE,
     SUM,
@@ -102,6 +104,7 @@ CLIPPING = (
 # happens to hold, for memory that is counted in gradients.
 MANY = Model(128, 16, 256, depth=6)
 WIDE = Model(512, 16, 256, depth=6)
+OF_KERNEL = Model(32, 5, 5, kind="ntk")
 ENSEMBLE = Model(32, 8, 4, depth=3)
 # What is done to a network of the width of a tutorial, and of one that is wider.
 THROUGH_STEPS = Model(32, 16, 4, depth=2), Model(256, 16, 4, depth=2)
@@ -189,6 +192,7 @@ def sample_cells(full: bool, device: str) -> list[Cell]:
     seconds = 20.0 if full else 3.0
     names = (HOOKS, GHOST, CLIPPED, COMPILED_CLIPPED) if full else (HOOKS, GHOST, CLIPPED)
     plan = [Cell(device, model, names, seconds) for model in CLIPPING]
+    plan.append(Cell(device, OF_KERNEL, (JACOBIANS, KERNEL), seconds))
     return [*plan, Cell(device, ENSEMBLE, (ONE_BY_ONE, AT_ONCE), seconds)]
 
 
@@ -294,6 +298,7 @@ def coupled_peaks(full: bool, device: str) -> list[Peak]:
 def sample_peaks(device: str) -> list[Peak]:
     """The memory of gradients of single samples."""
     plan = [Peak(device, SINGLE, MANY, name) for name in (CONCAT, SUM)]
+    plan += [Peak(device, COUPLED, OF_KERNEL, name) for name in (JACOBIANS, KERNEL)]
     return plan + [Peak(device, SINGLE, WIDE, name) for name in (SUM, CLIPPED, MOMENTS)]
 
 

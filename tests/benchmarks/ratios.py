@@ -32,6 +32,8 @@ from .per_sample import (
     CONCAT,
     GHOST,
     HOOKS,
+    JACOBIANS,
+    KERNEL,
     ONE_BY_ONE,
     ONE_GRADIENT,
     SAMPLES,
@@ -122,6 +124,7 @@ def opponents(ours: str) -> tuple[str, ...]:
         return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
     if ours in SAMPLES:
         of = {CLIPPED: (HOOKS, GHOST), COMPILED_CLIPPED: (HOOKS, GHOST), AT_ONCE: (ONE_BY_ONE,)}
+        of[KERNEL] = (JACOBIANS,)
         return of.get(ours, (HOOKS,) if ours == GHOST else ())
     if ours in PROGRAMS:
         source = {OUR_ENSEMBLING: ENSEMBLING, THROUGH: HIGHER, THROUGH_CUT: HIGHER}

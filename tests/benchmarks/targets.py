@@ -23,7 +23,18 @@ from .head import TILED_HEAD, WHOLE_HEAD
 from .models import Model
 from .nests import PA, PRIMITIVE, REMATTED, WHOLE, named
 from .norms import EXACT, EXACT_HOST, FULL
-from .per_sample import AT_ONCE, CLIPPED, CONCAT, HOOKS, ONE_BY_ONE, ONE_GRADIENT, SUM
+from .per_sample import (
+    AT_ONCE,
+    CLIPPED,
+    CONCAT,
+    GHOST,
+    HOOKS,
+    JACOBIANS,
+    KERNEL,
+    ONE_BY_ONE,
+    ONE_GRADIENT,
+    SUM,
+)
 from .plan import FIVE, FLAT, STEP, WIDE, alone, stepping_models
 from .programs import (
     ENSEMBLING,
@@ -111,7 +122,9 @@ for _nest, _target in NESTS_MEMORY.items():
         COUPLED_MEMORY[named(_nest, _maker), named(_nest, WHOLE)] = _target
 
 # Of gradients of single samples, and of many runs as one: a chunk of gradients, the sums, the next.
-SAMPLES_TIME = {(CLIPPED, HOOKS): 0.8, (AT_ONCE, ONE_BY_ONE): 0.1}
+SAMPLES_TIME = {(CLIPPED, HOOKS): 0.8, (AT_ONCE, ONE_BY_ONE): 0.1, (KERNEL, JACOBIANS): 1.1}
+GHOST_TARGETS = {"dense": 1.2, "tokens": 0.8, "grouped": 0.8}  # against Opacus' ghost clipping
+COUPLED_MEMORY[KERNEL, JACOBIANS] = 0.2
 SAMPLES_MEMORY = {(SUM, CONCAT): 0.01, (SUM, ONE_GRADIENT): WIDE.rows + 2.0}
 
 
@@ -149,6 +162,8 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return compiled_target(theirs, model)
     if (ours, theirs) == (EXACT, FULL):
         return NORMS_TIME[model.kind]
+    if (ours, theirs) == (CLIPPED, GHOST):
+        return GHOST_TARGETS[model.kind]
     return (COUPLED_TIME | SAMPLES_TIME | PROGRAM_TARGETS).get((ours, theirs))
 
 
