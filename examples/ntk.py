@@ -55,7 +55,7 @@ def main(rows: int = 120, new: int = 60, side: int = 10, channels: int = 16) -> 
 
     def drawn(rows: int) -> tuple[Tensor, Tensor]:
         y = torch.arange(rows) % classes
-        return shapes[y] + 4 * torch.randn(rows, 1, side, side), y
+        return shapes[y] + 3 * torch.randn(rows, 1, side, side), y
 
     (x, y), (other, labels) = drawn(rows), drawn(new)
 

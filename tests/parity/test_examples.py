@@ -79,6 +79,20 @@ def test_a_network_is_less_sure_where_it_has_seen_nothing() -> None:
     assert seen["off"] < 1e-6
 
 
+def test_a_kernel_tells_images_apart() -> None:
+    seen = runpy.run_path(str(EXAMPLES / "ntk.py"))["main"](rows=40, new=20, channels=4)
+    assert seen["right"] > 0.5  # by chance a quarter
+    assert seen["off"] < torch.finfo(torch.float32).eps ** 0.5
+
+
+def test_tasks_that_disagree_are_learned_together() -> None:
+    example = runpy.run_path(str(EXAMPLES / "several_objectives.py"))
+    seen = example["main"](rows=256, size=64, width=16, steps=10)
+    assert seen["last"] < seen["first"]
+    assert seen["off"] < torch.finfo(torch.float64).eps ** 0.5
+    assert seen["memory"] < 0.5
+
+
 def test_fine_tuning_trains_what_it_says() -> None:
     seen = runpy.run_path(str(EXAMPLES / "fine_tuning.py"))["main"](steps=10, rows=96)
     assert seen["apart"] < 2**-14  # AdamW divides by the root of small numbers
