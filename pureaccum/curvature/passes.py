@@ -40,7 +40,7 @@ from .._core import (
 )
 
 
-class Over(NamedTuple):
+class Pass(NamedTuple):
     """What a product is a sum over."""
 
     batch_argnums: int | tuple[int, ...]
@@ -50,20 +50,18 @@ class Over(NamedTuple):
     group: Any
 
 
-def gradients_over(
-    func: Callable[..., Any], wrt: tuple[int, ...], over: Over
-) -> Callable[..., Any]:
+def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) -> Callable[..., Any]:
     """The gradients of what ``func`` gives, and its value, over a batch, a stream, or ranks."""
-    for i in check_argnums(over.batch_argnums, "batch_argnums"):
+    for i in check_argnums(its.batch_argnums, "batch_argnums"):
         if i < 0:
             raise ValueError(
                 f"batch_argnums names argument {i}; expected one counted from the left, 0 being "
                 "params: v comes after all arguments."
             )
-    if over.stream or over.group is not None:
-        summed = _over_parts(func, wrt, over)
+    if its.stream or its.group is not None:
+        summed = _over_parts(func, wrt, its)
     else:
-        at, size, reduction, *_ = over
+        at, size, reduction, *_ = its
         knobs: Any = {"batch_argnums": at, "microbatch_size": size, "reduction": reduction}
         summed = grad_and_value(func, wrt, engine="auto", **knobs)
 
@@ -77,8 +75,8 @@ def gradients_over(
     return advised
 
 
-def _over_parts(func: Callable[..., Any], wrt: tuple[int, ...], over: Over) -> Callable[..., Any]:
-    at, size, reduction, stream, group = over
+def _over_parts(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) -> Callable[..., Any]:
+    at, size, reduction, stream, group = its
     if is_auto(size):
         raise ValueError(
             "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "

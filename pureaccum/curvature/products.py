@@ -28,7 +28,7 @@ from .._base import (
 )
 from .._core import Reduction, Weighted, quotient, read, sane
 from .derivatives import constants, gradient, inner, pushed
-from .passes import Over, check_vector, gradients_over, nan_of_nothing
+from .passes import Pass, check_vector, gradients_over, nan_of_nothing
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -91,15 +91,15 @@ def hvp(
         total, grads, weight = gradient(loss, leaves)
         return _standing_for(total, weight, inner(grads, flatten(v)[0]))
 
-    over = Over(
+    its = Pass(
         batch_argnums=batch_argnums,
         microbatch_size=microbatch_size,
         reduction=reduction,
         stream=stream,
         group=group,
     )
-    both = gradients_over(along, (0, -1), over)
-    alone = gradients_over(func, (0,), over)
+    both = gradients_over(along, (0, -1), its)
+    alone = gradients_over(func, (0,), its)
 
     @wraps(func)
     def product(params: Tree, *args: Any) -> tuple[Tree, Tree]:
@@ -190,14 +190,14 @@ def ggnvp(  # noqa: D417
         _, bent, (total, weight) = gradient(along_moved, fixed)
         return _standing_for(total, weight, inner(constants(bent, again), its))
 
-    over = Over(
+    its = Pass(
         batch_argnums=batch_argnums,
         microbatch_size=microbatch_size,
         reduction=reduction,
         stream=stream,
         group=group,
     )
-    return _of_products(along, forward, over)
+    return _of_products(along, forward, its)
 
 
 def fisher_vp(  # noqa: D417
@@ -271,18 +271,18 @@ def fisher_vp(  # noqa: D417
             return number
         return _standing_for(fixed.sum(dtype=wide), weight, number)
 
-    over = Over(
+    its = Pass(
         batch_argnums=batch_argnums,
         microbatch_size=microbatch_size,
         reduction=reduction,
         stream=stream,
         group=group,
     )
-    return _of_products(along, losses, over)
+    return _of_products(along, losses, its)
 
 
-def _of_products(along: Callable[..., Any], func: Callable[..., Any], over: Over) -> Product:
-    summed = gradients_over(along, (0,), over)
+def _of_products(along: Callable[..., Any], func: Callable[..., Any], its: Pass) -> Product:
+    summed = gradients_over(along, (0,), its)
 
     @wraps(func)
     def product(params: Tree, *args: Any) -> Tree:

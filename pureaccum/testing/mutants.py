@@ -551,14 +551,14 @@ MUTANTS: dict[str, Mutant] = {
     "samples summed without their factor": Mutant(
         "A sum of clipped gradients clips nothing.",
         "_samples/reducers.py",
-        "return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x in columns])",
-        "return unflatten(chunk.spec, [_plus_rows(t, x, factor * 0 + 1) for t, x in columns])",
+        "[_plus_rows(total, x, factor) for total, x, factor in columns]",
+        "[_plus_rows(t, x, f * 0 + 1) for t, x, f in columns]",
     ),
     "samples without weight by multiplication": Mutant(
         "A sample of weight zero is multiplied away: NaN * 0 is NaN.",
         "_samples/reducers.py",
-        "x = torch.where(_broadcast(keep, x), x, 0.0)",
-        "x = x * _broadcast(keep, x)",
+        "x = torch.where(_broadcast(chunk.keep.to(x.device), x), x, 0.0)",
+        "x = x * _broadcast(chunk.keep.to(x.device), x)",
     ),
     "second moments of terms": Mutant(
         "The second moment of a weighted sample is that of its term, not divided by its weight.",
@@ -656,6 +656,43 @@ MUTANTS: dict[str, Mutant] = {
         "curvature/cg.py",
         "goes = (state.norm > state.target) & (state.curvature > 0)",
         "goes = state.curvature > 0",
+    ),
+    # In layers, kernels, and optimizers that look again.
+    "outer products left out by multiplication": Mutant(
+        "Of a layer, a sample that is not finite is multiplied by zero: NaN * 0 is NaN.",
+        "_samples/outer_products.py",
+        "return Outer(left, torch.where(keep, x.right, 0.0), x.shape)",
+        "return Outer(left, x.right * keep, x.shape)",
+    ),
+    "norms of positions alone": Mutant(
+        "The norm of a layer's gradient leaves out the products of two positions of a text.",
+        "_samples/outer_products.py",
+        "return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0).sqrt()",
+        "return (left**2).sum(-1).mul((right**2).sum(-1)).sum(-1).sqrt()",
+    ),
+    "a leaf used in an unseen way": Mutant(
+        "A use of a leaf that no function shows is passed over.",
+        "_samples/layers.py",
+        "if any(x is not None for x in found[1 + len(copies) :]):",
+        "if False:",
+    ),
+    "a kernel whose outputs are not swapped": Mutant(
+        "Below the diagonal of blocks, the outputs of two samples change places.",
+        "_samples/gramian.py",
+        "found[i, j] = swapped.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))",
+        "found[i, j] = swapped",
+    ),
+    "steps remembered where the function curves downwards": Mutant(
+        "L-BFGS remembers a move along which the function curves downwards.",
+        "_optim/lbfgs.py",
+        "if not 0 < scale < math.inf:  # it curves downwards, or numbers overflowed",
+        "if scale == math.inf:",
+    ),
+    "sam that does not look": Mutant(
+        "SAM steps by the gradient of params.",
+        "_optim/sam.py",
+        "grads, _ = asked(func, _uphill(flat[0], grads, rho), flat)",
+        "grads, _ = asked(func, _uphill(flat[0], grads, 0.0), flat)",
     ),
 }
 

@@ -299,6 +299,24 @@ KILLERS = {
     "conjugate gradients beyond the solution": (
         "faults/test_curvature.py::test_a_step_that_is_not_taken_leaves_the_state"
     ),
+    "outer products left out by multiplication": (
+        "exact/test_clipping.py::test_a_sample_that_is_not_finite_adds_exactly_nothing_and_is_seen"
+    ),
+    "norms of positions alone": (
+        "bounds/test_ghost_norms.py::test_norms_are_exact_where_what_positions_add_cancels"
+    ),
+    "a leaf used in an unseen way": (
+        "exact/test_layers.py::test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number"
+    ),
+    "a kernel whose outputs are not swapped": (
+        "exact/test_gramian.py::test_any_blocks_have_the_bits_of_the_jacobians[of_numbers]"
+    ),
+    "steps remembered where the function curves downwards": (
+        "parity/test_lbfgs.py::test_every_call_has_the_bits_of_the_class[Rosenbrock-None]"
+    ),
+    "sam that does not look": (
+        "exact/test_looking_again.py::test_sam_is_a_step_by_the_gradient_uphill[sgd]"
+    ),
 }
 
 
