@@ -107,6 +107,7 @@ def attention(p: Params, row: Params) -> Tensor:
     h = F.scaled_dot_product_attention(q, k, v, ~hidden[None])
     h = h + F.scaled_dot_product_attention(h, h, v + p["s"], is_causal=True, scale=0.5)
     h = h + F.scaled_dot_product_attention(h, h, h, attn_mask=q @ k.mT * p["s"])
+    h = h + F.scaled_dot_product_attention(h, p["slots"], p["slots"])
     return (torch.tanh(h).mean() - row["y"]) ** 2
 
 
@@ -138,7 +139,11 @@ def params_of(seed: int) -> Params:
         return torch.randn(shape, generator=random, dtype=torch.float64) * 0.7
 
     params = {name: normal(WIDTH, WIDTH) for name in ("m", "n", "o")}
-    params |= {"m2": normal(WIDTH, 2 * WIDTH)[:, ::2], "places": normal(3, WIDTH)}
+    params |= {
+        "m2": normal(WIDTH, 2 * WIDTH)[:, ::2],
+        "places": normal(3, WIDTH),
+        "slots": normal(2, 3, 2),
+    }
     params |= {name: normal(WIDTH) for name in ("b", "c")}
     params |= {name: normal(WORDS, WIDTH) for name in ("table", "table2")}
     params |= {"k": normal(WIDTH, WIDTH, 3), "kk": normal(4, 1, 2, 3)}
