@@ -164,10 +164,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        return None
+    out = None
     padding = None if padding_idx is None else padding_idx % weight.shape[0]
-    return _looked_up(layers, input, weight, padding)
+    if not (max_norm is not None or scale_grad_by_freq or sparse):
+        out = _looked_up(layers, input, weight, padding)
+    if out is None and padding is not None and layers.holds([weight]):
+        raise layers.refusal("looks up by a padding, which vmap gives the copies of one sample")
+    return out
 
 
 def _item(layers: "Layers", x: Any, index: Any) -> Tensor | None:

@@ -276,4 +276,8 @@ LOOKS = {  # what tells nothing of a leaf's numbers
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
     *(Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.is_tensor),
 }
-UNFIT = {F.multi_head_attention_forward: "attends by a function that shows none of its products"}
+UNFIT = {
+    F.multi_head_attention_forward: "attends by a function that shows none of its products",
+    torch.as_strided: "looks at memory that copies share",
+    Tensor.as_strided: "looks at memory that copies share",
+}

@@ -348,6 +348,26 @@ def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
     assert not short(attending)
 
 
+def padded(p: Params, x: Tensor) -> Tensor:
+    return F.embedding(x, p["narrow"], padding_idx=0).double().sin().sum()
+
+
+def strided(p: Params, x: Tensor) -> Tensor:
+    return (p["w"].as_strided((3, 2), (1, 2)) * x[0]).sin().sum()
+
+
+@pytest.mark.parametrize("loss", [padded, strided], ids=lambda f: f.__name__)
+def test_what_vmap_does_wrong_with_copies_goes_another_way(loss):
+    """A padding of one sample, and a view of what lies in memory."""
+    params = {"narrow": torch.randn(5, 3).half(), "w": torch.randn(5).double()}
+    x = torch.arange(12).view(4, 3) % 5
+    got = pa.clipped_sum(lambda p, x: loss(p, x), 0.5)(params, x)
+    want = pa.clipped_sum(lambda p, x: loss(p, x), 0.5, engine="autograd")(params, x)
+    for name, a in got[0].items():
+        assert ((a - want[0][name]).abs() <= 2.0**-20).all()
+    assert ((got[1] - want[1]).abs() <= 2.0**-20 * want[1]).all()
+
+
 def test_complex_leaves_go_along_by_copies() -> None:
     params = {"w": torch.randn(4, 40).double(), "z": torch.randn(4).cdouble()}
     params |= {"unused": torch.randn(3).cdouble(), "half": torch.randn(4).half()}
