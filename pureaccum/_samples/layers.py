@@ -74,7 +74,8 @@ class Layers(TorchFunctionMode):
         # Beyond half of all nothing is saved, unless that is next to nothing.
         self.may_copy = max(sum(x.numel() for x in leaves) // 2, SMALL)
         self.uses = [0] * len(leaves)
-        self.token = torch.zeros((), requires_grad=True)  # for its sake autograd comes by
+        # For its sake autograd comes by all layers.
+        self.token = leaves[0].new_zeros((), requires_grad=True)
         self.unfit = ""
         self.see: See
         self.several: int | None = None  # cotangents

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from optree import tree_map
+from optree import tree_leaves, tree_map
 from torch import Tensor, nn
 
 import pureaccum as pa
@@ -346,6 +346,24 @@ def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
     assert short(loss)
     assert not short(odd)
     assert not short(attending)
+
+
+def test_leaves_of_different_dtypes_have_sums_of_their_own() -> None:
+    params = {"w": torch.randn(4, 4).double(), "v": torch.randn(4, 4), "unused": torch.randn(3)}
+    x = torch.randn(5, 4)
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, p["v"]).double(), p["w"]).square().sum()
+
+    for max_norm in (2.0, {"w": 1.0, "v": 1.0, "unused": 1.0}):
+        sums, norms = pa.clipped_sum(loss, max_norm)(params, x)
+        want = pa.clipped_sum(loss, max_norm, engine="autograd")(params, x)
+        flat = [*zip(sums.values(), want[0].values(), strict=True)]
+        flat += zip(tree_leaves(norms), tree_leaves(want[1]), strict=True)
+        for a, b in flat:
+            assert a.dtype == b.dtype
+            assert ((a - b).norm() <= 2.0**-20 * b.norm()).all()
+    assert short(loss)
 
 
 def padded(p: Params, x: Tensor) -> Tensor:
