@@ -63,6 +63,8 @@ class Layers(TorchFunctionMode):
         self.leaves = [x.detach() if x.requires_grad else x for x in leaves]
         self.rows = rows
         self.given = tuple(x.detach().requires_grad_() for x in leaves)
+        if any(type(x) is not Tensor or x.layout != torch.strided for x in self.given):
+            raise Unfit("a leaf is no plain tensor, and has a way of its own with operations")
         self.wide = [
             x.is_floating_point() and accumulation_dtype(x.dtype, at_least) == x.dtype
             for x in leaves

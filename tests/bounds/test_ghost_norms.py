@@ -366,6 +366,24 @@ def test_leaves_of_different_dtypes_have_sums_of_their_own() -> None:
     assert short(loss)
 
 
+class Other(Tensor):
+    """A tensor that has its own way with operations."""
+
+
+def test_a_leaf_of_another_class_goes_another_way() -> None:
+    params, x = {"w": torch.randn(4, 4).as_subclass(Other)}, torch.randn(5, 4)
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return F.linear(x, p["w"]).as_subclass(Tensor).square().sum()
+
+    sums, norms = pa.clipped_sum(loss, 2.0)(params, x)
+    plain = {"w": params["w"].as_subclass(Tensor)}
+    want = pa.clipped_sum(loss, 2.0, engine="autograd")(plain, x)
+    assert ((sums["w"] - want[0]["w"]).norm() <= 2.0**-20 * want[0]["w"].norm()).all()
+    assert ((norms - want[1]).abs() <= 2.0**-20 * want[1]).all()
+    assert not short(loss)
+
+
 def padded(p: Params, x: Tensor) -> Tensor:
     return F.embedding(x, p["narrow"], padding_idx=0).double().sin().sum()
 
