@@ -282,9 +282,14 @@ def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x.detach() if t is None else make_dual(x.detach(), t.detach()) for x, t in pairs]
 
 
-def gradients(total: Tensor, leaves: Sequence[Tensor], cotangent: Tensor) -> Sequence[Any]:
-    """``torch.autograd.grad``, whose checks take the time of some operations."""
-    given = (total,), (cotangent,), False, False, tuple(leaves), True
+def gradients(
+    total: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, again: bool = False
+) -> Sequence[Any]:
+    """``torch.autograd.grad``, whose checks take the time of some operations.
+
+    The graph is kept where the gradients of the same total are asked for ``again``.
+    """
+    given = (total,), (cotangent,), again, False, tuple(leaves), True
     return torch.autograd.graph._engine_run_backward(*given, accumulate_grad=False)  # pyright: ignore
 
 

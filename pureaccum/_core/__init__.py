@@ -45,6 +45,7 @@ from .buckets import sum_over_ranks_ as sum_over_ranks_
 from .called_modules import ALONE as ALONE
 from .called_modules import origins as origins
 from .engines import Engine as Engine
+from .engines import Pull as Pull
 from .engines import Wrt as Wrt
 from .engines import alone as alone
 from .engines import as_they_are as as_they_are
@@ -64,6 +65,7 @@ from .loss import join_aux as join_aux
 from .loss import mean_value as mean_value
 from .loss import read as read
 from .loss import read_again as read_again
+from .loss import sane as sane
 from .microbatch import Keep as Keep
 from .microbatch import microbatch as microbatch
 from .microbatch_gradient import Nonfinite as Nonfinite

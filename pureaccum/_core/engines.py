@@ -61,6 +61,7 @@ class Wrt(NamedTuple):
     rows: float | None = None  # of the whole batch: see exchange.py
     at_least: torch.dtype = torch.float32  # the dtype of sums that are begun
     remembers: bool = False  # whether what modules held is put back for the backward pass
+    several: bool = False  # whether a loss may be a tensor, pulled back number by number
     whole: bool = (
         False  # whether the batch is taken whole, and so may be recorded under a transform
     )
@@ -148,7 +149,7 @@ def _by_func(
         if not torch.compiler.is_dynamo_compiling():  # no graph reaches other ranks
             backward = begun()
         with nullcontext() if backward is None else inside_of(backward):
-            seen, shape = read(loss([*primals], *args), has_aux)
+            seen, shape = read(loss([*primals], *args), has_aux, wrt.several)
         shapes.append(shape)
         total, *rest = in_one_list(seen)
         return total, rest
@@ -214,7 +215,7 @@ def _by_autograd(
             out = loss(leaves, *args)
     finally:
         here.backward = backward.outer
-    seen, shape = read(out, has_aux)
+    seen, shape = read(out, has_aux, wrt.several)
     if held is None and wrt.layouts is None:
         return Forward(seen, shape, None, backward)
     total = seen.total
@@ -226,7 +227,9 @@ def _by_autograd(
             nullcontext() if held is None else holding(held),
             nullcontext() if held is None else running_again(backward),
         ):
-            grads = hooked_gradients(total, leaves, cotangent, hooks, wrt.layouts)
+            grads = hooked_gradients(
+                total, leaves, cotangent, hooks, wrt.layouts, again=wrt.several
+            )
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
     return Forward(seen, shape, pull, backward)
@@ -238,12 +241,13 @@ def hooked_gradients(
     cotangent: Tensor,
     hooks: dict[int, Hook],
     layouts: Layouts | None = None,
+    again: bool = False,
 ) -> Sequence[Tensor | None]:
     """The gradients of leaves, some of which hooks are given as they come."""
     places = [(i, None if layouts is None else layouts[i]) for i in hooks]
     handles = [leaves[i].register_hook(_landing(hooks[i], at)) for i, at in places]
     try:
-        return gradients(total, leaves, cotangent)
+        return gradients(total, leaves, cotangent, again)
     finally:
         for handle in handles:
             handle.remove()

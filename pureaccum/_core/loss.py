@@ -108,8 +108,8 @@ class Shape(NamedTuple):
     static: list[Any]
 
 
-def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
-    """Check what a loss returned and take it apart."""
+def read(out: Any, has_aux: bool, several: bool = False) -> tuple[Read, Shape]:
+    """Check what a loss returned and take it apart; it may be a tensor of ``several`` numbers."""
     if has_aux:
         if not is_pair(out):
             raise TypeError(
@@ -120,12 +120,12 @@ def read(out: Any, has_aux: bool) -> tuple[Read, Shape]:
     else:
         loss, aux = out, ()
     if weighted := isinstance(loss, Weighted):
-        total = _scalar(loss.total, "the total of Weighted")
+        total = _numbers(loss.total, "the total of Weighted", several, weighted)
         weight: Tensor | tuple[()] = _weight(loss.weight, total)
     else:
         total, weight = loss, ()
         if type(loss) is not Tensor or loss.dim() or not loss.is_floating_point():
-            total = _scalar(loss, "the loss")
+            total = _numbers(loss, "the loss", several)
     dtype = total.dtype
     if dtype in (torch.float16, torch.bfloat16):
         total = total.float()  # 65536, a common loss scale, is inf in fp16
@@ -196,27 +196,32 @@ def mean_value(total: Any, by: Any) -> Any:
     return select(by == torch.inf, torch.nan, total / by)
 
 
-def _scalar(loss: Any, what: str) -> Tensor:
+def _numbers(loss: Any, what: str, several: bool, weighted: bool = False) -> Tensor:
     if not isinstance(loss, Tensor):
+        kind = "" if several else "0-d "
         cause = (
             "Perhaps it has no return statement."
             if loss is None
             else "With an auxiliary output, pass has_aux=True."
+            + several * " Several outputs go into one tensor: torch.stack or torch.cat."
             if isinstance(loss, tuple)
             else ""
         )
         raise TypeError(
-            f"{what} is {_describe(loss)}; expected a 0-d floating-point tensor. {cause}".rstrip()
+            f"{what} is {_describe(loss)}; expected a {kind}floating-point tensor. {cause}".rstrip()
         )
-    if loss.dim() != 0:
-        raise ValueError(
-            f"{what} has shape {tuple(loss.shape)}; expected a 0-d tensor. Reduce it over its "
-            "microbatch: .mean() (or .sum() with reduction='sum'), or Weighted(total, weight) for "
-            "a mean over anything but rows."
+    if loss.dim() != 0 and (weighted or not several):
+        cause = (
+            "Weighted is one number and its weight; a Jacobian is taken of a plain tensor."
+            if several
+            else "Reduce it over its microbatch: .mean() (or .sum() with reduction='sum'), or "
+            "Weighted(total, weight) for a mean over anything but rows."
         )
+        raise ValueError(f"{what} has shape {tuple(loss.shape)}; expected a 0-d tensor. {cause}")
     if not loss.is_floating_point():
         cause = (
-            "Take its real part or its absolute value."
+            ("Take torch.view_as_real of it, " if several else "Take ")
+            + "its real part or its absolute value."
             if loss.is_complex()
             else "An integer has no gradient: an accuracy, or a cast on the way?"
         )

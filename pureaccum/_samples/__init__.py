@@ -9,6 +9,7 @@ and how much gradients scatter.
 
 from .clipping import add_noise as add_noise
 from .clipping import clipped_sum as clipped_sum
+from .gramian import gramian as gramian
 from .noise_scale import BatchNoise as BatchNoise
 from .noise_scale import NoiseScale as NoiseScale
 from .noise_scale import noise_of as noise_of

@@ -64,13 +64,13 @@ from .chunks import (
     Randomness,
     SampleEngine,
     Sampling,
-    Transform,
     check_sampling,
     like_transformed,
     sampled,
     with_beside,
 )
-from .reducers import ChunkReducer, read_reduce, squares_of, terms
+from .reducers import ChunkReducer, read_reduce, reduced, squares_of, terms
+from .scaling import Transform
 
 
 def per_sample_grad(
@@ -95,15 +95,19 @@ def per_sample_grad(
         for chunk in chunks of the batch:
             state += reduce(transform(vmap(gradient)(chunk)))
 
-    As it stands it is ``vmap(grad)``, with ``in_dims`` 0 for the batches and None for the rest.
-    With ``reduce``, no more than ``chunk_size`` gradients exist at a time. With a ``chunk_size``,
-    results carry no outer graph: differentiate through it with torch.func's transforms. A sample's
-    gradient is what it adds to the sum over its batch: that of its loss, or of the total of
-    ``Weighted``. So a mean is the gradient of the full batch.
+    As it stands it is ``vmap(grad)``, with ``in_dims`` 0 for the batches and None for the rest. Of
+    a function that returns several numbers, a tensor of any shape, it is ``vmap(jacrev)``: a
+    sample's gradient is its Jacobian, in which the dims of the output stand before those of a
+    parameter, and a chunk takes one pass forwards and one vmapped pass back. With ``reduce``, no
+    more than ``chunk_size`` gradients exist at a time. With a ``chunk_size``, results carry no
+    outer graph: differentiate through it with torch.func's transforms. A sample's gradient is what
+    it adds to the sum over its batch: that of its loss, or of the total of ``Weighted``. So a mean
+    is the gradient of the full batch.
 
     Args:
-        func: The loss of one sample, which is given the batch's tensors without their dim 0. With
-            ``has_aux`` it returns that and a tree of tensors.
+        func: The loss of one sample, which is given the batch's tensors without their dim 0: a
+            number, ``Weighted``, or a tensor of several numbers. With ``has_aux`` it returns that
+            and a tree of tensors.
         argnums: Which positional arguments to differentiate with respect to.
         has_aux: Whether the loss returns ``(loss, aux)``.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
@@ -115,18 +119,19 @@ def per_sample_grad(
         reduce: ``"concat"`` keeps all; ``"sum"``; ``"mean"``, by weight where that is
             ``Weighted``; ``"moments"``: see ``Moments``; or a ``Reducer`` of gradients.
         metrics: ``metrics(grad, value)`` of each sample, before the transform, gives a tree of
-            tensors; ``"norm"`` is the norm of its gradient.
+            tensors; ``"norm"`` is the norm of its gradient, over everything in it.
         keep_batch_dim: Hand each sample to ``func`` as a batch of one row, so that the loss of a
             batch can be used as it is.
         randomness: As for ``torch.func.vmap``.
-        engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one and
-            runs what vmap or torch.func refuses.
+        engine: ``"vmap"``, or ``"autograd"``, which takes the samples of a chunk one by one, and
+            the outputs of each, and runs what vmap or torch.func refuses.
         dtype: Sums are at least this wide: ``torch.float32`` (the default) or ``torch.float64``.
 
     Returns:
         A function of ``func``'s arguments giving the gradients, reduced; sums stay in float32 at
         least. With aux or metrics it gives a pair, ``(grads, aux)`` or ``(grads, metrics)``, with
         both ``(grads, (aux, metrics))``: these have one row per sample, whatever ``reduce`` is.
+        For a batch without rows ``func`` is not called, and is taken for one of a single number.
 
     Example:
         >>> loss, value = lambda w, x: (w * x) ** 2, lambda grad, value: value
@@ -135,6 +140,10 @@ def per_sample_grad(
         tensor([ 2.,  8., 18.])
         >>> per_sample_grad(loss, chunk_size=2, reduce="sum", metrics=value)(w, x)
         (tensor(28.), tensor([1., 4., 9.]))
+        >>> per_sample_grad(lambda w, x: torch.stack([w * x, w * w]))(w, x)  # two numbers a sample
+        tensor([[1., 2.],
+                [2., 2.],
+                [3., 2.]])
 
     References:
         `Per-sample gradients
@@ -149,6 +158,7 @@ def per_sample_grad(
             keep_batch_dim=keep_batch_dim,
             randomness=randomness,
             engine=engine,
+            several=True,
             carries_graph=chunk_size is None,
         )
     )
@@ -176,10 +186,8 @@ def per_sample_grad(
             if reducer is None:
                 result = with_beside(_joined(seen, params, how), beside, how)
                 return tree_map(lambda x: close_rows(x, over), result)
-            state = _no_samples(reducer, params, how, at_least)
-            for chunk in seen:
-                state = _with_chunk(state, reducer, chunk)
-            sums = tree_map(lambda x: sum_over(x, over), (state.grads, state.weight))
+            sums = reduced(seen, reducer, how.transform, params, at_least)
+            sums = tree_map(lambda x: sum_over(x, over), sums)
             result = _placed_like(reducer.finalize(*sums), [given[i] for i in at])
             if beside and over != NOWHERE:
                 beside[:] = [tree_map(lambda *x: close_rows(torch.cat(x), over), *beside)]
@@ -210,7 +218,8 @@ def per_sample_accumulator(  # noqa: D417
 
     Args:
         func, has_aux, batch_argnums, chunk_size, transform, metrics, keep_batch_dim, randomness,
-            engine, dtype: As for ``per_sample_grad``; the first argument of ``func`` is params.
+            engine, dtype: As for ``per_sample_grad``; the first argument of ``func`` is params,
+            and it returns one number, for the state is made before it is called.
         reduce: As for ``per_sample_grad``; ``"concat"`` is no state.
         squares: Also sum the squared norms of the samples' gradients, for ``noise_scale``.
 

@@ -9,7 +9,7 @@ Sums are float32 at least, and all that is kept of a chunk. A sample without wei
 nothing, even where its gradient is NaN.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,8 +30,9 @@ from .._base import (
     zeros,
 )
 from .._core import Reducer, divided, divisor, is_reducer, quotient
-from .chunks import Chunk
+from .chunks import Chunk, like_transformed, need_leaves
 from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
+from .scaling import Clip, Transform
 
 
 @loadable
@@ -112,11 +113,37 @@ def read_reduce(reduce: Any) -> ChunkReducer:
     )
 
 
+def reduced(
+    seen: Iterable[Chunk],
+    reducer: ChunkReducer,
+    transform: Transform | Clip,
+    params: Tree,
+    at_least: torch.dtype,
+) -> tuple[Any, Tensor]:
+    """What the gradients of all samples come to before the end, and their weight."""
+    sums = None
+    weight = torch.zeros((), dtype=torch.float64, device=tree_leaves(params)[0].device)
+    for chunk in seen:
+        if sums is None:  # only now is it known how many numbers the loss has
+            given = need_leaves(chunk.grads)
+            like = [
+                x.right.new_zeros(x.shape) if isinstance(x, Outer) else torch.zeros_like(x[0])
+                for x in given
+            ]
+            sums = reducer.init(unflatten(chunk.spec, like), at_least)
+            del given, like
+        weight = weight + weights(chunk).sum()
+        sums = reducer.add(sums, chunk)
+    if sums is None:
+        sums = reducer.init(like_transformed(transform, params), at_least)
+    return sums, weight
+
+
 def weights(chunk: Chunk) -> Tensor:
     """The weight of each sample: 1, or what ``Weighted`` says."""
     if isinstance(chunk.weight, Tensor):
         return chunk.weight
-    return torch.ones_like(chunk.value, dtype=torch.float64)
+    return chunk.value.new_ones(len(chunk.value), dtype=torch.float64)
 
 
 def terms(chunk: Chunk) -> list[Tensor]:
@@ -255,7 +282,7 @@ def _factors(chunk: Chunk) -> Sequence[Tensor]:
     """By what each leaf of the gradients is multiplied: one number per sample."""
     factor = chunk.factor
     if isinstance(factor, tuple):
-        factor = torch.ones_like(chunk.value)
+        factor = chunk.value.new_ones(len(chunk.value))
     return factor.unbind(-1) if factor.dim() == 2 else [factor] * len(chunk.grads)
 
 
