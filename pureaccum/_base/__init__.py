@@ -31,6 +31,7 @@ from .checks import check_dtype as check_dtype
 from .checks import check_fits as check_fits
 from .checks import check_int as check_int
 from .checks import check_number as check_number
+from .checks import check_same_structure as check_same_structure
 from .checks import check_state as check_state
 from .checks import outside_inference_mode as outside_inference_mode
 from .checks import positions as positions
@@ -161,7 +162,6 @@ from .trees import all_finite_of as all_finite_of
 from .trees import apart as apart
 from .trees import as_scalar_of as as_scalar_of
 from .trees import at_once as at_once
-from .trees import check_same_structure as check_same_structure
 from .trees import continuous as continuous
 from .trees import finite as finite
 from .trees import flatten as flatten
@@ -175,6 +175,7 @@ from .trees import norm_of_all as norm_of_all
 from .trees import numbers_in as numbers_in
 from .trees import on_host as on_host
 from .trees import paths as paths
+from .trees import real_parts as real_parts
 from .trees import scalar as scalar
 from .trees import scalars_of as scalars_of
 from .trees import seen_finite as seen_finite

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .dtensors import local
-from .trees import Tree, flatten, paths
+from .trees import Tree, flatten, paths, real_parts
 
 
 CLAIM_NUMBERS = 3  # in a claim
@@ -235,7 +235,7 @@ def _mixed(tensors: list[Tensor], device: torch.device) -> Tensor:
     """A checksum that no host reads: of integers, which wrap in the same way everywhere."""
     integers: list[Tensor] = []
     for x in tensors:
-        x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+        x = real_parts(x.detach())
         x = x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
         integers.append(x.to(device).reshape(-1))
     numbers = torch.cat(integers)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .dtensors import PLAIN, any_sharded, first_partial, is_sharded
 from .torch_internals import transform_active
-from .trees import Tree, check_same_structure, flatten, paths
+from .trees import Tree, flatten, paths
 
 
 S = TypeVar("S")
@@ -209,6 +209,33 @@ def check_state(
             f"its init or its last call returned. {cause}"
         )
     return state
+
+
+def check_same_structure(
+    expected: optree.PyTreeSpec,
+    came: optree.PyTreeSpec,
+    expected_root: str,
+    came_root: str,
+    cause: str,
+) -> None:
+    """Raise ValueError naming the first leaf that one tree has and the other has not."""
+    # Compilers cannot compare structures (torch 2.11), or mind the order of a dict's keys (2.13).
+    if torch.compiler.is_dynamo_compiling() or expected == came:
+        return
+    want, have = paths(expected, came_root), paths(came, came_root)
+    has, wanted = set(have), set(want)
+    missing = next((path for path in want if path not in has), None)
+    extra = next((path for path in have if path not in wanted), None)
+    if missing:
+        what = f"{missing} is missing"
+    elif extra:
+        what = f"{extra} is not in {expected_root}"
+    else:
+        what = f"the containers differ: {came} against {expected}"
+    raise ValueError(
+        f"{came_root} does not have the structure of {expected_root}: {what} "
+        f"({len(have)} leaves came, {len(want)} were expected). {cause}"
+    )
 
 
 def check_fits(

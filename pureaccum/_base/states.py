@@ -10,9 +10,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from .checks import check_same_structure
 from .dtensors import is_sharded, local, refusing
 from .torch_internals import foreach_copy_
-from .trees import Tree, at_once, check_same_structure, flatten, paths, unflatten
+from .trees import Tree, at_once, flatten, paths, unflatten
 
 
 C = TypeVar("C", bound=type)

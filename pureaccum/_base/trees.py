@@ -82,33 +82,6 @@ def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
 _WITH_ITEMS = {dict, OrderedDict, defaultdict, list, tuple, deque}
 
 
-def check_same_structure(
-    expected: optree.PyTreeSpec,
-    came: optree.PyTreeSpec,
-    expected_root: str,
-    came_root: str,
-    cause: str,
-) -> None:
-    """Raise ValueError naming the first leaf that one tree has and the other has not."""
-    # Compilers cannot compare structures (torch 2.11), or mind the order of a dict's keys (2.13).
-    if torch.compiler.is_dynamo_compiling() or expected == came:
-        return
-    want, have = paths(expected, came_root), paths(came, came_root)
-    has, wanted = set(have), set(want)
-    missing = next((path for path in want if path not in has), None)
-    extra = next((path for path in have if path not in wanted), None)
-    if missing:
-        what = f"{missing} is missing"
-    elif extra:
-        what = f"{extra} is not in {expected_root}"
-    else:
-        what = f"the containers differ: {came} against {expected}"
-    raise ValueError(
-        f"{came_root} does not have the structure of {expected_root}: {what} "
-        f"({len(have)} leaves came, {len(want)} were expected). {cause}"
-    )
-
-
 # Dtypes --------------------------------------------------------------------------------
 
 
@@ -126,6 +99,11 @@ def accumulation_dtype(leaf: torch.dtype, at_least: torch.dtype = torch.float32)
 def continuous(x: Tensor) -> bool:
     """Whether a tensor can have a derivative."""
     return x.is_floating_point() or x.is_complex()
+
+
+def real_parts(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, along a new last dim; a real one as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -393,8 +371,7 @@ def finite(x: Tensor) -> Tensor:
     x = x.detach()  # a flag has no derivative, and torch 2.11 no forward AD of aminmax
     if x.is_sparse:
         x = x.coalesce().values()
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
+    x = real_parts(x)
     if x.numel() == 0 or not x.is_floating_point():
         return torch.ones((), dtype=torch.bool, device=x.device)
     return torch.isfinite(torch.stack(torch.aminmax(x))).all()

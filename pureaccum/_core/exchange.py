@@ -45,6 +45,7 @@ from .._base import (
     flatten,
     forward_ad,
     in_backward,
+    real_parts,
     transform_level,
     unflatten,
 )
@@ -125,7 +126,7 @@ class Exchange:
         if self.kind == "copy":
             return [x.clone() for x in tensors]
         self.agree(tensors)
-        reals = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
+        reals = [*map(real_parts, tensors)]
         blocks = [self.blocks_of(x) for x in reals]
         for members in buckets_of([x if x.numel() else None for x in blocks]):
             flat = self.sent(torch.cat([blocks[i] for i in members], 1))

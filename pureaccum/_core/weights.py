@@ -28,6 +28,7 @@ from .._base import (
     is_finite,
     local,
     on_host,
+    real_parts,
     replicated,
     scalars_of,
     seen_finite,
@@ -112,7 +113,7 @@ def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list
     Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
     more often, and so the bits of a parameter would depend on how it is written down.
     """
-    parts = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in sums]
+    parts = [*map(real_parts, sums)]
     together = own and at_once(parts)
     # one at a time, as their product may overflow
     for number in (

@@ -33,6 +33,7 @@ from .._base import (
     loadable,
     outside_inference_mode,
     read_params,
+    real_parts,
     refuse_sharded,
     transform_active,
     tree_leaves,
@@ -355,13 +356,13 @@ def _joined(tensors: list[Tensor], like: list[Tensor]) -> Tensor:
     """One vector of what is shaped like some leaves; complex numbers are pairs."""
     device, dtype = like[0].device, _dtype(like)
     pairs = zip(tensors, like, strict=True)
-    parts = [_real(x.to(y.dtype) if y.is_complex() else x) for x, y in pairs]
+    parts = [real_parts(x.to(y.dtype) if y.is_complex() else x) for x, y in pairs]
     return torch.cat([x.reshape(-1).to(device, dtype) for x in parts])
 
 
 def _pieces(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
     """What of a vector belongs to each leaf."""
-    real = [_real(x) for x in like]
+    real = [real_parts(x) for x in like]
     parts = zip(vector.split([x.numel() for x in real]), real, strict=True)
     return [part.view(x.shape).to(x.device) for part, x in parts]
 
@@ -369,7 +370,7 @@ def _pieces(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
 def _moved(x: list[Tensor], pieces: list[Tensor], t: float) -> list[Tensor]:
     """Leaves moved by ``t`` times their pieces, as new tensors."""
     (new,) = copies([x])
-    foreach_add_([_real(y) for y in new], pieces, alpha=t)
+    foreach_add_([real_parts(y) for y in new], pieces, alpha=t)
     return new
 
 
@@ -377,12 +378,8 @@ def _copy(x: Tensor) -> Tensor:
     return x[:1].clone().expand_as(x) if x.stride() == (0,) else x.clone()
 
 
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
 def _size(leaves: list[Tensor]) -> int:
-    return sum(_real(x).numel() for x in leaves)
+    return sum(real_parts(x).numel() for x in leaves)
 
 
 def _dtype(leaves: list[Tensor]) -> torch.dtype:

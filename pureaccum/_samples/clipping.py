@@ -18,6 +18,7 @@ from .._base import (
     flatten,
     paths,
     read_params,
+    real_parts,
     unflatten,
 )
 from .._optim import clip_by_global_norm
@@ -154,7 +155,7 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
     leaves, spec = read_params(tree, "tree")
 
     def noisy(i: int, x: Tensor) -> Tensor:
-        parts = torch.view_as_real(x) if x.is_complex() else x
+        parts = real_parts(x)
         wide = accumulation_dtype(parts.dtype)
         noise = normal(fold_in(key.to(x.device), i), tuple(parts.shape), wide)
         by = as_scalar_of(noise, std) if isinstance(std, Tensor) else std

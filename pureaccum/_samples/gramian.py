@@ -25,6 +25,7 @@ from .._base import (
     flatten,
     positions,
     read_params,
+    real_parts,
     refuse_autocast_cache,
     refuse_sharded,
     tree_map,
@@ -233,11 +234,8 @@ def _by_layers(
 
 def _as_vectors(grads: Tensor, leaf: Tensor) -> Tensor:
     """Gradients as (…, rows, 1, numbers), as if they were a factor."""
-    if grads.is_complex():
-        grads = torch.view_as_real(grads.resolve_conj())
-        return grads.flatten(grads.dim() - leaf.dim() - 1).unsqueeze(-2)
-    flat = grads.flatten(grads.dim() - leaf.dim()) if leaf.dim() else grads.unsqueeze(-1)
-    return flat.unsqueeze(-2)
+    parts = real_parts(grads)
+    return parts.reshape(*parts.shape[: grads.dim() - leaf.dim()], 1, -1)
 
 
 def _inner_products(x: Tensor, count: int, start: int, dtype: torch.dtype) -> Tensor:

@@ -18,11 +18,11 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from .._base import (
     accumulation_dtype,
     generators,
+    real_parts,
     restore,
     saved_tensors_hooks_allowed,
     transform_active,
 )
-from .passes import real_parts
 
 
 def gradient(

@@ -22,11 +22,11 @@ from .._base import (
     flatten,
     loadable,
     read_params,
+    real_parts,
     unflatten,
 )
 from .._pure import fold_in, uniform
 from .derivatives import inner
-from .passes import real_parts
 
 
 @loadable

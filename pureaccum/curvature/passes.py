@@ -21,6 +21,7 @@ from .._base import (
     paths,
     positions,
     read_params,
+    real_parts,
     refuse_sharded,
     transform_active,
     tree_map,
@@ -187,8 +188,3 @@ def check_vector(params: Tree, args: tuple[Any, ...]) -> None:
             raise TypeError(
                 f"{paths(spec, 'v')[i]} is {x.dtype}; params has {leaf.dtype} there. {cause}"
             )
-
-
-def real_parts(x: Tensor) -> Tensor:
-    """The numbers of a tensor as real ones: curvature is linear in them, in complex ones not."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
