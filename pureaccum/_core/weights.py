@@ -113,7 +113,7 @@ def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list
     Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
     more often, and so the bits of a parameter would depend on how it is written down.
     """
-    parts = [*map(real_parts, sums)]
+    parts = [real_parts(x) if x.is_complex() else x for x in sums]
     together = own and at_once(parts)
     # one at a time, as their product may overflow
     for number in (

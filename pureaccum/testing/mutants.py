@@ -105,7 +105,7 @@ MUTANTS: dict[str, Mutant] = {
     "sums of complex numbers divided as such": Mutant(
         "A complex sum is divided by torch's complex division.",
         "_core/weights.py",
-        "parts = [*map(real_parts, sums)]",
+        "parts = [real_parts(x) if x.is_complex() else x for x in sums]",
         "if any(x.is_complex() for x in sums):\n"
         "        for number in by:\n"
         "            sums = [x / scalars_of(number)(x.real).to(x.dtype) for x in sums]\n"
