@@ -46,10 +46,10 @@ def inner(
 ) -> Tensor:
     """The inner product of two lists, real, where None is zero; in ``dtype`` at least."""
     terms: list[Tensor] = []
-    for x, y in zip(a, b, strict=True):
-        if x is not None:
-            product = real_parts(x) * real_parts(y)
-            terms.append(product.sum(dtype=accumulation_dtype(product.dtype, dtype)))
+    pairs = [(real_parts(x), real_parts(y)) for x, y in zip(a, b, strict=True) if x is not None]
+    for x, y in pairs:  # made wide first, since a product has more bits than its factors
+        wide = accumulation_dtype(torch.promote_types(x.dtype, y.dtype), dtype)
+        terms.append((x.to(wide) * y.to(wide)).sum())
     return sum([x.to(b[0].device) for x in terms], torch.zeros((), device=b[0].device))
 
 
@@ -117,7 +117,8 @@ def constants(tensors: Sequence[Any], again: Sequence[Tensor]) -> list[Any]:
 
 
 Found = tuple[list[Tensor], list[Tensor], list[Tensor]]
-_NO_FORWARD_AD = "forward AD", "forward mode AD"
+# What torch says of operations without forward AD, and of expanded leaves, which get no tangent.
+_NO_FORWARD_AD = "forward AD", "forward mode AD", "refers to a single memory location"
 _ALONE = threading.RLock()  # torch has one forward AD for all threads, and mixes up two of them
 
 

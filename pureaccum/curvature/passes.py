@@ -7,7 +7,7 @@ return sum of all ranks' states, divided once
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,30 +41,29 @@ from .._core import (
 )
 
 
-class Pass(NamedTuple):
-    """What a product is a sum over."""
-
-    batch_argnums: int | tuple[int, ...]
-    microbatch_size: Any
-    reduction: Reduction
-    stream: bool
-    group: Any
-
-
-def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) -> Callable[..., Any]:
+def gradients_over(
+    func: Callable[..., Any],
+    wrt: tuple[int, ...],
+    batch_argnums: int | tuple[int, ...],
+    microbatch_size: Any,
+    reduction: Reduction,
+    stream: bool,
+    group: Any,
+) -> Callable[..., Any]:
     """The gradients of what ``func`` gives, and its value, over a batch, a stream, or ranks."""
-    for i in check_argnums(its.batch_argnums, "batch_argnums"):
+    at = check_argnums(batch_argnums, "batch_argnums")
+    for i in at:
         if i < 0:
             raise ValueError(
                 f"batch_argnums names argument {i}; expected one counted from the left, 0 being "
                 "params: v comes after all arguments."
             )
-    if its.stream or its.group is not None:
-        summed = _over_parts(func, wrt, its)
+    knobs: Any = {"reduction": reduction, "engine": "auto"}
+    if stream or group is not None:
+        summed = _over_parts(func, wrt, at, microbatch_size, stream, group, knobs)
     else:
-        at, size, reduction, *_ = its
-        knobs: Any = {"batch_argnums": at, "microbatch_size": size, "reduction": reduction}
-        summed = grad_and_value(func, wrt, engine="auto", **knobs)
+        knobs |= {"batch_argnums": batch_argnums, "microbatch_size": microbatch_size}
+        summed = grad_and_value(func, wrt, **knobs)
 
     def advised(*args: Any) -> Any:
         try:
@@ -76,15 +75,22 @@ def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) ->
     return advised
 
 
-def _over_parts(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) -> Callable[..., Any]:
-    at, size, reduction, stream, group = its
+def _over_parts(
+    func: Callable[..., Any],
+    wrt: tuple[int, ...],
+    at: tuple[int, ...],
+    size: Any,
+    stream: bool,
+    group: Any,
+    knobs: Any,
+) -> Callable[..., Any]:
+    """The same of what no call has as a whole: by an accumulator, microbatch by microbatch."""
     if is_auto(size):
         raise ValueError(
             "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "
             "expected a number of rows."
         )
     size = None if size is None else check_size(size)
-    at = check_argnums(at, "batch_argnums")
 
     def of_moved(moved: list[Tree], *args: Any) -> Any:
         given = [*args]
@@ -97,12 +103,7 @@ def _over_parts(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) -> Ca
         held = transform_active() and group is not None
         if held:  # by all ranks, each of which is to have the whole derivative of it
             args = tuple(x if i in where else _copied(x, group) for i, x in enumerate(args))
-        acc = accumulator(
-            of_moved,
-            batch_argnums=tuple(i + 1 for i in where),
-            reduction=reduction,
-            engine="auto",
-        )
+        acc = accumulator(of_moved, batch_argnums=tuple(i + 1 for i in where), **knobs)
         moved = [args[i] for i in wrt]
         state = acc.init(moved)
         for part in _parts({i: args[i] for i in where}, size, stream, group):
@@ -158,7 +159,11 @@ def _parts(
     for whole in batches:
         some = True
         flat = read_batch(whole, "args")
-        yield from [whole] if size is None else cut(flat, size if rows_to_cut(flat, "args") else 1)
+        if size is None:
+            yield whole
+            continue
+        rows_to_cut(flat, "args")
+        yield from cut(flat, size)
     if not some and group is None:
         raise ValueError(
             "the stream gave no batch, and there is no curvature of nothing. An iterator that is "

@@ -28,7 +28,7 @@ from .._base import (
 )
 from .._core import Reduction, Weighted, quotient, read, sane
 from .derivatives import constants, gradient, inner, pushed
-from .passes import Pass, check_vector, gradients_over, nan_of_nothing
+from .passes import check_vector, gradients_over, nan_of_nothing
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -91,15 +91,9 @@ def hvp(
         total, grads, weight = gradient(loss, leaves)
         return _standing_for(total, weight, inner(grads, flatten(v)[0]))
 
-    its = Pass(
-        batch_argnums=batch_argnums,
-        microbatch_size=microbatch_size,
-        reduction=reduction,
-        stream=stream,
-        group=group,
-    )
-    both = gradients_over(along, (0, -1), its)
-    alone = gradients_over(func, (0,), its)
+    over = batch_argnums, microbatch_size, reduction, stream, group
+    both = gradients_over(along, (0, -1), *over)
+    alone = gradients_over(func, (0,), *over)
 
     @wraps(func)
     def product(params: Tree, *args: Any) -> tuple[Tree, Tree]:
@@ -111,10 +105,10 @@ def hvp(
                 (grads,), value = alone(params, *rest)
                 return grads, value
 
-            grads, product, value = torch.func.jvp(of_params, (params,), (v,), has_aux=True)  # pyright: ignore
+            grads, found, value = torch.func.jvp(of_params, (params,), (v,), has_aux=True)  # pyright: ignore
         else:
-            (product, grads), value = both(params, *args)
-        return grads, nan_of_nothing(product, value)
+            (found, grads), value = both(params, *args)
+        return grads, nan_of_nothing(found, value)
 
     return product
 
@@ -190,14 +184,8 @@ def ggnvp(  # noqa: D417
         _, bent, (total, weight) = gradient(along_moved, fixed)
         return _standing_for(total, weight, inner(constants(bent, again), its))
 
-    its = Pass(
-        batch_argnums=batch_argnums,
-        microbatch_size=microbatch_size,
-        reduction=reduction,
-        stream=stream,
-        group=group,
-    )
-    return _of_products(along, forward, its)
+    over = batch_argnums, microbatch_size, reduction, stream, group
+    return _of_constants(forward, gradients_over(along, (0,), *over))
 
 
 def fisher_vp(  # noqa: D417
@@ -271,18 +259,12 @@ def fisher_vp(  # noqa: D417
             return number
         return _standing_for(fixed.sum(dtype=wide), weight, number)
 
-    its = Pass(
-        batch_argnums=batch_argnums,
-        microbatch_size=microbatch_size,
-        reduction=reduction,
-        stream=stream,
-        group=group,
-    )
-    return _of_products(along, losses, its)
+    over = batch_argnums, microbatch_size, reduction, stream, group
+    return _of_constants(losses, gradients_over(along, (0,), *over))
 
 
-def _of_products(along: Callable[..., Any], func: Callable[..., Any], its: Pass) -> Product:
-    summed = gradients_over(along, (0,), its)
+def _of_constants(func: Callable[..., Any], summed: Callable[..., Any]) -> Product:
+    """A product whose constants come of params that are given again where a transform is around."""
 
     @wraps(func)
     def product(params: Tree, *args: Any) -> Tree:
@@ -294,8 +276,8 @@ def _of_products(along: Callable[..., Any], func: Callable[..., Any], its: Pass)
                 "and the product needs it. torch.func.jvp goes through products."
             )
         again = flatten(params)[0] if transform_active() else []
-        (product,), value = summed(params, *args, again)
-        return nan_of_nothing(product, value)
+        (found,), value = summed(params, *args, again)
+        return nan_of_nothing(found, value)
 
     return product
 

@@ -214,6 +214,14 @@ def test_a_solution_that_is_interrupted(tmp_path_factory: Any, at: int, seed: in
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_decides_is_not_rounded_on_the_way(dtype: torch.dtype) -> None:
+    """A product of two numbers of 24 bits has 48: float64 holds it, their own dtype not."""
+    b = torch.full((4,), 0.1, dtype=dtype)
+    state = cg(lambda v: v).init(b)
+    assert state.energy == 4 * b[0].double() ** 2
+
+
 # Ranks ------------------------------------------------------------------------------------------
 
 

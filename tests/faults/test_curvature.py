@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import jacrev
+from torch.func import grad, jacrev, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
 from pureaccum.curvature import Operator, cg, diagonal, fisher_vp, ggnvp, hvp, trace
-from pureaccum.testing import assert_pure, unchanged
+from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
 
 
@@ -211,6 +211,53 @@ def test_what_torch_has_no_forward_ad_of() -> None:
             want = ggnvp(plain, mean, microbatch_size=2)(params, batch, v)
         for n in v:
             assert (came[n] - want[n]).norm() <= 2**-12 * (1e-3 + want[n].norm()), name
+
+
+class Cubed(torch.autograd.Function):
+    """A Function without forward AD that torch.func takes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 3 * ctx.saved_tensors[0] ** 2
+
+
+def test_what_has_no_forward_ad_under_transforms() -> None:
+    """On whole numbers: several vectors at once, and a derivative of the product."""
+
+    def cubed(params: Any, batch: Any) -> Tensor:
+        return Cubed.apply(forward(params, batch))
+
+    several, batch = pa.stack([V, {n: 3 * x for n, x in V.items()}]), make_batch(4)
+    batch["x"] = batch["x"].remainder(3)
+
+    def both(way: Any) -> Any:
+        of = ggnvp(way, lambda out, batch: (out**2).sum(), microbatch_size=2, reduction="sum")
+
+        def number(params: Any) -> Tensor:
+            return sum((x * V[n]).sum() for n, x in of(params, batch, V).items())  # pyright: ignore
+
+        return vmap(lambda v: of(PARAMS, batch, v))(several), grad(number)(PARAMS)
+
+    assert_trees_bitwise_equal(both(cubed), both(lambda p, b: forward(p, b) ** 3))
+
+
+def test_params_that_share_memory_with_themselves() -> None:
+    """Expanded ones, which torch gives no tangent."""
+    apart = {"w": torch.tensor([2.0, 2.0]), "b": torch.tensor(1.0)}
+    expanded = apart | {"w": torch.tensor(2.0).expand(2)}
+    for make in MAKERS.values():
+        of = make(microbatch_size=2)
+        assert_trees_bitwise_equal(of(expanded, BATCH, V), of(apart, BATCH, V))
 
 
 def test_what_torch_has_no_second_derivative_of() -> None:
