@@ -97,10 +97,13 @@ from .torch_internals import CHILDREN as CHILDREN
 from .torch_internals import PARAMETERS as PARAMETERS
 from .torch_internals import Place as Place
 from .torch_internals import any_tangent as any_tangent
+from .torch_internals import as_members as as_members
 from .torch_internals import at_top_level as at_top_level
+from .torch_internals import below_vmap as below_vmap
 from .torch_internals import compile_anew as compile_anew
 from .torch_internals import differentiating as differentiating
 from .torch_internals import down_to as down_to
+from .torch_internals import ends_of as ends_of
 from .torch_internals import followed as followed
 from .torch_internals import foreach_add_ as foreach_add_
 from .torch_internals import foreach_div_ as foreach_div_
@@ -123,8 +126,10 @@ from .torch_internals import let_vary as let_vary
 from .torch_internals import levels as levels
 from .torch_internals import mapped_levels as mapped_levels
 from .torch_internals import may_be_differentiated as may_be_differentiated
+from .torch_internals import members_of as members_of
 from .torch_internals import memory_of as memory_of
 from .torch_internals import module_vars as module_vars
+from .torch_internals import over_rows as over_rows
 from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import patience as patience
 from .torch_internals import recorded_at as recorded_at

@@ -59,10 +59,12 @@ from .loss import Reduction as Reduction
 from .loss import Weighted as Weighted
 from .loss import counts as counts
 from .loss import divisor as divisor
+from .loss import in_one_list as in_one_list
 from .loss import is_pair as is_pair
 from .loss import join_aux as join_aux
 from .loss import mean_value as mean_value
 from .loss import read as read
+from .loss import read_again as read_again
 from .microbatch import Keep as Keep
 from .microbatch import microbatch as microbatch
 from .microbatch_gradient import Nonfinite as Nonfinite

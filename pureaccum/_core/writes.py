@@ -50,6 +50,7 @@ class Known:
         themselves: The modules among them that have buffers and are not in shells.
         recomputes: Whether its backward pass computes it again, once that is known: see
             ``run_window`` in engines.py.
+        unseen: Whether it was found that what it does with its leaves cannot be followed.
     """
 
     def __init__(self) -> None:
@@ -58,6 +59,7 @@ class Known:
         self.modules: list[ReferenceType[nn.Module]] = []
         self.themselves: list[ReferenceType[nn.Module]] = []
         self.recomputes: bool | None = None
+        self.unseen = False
 
 
 class Given(NamedTuple):

@@ -18,19 +18,22 @@ from torch import Tensor
 
 from .._base import (
     LARGEST_INT,
+    NAMESPACE,
     Tree,
+    at_top_level,
     check_choice,
     check_disjoint,
     flatten,
     forward_ad_active,
     global_norm,
-    gradients,
+    on_host,
     positions,
     read_params,
     read_tensors,
     refuse_autocast_cache,
     refuse_sharded,
     transform_active,
+    tree_leaves,
     tree_map,
     unflatten,
     vmap_refusal,
@@ -40,7 +43,6 @@ from .._core import (
     Engine,
     Given,
     Known,
-    Pull,
     Wrt,
     alone,
     as_they_are,
@@ -57,6 +59,8 @@ from .._core import (
     run_window,
 )
 from .._optim import GradientMap
+from .jacobian import pulled_back
+from .outer_products import Outer
 
 
 Randomness = Literal["error", "different", "same"]
@@ -65,25 +69,38 @@ Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] 
 Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
 
 
+class Clip(NamedTuple):
+    """A transform: scale each part of a gradient by its norm; one that is not finite adds nothing.
+
+    A part is all that lies below one leaf of a tree that is a prefix of params.
+    """
+
+    order: Tree  # that tree, whose leaves are the numbers of the parts
+    scalings: list[Callable[[Tensor], Tensor]]  # by what a part of a norm is multiplied
+
+
 class Sampling(NamedTuple):
     """How the gradients of samples are taken, the same for all of them."""
 
     has_aux: bool
     chunk_size: int | None
-    transform: Transform
+    transform: Transform | Clip
     metrics: Metrics
     keep_batch_dim: bool
     randomness: Randomness
     engine: SampleEngine
     several: bool = False  # whether the loss may be several numbers
     carries_graph: bool = False  # as torch.func's own results do
+    # Another way to a chunk at top level, of what ``_chunk`` is given; None where it does not lead.
+    shortcut: "Callable[..., Chunk | None] | None" = None
 
 
 class Chunk(NamedTuple):
     """What the samples of a chunk came to."""
 
-    grads: list[Tensor]  # transformed, but for the multiplication by
-    factor: Tensor | tuple[()]  # one number per sample
+    grads: list[Tensor | Outer]  # transformed, but for the multiplication by
+    factor: Tensor | tuple[()]  # one number per sample, or one for each of its leaves
+    keep: Tensor | tuple[()]  # which samples add anything, where not all do
     spec: optree.PyTreeSpec  # of one sample's gradient
     value: Tensor  # losses, each of one number or several, or the totals of ``Weighted``
     weight: Tensor | tuple[()]  # of ``Weighted``
@@ -91,7 +108,7 @@ class Chunk(NamedTuple):
     metrics: Tree
 
 
-SampleLoss = Callable[[list[Tensor], Tree], Any]  # of the params' leaves and a sample
+SampleLoss = Callable[[Sequence[Tensor], Tree], Any]  # of the params' leaves and a sample
 
 
 def check_sampling(how: Sampling) -> Sampling:
@@ -101,6 +118,8 @@ def check_sampling(how: Sampling) -> Sampling:
     check_choice(how.randomness, ("error", "different", "same"), "randomness")
     check_choice(how.engine, ("vmap", "autograd"), "engine")
     transform: Any = how.transform
+    if isinstance(transform, Clip):
+        return how
     if isinstance(transform, str):
         check_choice(transform, ("normalize", "sign"), "transform")
     elif transform is not None and not callable(getattr(transform, "factor", transform)):
@@ -131,6 +150,7 @@ def sampled(
     """
     leaves, spec = read_params(params)
     refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
+    parts = parts_of(how.transform, params)
     cut_at = positions(batches, len(args), "batch_argnums")
     check_disjoint(at, cut_at)
     batch = read_batch({i: args[i] for i in cut_at}, "args")
@@ -143,13 +163,14 @@ def sampled(
         refuse_autocast_cache(leaves)
     beside: list[Tree] = []
     if batch.rows == 0 and how.metrics == "norm":
-        beside.append(((), global_norm(leaves).new_zeros(0)))
+        none = global_norm(leaves).new_zeros(0)
+        beside.append(((), norms_as_tree(how.transform, [none] * len(parts))))
 
-    def call(leaves: list[Tensor], sample: Tree) -> Any:
+    def call(leaves: Sequence[Tensor], sample: Tree) -> Any:
         return func(unflatten(spec, leaves), *(sample.get(i, x) for i, x in enumerate(args)))
 
     def noted(call: SampleLoss) -> Iterator[Chunk]:
-        for chunk in _chunks(call, leaves, spec, batch, known, how):
+        for chunk in _chunks(call, leaves, spec, batch, known, how, parts):
             beside.append((chunk.aux, chunk.metrics))
             yield chunk
 
@@ -176,6 +197,7 @@ def _chunks(
     batch: Batch,
     known: Known,
     how: Sampling,
+    parts: list[list[int]],
 ) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
     if how.engine == "vmap" and (how.carries_graph or transform_active() or forward_ad_active()):
@@ -185,26 +207,43 @@ def _chunks(
         wrt = prepare(leaves, _ENGINES[how.engine], known)
     wrt = wrt._replace(several=how.several)
     size = how.chunk_size or max(batch.rows or 0, 1)
+    recorded = (
+        how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    )
+    short = how.shortcut if how.engine == "vmap" and at_top_level() and not recorded else None
     for part in cut(batch, size):
-        yield run_window(partial(_chunk, call, spec=spec, part=part, how=how), wrt)
+        chunk = None
+        if short is not None and not known.unseen:
+            chunk = short(call, leaves, spec, part, how, parts)
+        if chunk is None:
+            way = partial(_chunk, call, spec=spec, part=part, how=how, parts=parts)
+            chunk = run_window(way, wrt)
+            known.unseen |= short is not None  # and so it is not tried in vain again
+        yield chunk
 
 
 _ENGINES: dict[SampleEngine, Engine] = {"vmap": "func", "autograd": "autograd"}
 
 
-def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how: Sampling) -> Chunk:
-    given, part_spec = flatten(part)
+def _chunk(
+    call: SampleLoss,
+    wrt: Wrt,
+    spec: optree.PyTreeSpec,
+    part: Tree,
+    how: Sampling,
+    parts: list[list[int]],
+) -> Chunk:
+    tensors, sample_of = samples_of(part, how)
     specs: dict[str, optree.PyTreeSpec] = {}
 
     def one(*tensors: Tensor) -> Any:
-        rows = iter([x.unsqueeze(0) for x in tensors] if how.keep_batch_dim else tensors)
-        sample = unflatten(part_spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
-        seen, shape, pull, _ = wrt.forward(call, (sample,), wrt, {}, how.has_aux)
+        seen, shape, pull, _ = wrt.forward(call, (sample_of(tensors),), wrt, {}, how.has_aux)
         total = seen.total
         seen = alone(seen, wrt)
-        grads = unflatten(spec, _pulled(total, pull, wrt, how))
-        scaling = _scaling(how.transform)
-        norm = None if scaling is None and how.metrics != "norm" else global_norm(grads)
+        each = pulled_back(total, pull, wrt, by_vmap=how.engine == "vmap")
+        grads = unflatten(spec, each)
+        norms = [global_norm([each[i] for i in its]) for its in parts] if needs_norms(how) else []
+        norm = norms_as_tree(how.transform, norms) if norms else None
         metrics = how.metrics(grads, seen.total) if callable(how.metrics) else norm
         noted, specs["metrics"] = read_tensors(metrics, "metrics", OF_EACH)
         if callable(how.transform):
@@ -212,18 +251,16 @@ def _chunk(call: SampleLoss, wrt: Wrt, spec: optree.PyTreeSpec, part: Tree, how:
         elif how.transform == "sign":
             grads = tree_map(torch.sgn, grads)
         kept, specs["grads"] = read_tensors(grads, TRANSFORMED, OF_EACH)
-        factor = () if scaling is None or norm is None else scaling(norm)
         aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
-        return kept, factor, seen.total, seen.weight, aux, noted
+        return kept, norms, seen.total, seen.weight, aux, noted
 
-    tensors = [x for x in given if isinstance(x, Tensor)]
     with cutting(LARGEST_INT):  # a sample is no batch
-        kept, factor, value, weight, aux, metrics = _over_samples(one, tensors, how)
-    if isinstance(factor, Tensor) and isinstance(weight, Tensor):  # NaN where the gradient is NaN
-        factor = torch.where(counts(value, weight), factor, 0.0)
+        kept, norms, value, weight, aux, metrics = _over_samples(one, tensors, how)
+    factor, keep = scaled_and_kept(norms, value, weight, how, parts)
     return Chunk(
         grads=kept,
         factor=factor,
+        keep=keep,
         spec=specs["grads"],
         value=value,
         weight=weight,
@@ -244,40 +281,10 @@ def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling)
         raise RuntimeError(why) from error
 
 
-def _pulled(total: Tensor, pull: Pull | None, wrt: Wrt, how: Sampling) -> list[Tensor]:
-    """The gradient of a loss; of several numbers their gradients, in one vmapped backward pass."""
-
-    def of(cotangent: Tensor) -> list[Tensor]:
-        grads: Sequence[Tensor | None] = [None] * len(wrt.leaves)
-        if pull is None and total.requires_grad:
-            grads = gradients(total, wrt.leaves, cotangent, again=total.dim() > 0)
-        elif pull is not None:
-            grads = pull(cotangent)
-        return [_gradient_of(x, g) for x, g in zip(wrt.leaves, grads, strict=True)]
-
-    if total.dim() == 0:
-        return of(torch.ones_like(total))
-    shape, many = total.shape, total.numel()
-    basis = torch.eye(many, dtype=total.dtype, device=total.device).view(many, *shape)
-    if how.engine == "vmap":
-        rows = torch.func.vmap(of, randomness="same")(basis)  # what is run again draws the same
-    elif many:
-        rows = [torch.stack(xs) for xs in zip(*map(of, basis), strict=True)]
-    else:
-        rows = [x.new_zeros(0, *x.shape) for x in wrt.leaves]
-    return [x.view(*shape, *x.shape[1:]) for x in rows]
-
-
-def _gradient_of(leaf: Tensor, grad: Tensor | None) -> Tensor:
-    if grad is None:
-        return torch.zeros_like(leaf)
-    return grad.to_dense() if grad.is_sparse else grad
-
-
 TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample."
 
 
-def like_transformed(transform: Transform, params: Tree) -> Tree:
+def like_transformed(transform: Transform | Clip, params: Tree) -> Tree:
     """A tree like what a transform makes of one gradient."""
     if not callable(transform):
         return params
@@ -286,15 +293,93 @@ def like_transformed(transform: Transform, params: Tree) -> Tree:
     return like
 
 
-def need_leaves(transformed: list[Tensor]) -> list[Tensor]:
+def need_leaves(transformed: Sequence[Any]) -> Sequence[Any]:
     """The leaves of what a transform returned, or an error that says that there are none."""
     if not transformed:
         raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
     return transformed
 
 
-def _scaling(transform: Transform) -> Callable[[Tensor], Tensor] | None:
-    """What a gradient is multiplied by, as a function of its norm, if a transform is no more."""
+# Parts, norms and factors ----------------------------------------------------------------------
+
+
+def samples_of(part: Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., Tree]]:
+    """The tensors of a chunk, and a function from one row of each to a sample."""
+    given, spec = flatten(part)
+
+    def sample_of(tensors: Sequence[Tensor]) -> Tree:
+        rows = iter([x.unsqueeze(0) for x in tensors] if how.keep_batch_dim else tensors)
+        return unflatten(spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
+
+    return [x for x in given if isinstance(x, Tensor)], sample_of
+
+
+def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
+    """The leaves of each part that is scaled by a norm of its own: all, unless it is said."""
+    if not isinstance(transform, Clip):
+        return [[*range(len(tree_leaves(params)))]]
+
+    def of_part(k: int, below: Tree) -> list[int]:
+        return [k] * len(tree_leaves(below))
+
+    try:
+        of = tree_leaves(tree_map(of_part, transform.order, params))
+    except ValueError as error:
+        first = optree.prefix_errors(transform.order, params, namespace=NAMESPACE)[0]("max_norm")
+        raise ValueError(
+            "max_norm is a tree of numbers that is no prefix of params: a number in it is for all "
+            "that lies below, and a tree in it has the keys that params have there. optree said: "
+            f"{' '.join(str(first).split())}"
+        ) from error
+    return [[i for i, part in enumerate(of) if part == k] for k in range(len(transform.scalings))]
+
+
+def needs_norms(how: Sampling) -> bool:
+    """Whether the norms of gradients are asked for."""
+    return how.metrics == "norm" or bool(_scalings(how.transform))
+
+
+def norms_as_tree(transform: Transform | Clip, norms: list[Tensor]) -> Tree:
+    """The norms of parts as a user has them: one, or a tree like the prefix."""
+    if not isinstance(transform, Clip):
+        return norms[0]
+    return tree_map(lambda k: norms[k], transform.order)
+
+
+def scaled_and_kept(
+    norms: list[Tensor],
+    value: Tensor,
+    weight: Tensor | tuple[()],
+    how: Sampling,
+    parts: list[list[int]],
+) -> tuple[Tensor | tuple[()], Tensor | tuple[()]]:
+    """By what the gradients of samples are multiplied, and which of them are kept."""
+    keep = counts(value, weight) if isinstance(weight, Tensor) else None
+    if isinstance(how.transform, Clip):
+        for norm in norms:
+            finite = ((norm - norm) == 0).to(value.device)
+            keep = finite if keep is None else keep & finite
+    factors = [scaling(x) for scaling, x in zip(_scalings(how.transform), norms, strict=False)]
+    if not factors:
+        factor: Tensor | tuple[()] = ()
+    elif len(factors) == 1:
+        (factor,) = factors
+    else:
+        of = {i: factors[k].to(value.device) for k, part in enumerate(parts) for i in part}
+        factor = torch.stack([of[i] for i in range(len(of))], -1)
+    if keep is None or on_host(keep.all())[0] is True:
+        return factor, ()
+    if isinstance(factor, Tensor):  # NaN where the gradient is NaN
+        at = keep.to(factor.device)
+        factor = torch.where(at if factor.dim() == 1 else at.unsqueeze(-1), factor, 0.0)
+    return factor, keep
+
+
+def _scalings(transform: Transform | Clip) -> list[Callable[[Tensor], Tensor]]:
+    """What each part is multiplied by, as a function of its norm, if a transform is no more."""
     if transform == "normalize":
-        return lambda norm: quotient(1.0, torch.where(norm > 0, norm, 0.0))
-    return transform.factor if isinstance(transform, GradientMap) else None
+        return [lambda norm: quotient(1.0, torch.where(norm > 0, norm, 0.0))]
+    if isinstance(transform, Clip):
+        return transform.scalings
+    factor = transform.factor if isinstance(transform, GradientMap) else None
+    return [] if factor is None else [factor]

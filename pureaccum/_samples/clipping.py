@@ -15,18 +15,20 @@ from .._base import (
     accumulation_dtype,
     as_scalar_of,
     check_number,
+    flatten,
+    paths,
     read_params,
     unflatten,
 )
 from .._optim import clip_by_global_norm
 from .._pure import fold_in, normal
-from .chunks import Randomness, SampleEngine
+from .chunks import Clip, Randomness, SampleEngine
 from .per_sample import per_sample_grad
 
 
 def clipped_sum(  # noqa: D417
     func: Callable[..., Any],
-    max_norm: float,
+    max_norm: Tree,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
@@ -43,26 +45,47 @@ def clipped_sum(  # noqa: D417
 
         Σ over samples of gradient * min(1, max_norm / (|gradient| + 1e-6))
 
-    A batch without rows, which Poisson sampling draws now and then, has sums of zero. Privacy
-    accounting is not done here: see ``opacus.accountants``.
+    Where ``max_norm`` is a tree, each part of params goes by that rule with a norm of its own. A
+    sample whose norm is not finite adds exactly nothing to any part; its norm stays as it is, so
+    that ``(~norms.isfinite()).sum()`` says how many were left out. A batch without rows, which
+    Poisson sampling draws now and then, has sums of zero. Privacy accounting is not done here: see
+    ``opacus.accountants``.
+
+    A sample may be several rows, such as those of one user: give the batch one dim more, by
+    ``x.unflatten(0, (-1, k))``, and a loss of k rows.
+
+    Outside of transforms, ``engine="vmap"`` takes norms and sums of linear layers and embeddings
+    from what they are given and the cotangents of what they give: ghost norms, in one backward pass
+    and the memory of activations. A loss that does with its parameters what cannot be followed has
+    the gradient of each sample written out, as under transforms; finding that out calls it once
+    more, with the same random numbers.
 
     Args:
         func, argnums, has_aux, batch_argnums, chunk_size, keep_batch_dim, randomness, engine,
             dtype: As for ``per_sample_grad``; ``func`` is the loss of one sample.
-        max_norm: The largest norm that a sample adds, above zero.
+        max_norm: The largest norm that a sample adds, above zero; or a tree of such numbers that is
+            a prefix of params, ``{"embed": 1.0, "blocks": 0.5}``. Then a sample adds at most the
+            square root of ``Σ max_norm²``.
 
     Returns:
         A function of ``func``'s arguments giving ``(sums, norms)``, or ``(sums, (aux, norms))``:
-        float32 at least, and the norm of each sample's gradient before it was clipped.
+        sums in float32 at least, and the norm of each sample's gradient before it was clipped, or a
+        tree of such norms like ``max_norm``.
 
     Example:
         >>> summed = clipped_sum(lambda w, x: w * x, 2.0, chunk_size=2)
         >>> summed(torch.tensor(0.0), torch.tensor([1.0, 3.0, 4.0]))
         (tensor(5.0000), tensor([1., 3., 4.]))
+        >>> summed(torch.tensor(0.0), torch.tensor([1.0, float("nan")]))
+        (tensor(1.), tensor([1., nan]))
 
     References:
         Abadi et al., `Deep learning with differential privacy <https://arxiv.org/abs/1607.00133>`_,
-        2016; `Opacus <https://github.com/pytorch/opacus>`_, whose formula it is.
+        2016; `Opacus <https://github.com/pytorch/opacus>`_, whose formula it is; Li et al., `Large
+        language models can be strong differentially private learners
+        <https://arxiv.org/abs/2110.05679>`_, 2022, for ghost norms; Bu et al., `Differentially
+        private optimization on large model at small cost <https://arxiv.org/abs/2210.00038>`_, 2023,
+        for one backward pass.
     """
     return per_sample_grad(
         func,
@@ -70,7 +93,7 @@ def clipped_sum(  # noqa: D417
         has_aux,
         batch_argnums=batch_argnums,
         chunk_size=chunk_size,
-        transform=clip_by_global_norm(max_norm),
+        transform=_read_max_norm(max_norm),
         reduce="sum",
         metrics="norm",
         keep_batch_dim=keep_batch_dim,
@@ -78,6 +101,20 @@ def clipped_sum(  # noqa: D417
         engine=engine,
         dtype=dtype,
     )
+
+
+def _read_max_norm(max_norm: Tree) -> Any:
+    """The transform that a number stands for, or a tree of numbers."""
+    numbers, spec = flatten(max_norm)
+    names = paths(spec, "max_norm") if numbers else ["max_norm"]
+    expected = "a number above zero, or a tree of such that is a prefix of params"
+    each = [
+        check_number(x, name, expected, lambda it: it > 0)
+        for x, name in zip(numbers or [max_norm], names, strict=True)
+    ]
+    scalings = [clip_by_global_norm(x).factor for x in each]
+    order = unflatten(spec, range(len(each)))
+    return Clip(order, [scaling for scaling in scalings if scaling is not None])
 
 
 def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:

@@ -57,6 +57,7 @@ from .._core import (
     mean_value,
     read_state,
 )
+from .by_layers import with_shortcut
 from .chunks import (
     Chunk,
     Metrics,
@@ -69,7 +70,7 @@ from .chunks import (
     sampled,
     with_beside,
 )
-from .reducers import ChunkReducer, read_reduce, reduced, squares_of, terms, weights
+from .reducers import ChunkReducer, read_reduce, reduced, squares_of, terms
 
 
 def per_sample_grad(
@@ -163,6 +164,7 @@ def per_sample_grad(
     )
     reducer = None if reduce == "concat" else read_reduce(reduce)
     at_least = check_dtype(dtype)
+    how = with_shortcut(how, reduce, at_least)
     wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
     check_disjoint(wrt, batches)
     alone, known = not isinstance(argnums, tuple), known_of(func)
@@ -250,6 +252,7 @@ def per_sample_accumulator(  # noqa: D417
     )
     reducer = read_reduce(reduce)
     at_least = check_dtype(dtype)
+    how = with_shortcut(how, reduce, at_least)
     batches, known = check_argnums(batch_argnums, "batch_argnums"), known_of(func)
 
     def init(params: Tree) -> AccumState:
@@ -361,15 +364,18 @@ def _no_samples(
 
 def _with_chunk(state: AccumState, reducer: ChunkReducer, chunk: Chunk) -> AccumState:
     """The state with one more chunk; its sums are written to where nobody can see it."""
-    weight = weights(chunk)
-    value = torch.where(counts(chunk.value, weight), chunk.value, 0.0).double()
+    value, weight = chunk.value, len(chunk.value)
+    if isinstance(chunk.weight, Tensor):
+        value = torch.where(counts(value, chunk.weight), value, 0.0)
+        weight = chunk.weight.sum()
+    value = value.double()
     squares = state.squares
     if isinstance(squares, Tensor):
         squares = squares + squares_of(chunk)
     return state._replace(
         grads=reducer.add(state.grads, chunk),
         total=state.total + value.sum(),
-        weight=state.weight + weight.sum(),
+        weight=state.weight + weight,
         microbatches=state.microbatches + len(value),
         nonfinite=state.nonfinite + ((value - value) != 0).sum(),
         squares=squares,

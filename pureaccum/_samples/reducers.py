@@ -9,7 +9,7 @@ Sums are float32 at least, and all that is kept of a chunk. A sample without wei
 nothing, even where its gradient is NaN.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .._base import (
     Tree,
-    accumulation_dtype,
     add,
     as_scalar_of,
     check_fits,
@@ -30,8 +29,9 @@ from .._base import (
     unflatten,
     zeros,
 )
-from .._core import Reducer, counts, divided, divisor, is_reducer, quotient
-from .chunks import Chunk, Transform, like_transformed, need_leaves
+from .._core import Reducer, divided, divisor, is_reducer, quotient
+from .chunks import Chunk, Clip, Transform, like_transformed, need_leaves
+from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
 
 
 @loadable
@@ -115,7 +115,7 @@ def read_reduce(reduce: Any) -> ChunkReducer:
 def reduced(
     seen: Iterable[Chunk],
     reducer: ChunkReducer,
-    transform: Transform,
+    transform: Transform | Clip,
     params: Tree,
     at_least: torch.dtype,
 ) -> tuple[Any, Tensor]:
@@ -124,9 +124,8 @@ def reduced(
     weight = torch.zeros((), dtype=torch.float64, device=tree_leaves(params)[0].device)
     for chunk in seen:
         if sums is None:  # only now is it known how many numbers the loss has
-            like = [torch.zeros_like(x[0]) for x in need_leaves(chunk.grads)]
-            sums = reducer.init(unflatten(chunk.spec, like), at_least)
-            del like
+            like = unflatten(chunk.spec, _like_one(need_leaves(chunk.grads)))
+            sums = reducer.init(like, at_least)
         weight = weight + weights(chunk).sum()
         sums = reducer.add(sums, chunk)
     if sums is None:
@@ -143,23 +142,20 @@ def weights(chunk: Chunk) -> Tensor:
 
 def terms(chunk: Chunk) -> list[Tensor]:
     """What each sample adds to a sum, all written out; the chunk is used up."""
-    factor = chunk.factor
-    if isinstance(factor, tuple):
-        return list(_leaf_by_leaf(chunk))
-    return [x * as_scalar_of(x, _broadcast(factor, x)) for x in _leaf_by_leaf(chunk)]
+    each = (written_out(x) if isinstance(x, Outer) else x for x in _leaf_by_leaf(chunk))
+    if isinstance(chunk.factor, tuple):
+        return list(each)
+    pairs = zip(each, _factors(chunk), strict=True)
+    return [x * as_scalar_of(x, _broadcast(factor, x)) for x, factor in pairs]
 
 
 def squares_of(chunk: Chunk) -> Tensor:
     """The sum of |term|² / weight for each leaf, and last how many samples had any weight."""
     weight = weights(chunk)
-    factor = 1.0 if isinstance(chunk.factor, tuple) else chunk.factor.double()
     sums: list[Tensor] = []
-    for x in chunk.grads:
-        rows, dtype = x.reshape(len(weight), -1), accumulation_dtype(x.dtype)
-        if not (x.is_floating_point() or x.is_complex()):
-            rows = rows.to(dtype)
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype).to(weight.device).double()
-        sums.append(quotient((norms * factor) ** 2, weight).sum())
+    for x, factor in zip(chunk.grads, _factors(chunk), strict=True):
+        norms = norms_of(x).to(weight.device).double() * factor.double()
+        sums.append(quotient(norms**2, weight).sum())
     return torch.stack([*sums, (weight != 0).double().sum()])
 
 
@@ -169,11 +165,8 @@ def squares_of(chunk: Chunk) -> Tensor:
 def _add_to_sums(sums: Tree, chunk: Chunk) -> Tree:
     _check_kind(sums, moments=False)
     _check_fits(sums, chunk)
-    factor = chunk.factor
-    if isinstance(factor, tuple):
-        factor = chunk.value.new_ones(len(chunk.value))
-    columns = zip(tree_leaves(sums), _leaf_by_leaf(chunk), strict=True)
-    return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x in columns])
+    columns = zip(tree_leaves(sums), _leaf_by_leaf(chunk), _factors(chunk), strict=True)
+    return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x, factor in columns])
 
 
 def _no_moments(like: Tree, dtype: torch.dtype) -> MomentSums:
@@ -188,12 +181,13 @@ def _add_to_moments(state: Any, chunk: Chunk) -> MomentSums:
     first, second, samples = state
     _check_fits(first, chunk)
     weight = weights(chunk)
-    factor = torch.ones_like(weight) if isinstance(chunk.factor, tuple) else chunk.factor.double()
-    power = quotient(factor * factor, weight)
     ones: list[Tensor] = []
     twos: list[Tensor] = []
-    columns = zip(tree_leaves(first), tree_leaves(second), _leaf_by_leaf(chunk), strict=True)
-    for one, two, x in columns:
+    leaves = tree_leaves(first), tree_leaves(second)
+    for one, two, x, factor in zip(*leaves, _leaf_by_leaf(chunk), _factors(chunk), strict=True):
+        factor = factor.double()
+        power = quotient(factor * factor, weight)
+        x = written_out(x) if isinstance(x, Outer) else x
         ones.append(_plus_rows(one, x, factor))
         twos.append(_plus_rows(two, _power(x.to(one.dtype)), power))
     count = samples + (weight != 0).sum()
@@ -257,22 +251,47 @@ def _check_kind(state: Any, moments: bool) -> None:
 
 
 def _check_fits(sums: Tree, chunk: Chunk) -> None:
-    names = "state.grads", "a sample's gradient"
-    check_fits(*flatten(sums), [x[0] for x in chunk.grads], chunk.spec, names)
+    leaves, spec = flatten(sums)
+    like = _like_one(chunk.grads)
+    if spec != chunk.spec or [x.shape for x in like] != [x.shape for x in leaves]:
+        check_fits(leaves, spec, like, chunk.spec, ("state.grads", "a sample's gradient"))
+
+
+def _like_one(grads: Sequence[Tensor | Outer]) -> list[Tensor]:
+    """Zeros like the gradient of one sample, which take no memory."""
+    return [
+        x.right.new_zeros(()).expand(x.shape)
+        if isinstance(x, Outer)
+        else x.new_zeros(()).expand(x.shape[1:])
+        for x in grads
+    ]
 
 
 def _leaf_by_leaf(chunk: Chunk) -> Any:
-    """The gradients, zero for samples without weight; each is dropped before the next one."""
+    """The gradients, zero for samples that are not kept; each is dropped before the next one."""
+    none = chunk.value.new_empty(0)
     for i, x in enumerate(chunk.grads):
-        chunk.grads[i] = x.new_empty(0)
-        if isinstance(chunk.weight, Tensor):
-            keep = counts(chunk.value, chunk.weight).to(x.device)
-            x = torch.where(_broadcast(keep, x), x, 0.0)
+        chunk.grads[i] = none
+        if isinstance(chunk.keep, Tensor):
+            if isinstance(x, Outer):
+                x = only_kept(x, chunk.keep)
+            else:
+                x = torch.where(_broadcast(chunk.keep.to(x.device), x), x, 0.0)
         yield x
 
 
-def _plus_rows(total: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+def _factors(chunk: Chunk) -> Sequence[Tensor]:
+    """By what each leaf of the gradients is multiplied: one number per sample."""
+    factor = chunk.factor
+    if isinstance(factor, tuple):
+        factor = chunk.value.new_ones(len(chunk.value))
+    return factor.unbind(-1) if factor.dim() == 2 else [factor] * len(chunk.grads)
+
+
+def _plus_rows(total: Tensor, x: Tensor | Outer, factor: Tensor) -> Tensor:
     """``total + (factor * x).sum(0)``, without another tensor as large as x."""
+    if isinstance(x, Outer):
+        return add_weighted_(total, x, factor)
     rows = x.reshape(len(x), -1).to(total.dtype)
     term = torch.mv(rows.T, factor.to(total.device, total.dtype)).view(total.shape)
     return total + term if transform_active() else total.add_(term)

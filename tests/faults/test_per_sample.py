@@ -178,6 +178,37 @@ def test_bad_arguments_are_named(name, reduce):
         acc.update(acc.init(PARAMS), PARAMS, BATCH)
 
 
+NORMS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "zero": (0.0, ValueError, ("max_norm is 0.0", "above zero")),
+    "negative": ({"w": 1.0, "b": -1.0}, ValueError, ("max_norm['b'] is -1.0", "prefix of params")),
+    "NaN": ({"w": float("nan"), "b": 1.0}, ValueError, ("max_norm['w'] is nan",)),
+    "no number": ({"w": "1", "b": 1.0}, TypeError, ("max_norm['w'] is '1', a str",)),
+    "None": (None, TypeError, ("max_norm is None",)),
+    "empty": ({}, TypeError, ("max_norm is {}",)),
+}
+TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "missing": ({"w": 1.0}, ("no prefix of params", "extra key(s): ['b']")),
+    "deeper": ({"w": {"v": 1.0}, "b": 1.0}, ("no prefix of params", "max_norm['w']")),
+    "list": ([1.0, 1.0], ("no prefix of params", "list")),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_bad_norms_are_named(name):
+    norms, error, words = NORMS[name]
+    with saying(error, *words):
+        pa.clipped_sum(loss, norms)
+
+
+@ENGINES
+@pytest.mark.parametrize("name", TREES)
+def test_norms_that_are_no_prefix_of_params_are_refused_before_any_work(name, engine):
+    norms, words = TREES[name]
+    called = Loss(loss)
+    with refused(ValueError, *words, given=(PARAMS, BATCH), loss=called):
+        pa.clipped_sum(called, norms, engine=engine)(PARAMS, BATCH)
+
+
 @ENGINES
 def test_samples_of_a_batch_without_rows_have_gradient_zero(engine):
     empty, called = make_batch(0), Loss(loss)

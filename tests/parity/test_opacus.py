@@ -95,6 +95,31 @@ def test_norms_and_clipped_sums_are_those_of_opacus(
 
 @pytest.mark.parametrize("name", NETWORKS)
 @DTYPES
+def test_a_norm_for_each_leaf_is_that_of_opacus(name: str, dtype: torch.dtype) -> None:
+    from opacus import GradSampleModule
+    from opacus.optimizers.perlayeroptimizer import DPPerLayerOptimizer
+
+    net, params, (x, y), loss = setup(name, dtype)
+    hooked = GradSampleModule(net, loss_reduction="sum")
+    F.mse_loss(hooked(x), y, reduction="sum").backward()
+    theirs = {k: p.grad_sample.flatten(1).norm(dim=1) for k, p in net.named_parameters()}
+    max_norms = {k: float(norms.median()) for k, norms in theirs.items()}
+    sums, seen = pa.clipped_sum(loss, max_norms, chunk_size=4, **KNOBS)(params, x, y)
+
+    root = ROOT_OF_UNIT[dtype]
+    whole = torch.stack([*theirs.values()]).norm(dim=0)
+    assert all(((seen[k] - norms).abs() <= root * whole).all() for k, norms in theirs.items())
+    sgd, how = torch.optim.SGD(net.parameters(), 1.0), {"loss_reduction": "sum"}
+    how |= {"noise_multiplier": 0.0, "expected_batch_size": None}
+    optimizer = DPPerLayerOptimizer(sgd, max_grad_norm=[*max_norms.values()], **how)
+    optimizer.clip_and_accumulate()
+    for k, p in net.named_parameters():
+        assert (sums[k] - p.summed_grad).norm() <= root * whole.sum()
+        assert (sums[k] - p.grad_sample.sum(0)).norm() > root * whole.sum()  # a control
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@DTYPES
 def test_ghost_norms_are_those_of_opacus(name: str, dtype: torch.dtype) -> None:
     """Of what goes into a layer and what comes back: a third way, without gradients of samples."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -103,5 +128,6 @@ def test_ghost_norms_are_those_of_opacus(name: str, dtype: torch.dtype) -> None:
     ghost = GradSampleModuleFastGradientClipping(net, max_grad_norm=1.0, loss_reduction="sum")
     F.mse_loss(ghost(x), y, reduction="sum").backward()
     norms = ghost.get_norm_sample()
-    ours = pa.per_sample_grad(loss, reduce="sum", metrics="norm", chunk_size=2, **KNOBS)
-    assert ((ours(params, x, y)[1] - norms).abs() <= ROOT_OF_UNIT[dtype] * norms).all()
+    for reduce in ("sum", "concat"):  # as they are, and of gradients that are written out
+        ours = pa.per_sample_grad(loss, reduce=reduce, metrics="norm", chunk_size=2, **KNOBS)
+        assert ((ours(params, x, y)[1] - norms).abs() <= ROOT_OF_UNIT[dtype] * norms).all()

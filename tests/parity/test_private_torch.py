@@ -472,3 +472,34 @@ def test_a_job_has_a_store_and_says_how_long_its_ranks_wait() -> None:
         assert store.get("pureaccum") == b"here"
     finally:
         dist.destroy_process_group()
+
+
+def test_a_vmap_is_left_and_entered_by_hand() -> None:
+    """As torch.func's own: what is mapped, what is not, and what another transform wraps."""
+    x, w = torch.arange(6.0).reshape(3, 2), torch.ones(2, requires_grad=True)
+    found: list[Any] = []
+
+    def of(row: torch.Tensor, turned: torch.Tensor) -> list[torch.Tensor]:
+        level = torch_internals.transform_level() or 0
+        found.append([torch_internals.members_of(a, level) for a in (row, turned.T, w)])
+        torch.func.grad(lambda a: found.append(torch_internals.members_of(a, level)) or a.sum())(
+            row
+        )
+        below = torch_internals.below_vmap(torch.mul, x, w)
+        assert torch_internals.below_vmap(lambda: torch_internals.transform_level() is None)
+        return [torch_internals.as_members(below, level) + row, row.sum(), torch.ones(4)]
+
+    turned = torch.arange(12.0).reshape(3, 2, 2)
+    outs = torch_internals.over_rows(of, [x, turned], "error")
+    (mapped, transposed, plain), nothing = found
+    assert torch.equal(mapped[0], x)
+    assert torch.equal(transposed[0], turned.mT)
+    assert plain[0] is w
+    assert [a[1] for a in (mapped, transposed, plain)] == [True, True, False]
+    assert nothing is None
+    want = torch.func.vmap(lambda row: (2 * row, row.sum(), torch.ones(4)))(x)
+    assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
+    assert [*torch_internals.ends_of(outs[0].sum())] == [w]
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch_internals.over_rows(lambda row: [torch.rand_like(row)], [x], "error")
+    assert torch_internals.transform_level() is None

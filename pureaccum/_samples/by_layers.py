@@ -1,0 +1,139 @@
+"""A chunk of samples whose gradients come from their layers, in one backward pass.
+
+What is only multiplied and summed need not be written out: see ``layers`` and ``outer_products``.
+It is the shorter way to the numbers that ``chunks`` has, up to rounding. Where it does not lead,
+the chunk is computed anew, by the way that takes everything, and has the words for what is wrong.
+"""
+
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import (
+    LARGEST_INT,
+    Tree,
+    generators,
+    over_rows,
+    read_tensors,
+    restore,
+    saved_tensors_hooks_refused,
+    unflatten,
+)
+from .._core import cutting, in_one_list, inside_of, join_aux, onlooker, read, read_again
+from .chunks import (
+    OF_EACH,
+    Chunk,
+    SampleLoss,
+    Sampling,
+    needs_norms,
+    norms_as_tree,
+    samples_of,
+    scaled_and_kept,
+)
+from .layers import Layers, Unfit
+from .outer_products import Outer, is_short, norms_of, written_out
+
+
+def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling:
+    """A sampling that takes gradients from layers, where they are only multiplied and summed."""
+    if reduce not in ("sum", "mean") or callable(how.metrics):
+        return how
+    if callable(how.transform) or how.transform == "sign":
+        return how
+    return how._replace(shortcut=partial(_chunk_by_layers, at_least=at_least))
+
+
+def _chunk_by_layers(
+    call: SampleLoss,
+    leaves: list[Tensor],
+    spec: optree.PyTreeSpec,
+    part: Tree,
+    how: Sampling,
+    parts: list[list[int]],
+    *,
+    at_least: torch.dtype,
+) -> Chunk | None:
+    """A chunk, or None where gradients do not come from layers."""
+    drawn = generators({x.device for x in leaves}) if how.randomness != "error" else []
+    try:
+        return _by_layers(call, leaves, spec, part, how, parts, at_least)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError):  # its own, or what vmap refuses of copies and not of leaves
+        restore(drawn)
+        return None
+
+
+def _by_layers(
+    call: SampleLoss,
+    leaves: list[Tensor],
+    spec: optree.PyTreeSpec,
+    part: Tree,
+    how: Sampling,
+    parts: list[list[int]],
+    at_least: torch.dtype,
+) -> Chunk:
+    tensors, sample_of = samples_of(part, how)
+    layers = Layers(leaves, tensors[0].shape[0], at_least)
+    specs: dict[str, Any] = {}
+
+    def one(*tensors: Tensor) -> Any:
+        sample = sample_of(tensors)
+        with layers:
+            out = call(layers.given, sample)
+        seen, shape = read(out, how.has_aux)
+        aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
+        specs["shape"] = shape
+        return in_one_list(seen._replace(aux=aux))
+
+    grads: list[Any] = [None] * len(leaves)
+    norms: list[Any] = [None] * len(leaves)
+
+    def see(i: int, grad: Outer | Tensor) -> None:
+        grads[i] = grad if isinstance(grad, Tensor) or is_short(grad) else written_out(grad)
+        if wanted:
+            norms[i] = norms_of(grads[i])
+
+    wanted = needs_norms(how)
+    with (
+        saved_tensors_hooks_refused("saved tensor hooks are not followed"),
+        inside_of(onlooker()) as reached,
+        cutting(LARGEST_INT),  # a sample is no batch
+        torch.enable_grad(),
+    ):
+        total, *rest = over_rows(one, tensors, how.randomness)
+    if reached.group is not None:
+        raise Unfit("the loss reaches other ranks")
+    if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
+        raise Unfit("the loss depends on more than its leaves, and so do gradients")
+    layers.pull(total, see)
+
+    of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
+    seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
+    factor, keep = scaled_and_kept(of_parts, seen.total, seen.weight, how, parts)
+    return Chunk(
+        grads=grads,
+        factor=factor,
+        keep=keep,
+        spec=spec,
+        value=seen.total,
+        weight=seen.weight,
+        aux=unflatten(specs["aux"], seen.aux),
+        metrics=norms_as_tree(how.transform, of_parts) if how.metrics == "norm" else None,
+    )
+
+
+def _norm_of(norms: list[Tensor], leaves: list[Tensor], its: list[int], like: Tensor) -> Tensor:
+    """The norm of some leaves as one vector, for each sample, in the dtype of ``global_norm``."""
+    if not its:
+        return torch.zeros_like(like, dtype=torch.float32)
+    wide = torch.float64 if any(_is_double(leaves[i]) for i in its) else torch.float32
+    together = torch.stack([norms[i].to(like.device, torch.float64) for i in its])
+    return torch.linalg.vector_norm(together, dim=0).to(wide)
+
+
+def _is_double(x: Tensor) -> bool:
+    return x.dtype in (torch.float64, torch.complex128)

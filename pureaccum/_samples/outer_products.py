@@ -1,0 +1,134 @@
+"""The gradients of samples by a matrix, as sums of outer products that nobody writes out.
+
+    gradient[r] = Σ over t of left[r, t] ⊗ right[r, t]
+
+One of the two is what a layer was given, the other one the cotangent of what it gave; t counts the
+times that a sample goes through it, such as the positions of a text. Norms and sums over samples
+come from these directly, in the memory of activations.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._base import accumulation_dtype, continuous
+
+
+class Outer(NamedTuple):
+    """The gradients of samples, in factors. Where there are several cotangents, that is dim 0.
+
+    Attributes:
+        left: (rows, t, m); or (rows, t) integers, the rows of a table that were looked up.
+        right: (rows, t, n).
+        shape: Of one gradient, which has m * n numbers.
+    """
+
+    left: Tensor
+    right: Tensor
+    shape: torch.Size
+
+
+def zero_gradients(leaf: Tensor, rows: int) -> Outer:
+    """Gradients of zero, which take no memory."""
+    return Outer(leaf.new_empty(rows, 0, 1), leaf.new_empty(rows, 0, leaf.numel()), leaf.shape)
+
+
+def is_table(x: Outer) -> bool:
+    """Whether rows were looked up: left stands for vectors with a single 1."""
+    return x.left.dtype == torch.int64
+
+
+def is_short(x: Outer) -> bool:
+    """Whether the factors take less memory than the gradients, and their norms less time."""
+    times = x.right.shape[-2]
+    if is_table(x) or times <= 1:
+        return True
+    # The products of all pairs of t cancel one another, and so are taken in float64, of less wide
+    # numbers; against writing the gradients and reading them twice. A sum needs all products of the
+    # factors in any case.
+    work = times**2 * (x.left.shape[-1] + x.right.shape[-1])
+    return x.right.dtype != torch.float64 and work <= 4 * x.shape.numel()
+
+
+def written_out(x: Outer) -> Tensor:
+    """The gradients themselves."""
+    if not is_table(x):
+        products = x.left.mT @ x.right
+        return products.reshape(*products.shape[:-2], *x.shape)
+    return _summed_at(x.left, x.right, x.shape[0])
+
+
+def norms_of(x: Outer | Tensor) -> Tensor:
+    """The norm of each gradient, in float32 at least."""
+    if isinstance(x, Tensor):
+        rows, wide = x.reshape(x.shape[0], -1), accumulation_dtype(x.dtype)
+        rows = rows if continuous(x) else rows.to(wide)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=wide)
+    left, right, times = x.left, x.right, x.right.shape[-2]
+    if is_table(x):  # each row of the table once
+        return _norm(right if times <= 1 else _summed_at(_places(left), right, times))
+    if times == 1:
+        return _norm(left) * _norm(right)
+    if not is_short(x):
+        return _norm(left.mT @ right)
+    left, right = left.double(), right.double()
+    return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0).sqrt()
+
+
+def add_weighted_(total: Tensor, x: Outer, factor: Tensor) -> Tensor:
+    """Add the gradients to a sum in place, each times a number."""
+    right = (x.right.to(total.dtype) * factor.view(-1, 1, 1)).flatten(0, 1)
+    if is_table(x):
+        return total.index_add_(0, x.left.flatten(), right)
+    left = x.left.flatten(0, 1).to(total.dtype)
+    if total.shape == (left.shape[1], right.shape[1]):
+        return total.addmm_(left.T, right)
+    return total.add_((left.T @ right).view(total.shape))
+
+
+def only_kept(x: Outer, keep: Tensor) -> Outer:
+    """The gradients, and zero for samples that are not kept; NaN times 0 would be NaN."""
+    keep = keep.to(x.right.device)[:, None, None]
+    left = x.left if is_table(x) else torch.where(keep, x.left, 0.0)
+    return Outer(left, torch.where(keep, x.right, 0.0), x.shape)
+
+
+def sum_of_parts(parts: Sequence[Outer | Tensor]) -> Outer | Tensor:
+    """The sums of gradients that came in parts: outer products lie one after the other."""
+    outer = [x for x in parts if isinstance(x, Outer)]
+    if len(outer) == len(parts) and len({(x.left.dim(), x.right.dim()) for x in outer}) == 1:
+        if len(outer) == 1:
+            return outer[0]
+        left = torch.cat([x.left for x in outer], -1 if is_table(outer[0]) else -2)
+        return Outer(left, torch.cat([x.right for x in outer], -2), outer[0].shape)
+    total, *rest = (written_out(x) if isinstance(x, Outer) else x for x in parts)
+    for x in rest:
+        total = total + x
+    return total
+
+
+# Pieces --------------------------------------------------------------------------------
+
+
+def _norm(x: Tensor) -> Tensor:
+    """In float64: one factor may be as small as the other one is large."""
+    return torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64)
+
+
+def _summed_at(index: Tensor, right: Tensor, size: int) -> Tensor:
+    """For each sample a table of so many rows, with each row of right added at its index."""
+    before, width = right.shape[:-2], right.shape[-1]
+    begins = torch.arange(before.numel(), device=right.device).view(*before, 1) * size
+    found = right.new_zeros(before.numel() * size, width)
+    found.index_add_(0, (index + begins).flatten(), right.reshape(-1, width))
+    return found.view(*before, size, width)
+
+
+def _places(index: Tensor) -> Tensor:
+    """Numbers from 0 on for what is looked up, the same ones where the same is looked up."""
+    ordered, order = index.sort(-1)
+    new = (ordered[..., 1:] != ordered[..., :-1]).cumsum(-1)
+    return torch.empty_like(index).scatter_(-1, order, F.pad(new, (1, 0)))
