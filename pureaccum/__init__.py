@@ -43,6 +43,7 @@ from ._samples import Moments as Moments
 from ._samples import NoiseScale as NoiseScale
 from ._samples import add_noise as add_noise
 from ._samples import clipped_sum as clipped_sum
+from ._samples import gramian as gramian
 from ._samples import noise_scale as noise_scale
 from ._samples import per_sample_accumulator as per_sample_accumulator
 from ._samples import per_sample_grad as per_sample_grad

@@ -1,12 +1,15 @@
 """The gradients of single samples, reduced while they stream.
 
-``chunks`` takes the gradients of a few samples at a time, ``reducers`` say what becomes of them,
-and ``per_sample`` makes a function and an accumulator of the two. ``clipping`` and ``noise_scale``
-are what that is used for: DP-SGD's noisy sum, and how much gradients scatter.
+``chunks`` takes the gradients of a few samples at a time, by the ``jacobian`` of each, or at once
+``by_layers``, which see ``outer_products`` by ``layer_rules``; ``reducers`` say what becomes of
+them, and ``per_sample`` makes a function and an accumulator of the two. ``clipping`` and
+``noise_scale`` are what that is used for: DP-SGD's noisy sum, and how much gradients scatter.
+``gramian`` multiplies gradients with one another.
 """
 
 from .clipping import add_noise as add_noise
 from .clipping import clipped_sum as clipped_sum
+from .gramian import gramian as gramian
 from .noise_scale import BatchNoise as BatchNoise
 from .noise_scale import NoiseScale as NoiseScale
 from .noise_scale import noise_of as noise_of

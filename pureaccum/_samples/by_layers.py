@@ -46,6 +46,15 @@ def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling
     return how._replace(shortcut=partial(_chunk_by_layers, at_least=at_least))
 
 
+def with_factors(how: Sampling) -> Sampling:
+    """A sampling of losses of one number or several whose outer products are not written out.
+
+    Of several numbers these are dim 0 of a factor that depends on them.
+    """
+    shortcut = partial(_chunk_by_layers, at_least=torch.float32, factors=True)
+    return how._replace(several=True, shortcut=shortcut)
+
+
 def _chunk_by_layers(
     call: SampleLoss,
     leaves: list[Tensor],
@@ -55,11 +64,12 @@ def _chunk_by_layers(
     parts: list[list[int]],
     *,
     at_least: torch.dtype,
+    factors: bool = False,
 ) -> Chunk | None:
     """A chunk, or None where gradients do not come from layers."""
     drawn = generators({x.device for x in leaves}) if how.randomness != "error" else []
     try:
-        return _by_layers(call, leaves, spec, part, how, parts, at_least)
+        return _by_layers(call, leaves, spec, part, how, parts, at_least, factors)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError):  # its own, or what vmap refuses of copies and not of leaves
@@ -75,6 +85,7 @@ def _by_layers(
     how: Sampling,
     parts: list[list[int]],
     at_least: torch.dtype,
+    factors: bool,
 ) -> Chunk:
     tensors, sample_of = samples_of(part, how)
     layers = Layers(leaves, tensors[0].shape[0], at_least)
@@ -84,7 +95,7 @@ def _by_layers(
         sample = sample_of(tensors)
         with layers:
             out = call(layers.given, sample)
-        seen, shape = read(out, how.has_aux)
+        seen, shape = read(out, how.has_aux, how.several)
         aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
         specs["shape"] = shape
         return in_one_list(seen._replace(aux=aux))
@@ -93,7 +104,11 @@ def _by_layers(
     norms: list[Any] = [None] * len(leaves)
 
     def see(i: int, grad: Outer | Tensor) -> None:
-        grads[i] = grad if isinstance(grad, Tensor) or is_short(grad) else written_out(grad)
+        if not factors and isinstance(grad, Outer) and (shape or not is_short(grad)):
+            grad = written_out(grad)
+        if shape and isinstance(grad, Tensor):
+            grad = _rows_first(grad, leaves[i], shape)
+        grads[i] = grad
         if wanted:
             norms[i] = norms_of(grads[i])
 
@@ -109,7 +124,8 @@ def _by_layers(
         raise Unfit("the loss reaches other ranks")
     if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
-    layers.pull(total, see)
+    shape = total.shape[1:]  # of the numbers of a sample
+    layers.pull(total, see, _each_number(total) if shape else None)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
     seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
@@ -124,6 +140,20 @@ def _by_layers(
         aux=unflatten(specs["aux"], seen.aux),
         metrics=norms_as_tree(how.transform, of_parts) if how.metrics == "norm" else None,
     )
+
+
+def _each_number(total: Tensor) -> Tensor:
+    """A cotangent for each number of a sample, the same for all samples."""
+    one = total[0]
+    each = torch.eye(one.numel(), dtype=one.dtype, device=one.device)
+    return each.view(len(each), 1, *one.shape).expand(len(each), *total.shape)
+
+
+def _rows_first(grad: Tensor, leaf: Tensor, shape: torch.Size) -> Tensor:
+    """The gradients for each number of a sample as torch.func has them: the samples are dim 0."""
+    if grad.dim() == leaf.dim() + 1:  # zero, and so the same for all numbers
+        grad = grad.expand(shape.numel(), *grad.shape)
+    return grad.movedim(0, 1).unflatten(1, shape)
 
 
 def _norm_of(norms: list[Tensor], leaves: list[Tensor], its: list[int], like: Tensor) -> Tensor:

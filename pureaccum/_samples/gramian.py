@@ -1,0 +1,234 @@
+"""Inner products of the gradients of samples, without these gradients.
+
+    for a in blocks of samples:
+        for b in blocks of the others:
+            K[a, b] = Σ over leaves of <gradients of a, gradients of b>
+
+What is kept of a block is what its layers saw, see ``layers``: an outer product is not written out,
+since <a ⊗ d, a' ⊗ d'> = <a, a'> <d, d'>.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    check_argnums,
+    check_disjoint,
+    outside_inference_mode,
+    positions,
+    read_params,
+    refuse_sharded,
+    tree_leaves,
+)
+from .._core import Batch, cut, known_of, read_batch, rows_to_cut
+from .by_layers import with_factors
+from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
+from .outer_products import Outer, inner_products
+
+
+def gramian(
+    func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    chunk_size: int | None = None,
+    keep_batch_dim: bool = False,
+    engine: SampleEngine = "vmap",
+) -> Callable[..., Tensor]:
+    """The inner products of the gradients of samples: their empirical neural tangent kernel.
+
+    The rule, for gradients that are the rows of J, over all leaves as one vector::
+
+        J(batch) @ J(other).T
+
+    Of a function that returns several numbers each of them has a gradient. Sums are float32 at
+    least. No gradient is written out that is an outer product, as by linear layers and embeddings:
+    the products of two of them are those of what the layers are given, times those of cotangents. A
+    function that does with its parameters what cannot be followed has the gradients of a block of
+    samples written out, as under transforms and by ``engine="autograd"``; the matrix is the same up
+    to rounding, and finding out calls the function once more. The matrix carries no outer graph:
+    differentiate through it with torch.func's transforms.
+
+    Args:
+        func: The loss of one sample, as for ``per_sample_grad``, or what a network gives for it: a
+            number, ``Weighted``, or a tensor of several numbers. Random numbers come from keys that
+            are in the batch, if any, so that a sample has one gradient.
+        argnums: Which positional arguments to differentiate with respect to.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0.
+        chunk_size: How many samples of either batch go through at a time; None takes all of them.
+            Then nothing is kept but the matrix and what layers saw of two such blocks, and a block
+            of the other batch is computed again for each one of this batch.
+        keep_batch_dim: Hand each sample to ``func`` as a batch of one row.
+        engine: As for ``per_sample_grad``.
+
+    Returns:
+        A function of ``func``'s arguments, and of ``other=``: a second batch, or a tuple of such
+        where ``batch_argnums`` is one, in its order. It gives the products of each sample of the
+        batch with each one of the other, and without ``other`` with each one of its own: a tensor
+        of shape (samples, samples of other); where ``func`` gives k numbers, (samples, samples of
+        other, k, k); and so for any shapes.
+
+    Example:
+        >>> x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])
+        >>> kernel = gramian(lambda w, x: torch.sin(w * x))
+        >>> kernel(torch.tensor(0.0), x)
+        tensor([[1., 2., 3.],
+                [2., 4., 6.],
+                [3., 6., 9.]])
+        >>> kernel(torch.tensor(0.0), x, other=y).shape
+        torch.Size([3, 1])
+
+    References:
+        Jacot et al., `Neural tangent kernel <https://arxiv.org/abs/1806.07572>`_, 2018; Novak et
+        al., `Fast finite width neural tangent kernel <https://arxiv.org/abs/2206.08720>`_, 2022;
+        `Neural tangent kernels
+        <https://docs.pytorch.org/tutorials/intermediate/neural_tangent_kernels.html>`_ by
+        torch.func
+    """
+    how = with_factors(
+        check_sampling(
+            Sampling(
+                has_aux=False,
+                chunk_size=chunk_size,
+                transform=None,
+                metrics=None,
+                keep_batch_dim=keep_batch_dim,
+                randomness="error",
+                engine=engine,
+            )
+        )
+    )
+    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
+    check_disjoint(wrt, batches)
+    alone, known = not isinstance(argnums, tuple), known_of(func)
+
+    @wraps(func)
+    def wrapped(*args: Any, other: Tree = None, **kwargs: Any) -> Tensor:
+        at = positions(wrt, len(args), "argnums")
+        cut_at = positions(batches, len(args), "batch_argnums")
+        refuse_sharded(tree_leaves([*args, *kwargs.values(), other]), "an argument", _DTENSORS)
+        params = args[at[0]] if alone else tuple(args[i] for i in at)
+        leaves, _ = read_params(params)
+
+        def call(params: Tree, *rest: Any) -> Any:
+            given = dict(zip(at, (params,) if alone else params, strict=True))
+            return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+
+        def block(part: Tree) -> Block:
+            its = tuple(part.get(i, x) for i, x in enumerate(args))
+            (chunk,) = sampled(call, params, its, at, cut_at, how, known)[0]
+            return _block(chunk)
+
+        mine = theirs = read_batch({i: args[i] for i in cut_at}, "args")
+        if other is not None:
+            theirs = read_batch(_by_position(other, batch_argnums, cut_at), "other")
+        rows = rows_to_cut(mine, "args"), rows_to_cut(theirs, "other")
+        if not all(rows):
+            return leaves[0].new_empty(rows, dtype=accumulation_dtype(leaves[0].dtype).to_real())
+        with outside_inference_mode():
+            return _matrix(mine, theirs, rows, how.chunk_size, block)
+
+    return wrapped
+
+
+_DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."
+
+
+class Block(NamedTuple):
+    """The gradients of some samples."""
+
+    grads: list[Tensor | Outer]  # of each leaf; a tensor is (samples, numbers of each, *leaf.shape)
+    keep: Tensor | tuple[()]  # which samples have any, where not all do
+    shape: torch.Size  # of what func gives for a sample
+    many: int  # numbers of all samples together
+    like: Tensor
+
+
+def _by_position(other: Tree, batch_argnums: Any, at: tuple[int, ...]) -> dict[int, Tree]:
+    """The other batch, by the positions of the arguments in whose place it stands."""
+    if not isinstance(batch_argnums, tuple):
+        return {at[0]: other}
+    if not isinstance(other, (tuple, list)) or len(other) != len(at):
+        raise ValueError(
+            f"other is a {type(other).__name__}; expected a tuple of {len(at)}: for each of "
+            f"batch_argnums={batch_argnums} what stands in its place."
+        )
+    return dict(zip(at, other, strict=True))
+
+
+def _block(chunk: Chunk) -> Block:
+    value, shape = chunk.value, chunk.value.shape[1:]
+
+    def with_numbers(x: Tensor) -> Tensor:
+        return x.reshape(value.shape[0], shape.numel(), *x.shape[value.dim() :])
+
+    return Block(
+        grads=[x if isinstance(x, Outer) else with_numbers(x) for x in chunk.grads],
+        keep=chunk.keep,
+        shape=shape,
+        many=value.numel(),
+        like=value,
+    )
+
+
+def _matrix(
+    mine: Batch,
+    theirs: Batch,
+    rows: tuple[int, int],
+    size: int | None,
+    block: Callable[[Tree], Block],
+) -> Tensor:
+    """All inner products; those of a batch with itself are computed once, and mirrored."""
+    lines, columns = ([*cut(its, size or n)] for its, n in zip((mine, theirs), rows, strict=True))
+    column, alike = _last_one_kept(block, columns), mine is theirs
+    whole, shapes = None, ((), ())
+    for i, line in enumerate(lines):
+        a = column(i) if alike else block(line)
+        order = [*range(i if alike else 0, len(columns))]
+        # to and fro, so that the block that ends this line begins the next one
+        for j in order[:1] + order[:0:-1] if alike else order[:: -1 if i % 2 else 1]:
+            b = column(j)
+            products = _inner_products(a, b)
+            if whole is None:
+                shapes = (rows[0], *a.shape), (rows[1], *b.shape)
+                whole = products.new_zeros([torch.Size(shape).numel() for shape in shapes])
+            top, left = (size or 0) * i * a.shape.numel(), (size or 0) * j * b.shape.numel()
+            whole[top : top + a.many, left : left + b.many] = products
+            if alike and j > i:
+                whole[left : left + b.many, top : top + a.many] = products.T
+    assert whole is not None
+    return whole.view(*shapes[0], *shapes[1]).movedim(len(shapes[0]), 1)
+
+
+def _last_one_kept(block: Callable[[Tree], Block], parts: list[Tree]) -> Callable[[int], Block]:
+    """The blocks of a batch by number, of which the last one is not computed again."""
+    kept: dict[int, Block] = {}
+
+    def of(i: int) -> Block:
+        if i not in kept:
+            kept.clear()
+            kept[i] = block(parts[i])
+        return kept[i]
+
+    return of
+
+
+def _inner_products(a: Block, b: Block) -> Tensor:
+    """Those of all gradients of two blocks, zero where a sample has none."""
+    wide = accumulation_dtype(torch.promote_types(a.like.dtype, b.like.dtype))
+    total = a.like.new_zeros(a.many, b.many, dtype=wide)
+    for x, y in zip(a.grads, b.grads, strict=True):
+        unused = any(isinstance(it, Outer) and it.right.shape[-2] == 0 for it in (x, y))
+        if not unused:
+            total = total + inner_products(x, y).to(total.device)
+    for keep, at in ((a.keep, 0), (b.keep, 1)):
+        if isinstance(keep, Tensor):  # of one number each: it is Weighted that leaves samples out
+            total = torch.where(keep.unsqueeze(1 - at), total, 0.0)
+    return total

@@ -1,0 +1,289 @@
+"""Inner products of samples' gradients, on whole numbers: the bits of Jacobians written out.
+
+The Jacobians are torch.func's, of one sample after the other. However a batch is cut, whatever its
+layers are, and whether the numbers of a sample are one, several or in a matrix, no bit changes.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from optree import tree_leaves, tree_map
+from torch import Tensor
+from torch.func import jacrev, vmap
+
+import pureaccum as pa
+from pureaccum._core import known_of
+from pureaccum._core.auto_size import counting
+from pureaccum.testing import assert_pure, assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
+from tests.laws.exactly import integers
+
+
+pytestmark = pytest.mark.samples
+rows, chunks = st.integers(1, 5), st.none() | st.integers(1, 6)
+engines = pytest.mark.parametrize("engine", ["vmap", "autograd"])
+Params = dict[str, Tensor]
+Batch = dict[str, Tensor]
+
+
+def make(seed: int, count: int, length: int = 3) -> tuple[Params, Batch]:
+    random = generator(seed)
+    shapes = {
+        "w": (4, 3),
+        "v": (3, 2),
+        "b": (3,),
+        "e": (6, 4),
+        "c": (3, 4, 2),
+        "s": (),
+        "u": (2, 2),
+    }
+    params = {name: integers(random, *shape, bound=2) for name, shape in shapes.items()}
+    batch = {
+        "x": integers(random, count, length, 4, bound=2),
+        "i": torch.randint(0, 6, (count, length), generator=random),
+    }
+    return params, batch
+
+
+def row(p: Params, s: Batch) -> Tensor:  # a row alone, through a linear layer and a product
+    return F.linear(torch.relu(s["x"][0] @ p["w"] + p["b"]), p["v"].T)
+
+
+def rows_of_one(p: Params, s: Batch) -> Tensor:
+    return (torch.relu(s["x"] @ p["w"] + p["b"]) @ p["v"]).sum(0)
+
+
+def words(p: Params, s: Batch) -> Tensor:
+    return (F.embedding(s["i"], p["e"]) @ p["w"]).sum(0) * p["s"]
+
+
+def tied(p: Params, s: Batch) -> Tensor:
+    return (p["e"][s["i"]] @ p["e"].T)[0]
+
+
+def filters(p: Params, s: Batch) -> Tensor:
+    return torch.relu(F.conv1d(s["x"].mT, p["c"], p["b"])).sum(1)
+
+
+def from_the_left(p: Params, s: Batch) -> Tensor:
+    return (p["v"].T @ torch.relu(p["w"].T @ s["x"].mT)).sum(1)
+
+
+def twice(p: Params, s: Batch) -> Tensor:
+    return (torch.relu(s["x"] @ p["w"]) @ p["w"].T)[0] + p["w"].sum()
+
+
+def beside_layers(p: Params, s: Batch) -> Tensor:
+    return (s["x"].sum(0) * p["b"].sum() * p["s"])[:2] * p["u"]
+
+
+def matrix(p: Params, s: Batch) -> Tensor:
+    return torch.relu(s["x"] @ p["w"])[:2]
+
+
+def number(p: Params, s: Batch) -> Tensor:
+    return torch.relu(s["x"] @ p["w"]).sum()
+
+
+def none(p: Params, s: Batch) -> Tensor:
+    return number(p, s)[None][:0]
+
+
+def constant(p: Params, s: Batch) -> Tensor:
+    return s["x"][0]
+
+
+def by_vmap_alone(p: Params, s: Batch) -> Tensor:  # its leaf cannot be followed
+    return vmap(lambda w: (s["x"] @ w).sum())(p["w"].T)
+
+
+FUNCTIONS = (row, rows_of_one, words, tied, filters, from_the_left, twice, beside_layers, matrix)
+FUNCTIONS += (number, none, constant, by_vmap_alone)
+functions = pytest.mark.parametrize("func", FUNCTIONS, ids=lambda f: f.__name__)
+
+
+def expected(func: Any, params: Any, batch: Any, other: Any) -> Tensor:
+    """Of Jacobians that are written out."""
+
+    def jacobian(batch: Any) -> tuple[torch.Size, Tensor]:
+        count = len(tree_leaves(batch)[0])
+        samples = [tree_map(lambda x, i=i: x[i], batch) for i in range(count)]
+        numbers = func(params, samples[0]).shape
+        each = [tree_leaves(jacrev(func)(params, s)) for s in samples]
+        pairs = zip(zip(*each, strict=True), tree_leaves(params), strict=True)
+        shape = count, numbers.numel()
+        flat = [torch.stack(xs).reshape(*shape, leaf.numel()) for xs, leaf in pairs]
+        return numbers, torch.cat(flat, -1)
+
+    (numbers, j), (others, k) = jacobian(batch), jacobian(other)
+    size = torch.einsum("naf,mbf->nmab", j.abs().double(), k.abs().double())
+    assert size.numel() == 0 or size.max() < 2**24
+    found = torch.einsum("naf,mbf->nmab", j, k)
+    return found.reshape(*found.shape[:2], *numbers, *others)
+
+
+@functions
+@engines
+@examples(1 / 6)
+@given(seeds(), rows, rows, chunks)
+def test_products_are_those_of_jacobians_written_out(
+    func: Any, engine: Any, seed: int, n: int, m: int, size: int | None
+) -> None:
+    (params, batch), (_, other) = make(seed, n), make(seed + 1, m)
+    of = pa.gramian(func, chunk_size=size, engine=engine)
+    got = assert_pure(of, params, batch, other=other)
+    assert_trees_bitwise_equal(got, expected(func, params, batch, other))
+    assert_trees_bitwise_equal(of(params, batch), expected(func, params, batch, batch))
+
+
+FOLLOWED = [f for f in FUNCTIONS if f not in (by_vmap_alone, none, constant)]
+
+
+@pytest.mark.parametrize("func", FOLLOWED, ids=lambda f: f.__name__)
+def test_what_layers_see_is_enough(func: Any) -> None:
+    """The function is not called again for gradients that are written out."""
+    params, batch = make(0, 4)
+    pa.gramian(func, chunk_size=2)(params, batch)
+    assert not known_of(func).unseen
+
+
+@engines
+@pytest.mark.parametrize("size", [None, 2])
+def test_arguments_are_those_of_the_function(engine: Any, size: int | None) -> None:
+    """Several batches, of which one is a tree, in any place; keywords; batches of one row."""
+    params, batch = make(3, 5)
+    _, other = make(4, 3)
+    more = {"chunk_size": size, "engine": engine}
+
+    def func(i: Any, p: Any, x: Any, by: Any, scale: float = 1.0) -> Tensor:
+        return rows_of_one({**p, "s": by}, {"x": x[0], "i": i["i"][0]}) * scale * by
+
+    of = pa.gramian(func, (1, 3), batch_argnums=(2, 0), keep_batch_dim=True, **more)
+    both = {"i": batch["i"]}, params, batch["x"], params["s"]
+    got = of(*both, scale=2.0, other=(other["x"], {"i": other["i"]}))
+
+    def same(p: Any, s: Any) -> Tensor:
+        return rows_of_one(p[0], s) * 2.0 * p[1]
+
+    want = expected(same, (params, params["s"]), batch, other)
+    assert_trees_bitwise_equal(got, want)
+    itself = expected(same, (params, params["s"]), batch, batch)
+    assert_trees_bitwise_equal(of(*both, scale=2.0), itself)
+    negative = pa.gramian(lambda p, x: x.sum() * p["s"], batch_argnums=-1, **more)
+    assert_trees_bitwise_equal(
+        negative({"s": params["s"]}, batch["x"], other=other["x"]),
+        batch["x"].sum((1, 2))[:, None] * other["x"].sum((1, 2)),
+    )
+
+
+@engines
+@examples(1 / 4)
+@given(seeds(), chunks)
+def test_batches_may_be_of_other_shapes(engine: Any, seed: int, size: int | None) -> None:
+    """Texts of other lengths, and as many numbers for each as it has words."""
+
+    def each_word(p: Params, s: Batch) -> Tensor:
+        return (F.embedding(s["i"], p["e"]) @ p["w"]).sum(-1)
+
+    (params, batch), (_, other) = make(seed, 4), make(seed + 1, 3, length=5)
+    got = pa.gramian(each_word, chunk_size=size, engine=engine)(params, batch, other=other)
+    assert got.shape == (4, 3, 3, 5)
+    assert_trees_bitwise_equal(got, expected(each_word, params, batch, other))
+
+
+@engines
+@examples(1 / 4)
+@given(seeds(), st.lists(st.integers(0, 2), min_size=1, max_size=6), chunks)
+def test_a_sample_without_weight_has_no_gradient_though_it_is_nan(
+    engine: Any, seed: int, mask: list[int], size: int | None
+) -> None:
+    params, batch = make(seed, len(mask))
+    by = torch.tensor(mask).float()
+
+    def masked(p: Params, s: Batch, by: Tensor) -> Any:
+        return pa.Weighted(number(p, s) * by + number(p, s) * (0 / by), by)
+
+    def plain(p: Params, s: Any) -> Tensor:
+        return number(p, s["s"]) * s["by"]
+
+    of = pa.gramian(masked, batch_argnums=(1, 2), chunk_size=size, engine=engine)
+    want = expected(plain, params, {"s": batch, "by": by}, {"s": batch, "by": by})
+    assert_trees_bitwise_equal(of(params, batch, by), want)
+    assert_trees_bitwise_equal(of(params, batch, by, other=(batch, by)), want)
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
+def test_products_are_wide(engine: Any, dtype: torch.dtype) -> None:
+    """And those of complex gradients are real: of vectors of twice as many numbers."""
+    x = torch.randint(-255, 256, (6, 70), generator=generator(0)).to(dtype)
+    x = x + 1j * x.flip(0) if dtype.is_complex else x
+    w = torch.zeros(70, dtype=dtype)
+
+    def func(w: Tensor, x: Tensor) -> Tensor:
+        out = torch.stack([w[:35] @ x[:35], w[35:] @ x[35:] * 2])
+        return torch.view_as_real(out) if dtype.is_complex else out
+
+    each = pa.per_sample_grad(func, engine="autograd")(w, x).flatten(1, -2)
+    each = torch.view_as_real(each).flatten(2) if dtype.is_complex else each
+    wide = torch.promote_types(dtype, torch.float32).to_real()
+    want = torch.einsum("naf,mbf->nmab", each.to(wide), each.to(wide))
+    got = pa.gramian(func, engine=engine, chunk_size=4)(w, x)
+    assert_trees_bitwise_equal(got, want.view(got.shape))
+
+
+def test_the_matrix_of_a_batch_with_itself_is_symmetric_to_the_bit() -> None:
+    """On ordinary floats: what stands below the diagonal blocks is a mirror."""
+    x = torch.randn(7, 3, 4, generator=generator(1))
+    params = tree_map(lambda p: p + 0.1, make(1, 1)[0])
+    got = pa.gramian(matrix, chunk_size=2)(params, {"x": x})
+    assert_trees_bitwise_equal(got[0, 4], got[4, 0].permute(2, 3, 0, 1))
+
+
+WIDTH, SAMPLES = 512, 32
+
+
+def peak(of: Any) -> int:
+    random = generator(0)
+    params = {"a": torch.randn(WIDTH, WIDTH, generator=random) / 9, "b": torch.zeros(WIDTH)}
+    x = torch.randn(SAMPLES, WIDTH, generator=random)
+
+    def func(p: Params, x: Tensor) -> Tensor:
+        return (torch.tanh(F.linear(x, p["a"], p["b"])) @ p["a"])[:3]  # two uses
+
+    with counting() as live:
+        of(func)(params, x)
+    return live.peak
+
+
+def test_no_jacobian_of_a_layer_is_ever_whole() -> None:
+    """What is alive is in proportion to activations, and with chunks to those of two of them."""
+    jacobian = SAMPLES * 3 * WIDTH**2 * 4
+    assert peak(pa.gramian) < jacobian / 10
+    assert peak(lambda f: pa.gramian(f, chunk_size=4)) < jacobian / 50
+    # the control: Jacobians of two blocks that are written out
+    assert peak(lambda f: pa.gramian(f, chunk_size=4, engine="autograd")) > jacobian / 4
+
+
+def test_blocks_are_computed_once_where_one_is_at_hand() -> None:
+    """To and fro through the columns: the block that ends a line serves the next one."""
+    params, batch = make(0, 6)
+    calls: list[int] = []
+
+    def func(p: Params, s: Batch) -> Tensor:
+        calls.append(1)
+        return number(p, s)
+
+    pa.gramian(func, chunk_size=2)(params, batch)
+    assert len(calls) == 3 + 1  # 0 2 1, 1 2
+    calls.clear()
+    pa.gramian(func, chunk_size=2)(params, batch, other=make(1, 2)[1])
+    assert len(calls) == 3 + 1
+    calls.clear()
+    pa.gramian(func, chunk_size=2)(params, batch, other=make(1, 5)[1])
+    assert len(calls) == 3 + 3 + 2 + 2
