@@ -104,10 +104,10 @@ def _by_layers(
     norms: list[Any] = [None] * len(leaves)
 
     def see(i: int, grad: Outer | Tensor) -> None:
-        if not factors and isinstance(grad, Outer) and (shape or not is_short(grad)):
+        if not factors and isinstance(grad, Outer) and (numbers or not is_short(grad)):
             grad = written_out(grad)
-        if shape and isinstance(grad, Tensor):
-            grad = _rows_first(grad, leaves[i], shape)
+        if numbers and isinstance(grad, Tensor):
+            grad = _rows_first(grad, leaves[i], numbers)
         grads[i] = grad
         if wanted:
             norms[i] = norms_of(grads[i])
@@ -124,8 +124,8 @@ def _by_layers(
         raise Unfit("the loss reaches other ranks")
     if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
-    shape = total.shape[1:]  # of the numbers of a sample
-    layers.pull(total, see, _each_number(total) if shape else None)
+    numbers = total.shape[1:]  # no dims where a sample has one
+    layers.pull(total, see, _each_number(total) if numbers else None)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
     seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
@@ -149,11 +149,11 @@ def _each_number(total: Tensor) -> Tensor:
     return each.view(len(each), 1, *one.shape).expand(len(each), *total.shape)
 
 
-def _rows_first(grad: Tensor, leaf: Tensor, shape: torch.Size) -> Tensor:
+def _rows_first(grad: Tensor, leaf: Tensor, numbers: torch.Size) -> Tensor:
     """The gradients for each number of a sample as torch.func has them: the samples are dim 0."""
     if grad.dim() == leaf.dim() + 1:  # zero, and so the same for all numbers
-        grad = grad.expand(shape.numel(), *grad.shape)
-    return grad.movedim(0, 1).unflatten(1, shape)
+        grad = grad.expand(numbers.numel(), *grad.shape)
+    return grad.movedim(0, 1).unflatten(1, numbers)
 
 
 def _norm_of(norms: list[Tensor], leaves: list[Tensor], its: list[int], like: Tensor) -> Tensor:

@@ -121,24 +121,30 @@ def gramian(
             given = dict(zip(at, (params,) if alone else params, strict=True))
             return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
 
-        def block(part: Tree) -> Block:
+        def block(part: Part) -> Block:
             its = tuple(part.get(i, x) for i, x in enumerate(args))
             (chunk,) = sampled(call, params, its, at, cut_at, how, known)[0]
             return _block(chunk)
 
-        mine = theirs = read_batch({i: args[i] for i in cut_at}, "args")
-        if other is not None:
-            theirs = read_batch(_by_position(other, batch_argnums, cut_at), "other")
+        mine = read_batch({i: args[i] for i in cut_at}, "args")
+        theirs = mine if other is None else _read_other(other, batch_argnums, cut_at)
         rows = rows_to_cut(mine, "args"), rows_to_cut(theirs, "other")
         if not all(rows):
             return leaves[0].new_empty(rows, dtype=accumulation_dtype(leaves[0].dtype).to_real())
+        lines = columns = [*cut(mine, how.chunk_size or rows[0])]
+        if other is not None:
+            parts = cut(theirs, how.chunk_size or rows[1])
+            columns = [_by_position(part, batch_argnums, cut_at) for part in parts]
         with outside_inference_mode():
-            return _matrix(mine, theirs, rows, how.chunk_size, block)
+            return _matrix(lines, columns, rows, how.chunk_size or 0, block)
 
     return wrapped
 
 
 _DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."
+
+
+Part = dict[int, Tree]  # of a batch, by the positions of arguments
 
 
 class Block(NamedTuple):
@@ -151,16 +157,19 @@ class Block(NamedTuple):
     like: Tensor
 
 
-def _by_position(other: Tree, batch_argnums: Any, at: tuple[int, ...]) -> dict[int, Tree]:
-    """The other batch, by the positions of the arguments in whose place it stands."""
-    if not isinstance(batch_argnums, tuple):
-        return {at[0]: other}
-    if not isinstance(other, (tuple, list)) or len(other) != len(at):
+def _read_other(other: Tree, batch_argnums: Any, at: tuple[int, ...]) -> Batch:
+    several = isinstance(batch_argnums, tuple)
+    if several and not (isinstance(other, (tuple, list)) and len(other) == len(at)):
         raise ValueError(
             f"other is a {type(other).__name__}; expected a tuple of {len(at)}: for each of "
             f"batch_argnums={batch_argnums} what stands in its place."
         )
-    return dict(zip(at, other, strict=True))
+    return read_batch(other, "other")
+
+
+def _by_position(part: Tree, batch_argnums: Any, at: tuple[int, ...]) -> Part:
+    its = part if isinstance(batch_argnums, tuple) else (part,)
+    return dict(zip(at, its, strict=True))
 
 
 def _block(chunk: Chunk) -> Block:
@@ -179,15 +188,22 @@ def _block(chunk: Chunk) -> Block:
 
 
 def _matrix(
-    mine: Batch,
-    theirs: Batch,
+    lines: list[Part],
+    columns: list[Part],
     rows: tuple[int, int],
-    size: int | None,
-    block: Callable[[Tree], Block],
+    size: int,
+    block: Callable[[Part], Block],
 ) -> Tensor:
-    """All inner products; those of a batch with itself are computed once, and mirrored."""
-    lines, columns = ([*cut(its, size or n)] for its, n in zip((mine, theirs), rows, strict=True))
-    column, alike = _last_one_kept(block, columns), mine is theirs
+    """All inner products; those of a batch with itself are computed once, and mirrored.
+
+    Args:
+        lines: The parts of the batch.
+        columns: The parts of the other one, if that is another.
+        rows: How many samples are in either.
+        size: How many are in a part, where there are several.
+        block: The gradients of a part.
+    """
+    column, alike = _last_one_kept(block, columns), lines is columns
     whole, shapes = None, ((), ())
     for i, line in enumerate(lines):
         a = column(i) if alike else block(line)
@@ -199,7 +215,7 @@ def _matrix(
             if whole is None:
                 shapes = (rows[0], *a.shape), (rows[1], *b.shape)
                 whole = products.new_zeros([torch.Size(shape).numel() for shape in shapes])
-            top, left = (size or 0) * i * a.shape.numel(), (size or 0) * j * b.shape.numel()
+            top, left = size * i * a.shape.numel(), size * j * b.shape.numel()
             whole[top : top + a.many, left : left + b.many] = products
             if alike and j > i:
                 whole[left : left + b.many, top : top + a.many] = products.T
@@ -207,7 +223,7 @@ def _matrix(
     return whole.view(*shapes[0], *shapes[1]).movedim(len(shapes[0]), 1)
 
 
-def _last_one_kept(block: Callable[[Tree], Block], parts: list[Tree]) -> Callable[[int], Block]:
+def _last_one_kept(block: Callable[[Part], Block], parts: list[Part]) -> Callable[[int], Block]:
     """The blocks of a batch by number, of which the last one is not computed again."""
     kept: dict[int, Block] = {}
 
