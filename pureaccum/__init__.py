@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from . import curvature as curvature
 from . import distributed as distributed
 from ._base import all_finite as all_finite
 from ._base import global_norm as global_norm
@@ -29,8 +30,10 @@ from ._optim import constant as constant
 from ._optim import cosine_decay as cosine_decay
 from ._optim import from_torch as from_torch
 from ._optim import join_schedules as join_schedules
+from ._optim import lbfgs as lbfgs
 from ._optim import linear_warmup as linear_warmup
 from ._optim import partition as partition
+from ._optim import sam as sam
 from ._optim import sgd as sgd
 from ._pure import dropout as dropout
 from ._pure import fold_in as fold_in

@@ -78,6 +78,7 @@ from .generators import put_back as put_back
 from .generators import replaying as replaying
 from .generators import restore as restore
 from .refusals import CompileError as CompileError
+from .refusals import advise_on_curvature as advise_on_curvature
 from .refusals import advise_on_vjp as advise_on_vjp
 from .refusals import attempt as attempt
 from .refusals import is_limit as is_limit

@@ -82,7 +82,7 @@ def shown(number: int) -> str:
     return str(number) if bits <= 128 else f"an int of {bits} bits"
 
 
-def check_choice(value: str, choices: Sequence[str], name: str) -> None:
+def check_choice(value: Any, choices: Sequence[Any], name: str) -> None:
     """Check that a word is one of a few."""
     if value not in choices:
         expected = " or ".join(repr(choice) for choice in choices)

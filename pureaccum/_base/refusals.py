@@ -232,6 +232,17 @@ def advise_on_vjp(error: RuntimeError) -> None:
             return
 
 
+def advise_on_curvature(error: RuntimeError) -> None:
+    """Add to an error of torch what to do where it has no second derivative."""
+    if "derivative" in str(error) and "not implemented" in str(error):
+        error.add_note(
+            "pureaccum: torch has no second derivative of this operation, which curvature needs. "
+            "scaled_dot_product_attention has one by its formula: with "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), opened in the loss or around the "
+            "call. An EmbeddingBag is an Embedding and a sum."
+        )
+
+
 def vmap_refusal(error: Exception) -> str | None:
     """A message for what vmap refused, or None where the error is the loss's own."""
     text = str(error)

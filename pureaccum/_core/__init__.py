@@ -65,6 +65,7 @@ from .loss import join_aux as join_aux
 from .loss import mean_value as mean_value
 from .loss import read as read
 from .loss import read_again as read_again
+from .loss import sane as sane
 from .microbatch import Keep as Keep
 from .microbatch import microbatch as microbatch
 from .microbatch_gradient import Nonfinite as Nonfinite

@@ -4,6 +4,7 @@
 optimizer is, and how those three take a step that leaves every bit as it was if not applied.
 ``schedules`` are learning rates that depend on the number of applied steps. ``combinators`` makes
 optimizers of others (``chain``, ``partition``), and ``from_torch`` of any class of ``torch.optim``.
+Two look again, at a function of the whole batch: ``sam``, and ``lbfgs`` by its ``line_search``.
 """
 
 from .combinators import GradientMap as GradientMap
@@ -12,9 +13,11 @@ from .combinators import chain as chain
 from .combinators import clip_by_global_norm as clip_by_global_norm
 from .combinators import partition as partition
 from .from_torch import from_torch as from_torch
+from .lbfgs import lbfgs as lbfgs
 from .optimizers import adam as adam
 from .optimizers import adamw as adamw
 from .optimizers import sgd as sgd
+from .sam import sam as sam
 from .schedules import constant as constant
 from .schedules import cosine_decay as cosine_decay
 from .schedules import join_schedules as join_schedules

@@ -222,6 +222,16 @@ def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None
             )
 
 
+def check_kept(lr: Any, kept: Any, root: str) -> None:
+    """Raise where the state of this name keeps a learning rate that is not its optimizer's."""
+    if isinstance(lr, float) != isinstance(kept, Tensor):
+        raise ValueError(
+            f"{root}.lr is {kept!r}, but this optimizer was made with lr={lr!r}. A "
+            "number is kept in the state; with a tensor or a schedule the state holds () there. A "
+            "state of another configuration?"
+        )
+
+
 def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
     """Whether a learning rate is finite in the dtypes of the parameters.
 

@@ -44,7 +44,7 @@ from .._base import (
     tree_map,
     unflatten,
 )
-from .schedules import Schedule, check_held, is_sound, rate_at
+from .schedules import Schedule, check_held, check_kept, is_sound, rate_at
 
 
 Rate = float | Tensor | Schedule
@@ -189,12 +189,7 @@ def _init(method: Method, params: Tree) -> Any:
 def _check(method: Method, state: Any, params: Flat, root: str) -> Columns:
     """Check that a state is one of this method and fits these params; gives the columns of both."""
     check_state(state, method.state, method.owner, root)
-    if isinstance(method.lr, float) != isinstance(state.lr, Tensor):
-        raise ValueError(
-            f"{root}.lr is {state.lr!r}, but this optimizer was made with lr={method.lr!r}. A "
-            "number is kept in the state; with a tensor or a schedule the state holds () there. A "
-            "state of another configuration?"
-        )
+    check_kept(method.lr, state.lr, root)
     columns = [params[0]]
     for name, kept in method.trees:
         if kept:

@@ -55,7 +55,7 @@ from .batch_norm import (
 )
 from .levels import CutGraph, Level, Norm, cut_graph
 from .shell import Places, call_module, changed, contents_of, own_tensor, places_of, what_changed
-from .trace import hook_tables, trace, written_to
+from .trace import hook_tables, trace_of, written_to
 
 
 Tensors = dict[str, Tensor]
@@ -224,7 +224,7 @@ def _network(
             its[i] = given[n]
         return unflatten(spec, its)
 
-    traced = trace(places.modules[0], arguments)
+    traced = trace_of(places.modules[0], arguments)
     graph = cut_graph(traced.root, traced.graph)
     if not graph.norms:
         return None

@@ -46,7 +46,7 @@ class Trace(NamedTuple):
     taken_apart: list[str]
 
 
-def trace(module: nn.Module, arguments: TracedArguments) -> Trace:
+def trace_of(module: nn.Module, arguments: TracedArguments) -> Trace:
     """Trace a module that is called with some arguments."""
     # One trace at a time, since torch.fx patches nn.Module while it traces.
     with _ALONE, ThreadPoolExecutor(1) as thread:

@@ -29,12 +29,11 @@ from .chunks import (
     SampleLoss,
     Sampling,
     needs_norms,
-    norms_as_tree,
     samples_of,
-    scaled_and_kept,
 )
 from .layers import Layers, Unfit
 from .outer_products import Outer, is_short, norms_of, written_out
+from .scaling import norms_as_tree, scaled_and_kept
 
 
 def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling:
@@ -87,19 +86,8 @@ def _by_layers(
     at_least: torch.dtype,
     factors: bool,
 ) -> Chunk:
-    tensors, sample_of = samples_of(part, how)
-    layers = Layers(leaves, tensors[0].shape[0], at_least)
-    specs: dict[str, Any] = {}
-
-    def one(*tensors: Tensor) -> Any:
-        sample = sample_of(tensors)
-        with layers:
-            out = call(layers.given, sample)
-        seen, shape = read(out, how.has_aux, how.several)
-        aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
-        specs["shape"] = shape
-        return in_one_list(seen._replace(aux=aux))
-
+    layers, total, rest, specs = _totals(call, leaves, part, how, at_least)
+    numbers = total.shape[1:]  # no dims where a sample has one
     grads: list[Any] = [None] * len(leaves)
     norms: list[Any] = [None] * len(leaves)
 
@@ -113,23 +101,13 @@ def _by_layers(
             norms[i] = norms_of(grads[i])
 
     wanted = needs_norms(how)
-    with (
-        saved_tensors_hooks_refused("saved tensor hooks are not followed"),
-        inside_of(onlooker()) as reached,
-        cutting(LARGEST_INT),  # a sample is no batch
-        torch.enable_grad(),
-    ):
-        total, *rest = over_rows(one, tensors, how.randomness)
-    if reached.group is not None:
-        raise Unfit("the loss reaches other ranks")
     if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
-    numbers = total.shape[1:]  # no dims where a sample has one
     layers.pull(total, see, _each_number(total) if numbers else None)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
     seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
-    factor, keep = scaled_and_kept(of_parts, seen.total, seen.weight, how, parts)
+    factor, keep = scaled_and_kept(of_parts, seen.total, seen.weight, how.transform, parts)
     return Chunk(
         grads=grads,
         factor=factor,
@@ -140,6 +118,35 @@ def _by_layers(
         aux=unflatten(specs["aux"], seen.aux),
         metrics=norms_as_tree(how.transform, of_parts) if how.metrics == "norm" else None,
     )
+
+
+def _totals(
+    call: SampleLoss, leaves: list[Tensor], part: Tree, how: Sampling, at_least: torch.dtype
+) -> tuple[Layers, Tensor, list[Tensor], dict[str, Any]]:
+    """What the samples of a chunk come to, recorded by layers; and what comes beside it."""
+    tensors, sample_of = samples_of(part, how)
+    layers = Layers(leaves, tensors[0].shape[0], at_least)
+    specs: dict[str, Any] = {}
+
+    def one(*tensors: Tensor) -> Any:
+        sample = sample_of(tensors)
+        with layers:
+            out = call(layers.given, sample)
+        seen, shape = read(out, how.has_aux, how.several)
+        aux, specs["aux"] = read_tensors(join_aux(seen.aux, shape), "aux", OF_EACH)
+        specs["shape"] = shape
+        return in_one_list(seen._replace(aux=aux))
+
+    with (
+        saved_tensors_hooks_refused("saved tensor hooks are not followed"),
+        inside_of(onlooker()) as reached,
+        cutting(LARGEST_INT),  # a sample is no batch
+        torch.enable_grad(),
+    ):
+        total, *rest = over_rows(one, tensors, how.randomness)
+    if reached.group is not None:
+        raise Unfit("the loss reaches other ranks")
+    return layers, total, rest, specs
 
 
 def _each_number(total: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .._base import (
     LARGEST_INT,
-    NAMESPACE,
     Tree,
     at_top_level,
     check_choice,
@@ -26,14 +25,13 @@ from .._base import (
     flatten,
     forward_ad_active,
     global_norm,
-    on_host,
+    gradients,
     positions,
     read_params,
     read_tensors,
     refuse_autocast_cache,
     refuse_sharded,
     transform_active,
-    tree_leaves,
     tree_map,
     unflatten,
     vmap_refusal,
@@ -43,40 +41,27 @@ from .._core import (
     Engine,
     Given,
     Known,
+    Pull,
     Wrt,
     alone,
     as_they_are,
     check_size,
-    counts,
     cut,
     cutting,
     guarding,
     join_aux,
     prepare,
-    quotient,
     read_batch,
     rows_to_cut,
     run_window,
 )
-from .._optim import GradientMap
-from .jacobian import pulled_back
 from .outer_products import Outer
+from .scaling import Clip, Transform, norms_as_tree, parts_of, scaled_and_kept, scalings_of
 
 
 Randomness = Literal["error", "different", "same"]
 SampleEngine = Literal["vmap", "autograd"]
-Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] | None
 Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
-
-
-class Clip(NamedTuple):
-    """A transform: scale each part of a gradient by its norm; one that is not finite adds nothing.
-
-    A part is all that lies below one leaf of a tree that is a prefix of params.
-    """
-
-    order: Tree  # that tree, whose leaves are the numbers of the parts
-    scalings: list[Callable[[Tensor], Tensor]]  # by what a part of a norm is multiplied
 
 
 class Sampling(NamedTuple):
@@ -240,7 +225,7 @@ def _chunk(
         seen, shape, pull, _ = wrt.forward(call, (sample_of(tensors),), wrt, {}, how.has_aux)
         total = seen.total
         seen = alone(seen, wrt)
-        each = pulled_back(total, pull, wrt, by_vmap=how.engine == "vmap")
+        each = _pulled(total, pull, wrt, how)
         grads = unflatten(spec, each)
         norms = [global_norm([each[i] for i in its]) for its in parts] if needs_norms(how) else []
         norm = norms_as_tree(how.transform, norms) if norms else None
@@ -256,7 +241,7 @@ def _chunk(
 
     with cutting(LARGEST_INT):  # a sample is no batch
         kept, norms, value, weight, aux, metrics = _over_samples(one, tensors, how)
-    factor, keep = scaled_and_kept(norms, value, weight, how, parts)
+    factor, keep = scaled_and_kept(norms, value, weight, how.transform, parts)
     return Chunk(
         grads=kept,
         factor=factor,
@@ -281,6 +266,36 @@ def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling)
         raise RuntimeError(why) from error
 
 
+def _pulled(total: Tensor, pull: Pull | None, wrt: Wrt, how: Sampling) -> list[Tensor]:
+    """The gradient of a loss; of several numbers their gradients, in one vmapped backward pass."""
+
+    def of(cotangent: Tensor) -> list[Tensor]:
+        grads: Sequence[Tensor | None] = [None] * len(wrt.leaves)
+        if pull is None and total.requires_grad:
+            grads = gradients(total, wrt.leaves, cotangent, again=total.dim() > 0)
+        elif pull is not None:
+            grads = pull(cotangent)
+        return [_gradient_of(x, g) for x, g in zip(wrt.leaves, grads, strict=True)]
+
+    if total.dim() == 0:
+        return of(torch.ones_like(total))
+    shape, many = total.shape, total.numel()
+    basis = torch.eye(many, dtype=total.dtype, device=total.device).view(many, *shape)
+    if how.engine == "vmap":
+        rows = torch.func.vmap(of, randomness="same")(basis)  # what is run again draws the same
+    elif many:
+        rows = [torch.stack(xs) for xs in zip(*map(of, basis), strict=True)]
+    else:
+        rows = [x.new_zeros(0, *x.shape) for x in wrt.leaves]
+    return [x.view(*shape, *x.shape[1:]) for x in rows]
+
+
+def _gradient_of(leaf: Tensor, grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(leaf)
+    return grad.to_dense() if grad.is_sparse else grad
+
+
 TRANSFORMED, OF_EACH = "what transform returned", "There is one for each sample."
 
 
@@ -293,14 +308,11 @@ def like_transformed(transform: Transform | Clip, params: Tree) -> Tree:
     return like
 
 
-def need_leaves(transformed: Sequence[Any]) -> Sequence[Any]:
+def need_leaves(transformed: list[Any]) -> list[Any]:
     """The leaves of what a transform returned, or an error that says that there are none."""
     if not transformed:
         raise ValueError(f"{TRANSFORMED} has no leaves, so there is nothing to reduce.")
     return transformed
-
-
-# Parts, norms and factors ----------------------------------------------------------------------
 
 
 def samples_of(part: Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., Tree]]:
@@ -314,72 +326,6 @@ def samples_of(part: Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., T
     return [x for x in given if isinstance(x, Tensor)], sample_of
 
 
-def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
-    """The leaves of each part that is scaled by a norm of its own: all, unless it is said."""
-    if not isinstance(transform, Clip):
-        return [[*range(len(tree_leaves(params)))]]
-
-    def of_part(k: int, below: Tree) -> list[int]:
-        return [k] * len(tree_leaves(below))
-
-    try:
-        of = tree_leaves(tree_map(of_part, transform.order, params))
-    except ValueError as error:
-        first = optree.prefix_errors(transform.order, params, namespace=NAMESPACE)[0]("max_norm")
-        raise ValueError(
-            "max_norm is a tree of numbers that is no prefix of params: a number in it is for all "
-            "that lies below, and a tree in it has the keys that params have there. optree said: "
-            f"{' '.join(str(first).split())}"
-        ) from error
-    return [[i for i, part in enumerate(of) if part == k] for k in range(len(transform.scalings))]
-
-
 def needs_norms(how: Sampling) -> bool:
     """Whether the norms of gradients are asked for."""
-    return how.metrics == "norm" or bool(_scalings(how.transform))
-
-
-def norms_as_tree(transform: Transform | Clip, norms: list[Tensor]) -> Tree:
-    """The norms of parts as a user has them: one, or a tree like the prefix."""
-    if not isinstance(transform, Clip):
-        return norms[0]
-    return tree_map(lambda k: norms[k], transform.order)
-
-
-def scaled_and_kept(
-    norms: list[Tensor],
-    value: Tensor,
-    weight: Tensor | tuple[()],
-    how: Sampling,
-    parts: list[list[int]],
-) -> tuple[Tensor | tuple[()], Tensor | tuple[()]]:
-    """By what the gradients of samples are multiplied, and which of them are kept."""
-    keep = counts(value, weight) if isinstance(weight, Tensor) else None
-    if isinstance(how.transform, Clip):
-        for norm in norms:
-            finite = ((norm - norm) == 0).to(value.device)
-            keep = finite if keep is None else keep & finite
-    factors = [scaling(x) for scaling, x in zip(_scalings(how.transform), norms, strict=False)]
-    if not factors:
-        factor: Tensor | tuple[()] = ()
-    elif len(factors) == 1:
-        (factor,) = factors
-    else:
-        of = {i: factors[k].to(value.device) for k, part in enumerate(parts) for i in part}
-        factor = torch.stack([of[i] for i in range(len(of))], -1)
-    if keep is None or on_host(keep.all())[0] is True:
-        return factor, ()
-    if isinstance(factor, Tensor):  # NaN where the gradient is NaN
-        at = keep.to(factor.device)
-        factor = torch.where(at if factor.dim() == 1 else at.unsqueeze(-1), factor, 0.0)
-    return factor, keep
-
-
-def _scalings(transform: Transform | Clip) -> list[Callable[[Tensor], Tensor]]:
-    """What each part is multiplied by, as a function of its norm, if a transform is no more."""
-    if transform == "normalize":
-        return [lambda norm: quotient(1.0, torch.where(norm > 0, norm, 0.0))]
-    if isinstance(transform, Clip):
-        return transform.scalings
-    factor = transform.factor if isinstance(transform, GradientMap) else None
-    return [] if factor is None else [factor]
+    return how.metrics == "norm" or bool(scalings_of(how.transform))

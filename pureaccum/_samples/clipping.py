@@ -22,8 +22,9 @@ from .._base import (
 )
 from .._optim import clip_by_global_norm
 from .._pure import fold_in, normal
-from .chunks import Clip, Randomness, SampleEngine
+from .chunks import Randomness, SampleEngine
 from .per_sample import per_sample_grad
+from .scaling import Clip
 
 
 def clipped_sum(  # noqa: D417
@@ -84,8 +85,8 @@ def clipped_sum(  # noqa: D417
         2016; `Opacus <https://github.com/pytorch/opacus>`_, whose formula it is; Li et al., `Large
         language models can be strong differentially private learners
         <https://arxiv.org/abs/2110.05679>`_, 2022, for ghost norms; Bu et al., `Differentially
-        private optimization on large model at small cost <https://arxiv.org/abs/2210.00038>`_, 2023,
-        for one backward pass.
+        private optimization on large model at small cost
+        <https://arxiv.org/abs/2210.00038>`_, 2023, for one backward pass.
     """
     return per_sample_grad(
         func,

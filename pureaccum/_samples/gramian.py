@@ -20,13 +20,14 @@ from .._base import (
     accumulation_dtype,
     check_argnums,
     check_disjoint,
+    flatten,
     outside_inference_mode,
     positions,
     read_params,
     refuse_sharded,
     tree_leaves,
 )
-from .._core import Batch, cut, known_of, read_batch, rows_to_cut
+from .._core import Batch, cut, known_of, need_rows, read_batch, rows_to_cut
 from .by_layers import with_factors
 from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
 from .outer_products import Outer, inner_products
@@ -126,23 +127,24 @@ def gramian(
             (chunk,) = sampled(call, params, its, at, cut_at, how, known)[0]
             return _block(chunk)
 
-        mine = read_batch({i: args[i] for i in cut_at}, "args")
-        theirs = mine if other is None else _read_other(other, batch_argnums, cut_at)
-        rows = rows_to_cut(mine, "args"), rows_to_cut(theirs, "other")
-        if not all(rows):
-            return leaves[0].new_empty(rows, dtype=accumulation_dtype(leaves[0].dtype).to_real())
-        lines = columns = [*cut(mine, how.chunk_size or rows[0])]
+        its = {i: args[i] for i in cut_at}
+        batch, second = read_batch(its, "args"), None
         if other is not None:
-            parts = cut(theirs, how.chunk_size or rows[1])
-            columns = [_by_position(part, batch_argnums, cut_at) for part in parts]
+            second = _read_other(other, its, isinstance(batch_argnums, tuple))
+        rows = rows_to_cut(batch, "args")
+        columns = rows if second is None else rows_to_cut(second, "other")
+        if not (rows and columns):
+            wide = accumulation_dtype(leaves[0].dtype).to_real()
+            return leaves[0].new_empty(rows, columns, dtype=wide)
+        parts = [*cut(batch, how.chunk_size or rows)]
+        others = parts if second is None else [*cut(second, how.chunk_size or columns)]
         with outside_inference_mode():
-            return _matrix(lines, columns, rows, how.chunk_size or 0, block)
+            return _matrix(parts, others, (rows, columns), how.chunk_size or 0, block)
 
     return wrapped
 
 
 _DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."
-
 
 Part = dict[int, Tree]  # of a batch, by the positions of arguments
 
@@ -157,19 +159,22 @@ class Block(NamedTuple):
     like: Tensor
 
 
-def _read_other(other: Tree, batch_argnums: Any, at: tuple[int, ...]) -> Batch:
-    several = isinstance(batch_argnums, tuple)
-    if several and not (isinstance(other, (tuple, list)) and len(other) == len(at)):
+def _read_other(other: Tree, its: Part, several: bool) -> Batch:
+    """The other batch, by the positions of the arguments in whose place it stands."""
+    found = other if several else (other,)
+    if not isinstance(found, tuple) or len(found) != len(its):  # pyright: ignore
         raise ValueError(
-            f"other is a {type(other).__name__}; expected a tuple of {len(at)}: for each of "
-            f"batch_argnums={batch_argnums} what stands in its place."
+            f"other is a {type(other).__name__}; expected a tuple of {len(its)}, which stands in "
+            "the place of the batch arguments."
         )
-    return read_batch(other, "other")
-
-
-def _by_position(part: Tree, batch_argnums: Any, at: tuple[int, ...]) -> Part:
-    its = part if isinstance(batch_argnums, tuple) else (part,)
-    return dict(zip(at, its, strict=True))
+    need_rows(read_batch(other, "other"), "other")  # of which an error says where it is
+    batch, expected = read_batch(dict(zip(its, found, strict=True)), "other"), flatten(its)[1]
+    if batch.spec != expected:
+        raise ValueError(
+            f"other has the structure {batch.spec}, and the batch {expected}; expected another "
+            "batch of the same kind."
+        )
+    return batch
 
 
 def _block(chunk: Chunk) -> Block:

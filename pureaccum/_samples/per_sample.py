@@ -64,13 +64,13 @@ from .chunks import (
     Randomness,
     SampleEngine,
     Sampling,
-    Transform,
     check_sampling,
     like_transformed,
     sampled,
     with_beside,
 )
 from .reducers import ChunkReducer, read_reduce, reduced, squares_of, terms
+from .scaling import Transform
 
 
 def per_sample_grad(

@@ -30,8 +30,9 @@ from .._base import (
     zeros,
 )
 from .._core import Reducer, divided, divisor, is_reducer, quotient
-from .chunks import Chunk, Clip, Transform, like_transformed, need_leaves
+from .chunks import Chunk, like_transformed, need_leaves
 from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
+from .scaling import Clip, Transform
 
 
 @loadable
@@ -124,8 +125,13 @@ def reduced(
     weight = torch.zeros((), dtype=torch.float64, device=tree_leaves(params)[0].device)
     for chunk in seen:
         if sums is None:  # only now is it known how many numbers the loss has
-            like = unflatten(chunk.spec, _like_one(need_leaves(chunk.grads)))
-            sums = reducer.init(like, at_least)
+            given = need_leaves(chunk.grads)
+            like = [
+                x.right.new_zeros(x.shape) if isinstance(x, Outer) else torch.zeros_like(x[0])
+                for x in given
+            ]
+            sums = reducer.init(unflatten(chunk.spec, like), at_least)
+            del given, like
         weight = weight + weights(chunk).sum()
         sums = reducer.add(sums, chunk)
     if sums is None:
@@ -252,19 +258,11 @@ def _check_kind(state: Any, moments: bool) -> None:
 
 def _check_fits(sums: Tree, chunk: Chunk) -> None:
     leaves, spec = flatten(sums)
-    like = _like_one(chunk.grads)
-    if spec != chunk.spec or [x.shape for x in like] != [x.shape for x in leaves]:
-        check_fits(leaves, spec, like, chunk.spec, ("state.grads", "a sample's gradient"))
-
-
-def _like_one(grads: Sequence[Tensor | Outer]) -> list[Tensor]:
-    """Zeros like the gradient of one sample, which take no memory."""
-    return [
-        x.right.new_zeros(()).expand(x.shape)
-        if isinstance(x, Outer)
-        else x.new_zeros(()).expand(x.shape[1:])
-        for x in grads
-    ]
+    shapes = [x.shape if isinstance(x, Outer) else x.shape[1:] for x in chunk.grads]
+    if spec != chunk.spec or shapes != [x.shape for x in leaves]:
+        one = [chunk.value.new_zeros(()).expand(shape) for shape in shapes]
+        names = "state.grads", "a sample's gradient"
+        check_fits(leaves, spec, one, chunk.spec, names)
 
 
 def _leaf_by_leaf(chunk: Chunk) -> Any:

@@ -551,14 +551,14 @@ MUTANTS: dict[str, Mutant] = {
     "samples summed without their factor": Mutant(
         "A sum of clipped gradients clips nothing.",
         "_samples/reducers.py",
-        "return unflatten(chunk.spec, [_plus_rows(total, x, factor) for total, x in columns])",
-        "return unflatten(chunk.spec, [_plus_rows(t, x, factor * 0 + 1) for t, x in columns])",
+        "[_plus_rows(total, x, factor) for total, x, factor in columns]",
+        "[_plus_rows(t, x, f * 0 + 1) for t, x, f in columns]",
     ),
     "samples without weight by multiplication": Mutant(
         "A sample of weight zero is multiplied away: NaN * 0 is NaN.",
         "_samples/reducers.py",
-        "x = torch.where(_broadcast(keep, x), x, 0.0)",
-        "x = x * _broadcast(keep, x)",
+        "x = torch.where(_broadcast(chunk.keep.to(x.device), x), x, 0.0)",
+        "x = x * _broadcast(chunk.keep.to(x.device), x)",
     ),
     "second moments of terms": Mutant(
         "The second moment of a weighted sample is that of its term, not divided by its weight.",
@@ -613,6 +613,86 @@ MUTANTS: dict[str, Mutant] = {
         "_base/states.py",
         "[x.clone() for x in row]",
         "list(row)",
+    ),
+    # In curvature.
+    "a product that counts by the vector": Mutant(
+        "Whether a microbatch counts is decided by its product, and not by its loss.",
+        "curvature/products.py",
+        "its = total.detach() + torch.nan_to_num(number - number.detach())",
+        "its = number",
+    ),
+    "the other factor of Gauss-Newton differentiated": Mutant(
+        "What stands in a product as a constant is differentiated along with the rest.",
+        "curvature/derivatives.py",
+        "return [x if again or x is None else x.detach() for x in tensors]",
+        "return [*tensors]",
+    ),
+    "a constant of a product under a transform": Mutant(
+        "A transform around a product takes its other factor for a constant.",
+        "curvature/products.py",
+        "again = flatten(params)[0] if transform_active() else []",
+        "again = []",
+    ),
+    "curvature of nothing zero": Mutant(
+        "A batch of no weight has a curvature of zero.",
+        "curvature/passes.py",
+        "nothing = value.isnan()",
+        "nothing = value.isinf()",
+    ),
+    "threads push at once": Mutant(
+        "Two threads are inside of torch's forward AD at once, of which there is one.",
+        "curvature/derivatives.py",
+        "with nullcontext() if torch.compiler.is_compiling() else _ALONE:",
+        "with nullcontext():",
+    ),
+    "an error that does not shrink": Mutant(
+        "The error of an estimate is the spread of its samples, however many they are.",
+        "curvature/estimates.py",
+        "by = float(samples * (samples - 1)) or torch.nan",
+        "by = float(samples - 1) or torch.nan",
+    ),
+    "conjugate gradients beyond the solution": Mutant(
+        "A system that is solved takes further steps.",
+        "curvature/cg.py",
+        "goes = (state.norm > state.target) & (state.curvature > 0)",
+        "goes = state.curvature > 0",
+    ),
+    # In layers, kernels, and optimizers that look again.
+    "outer products left out by multiplication": Mutant(
+        "Of a layer, a sample that is not finite is multiplied by zero: NaN * 0 is NaN.",
+        "_samples/outer_products.py",
+        "return Outer(left, torch.where(keep, x.right, 0.0), x.shape)",
+        "return Outer(left, x.right * keep, x.shape)",
+    ),
+    "norms of positions alone": Mutant(
+        "The norm of a layer's gradient leaves out the products of two positions of a text.",
+        "_samples/outer_products.py",
+        "return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0).sqrt()",
+        "return (left**2).sum(-1).mul((right**2).sum(-1)).sum(-1).sqrt()",
+    ),
+    "a leaf used in an unseen way": Mutant(
+        "A use of a leaf that no function shows is passed over.",
+        "_samples/layers.py",
+        "if any(x is not None for x in found[1 + len(copies) :]):",
+        "if False:",
+    ),
+    "a kernel without a mirror": Mutant(
+        "Below the diagonal of blocks, the matrix of a batch with itself stays empty.",
+        "_samples/gramian.py",
+        "if alike and j > i:",
+        "if False:",
+    ),
+    "steps remembered where the function curves downwards": Mutant(
+        "L-BFGS remembers a move along which the function curves downwards.",
+        "_optim/lbfgs.py",
+        "if not 0 < scale < math.inf:  # it curves downwards, or numbers overflowed",
+        "if scale == math.inf:",
+    ),
+    "sam that does not look": Mutant(
+        "SAM steps by the gradient of params.",
+        "_optim/sam.py",
+        "grads, _ = asked(func, _uphill(flat[0], grads, rho), flat)",
+        "grads, _ = asked(func, _uphill(flat[0], grads, 0.0), flat)",
     ),
 }
 

@@ -37,6 +37,10 @@ def main() -> None:
             peaks += plan.coupled_peaks(full, device)
         if options.only in (None, "memory", "samples"):
             peaks += plan.sample_peaks(device)
+        if options.only in (None, "memory", "curvature"):
+            peaks += plan.curvature_peaks(device)
+        if options.only in (None, "time", "curvature"):
+            cells += plan.curvature_cells(device)
         if options.only in (None, "time"):
             cells += plan.cells(full, device)
         if options.only in (None, "time", "step"):
@@ -143,6 +147,7 @@ def arguments() -> argparse.Namespace:
             "compile",
             "microbatch",
             "samples",
+            "curvature",
             "checkpoint",
             "ranks",
         ),
@@ -150,8 +155,8 @@ def arguments() -> argparse.Namespace:
         "programs that people have written, compile: of first calls, "
         "microbatch: time and memory of what is computed in microbatches (rows that are coupled, a "
         "head, derivatives of derivatives), and of remat, samples: of single samples' gradients, "
-        "and the time of many runs as one, checkpoint: of saving, ranks: "
-        "what two ranks say to one another in a step, and its time",
+        "and the time of many runs as one, curvature: of products with Hessians and their kin, "
+        "checkpoint: of saving, ranks: what two ranks say to one another in a step, and its time",
     )
     parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every raw number")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import pureaccum as pa
 
+from .curvature import PRODUCTS
 from .gradcache import PAIRS, PAIRS_STEPS
 from .head import HEADS
 from .models import Batch, Problem
@@ -131,4 +132,4 @@ ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
 CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | PAIRS_STEPS | HEADS | CHAINS | SAMPLES
-CONTENDERS |= PROGRAMS
+CONTENDERS |= PROGRAMS | PRODUCTS

@@ -63,6 +63,8 @@ class Model(NamedTuple):
                 name = f"head {self.width} wide, {WORDS} words"
             case "grouped":
                 name = f"conv-GroupNorm {self.width} wide"
+            case "ntk":
+                name = "the tutorial's convnet"
             case "tokens":
                 name = f"embedding-LayerNorm-MLP {self.width} wide"
             case size:
@@ -209,6 +211,13 @@ def head(model: Model) -> Made:
     return net, F.cross_entropy, (torch.randn(tokens, model.width), torch.randint(WORDS, (tokens,)))
 
 
+def of_tutorial(model: Model) -> Made:
+    """The network of torch's tutorial on neural tangent kernels."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()]
+    layers += [nn.Conv2d(32, 32, 3), nn.Flatten(-3), nn.Linear(21632, CLASSES)]
+    return nn.Sequential(*layers), F.cross_entropy, images(model, 32)
+
+
 def classifier(model: Model) -> Made:
     """Of vectors, images or texts."""
     rows = model.rows * model.microbatches
@@ -233,6 +242,7 @@ MAKE: dict[str, Callable[[Model], Made]] = {
     "towers": towers,
     "chain": chain,
     "head": head,
+    "ntk": of_tutorial,
     **dict.fromkeys(("dense", "grouped", "tokens"), classifier),
 }
 

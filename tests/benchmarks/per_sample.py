@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, jacrev, vmap
 
 import pureaccum as pa
 
@@ -108,6 +108,41 @@ def sums(net: nn.Module, optimizer: Any, attribute: str) -> dict[str, Tensor]:
     return got
 
 
+def kernel_by_tutorial(problem: Problem) -> Grads:
+    """The kernel between a fifth of the images and the others, from Jacobians."""
+
+    def of(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(problem.net, params, (x,))
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        new, images = halves_of(batch)
+        one, two = (vmap(jacrev(of), (None, 0))(problem.params, x) for x in (images, new))
+        pairs = [(one[name].flatten(2), two[name].flatten(2)) for name in one]
+        return {"kernel": sum(torch.einsum("Naf,Mbf->NMab", a, b) for a, b in pairs)}
+
+    return window
+
+
+def kernel(problem: Problem) -> Grads:
+    """The same by ``pa.gramian``, in blocks of rows."""
+
+    def of(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(problem.net, params, (x,))
+
+    both = pa.gramian(of, chunk_size=problem.rows)
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        new, images = halves_of(batch)
+        return {"kernel": both(problem.params, images, other=new)}
+
+    return window
+
+
+def halves_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    some = max(1, len(batch[0]) // 5)
+    return batch[0][:some], batch[0][some:]
+
+
 def members(problem: Problem) -> tuple[Any, list[pa.TrainState]]:
     """A step, and the states of runs that begin with different parameters."""
     torch.manual_seed(0)  # the same for every contender
@@ -153,6 +188,7 @@ SUM, MOMENTS, CONCAT = "per_sample_grad, sum", "per_sample_grad, moments", "torc
 CLIPPED, COMPILED_CLIPPED = "clipped_sum", "clipped_sum, compiled"
 HOOKS, GHOST = "Opacus, hooks", "Opacus, ghost"
 ONE_BY_ONE, AT_ONCE = f"{MEMBERS} eager steps", "vmap(step), compiled"
+JACOBIANS, KERNEL = "NTK by Jacobians", "gramian"
 ONE_GRADIENT = "one gradient"  # and no contender: what memory is counted in
 
 SAMPLES: dict[str, Callable[[Problem], Grads | Training]] = {
@@ -165,4 +201,6 @@ SAMPLES: dict[str, Callable[[Problem], Grads | Training]] = {
     GHOST: ghost,
     ONE_BY_ONE: one_by_one,
     AT_ONCE: at_once,
+    JACOBIANS: kernel_by_tutorial,
+    KERNEL: kernel,
 }

@@ -6,6 +6,19 @@ Rule: cells are chosen before any number is seen, and a cell that was measured i
 from typing import NamedTuple
 
 from .contenders import ALL, ENGINES, HAND, MAIN
+from .curvature import (
+    COMPILED_GGNVP,
+    COMPILED_HVP,
+    GGNVP,
+    GRADIENT,
+    HVP,
+    THEIR_CUT_GGNVP,
+    THEIR_CUT_HVP,
+    THEIR_GGNVP,
+    THEIR_HVP,
+    WHOLE_GGNVP,
+    WHOLE_HVP,
+)
 from .gradcache import GRADCACHE, OUR_PAIRS, PAIRS, PAIRS_STEPS
 from .head import HAND_HEAD, HEADS, TILED_HEAD, WHOLE_HEAD
 from .models import Model, gpt
@@ -18,6 +31,8 @@ from .per_sample import (
     CONCAT,
     GHOST,
     HOOKS,
+    JACOBIANS,
+    KERNEL,
     MOMENTS,
     ONE_BY_ONE,
     SUM,
@@ -25,8 +40,10 @@ from .per_sample import (
 from .programs import (
     ENSEMBLING,
     HIGHER,
+    LBFGS,
     MNIST,
     OUR_ENSEMBLING,
+    OUR_LBFGS,
     OUR_MNIST,
     OUR_TRAIN_PY,
     STREAMED_MNIST,
@@ -74,6 +91,7 @@ TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
 FEW_TOWERS = TOWERS._replace(rows=256, microbatches=8)  # a compiler takes seconds for each
 HEAD = Model(256, 128, 16, depth=1, kind="head")
 NESTED = Model(256, 128, 16, activation="gelu", bias=False)
+CURVED = Model(256, 128, 16, depth=8, activation="gelu")
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 
 # Gradients of single samples, by chunks of as many rows as are fastest; and 32 runs as one.
@@ -86,6 +104,7 @@ CLIPPING = (
 # happens to hold, for memory that is counted in gradients.
 MANY = Model(128, 16, 256, depth=6)
 WIDE = Model(512, 16, 256, depth=6)
+OF_KERNEL = Model(32, 5, 5, kind="ntk")
 ENSEMBLE = Model(32, 8, 4, depth=3)
 # What is done to a network of the width of a tutorial, and of one that is wider.
 THROUGH_STEPS = Model(32, 16, 4, depth=2), Model(256, 16, 4, depth=2)
@@ -173,7 +192,24 @@ def sample_cells(full: bool, device: str) -> list[Cell]:
     seconds = 20.0 if full else 3.0
     names = (HOOKS, GHOST, CLIPPED, COMPILED_CLIPPED) if full else (HOOKS, GHOST, CLIPPED)
     plan = [Cell(device, model, names, seconds) for model in CLIPPING]
+    plan.append(Cell(device, OF_KERNEL, (JACOBIANS, KERNEL), seconds))
     return [*plan, Cell(device, ENSEMBLE, (ONE_BY_ONE, AT_ONCE), seconds)]
+
+
+def curvature_cells(device: str) -> list[Cell]:
+    """The races of products with curvature, of a network that is narrow and of one that is not."""
+    hessian = THEIR_HVP, THEIR_CUT_HVP, HVP, WHOLE_HVP, COMPILED_HVP, GRADIENT
+    gauss_newton = THEIR_GGNVP, THEIR_CUT_GGNVP, GGNVP, WHOLE_GGNVP, COMPILED_GGNVP, GRADIENT
+    models = CURVED._replace(width=64, rows=32, depth=4), CURVED
+    plan = [Cell(device, x, names, 5.0) for x in models for names in (hessian, gauss_newton)]
+    walks = (Model(width, 32, 16, depth=4, activation="gelu") for width in (64, 256, 512))
+    return plan + [Cell(device, model, (LBFGS, OUR_LBFGS), 5.0) for model in walks]
+
+
+def curvature_peaks(device: str) -> list[Peak]:
+    """Their memory, beside that of the whole batch and of the gradient of a microbatch."""
+    names = GRADIENT, THEIR_HVP, HVP, THEIR_GGNVP, GGNVP
+    return [Peak(device, COUPLED, CURVED._replace(rows=1024), name) for name in names]
 
 
 def program_cells(full: bool, device: str, size: str | None) -> list[Cell]:
@@ -262,6 +298,7 @@ def coupled_peaks(full: bool, device: str) -> list[Peak]:
 def sample_peaks(device: str) -> list[Peak]:
     """The memory of gradients of single samples."""
     plan = [Peak(device, SINGLE, MANY, name) for name in (CONCAT, SUM)]
+    plan += [Peak(device, COUPLED, OF_KERNEL, name) for name in (JACOBIANS, KERNEL)]
     return plan + [Peak(device, SINGLE, WIDE, name) for name in (SUM, CLIPPED, MOMENTS)]
 
 

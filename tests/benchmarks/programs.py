@@ -6,6 +6,8 @@ Rule: as in ``steps.py``. A program is named by where it comes from, and then by
     mnist          pytorch/examples, on digits of 8 by 8, with windows of a loader
     ensembling     torch's tutorial: 10 networks as one, and AdamW by hand
     higher         its gradient through 5 momentum steps, with respect to the learning rate
+    L-BFGS         5 iterations of torch.optim.LBFGS from the start; the closure accumulates. In
+                   float64: in float32 rounding decides how long the steps are
 """
 
 import copy
@@ -138,6 +140,61 @@ def our_mnist(problem: Problem, *, streamed: bool = False) -> Training:
     return training
 
 
+# L-BFGS ----------------------------------------------------------------------------------------
+
+OF_LBFGS: dict[str, Any] = {
+    "max_iter": 5,
+    "max_eval": 1000,
+    "tolerance_grad": 0.0,
+    "tolerance_change": 0.0,
+    "history_size": 10,
+    "line_search_fn": "strong_wolfe",
+}
+
+
+def lbfgs(problem: Problem) -> Training:
+    net, rows, k = copy.deepcopy(problem.net).double(), problem.rows, problem.model.microbatches
+    start = copy.deepcopy(net.state_dict())
+
+    def training(batch: Batch) -> Read:
+        net.load_state_dict(start)
+        batch = batch[0].double(), batch[1].double()
+        optimizer = torch.optim.LBFGS(net.parameters(), **OF_LBFGS)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros((), dtype=torch.float64)
+            for x, y in zip(*(t.split(rows) for t in batch), strict=True):
+                loss = problem.criterion(net(x), y) / k
+                loss.backward()
+                total += loss.detach()
+            return total
+
+        optimizer.step(closure)
+        return reader(net)
+
+    return training
+
+
+def our_lbfgs(problem: Problem) -> Training:
+    fn = pa.functional(copy.deepcopy(problem.net).double())
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        x, y = batch
+        return problem.criterion(fn.apply(params, fn.buffers, x)[0], y)
+
+    both = pa.grad_and_value(loss, microbatch_size=problem.rows, engine="auto")
+    optimizer = pa.lbfgs(**OF_LBFGS)
+
+    def training(batch: Batch) -> Read:
+        batch = batch[0].double(), batch[1].double()
+        state = optimizer.init(fn.params)
+        params, _ = optimizer.apply(lambda params: both(params, batch), state, fn.params)
+        return lambda: params
+
+    return training
+
+
 # An ensemble -----------------------------------------------------------------------------------
 
 MEMBERS = 10
@@ -223,6 +280,7 @@ TRAIN_PY, OUR_TRAIN_PY = "train.py, by hand", "train.py, make_step"
 MNIST, OUR_MNIST, STREAMED_MNIST = "mnist, by hand", "mnist, make_step", "mnist, streamed"
 ENSEMBLING, OUR_ENSEMBLING = "ensembling, by hand", "ensembling, vmap(step)"
 HIGHER, THROUGH, THROUGH_CUT = "higher", "higher, by steps", "higher, by steps in microbatches"
+LBFGS, OUR_LBFGS = "torch.optim.LBFGS", "lbfgs"
 
 PROGRAMS: dict[str, Callable[[Problem], Training | ThroughSteps]] = {
     TRAIN_PY: train_py,
@@ -235,4 +293,6 @@ PROGRAMS: dict[str, Callable[[Problem], Training | ThroughSteps]] = {
     HIGHER: by_higher,
     THROUGH: by_our_steps,
     THROUGH_CUT: partial(by_our_steps, cut=True),
+    LBFGS: lbfgs,
+    OUR_LBFGS: our_lbfgs,
 }

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from . import targets
 from .contenders import ENGINES, HAND, TORCH_FUNC
+from .curvature import BESIDE, PRODUCTS
 from .gradcache import (
     COMPILED_CUT,
     COMPILED_WHOLE,
@@ -31,6 +32,8 @@ from .per_sample import (
     CONCAT,
     GHOST,
     HOOKS,
+    JACOBIANS,
+    KERNEL,
     ONE_BY_ONE,
     ONE_GRADIENT,
     SAMPLES,
@@ -40,8 +43,10 @@ from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
 from .programs import (
     ENSEMBLING,
     HIGHER,
+    LBFGS,
     MNIST,
     OUR_ENSEMBLING,
+    OUR_LBFGS,
     PROGRAMS,
     THROUGH,
     THROUGH_CUT,
@@ -65,7 +70,7 @@ from .steps import (
 
 
 # Whose time is of all that a call does, and not of a microbatch.
-AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS
+AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS | PRODUCTS
 
 
 class Row(NamedTuple):
@@ -113,15 +118,19 @@ def opponents(ours: str) -> tuple[str, ...]:
         return (
             () if maker == WHOLE else tuple(f"{nest}, {x}" for x in (WHOLE, REMATTED) if x != maker)
         )
+    if ours in PRODUCTS:
+        return BESIDE.get(ours, ())
     if ours in CHAINS:
         return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
     if ours in SAMPLES:
         of = {CLIPPED: (HOOKS, GHOST), COMPILED_CLIPPED: (HOOKS, GHOST), AT_ONCE: (ONE_BY_ONE,)}
+        of[KERNEL] = (JACOBIANS,)
         return of.get(ours, (HOOKS,) if ours == GHOST else ())
     if ours in PROGRAMS:
         source = {OUR_ENSEMBLING: ENSEMBLING, THROUGH: HIGHER, THROUGH_CUT: HIGHER}
+        source[OUR_LBFGS] = LBFGS
         theirs = source.get(ours, TRAIN_PY if ours.startswith("train.py") else MNIST)
-        return () if ours in (TRAIN_PY, MNIST, ENSEMBLING, HIGHER) else (theirs,)
+        return () if ours in (TRAIN_PY, MNIST, ENSEMBLING, HIGHER, LBFGS) else (theirs,)
     if ours == "func":
         return HAND, TORCH_FUNC
     if ours in ("autograd", TORCH_FUNC):

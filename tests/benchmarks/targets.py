@@ -5,18 +5,44 @@ A ratio for which there is no target is published without one. All of time are f
 """
 
 from .contenders import ENGINES, HAND, TORCH_FUNC
+from .curvature import (
+    COMPILED_GGNVP,
+    COMPILED_HVP,
+    GGNVP,
+    GRADIENT,
+    HVP,
+    THEIR_CUT_GGNVP,
+    THEIR_CUT_HVP,
+    THEIR_GGNVP,
+    THEIR_HVP,
+    WHOLE_GGNVP,
+    WHOLE_HVP,
+)
 from .gradcache import FULL_FUNC, GRADCACHE, OUR_PAIRS, OUR_PAIRS_FUNC
 from .head import TILED_HEAD, WHOLE_HEAD
 from .models import Model
 from .nests import PA, PRIMITIVE, REMATTED, WHOLE, named
 from .norms import EXACT, EXACT_HOST, FULL
-from .per_sample import AT_ONCE, CLIPPED, CONCAT, HOOKS, ONE_BY_ONE, ONE_GRADIENT, SUM
+from .per_sample import (
+    AT_ONCE,
+    CLIPPED,
+    CONCAT,
+    GHOST,
+    HOOKS,
+    JACOBIANS,
+    KERNEL,
+    ONE_BY_ONE,
+    ONE_GRADIENT,
+    SUM,
+)
 from .plan import FIVE, FLAT, STEP, WIDE, alone, stepping_models
 from .programs import (
     ENSEMBLING,
     HIGHER,
+    LBFGS,
     MNIST,
     OUR_ENSEMBLING,
+    OUR_LBFGS,
     OUR_MNIST,
     OUR_TRAIN_PY,
     THROUGH,
@@ -40,6 +66,7 @@ PROGRAM_TARGETS = {
     (OUR_MNIST, MNIST): 1.1,
     (OUR_ENSEMBLING, ENSEMBLING): 1.3,
     (THROUGH, HIGHER): 1.3,
+    (OUR_LBFGS, LBFGS): 1.0,
 }
 TRAIN_PY_TARGETS = {"fp32": 1.0, "fp16": 0.9}
 # Against that loop compiled: in each of the five, and their geometric mean.
@@ -65,6 +92,22 @@ COUPLED_MEMORY = {
     (OUR_PAIRS_FUNC, FULL_FUNC): 0.7,
     (TILED_HEAD, WHOLE_HEAD): 0.12,
 }
+# Of products with curvature: in gradients, and against curvlinops.
+COUPLED_TIME |= {
+    (HVP, GRADIENT): 4.0,
+    (COMPILED_HVP, GRADIENT): 2.5,
+    (HVP, THEIR_CUT_HVP): 1.0,
+    (WHOLE_HVP, THEIR_HVP): 1.0,
+    (GGNVP, GRADIENT): 3.0,
+    (COMPILED_GGNVP, GRADIENT): 2.0,
+    (GGNVP, THEIR_CUT_GGNVP): 1.0,
+    (WHOLE_GGNVP, THEIR_GGNVP): 1.0,
+}
+COUPLED_MEMORY |= {
+    (HVP, GRADIENT): 2.8,
+    (HVP, THEIR_HVP): 0.3,
+    (GGNVP, THEIR_GGNVP): 0.3,
+}
 # Of BatchNorm against the full batch: a chain, a ResNet-18.
 NORMS_TIME, NORMS_MEMORY = {"norms": 1.7, "resnet": 1.35}, {"norms": 0.5, "resnet": 0.75}
 # Of derivatives of derivatives, in microbatches against the whole batch.
@@ -79,7 +122,9 @@ for _nest, _target in NESTS_MEMORY.items():
         COUPLED_MEMORY[named(_nest, _maker), named(_nest, WHOLE)] = _target
 
 # Of gradients of single samples, and of many runs as one: a chunk of gradients, the sums, the next.
-SAMPLES_TIME = {(CLIPPED, HOOKS): 0.8, (AT_ONCE, ONE_BY_ONE): 0.1}
+SAMPLES_TIME = {(CLIPPED, HOOKS): 0.8, (AT_ONCE, ONE_BY_ONE): 0.1, (KERNEL, JACOBIANS): 1.1}
+GHOST_TARGETS = {"dense": 1.2, "tokens": 0.8, "grouped": 0.8}  # against Opacus' ghost clipping
+COUPLED_MEMORY[KERNEL, JACOBIANS] = 0.2
 SAMPLES_MEMORY = {(SUM, CONCAT): 0.01, (SUM, ONE_GRADIENT): WIDE.rows + 2.0}
 
 
@@ -105,6 +150,8 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return ACCELERATE_TARGETS[model]
     if (ours, theirs) == ("func step", HAND_STEP) and model in FUNC_TARGETS:
         return FUNC_TARGETS[model]
+    if (ours, theirs) in ((HVP, THEIR_HVP), (GGNVP, THEIR_GGNVP)) and width >= 256:
+        return 1.0  # narrower ones are cut for no reason but memory
     if ours == "func step" and model in stepping_models():
         return 1.10
     if ours in SAFE.values():
@@ -115,6 +162,8 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return compiled_target(theirs, model)
     if (ours, theirs) == (EXACT, FULL):
         return NORMS_TIME[model.kind]
+    if (ours, theirs) == (CLIPPED, GHOST):
+        return GHOST_TARGETS[model.kind]
     return (COUPLED_TIME | SAMPLES_TIME | PROGRAM_TARGETS).get((ours, theirs))
 
 

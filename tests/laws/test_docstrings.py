@@ -65,6 +65,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "pa.adamw": pa.adamw,
     "pa.from_torch": lambda: pa.from_torch(torch.optim.SGD),
     "pa.chain": lambda: pa.chain(pa.sgd()),
+    "pa.lbfgs": pa.lbfgs,
+    "pa.sam": lambda: pa.sam(pa.sgd()),
     "pa.partition": lambda: pa.partition({"": pa.sgd()}, str),
     "pa.clip_by_global_norm": lambda: pa.clip_by_global_norm(1.0),
     "pa.dynamic_loss_scale": pa.dynamic_loss_scale,

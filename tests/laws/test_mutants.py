@@ -280,6 +280,43 @@ KILLERS = {
     "windows merged without their rows": (
         "exact/test_windows.py::test_a_window_of_two_is_the_window_of_all[plain]"
     ),
+    "a product that counts by the vector": (
+        "exact/test_curvature.py::test_a_numerator_without_weight_adds_its_total[v0]"
+    ),
+    "the other factor of Gauss-Newton differentiated": (
+        "exact/test_curvature.py::test_any_cut_gives_the_same_bits[gauss-newton]"
+    ),
+    "a constant of a product under a transform": (
+        "bounds/test_curvature.py::test_transforms_around_a_product[gauss-newton-mlp]"
+    ),
+    "curvature of nothing zero": (
+        "exact/test_curvature.py::test_a_microbatch_without_weight_adds_nothing[fisher]"
+    ),
+    "threads push at once": "bounds/test_curvature.py::test_threads",
+    "an error that does not shrink": (
+        "bounds/test_curvature.py::test_estimates_are_as_near_as_they_say[hessian]"
+    ),
+    "conjugate gradients beyond the solution": (
+        "faults/test_curvature.py::test_a_step_that_is_not_taken_leaves_the_state"
+    ),
+    "outer products left out by multiplication": (
+        "exact/test_clipping.py::test_a_sample_that_is_not_finite_adds_exactly_nothing_and_is_seen"
+    ),
+    "norms of positions alone": (
+        "bounds/test_ghost_norms.py::test_norms_are_exact_where_what_positions_add_cancels"
+    ),
+    "a leaf used in an unseen way": (
+        "exact/test_layers.py::test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number"
+    ),
+    "a kernel without a mirror": (
+        "exact/test_gramian.py::test_any_blocks_have_the_bits_of_the_jacobians[of_numbers]"
+    ),
+    "steps remembered where the function curves downwards": (
+        "parity/test_lbfgs.py::test_every_call_has_the_bits_of_the_class[Rosenbrock-None]"
+    ),
+    "sam that does not look": (
+        "exact/test_looking_again.py::test_sam_is_a_step_by_the_gradient_uphill[sgd]"
+    ),
 }
 
 

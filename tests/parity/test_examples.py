@@ -64,6 +64,35 @@ def test_samples_with_wrong_labels_are_found() -> None:
     assert 2 * seen["plain"] < seen["clipped"]
 
 
+def test_samples_that_do_harm_are_found() -> None:
+    """The system is solved as far as it says, and wrong labels, a tenth, are among the worst."""
+    main = runpy.run_path(str(EXAMPLES / "influence.py"))["main"]
+    seen = main(rows=400, size=50, width=16, steps=40)
+    assert seen["off"] <= 1e-6
+    assert seen["found"] > 0.5 > 0.2 > seen["chance"]
+
+
+def test_a_network_is_less_sure_where_it_has_seen_nothing() -> None:
+    seen = runpy.run_path(str(EXAMPLES / "laplace.py"))["main"](rows=256, width=8, steps=100)
+    assert seen["near"] < seen["gap"]
+    assert seen["near"] < seen["far"]
+    assert seen["off"] < 1e-6
+
+
+def test_a_kernel_tells_images_apart() -> None:
+    seen = runpy.run_path(str(EXAMPLES / "ntk.py"))["main"](rows=40, new=20, channels=4)
+    assert seen["right"] > 0.5  # by chance a quarter
+    assert seen["off"] < torch.finfo(torch.float32).eps ** 0.5
+
+
+def test_tasks_that_disagree_are_learned_together() -> None:
+    example = runpy.run_path(str(EXAMPLES / "several_objectives.py"))
+    seen = example["main"](rows=256, size=64, width=16, steps=10)
+    assert seen["last"] < seen["first"]
+    assert seen["off"] < torch.finfo(torch.float64).eps ** 0.5
+    assert seen["memory"] < 0.5
+
+
 def test_fine_tuning_trains_what_it_says() -> None:
     seen = runpy.run_path(str(EXAMPLES / "fine_tuning.py"))["main"](steps=10, rows=96)
     assert seen["apart"] < 2**-14  # AdamW divides by the root of small numbers

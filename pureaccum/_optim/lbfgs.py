@@ -1,0 +1,396 @@
+"""L-BFGS: steps along the direction that the last gradients tell, over a function of the batch.
+
+    remember    s, y = the last move, and the change of the gradient over it
+    direction   d = -H @ gradient, by two loops over the moves and changes that are remembered
+    length      t, the learning rate, or by a line search that begins there
+    move        params = params + t * d
+
+Operations come in the order of ``torch.optim.LBFGS``, on flat vectors as there, so that in float64
+parameters are bit for bit the same. What decides is a number of the host, in float64.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import (
+    Flat,
+    Tree,
+    accumulation_dtype,
+    any_tangent,
+    check_choice,
+    check_int,
+    check_number,
+    check_state,
+    copies,
+    flatten,
+    foreach_add_,
+    hand_over,
+    loadable,
+    outside_inference_mode,
+    read_params,
+    refuse_sharded,
+    transform_active,
+    tree_leaves,
+    unflatten,
+)
+from .from_torch import DTYPES
+from .line_search import Point, divide, strong_wolfe
+from .sam import Minimizer, asked, check_function, plainly
+from .schedules import check_held, check_kept, check_rate, rate_at
+from .update import Rate
+
+
+@loadable
+class LBFGSState(NamedTuple):
+    """The state of L-BFGS.
+
+    Attributes:
+        steps: How many calls were applied.
+        iterations: How many directions they took.
+        evaluations: How often they asked for gradients.
+        lr: The learning rate if it is a number, else ``()``.
+        value: The value at the params that the last call was given; NaN before the first.
+        applied: Whether the last call was applied. It was not where value, gradient or learning
+            rate was not finite, or where the first line search found no lower value.
+        gradient: The gradient, flat, where the last iteration began.
+        move: What it added to the parameters, flat.
+        moves: The moves that are remembered, the newest last; zeros where there are fewer.
+        changes: The change of the gradient over each of them.
+        weights: One over the product of each move with its change, 0 where there is none.
+        scale: What the gradient is multiplied with between the two loops.
+    """
+
+    steps: Tensor
+    iterations: Tensor
+    evaluations: Tensor
+    lr: Any
+    value: Tensor
+    applied: Tensor
+    gradient: Tensor
+    move: Tensor
+    moves: tuple[Tensor, ...]
+    changes: tuple[Tensor, ...]
+    weights: Tensor
+    scale: Tensor
+
+
+class Rules(NamedTuple):
+    """When a call ends, and how it finds the length of a step."""
+
+    max_iter: int
+    max_eval: int
+    tolerance_grad: float
+    tolerance_change: float
+    history_size: int
+    searches: bool
+
+
+def lbfgs(
+    lr: Rate = 1.0,
+    max_iter: int = 20,
+    max_eval: int | None = None,
+    tolerance_grad: float = 1e-7,
+    tolerance_change: float = 1e-9,
+    history_size: int = 10,
+    line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
+) -> Minimizer:
+    """``torch.optim.LBFGS`` as a pair of pure functions, over a function of the whole batch.
+
+    The rule, for at most ``max_iter`` iterations a call, g being the gradient at params::
+
+        d = -H @ g  # H from the last moves, and the changes of g over them
+        t = lr  # in the first iteration of a run min(1, 1 / sum(|g|)) * lr
+        t = strong_wolfe(func, params, d, t)  # with a line search
+        params = params + t * d
+
+    Within a call the function has to be the same: of the whole batch, as ``grad_and_value`` gives
+    it in the memory of one microbatch, and without dropout. In float64 the parameters are those of
+    torch's class to the bit. As there, the host looks at numbers to decide, and waits for a device;
+    under vmap, torch.func and torch.compile that is an error. Ranks whose functions give the same
+    numbers decide the same.
+
+    Where only ``max_iter`` ends calls and no search is cut short, n calls of one iteration are one
+    call of n, bit for bit; each evaluates once more, where it begins.
+
+    Args:
+        lr: A float, a tensor or a schedule: see ``sgd``. A line search begins there.
+        max_iter: Iterations a call, at most.
+        max_eval: Evaluations a call, after which no iteration begins and no search goes on; by
+            default ``max(25, max_iter * 5 // 4)``. torch's is 1 where ``max_iter`` is.
+        tolerance_grad: A call ends where no number of the gradient is larger.
+        tolerance_change: A call ends where neither value nor parameters change by more.
+        history_size: How many pairs are remembered, each of twice the size of the parameters.
+            torch's default is 100.
+        line_search_fn: ``"strong_wolfe"``, or None for steps of ``lr``, torch's default.
+
+    Returns:
+        ``init(params) -> state`` and ``apply(func, state, params) -> (params, state)``, where
+        ``func(params)`` gives ``(grads, value)``.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import grad_and_value
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 7.0]])
+        >>> y = torch.tensor([5.0, 11.0, 19.0])
+        >>> fn = grad_and_value(lambda w, b: ((b[0] @ w - b[1]) ** 2).mean(), microbatch_size=2)
+        >>> opt, w = lbfgs(), torch.zeros(2)
+        >>> w, state = opt.apply(lambda w: fn(w, (x, y)), opt.init(w), w)
+        >>> w, state.value
+        (tensor([1.0000, 2.0000]), tensor(169., dtype=torch.float64))
+
+    References:
+        Liu and Nocedal, `On the limited memory BFGS method
+        <https://doi.org/10.1007/BF01589116>`_, 1989; `torch.optim.LBFGS
+        <https://docs.pytorch.org/docs/stable/generated/torch.optim.LBFGS.html>`_
+    """
+    lr, many = check_rate(lr), "an int of at least 1"
+    max_iter = check_int(max_iter, "max_iter", many, 1)
+    most = max(25, max_iter * 5 // 4) if max_eval is None else max_eval
+    check_choice(line_search_fn, ("strong_wolfe", None), "line_search_fn")
+    rules = Rules(
+        max_iter=max_iter,
+        max_eval=check_int(most, "max_eval", many, 1),
+        tolerance_grad=check_number(tolerance_grad, "tolerance_grad"),
+        tolerance_change=check_number(tolerance_change, "tolerance_change"),
+        history_size=check_int(history_size, "history_size", many, 1),
+        searches=line_search_fn is not None,
+    )
+
+    def init(params: Tree) -> LBFGSState:
+        """The state before the first step, with zeros for all that will be remembered."""
+        leaves, spec = _read(params)
+        held: Any = ()
+        if isinstance(lr, float):
+            check_held(lr, leaves, spec)
+            held = _number(lr)
+        zeros = partial(torch.zeros, _size(leaves), dtype=_dtype(leaves), device=leaves[0].device)
+        size = rules.history_size
+        return LBFGSState(
+            steps=_number(0),
+            iterations=_number(0),
+            evaluations=_number(0),
+            lr=held,
+            value=_number(math.nan),
+            applied=_number(False),
+            gradient=zeros(),
+            move=zeros(),
+            moves=tuple(zeros() for _ in range(size)),
+            changes=tuple(zeros() for _ in range(size)),
+            weights=torch.zeros(size, dtype=torch.float64, device="cpu"),
+            scale=_number(1.0),
+        )
+
+    def apply(
+        func: Callable[[Tree], Any], state: LBFGSState, params: Tree, *, donate: bool = False
+    ) -> tuple[Tree, LBFGSState]:
+        """The params after some iterations, and the state."""
+        check_function(func, "lbfgs")
+        flat = _read(params)
+        _check(state, flat[0], lr, rules)
+        with outside_inference_mode(), plainly():
+            rate = state.lr if isinstance(lr, float) else rate_at(lr, state.steps)
+            new = _minimized(func, state, flat, float(rate), rules)
+            leaves, spec = flatten(new)
+            old = [*flat[0], *tree_leaves(state)]
+            if donate:
+                return unflatten(spec, hand_over(old, leaves))
+            held = {*map(id, old)}
+            return unflatten(spec, [x.clone() if id(x) in held else x for x in leaves])
+
+    return Minimizer(init, apply)
+
+
+def _read(params: Tree) -> Flat:
+    """The parameters, taken apart, if L-BFGS can work with them here."""
+    leaves, spec = read_params(params)
+    way_out = "sgd, adam, adamw and sam can."
+    refuse_sharded(
+        leaves, "params", f"lbfgs, which keeps flat vectors, cannot take them: {way_out}"
+    )
+    if transform_active() or any_tangent(leaves):
+        raise RuntimeError(
+            "lbfgs cannot run under a torch.func transform, vmap, torch.compile or forward AD: it "
+            f"decides by numbers, which the host reads. {way_out}"
+        )
+    return leaves, spec
+
+
+def _check(state: Any, leaves: list[Tensor], lr: Any, rules: Rules) -> None:
+    """Check that a state is one of these settings and of these params."""
+    check_state(state, LBFGSState, "lbfgs")
+    check_kept(lr, state.lr, "state")
+    if len(state.moves) != rules.history_size:
+        raise ValueError(
+            f"state remembers {len(state.moves)} moves, but this optimizer was made with "
+            f"history_size={rules.history_size}. A state of another configuration?"
+        )
+    came = len(state.move), state.move.dtype, state.move.device
+    expected = _size(leaves), _dtype(leaves), leaves[0].device
+    if came != expected:
+        raise ValueError(
+            f"state.move is {came[0]} numbers in {came[1]} on {came[2]}; these params have "
+            f"{expected[0]} in {expected[1]} on {expected[2]}. A state belongs to the params that "
+            "it was made from by init."
+        )
+
+
+# Iterations ------------------------------------------------------------------------------------
+
+
+def _minimized(
+    func: Callable[[Tree], Any], state: LBFGSState, given: Flat, rate: float, rules: Rules
+) -> tuple[Tree, LBFGSState]:
+    """The next params and state; what stays as it was are the old tensors themselves."""
+    x, spec = given
+    evaluations = 0
+
+    def ask(leaves: list[Tensor]) -> tuple[float, Tensor]:
+        nonlocal evaluations
+        evaluations += 1
+        grads, value = asked(func, leaves, given)
+        return float(value), _joined(grads, x)
+
+    def point(d: Tensor, pieces: list[Tensor], t: Any) -> Point:
+        value, gradient = ask(_moved(x, pieces, float(t)))
+        slope = _on_host(gradient.dot(d))  # not finite where any number of the gradient is not
+        finite = math.isfinite(value) and math.isfinite(slope)
+        return Point(t, value if finite else math.inf, gradient, slope)
+
+    value, gradient = ask(copies([x])[0])
+    first, steepest = value, _largest(gradient)
+    applied = all(map(math.isfinite, (value, steepest, rate)))
+    begins = applied and rate > 0 and steepest > rules.tolerance_grad
+    iterations, before, move = int(state.iterations), state.gradient, state.move
+    for n in range(1, rules.max_iter + 1 if begins else 1):
+        t = rate
+        if iterations:
+            state = _remember(state, move, gradient - before)
+        else:
+            t *= min(1.0, 1.0 / _on_host(gradient.abs().sum()))
+        d = _direction(state, gradient)
+        start = end = Point(0, value, gradient, _on_host(gradient.dot(d)))
+        pieces = _pieces(d, x)
+        if start.slope <= -rules.tolerance_change:
+            at = partial(point, d, pieces)
+            if rules.searches:
+                most = rules.max_eval - evaluations
+                end = strong_wolfe(at, start, t, _largest(d), most)
+            elif n == rules.max_iter:
+                end = start._replace(t=t)  # as in torch, nobody looks there
+            elif (there := at(t)).value < math.inf:
+                end = there
+        if end.t > 0:
+            t = float(end.t)
+            x, move = _moved(x, pieces, t), d.mul_(t)
+        else:  # and it was at a minimum, or found no way from where this call began
+            move = torch.zeros_like(d)
+            applied = n > 1 or bool(abs(start.slope) < rules.tolerance_change)
+        iterations, before, value, gradient = iterations + 1, gradient, end.value, end.gradient
+        if (
+            n == rules.max_iter
+            or evaluations >= rules.max_eval
+            or _largest(gradient) <= rules.tolerance_grad
+            or _largest(move) <= rules.tolerance_change
+            or abs(value - start.value) < rules.tolerance_change
+        ):
+            break
+
+    return unflatten(spec, x), state._replace(
+        steps=state.steps + applied,
+        iterations=_number(iterations),
+        evaluations=state.evaluations + evaluations,
+        value=_number(first),
+        applied=_number(applied),
+        gradient=before,
+        move=move,
+    )
+
+
+def _remember(state: LBFGSState, move: Tensor, change: Tensor) -> LBFGSState:
+    """The state with one more pair, in place of the oldest, if the function curves upwards."""
+    product = change.dot(move).item()
+    scale = divide(product, change.dot(change).item()) if product > 1e-10 else 0.0
+    if not 0 < scale < math.inf:  # it curves downwards, or numbers overflowed
+        return state
+    return state._replace(
+        moves=(*state.moves[1:], move),
+        changes=(*state.changes[1:], change),
+        weights=torch.cat([state.weights[1:], _number(1.0 / product).view(1)]),
+        scale=_number(scale),
+    )
+
+
+def _direction(state: LBFGSState, gradient: Tensor) -> Tensor:
+    """Minus the approximate inverse of the Hessian times the gradient."""
+    d = gradient.neg()
+    every = zip(state.moves, state.changes, state.weights.tolist(), strict=True)
+    pairs = [(move, change, weight) for move, change, weight in every if weight]
+    factors: list[float] = []
+    for move, change, weight in reversed(pairs):
+        factors.append(move.dot(d).item() * weight)
+        d.add_(change, alpha=-factors[-1])
+    d.mul_(state.scale.item())
+    for move, change, weight in pairs:
+        d.add_(move, alpha=factors.pop() - change.dot(d).item() * weight)
+    return d
+
+
+# Numbers and vectors ---------------------------------------------------------------------------
+
+
+def _largest(x: Tensor) -> float:
+    """The largest of all numbers without their signs; NaN where there is one."""
+    if not x.numel():
+        return 0.0
+    least, most = torch.stack(torch.aminmax(x)).tolist()  # half the time of x.abs().max()
+    return max(-least, most)
+
+
+def _joined(tensors: list[Tensor], like: list[Tensor]) -> Tensor:
+    """One vector of what is shaped like some leaves; complex numbers are pairs."""
+    device, dtype = like[0].device, _dtype(like)
+    pairs = zip(tensors, like, strict=True)
+    parts = [_real(x.to(y.dtype) if y.is_complex() else x) for x, y in pairs]
+    return torch.cat([x.reshape(-1).to(device, dtype) for x in parts])
+
+
+def _pieces(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """What of a vector belongs to each leaf."""
+    real = [_real(x) for x in like]
+    parts = zip(vector.split([x.numel() for x in real]), real, strict=True)
+    return [part.view(x.shape).to(x.device) for part, x in parts]
+
+
+def _moved(x: list[Tensor], pieces: list[Tensor], t: float) -> list[Tensor]:
+    """Leaves moved by ``t`` times their pieces, as new tensors."""
+    (new,) = copies([x])
+    foreach_add_([_real(y) for y in new], pieces, alpha=t)
+    return new
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _size(leaves: list[Tensor]) -> int:
+    return sum(_real(x).numel() for x in leaves)
+
+
+def _dtype(leaves: list[Tensor]) -> torch.dtype:
+    """The real dtype that holds the numbers of all leaves."""
+    dtypes = (accumulation_dtype(x.real.dtype) for x in leaves)
+    return reduce(torch.promote_types, dtypes)
+
+
+def _on_host(scalar: Tensor) -> Tensor:
+    return scalar.to("cpu", torch.float64)
+
+
+def _number(value: float) -> Tensor:
+    """A number of the host as a 0-d tensor, which stays there."""
+    return torch.full((), value, dtype=DTYPES[type(value)], device="cpu")

@@ -1,0 +1,111 @@
+"""The line search of L-BFGS: how far to go along a direction that leads down.
+
+Rule: first until two points have between them one that is low and flat enough, then by dividing
+what lies between them, at the lowest point of the cubic that both tell. That is torch's search,
+operation by operation, and with tensors where it has tensors: they divide and take roots in their
+own way, up to the last place. A point that is not finite is infinitely high.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+# A point is low enough where it lies below a line of a ten-thousandth of the first slope, and flat
+# enough where its own slope is nine tenths of that or less: the strong Wolfe conditions. What lies
+# between two points is not divided any more where no parameter would change by so much.
+LOW, FLAT, NARROW = 1e-4, 0.9, 1e-9
+
+
+class Point(NamedTuple):
+    """A point on the line ``params + t * d``; its slope is that along ``d``.
+
+    Attributes:
+        t: A number, or a 0-d tensor.
+        value: The value there.
+        gradient: The gradient there.
+        slope: A 0-d tensor in float64, on the host.
+    """
+
+    t: Any
+    value: float
+    gradient: Tensor
+    slope: Tensor
+
+
+def strong_wolfe(
+    at: Callable[[Any], Point], start: Point, t: Any, reach: float, most: int
+) -> Point:
+    """A point that is lower and where the slope is small, or the lowest that was seen.
+
+    Args:
+        at: Evaluates the point at some ``t``.
+        start: The point at 0, from where the line goes down.
+        t: Where to look first.
+        reach: The largest number of the direction.
+        most: How many points may be looked at after the first.
+    """
+
+    def too_high(point: Point) -> bool:
+        return bool(point.value > start.value + LOW * point.t * start.slope)
+
+    def flat(point: Point) -> bool:
+        return bool(abs(point.slope) <= -FLAT * start.slope)
+
+    # Go on until two points have such a point between them.
+    last, point, n = start, at(t), 0
+    while n < most and not (too_high(point) or (n > 1 and point.value >= last.value)):
+        if flat(point):
+            return point
+        if point.slope >= 0:
+            break
+        t = _lowest_of_cubic(last, point, point.t + 0.01 * (point.t - last.t), point.t * 10)
+        last, point, n = point, at(t), n + 1
+    ends = [start if n >= most else last, point]
+
+    # Divide what lies between them.
+    low, slow = 0 if ends[0].value <= ends[1].value else 1, False
+    while n < most:
+        left, right = sorted((ends[0].t, ends[1].t))
+        if (right - left) * reach < NARROW:
+            break
+        t = _lowest_of_cubic(ends[0], ends[1], left, right)
+        # Near an end for the second time, or at the end: a tenth of the way from it.
+        edge, near = 0.1 * (right - left), min(right - t, t - left)
+        if near < edge and (slow or t >= right or t <= left):
+            t, slow = right - edge if abs(t - right) < abs(t - left) else left + edge, False
+        else:
+            slow = near < edge
+        point, n = at(t), n + 1
+        if too_high(point) or point.value >= ends[low].value:
+            ends[1 - low] = point
+            low = 0 if ends[0].value <= ends[1].value else 1
+            continue
+        if flat(point):
+            return point
+        if point.slope * (ends[1 - low].t - ends[low].t) >= 0:
+            ends[1 - low] = ends[low]
+        ends[low] = point
+    return ends[low]
+
+
+def _lowest_of_cubic(a: Point, b: Point, least: Any, most: Any) -> Any:
+    """Where the cubic through two points with these slopes is lowest, between two bounds."""
+    if a.t > b.t:
+        a, b = b, a
+    d1 = a.slope + b.slope - divide(3 * (a.value - b.value), a.t - b.t)
+    square = d1 * d1 - a.slope * b.slope
+    if square >= 0:
+        d2 = square.sqrt()
+        part = (b.slope + d2 - d1) / (b.slope - a.slope + 2 * d2)
+        t = min(max(b.t - (b.t - a.t) * part, least), most)
+        if not math.isnan(t):
+            return t
+    return (least + most) / 2.0
+
+
+def divide(a: float, b: Any) -> Any:
+    """``a / b``, by zero too."""
+    return a / b if b else a * math.copysign(math.inf, b)

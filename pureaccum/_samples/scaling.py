@@ -1,0 +1,97 @@
+"""What a sample's gradient is multiplied by: numbers that follow from the norms of its parts.
+
+    factor = scaling(norm)        one for all of a gradient, or one for each part of it
+    keep   = norm is finite       where a part is clipped; and the sample has a weight
+
+What is not kept is left out, and never multiplied by zero: it may be NaN.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import NAMESPACE, Tree, on_host, tree_leaves, tree_map
+from .._core import counts, quotient
+from .._optim import GradientMap
+
+
+Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] | None
+
+
+class Clip(NamedTuple):
+    """A transform: scale each part of a gradient by its norm; one that is not finite adds nothing.
+
+    A part is all that lies below one leaf of a tree that is a prefix of params.
+    """
+
+    order: Tree  # that tree, whose leaves are the numbers of the parts
+    scalings: list[Callable[[Tensor], Tensor]]  # by what a part of a norm is multiplied
+
+
+def parts_of(transform: Transform | Clip, params: Tree) -> list[list[int]]:
+    """The leaves of each part that is scaled by a norm of its own: all, unless it is said."""
+    if not isinstance(transform, Clip):
+        return [[*range(len(tree_leaves(params)))]]
+
+    def of_part(k: int, below: Tree) -> list[int]:
+        return [k] * len(tree_leaves(below))
+
+    try:
+        of = tree_leaves(tree_map(of_part, transform.order, params))
+    except ValueError as error:
+        first = optree.prefix_errors(transform.order, params, namespace=NAMESPACE)[0]("max_norm")
+        raise ValueError(
+            "max_norm is a tree of numbers that is no prefix of params: a number in it is for all "
+            "that lies below, and a tree in it has the keys that params have there. optree said: "
+            f"{' '.join(str(first).split())}"
+        ) from error
+    return [[i for i, part in enumerate(of) if part == k] for k in range(len(transform.scalings))]
+
+
+def norms_as_tree(transform: Transform | Clip, norms: list[Tensor]) -> Tree:
+    """The norms of parts as a user has them: one, or a tree like the prefix."""
+    if not isinstance(transform, Clip):
+        return norms[0]
+    return tree_map(lambda k: norms[k], transform.order)
+
+
+def scaled_and_kept(
+    norms: list[Tensor],
+    value: Tensor,
+    weight: Tensor | tuple[()],
+    transform: Transform | Clip,
+    parts: list[list[int]],
+) -> tuple[Tensor | tuple[()], Tensor | tuple[()]]:
+    """By what the gradients of samples are multiplied, and which of them are kept."""
+    keep = counts(value, weight) if isinstance(weight, Tensor) else None
+    if isinstance(transform, Clip):
+        for norm in norms:
+            finite = ((norm - norm) == 0).to(value.device)
+            keep = finite if keep is None else keep & finite
+    factors = [scaling(x) for scaling, x in zip(scalings_of(transform), norms, strict=False)]
+    if not factors:
+        factor: Tensor | tuple[()] = ()
+    elif len(factors) == 1:
+        (factor,) = factors
+    else:
+        of = {i: factors[k].to(value.device) for k, part in enumerate(parts) for i in part}
+        factor = torch.stack([of[i] for i in range(len(of))], -1)
+    if keep is None or on_host(keep.all())[0] is True:
+        return factor, ()
+    if isinstance(factor, Tensor):  # NaN where the gradient is NaN
+        at = keep.to(factor.device)
+        factor = torch.where(at if factor.dim() == 1 else at.unsqueeze(-1), factor, 0.0)
+    return factor, keep
+
+
+def scalings_of(transform: Transform | Clip) -> list[Callable[[Tensor], Tensor]]:
+    """What each part is multiplied by, as a function of its norm, if a transform is no more."""
+    if transform == "normalize":
+        return [lambda norm: quotient(1.0, torch.where(norm > 0, norm, 0.0))]
+    if isinstance(transform, Clip):
+        return transform.scalings
+    factor = transform.factor if isinstance(transform, GradientMap) else None
+    return [] if factor is None else [factor]

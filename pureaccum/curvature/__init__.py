@@ -1,0 +1,21 @@
+"""Curvature of a loss over a batch, as products with a vector, in the memory of one microbatch.
+
+``products`` are what all else takes: of the Hessian, of Gauss-Newton, of the Fisher matrix.
+``estimates`` draw a diagonal or a trace from them, ``cg`` solves for what they map to a vector, and
+``operator`` writes them with ``@`` and hands them to SciPy.
+"""
+
+from .._base import make_public as _make_public
+from .cg import CG as CG
+from .cg import CGState as CGState
+from .cg import cg as cg
+from .estimates import Estimate as Estimate
+from .estimates import diagonal as diagonal
+from .estimates import trace as trace
+from .operator import Operator as Operator
+from .products import fisher_vp as fisher_vp
+from .products import ggnvp as ggnvp
+from .products import hvp as hvp
+
+
+_make_public(globals(), __name__)

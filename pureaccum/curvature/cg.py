@@ -1,0 +1,242 @@
+"""Conjugate gradients: solve ``product(x) + damping * x = b`` for trees.
+
+    q = product(p) + damping * p
+    a = <r, z> / <p, q>
+    x, r = x + a p, r - a q
+    z, before = preconditioner(r), z
+    p = z + <r, z> / <before r, before> p
+
+A step is a function of the state, which can be saved after any of them. Numbers by which trees are
+multiplied are added up in float64, since they decide everything, and cost nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import (
+    Tree,
+    as_scalar_of,
+    check_fits,
+    check_int,
+    check_number,
+    check_state,
+    flatten,
+    global_norm,
+    loadable,
+    read_params,
+    tree_map,
+    unflatten,
+)
+from .derivatives import inner
+
+
+@loadable
+class CGState(NamedTuple):
+    """Where a solution stands.
+
+    Attributes:
+        x: The solution so far.
+        residual: b - product(x) - damping * x, as it follows from the steps.
+        direction: The direction of the next step.
+        energy: <residual, preconditioner(residual)>, float64.
+        norm: |residual|, float64.
+        target: The norm at which x is a solution, float64.
+        curvature: <p, product(p) + damping * p> of the direction p of the last step, float64; where
+            it is not above zero that step was not taken, and none will be.
+        steps: How many steps were taken.
+
+    Example:
+        >>> import torch
+        >>> solver = cg(lambda v: 2 * v)
+        >>> state = solver.run(solver.init(torch.tensor([2.0, 4.0])))
+        >>> state.x, state.steps
+        (tensor([1., 2.]), tensor(1))
+
+    References:
+        ``cg``, which makes it.
+    """
+
+    x: Tree
+    residual: Tree
+    direction: Tree
+    energy: Tensor
+    norm: Tensor
+    target: Tensor
+    curvature: Tensor
+    steps: Tensor
+
+
+class CG(NamedTuple):
+    """The three functions that ``cg`` makes.
+
+    Attributes:
+        init: ``init(b, x=None)`` gives the state before the first step; ``x`` is where to begin,
+            zero where it is left out.
+        update: ``update(state)`` takes one step; a state that is solved, or whose curvature is not
+            positive, comes back as it is.
+        run: ``run(state, steps=None)`` takes steps until the state is solved, at most so many. It
+            looks at numbers, and so waits for a device. Without a number of steps it raises an
+            ``ArithmeticError`` where ten for every number of b do not solve it.
+    """
+
+    init: Callable[..., CGState]
+    update: Callable[[CGState], CGState]
+    run: Callable[..., CGState]
+
+
+def cg(  # noqa: D417
+    product: Callable[[Tree], Tree],
+    *,
+    damping: float = 0.0,
+    preconditioner: Callable[[Tree], Tree] | None = None,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+) -> CG:
+    """Solve a positive definite system of which only products are known.
+
+    The rule::
+
+        product(x) + damping * x = b        until |residual| <= max(rtol * |b|, atol)
+
+    A matrix that is not positive definite is found out where a step meets it: then ``run`` raises
+    an ``ArithmeticError``, and ``update`` leaves x where it was. A Hessian is positive definite
+    near a minimum at most; Gauss-Newton and Fisher matrices are with some damping.
+
+    Args:
+        product: ``product(v)`` gives a tree like ``v``, of a symmetric matrix that is always the
+            same: ``lambda v: ggnvp(...)(params, batch, v)``.
+        damping: What is added to the diagonal.
+        preconditioner: ``preconditioner(r)`` gives a tree like ``r``: something like the inverse of
+            the matrix, symmetric and positive definite itself.
+        rtol, atol: When to stop.
+
+    Returns:
+        ``init(b, x=None)``, ``update(state)`` and ``run(state, steps=None)``; the solution is
+        ``state.x``.
+
+    Example:
+        >>> solver = cg(lambda v: torch.tensor([[4.0, 1.0], [1.0, 3.0]]) @ v)
+        >>> state = solver.init(torch.tensor([1.0, 2.0]))
+        >>> state = solver.update(state)  # torch.save it here, if you like
+        >>> solver.run(state).x
+        tensor([0.0909, 0.6364])
+
+    References:
+        Hestenes and Stiefel, `Methods of conjugate gradients for solving linear systems
+        <https://doi.org/10.6028/jres.049.044>`_, 1952.
+    """
+    damping = check_number(damping, "damping")
+    rtol, atol = check_number(rtol, "rtol"), check_number(atol, "atol")
+
+    def times(direction: Tree) -> list[Tensor]:
+        given, spec = flatten(direction)
+        found = _like(product(direction), given, spec, "what product gave")
+        return [q + damping * p if damping else q for q, p in zip(found, given, strict=True)]
+
+    def conditioned(residual: Tree) -> list[Tensor]:
+        given, spec = flatten(residual)
+        if preconditioner is None:
+            return given
+        return _like(preconditioner(residual), given, spec, "what preconditioner gave")
+
+    def init(b: Tree, x: Tree | None = None) -> CGState:
+        leaves, spec = read_params(b, "b")
+        if x is None:
+            x, residual = tree_map(torch.zeros_like, b), tree_map(torch.clone, b)
+        else:
+            given = _like(x, leaves, spec, "x")
+            x = unflatten(spec, [each.clone() for each in given])
+            pairs = zip(leaves, times(x), strict=True)
+            residual = unflatten(spec, [one - other for one, other in pairs])
+        z = conditioned(residual)
+        norm = inner(leaves, leaves, torch.float64).sqrt()
+        return CGState(
+            x=x,
+            residual=residual,
+            direction=unflatten(spec, [each.clone() for each in z]),
+            energy=inner(flatten(residual)[0], z, torch.float64),
+            norm=global_norm(residual).double(),
+            target=(rtol * norm).clamp(min=atol),
+            curvature=torch.full_like(norm, torch.inf),
+            steps=torch.zeros_like(norm, dtype=torch.int64),
+        )
+
+    def update(state: CGState) -> CGState:
+        check_state(state, CGState, "cg")
+        xs, spec = flatten(state.x)
+        rs, ps = flatten(state.residual)[0], flatten(state.direction)[0]
+        qs = times(state.direction)
+        curvature = inner(ps, qs, torch.float64)
+        goes = (state.norm > state.target) & (state.curvature > 0)
+        curvature = torch.where(goes, curvature, state.curvature)
+        goes = goes & (curvature > 0)
+        length = state.energy / torch.where(goes, curvature, 1.0)
+        residual = unflatten(spec, _plus(rs, -length, qs))
+        zs = conditioned(residual)
+        energy = inner(flatten(residual)[0], zs, torch.float64)
+        ratio = energy / torch.where(goes, state.energy, 1.0)
+        new = CGState(
+            x=unflatten(spec, _plus(xs, length, ps)),
+            residual=residual,
+            direction=unflatten(spec, _plus(zs, ratio, ps)),
+            energy=energy,
+            norm=global_norm(residual).double(),
+            target=state.target,
+            curvature=curvature,
+            steps=state.steps + goes,
+        )
+        # Selected, and never multiplied: what is not taken may not be finite.
+        kept = tree_map(lambda a, b: torch.where(goes.to(a.device), a, b), new, state)
+        return kept._replace(curvature=curvature)
+
+    def run(state: CGState, steps: int | None = None) -> CGState:
+        check_state(state, CGState, "cg")
+        numbers = sum(x.numel() for x in flatten(state.x)[0])
+        most = 10 * numbers if steps is None else check_int(steps, "steps", "an int from 0", 0)
+        while most > 0 and _unsolved(state):
+            state, most = update(state), most - 1
+        if _unsolved(state) and steps is None:
+            raise ArithmeticError(
+                f"{int(state.steps)} steps of conjugate gradients left a residual of "
+                f"{float(state.norm):.3g}, and {float(state.target):.3g} was wanted. The matrix is "
+                "badly conditioned for its precision, not symmetric, or not the same each time (a "
+                "loss with random numbers): float64, damping, a preconditioner or a larger rtol "
+                "help the first. run(state, steps=...) returns what there is."
+            )
+        return state
+
+    return CG(init, update, run)
+
+
+def _unsolved(state: CGState) -> bool:
+    """Whether there is more to do, or an error where nothing can be done."""
+    norm, target, curvature = float(state.norm), float(state.target), float(state.curvature)
+    if norm <= target:
+        return False
+    if norm != norm or curvature != curvature or abs(norm) == torch.inf:
+        raise ArithmeticError(
+            f"step {int(state.steps)} of conjugate gradients met inf or NaN: in b, in x, or in "
+            "what product gave. A batch without weight has no curvature, and gives NaN."
+        )
+    if curvature <= 0 or float(state.energy) <= 0:
+        what = f"<p, A p> is {curvature:.3g}" if curvature <= 0 else "<r, M r> is not positive"
+        whose = "matrix" if curvature <= 0 else "preconditioner"
+        raise ArithmeticError(
+            f"step {int(state.steps) + 1} of conjugate gradients: {what}, so the {whose} is not "
+            "positive definite, and there is nothing to converge to. A Hessian away from a "
+            "minimum? Take ggnvp or fisher_vp, or more damping."
+        )
+    return True
+
+
+def _plus(xs: Sequence[Tensor], by: Tensor, ys: Sequence[Tensor]) -> list[Tensor]:
+    return [x + as_scalar_of(x, by) * y for x, y in zip(xs, ys, strict=True)]
+
+
+def _like(tree: Tree, like: Sequence[Tensor], spec: Any, name: str) -> list[Tensor]:
+    leaves, came = flatten(tree)
+    check_fits(leaves, came, like, spec, (name, "b"), "All vectors of a system are like b.")
+    return leaves

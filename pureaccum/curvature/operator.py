@@ -1,0 +1,111 @@
+"""A product with a vector, written as a matrix."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import Tree, flatten, paths, read_params, unflatten
+
+
+class Operator(NamedTuple):
+    """A linear map of trees like params to trees like params, written with ``@``.
+
+    The rule::
+
+        operator @ v = product(v)        # flat: the leaves of v one after the other, as one vector
+
+    Attributes:
+        product: ``product(v)`` gives a tree like ``v``.
+        like: A tree like ``v``, such as params.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum.curvature import hvp
+        >>> params, batch = {"w": torch.ones(2)}, torch.tensor([[1.0, 2.0], [3.0, 1.0]])
+        >>> product = hvp(lambda params, x: (x @ params["w"]).square().mean(), microbatch_size=1)
+        >>> hessian = Operator(lambda v: product(params, batch, v)[1], params)
+        >>> hessian @ {"w": torch.tensor([1.0, 0.0])}
+        {'w': tensor([10.,  5.])}
+        >>> hessian @ torch.eye(2)
+        tensor([[10.,  5.],
+                [ 5.,  5.]])
+
+    References:
+        `scipy.sparse.linalg.LinearOperator
+        <https://docs.scipy.org/doc/scipy/reference/generated/scipy.sparse.linalg.LinearOperator.html>`_,
+        for SciPy's eigenvalues and solvers; Dangel et al., `curvlinops
+        <https://github.com/f-dangel/curvlinops>`_
+    """
+
+    product: Callable[[Tree], Tree]
+    like: Tree
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        n = sum(x.numel() for x in read_params(self.like, "like")[0])
+        return n, n
+
+    def __matmul__(self, v: Tree) -> Tree:
+        """The product with a tree, with a flat vector, or with the columns of a matrix."""
+        leaves, spec = read_params(self.like, "like")
+        if not isinstance(v, Tensor) or (len(leaves) == 1 and v.shape == leaves[0].shape):
+            return self.product(v)
+        n, _ = self.shape
+        if v.dim() not in (1, 2) or len(v) != n:
+            raise ValueError(
+                f"the operator is {n} × {n}, and was multiplied by a tensor of shape "
+                f"{tuple(v.shape)}; expected a tree like {paths(spec, 'like')}, a vector ({n},) or "
+                f"a matrix ({n}, k)."
+            )
+        columns = v.unsqueeze(1) if v.dim() == 1 else v
+        found = [_flat(self.product(unflatten(spec, _split(x, leaves)))) for x in columns.T]
+        out = torch.stack(found, 1) if found else v.clone()
+        return out.to(v.dtype).view(v.shape)
+
+    def to_scipy(self) -> Any:
+        """The same as a ``scipy.sparse.linalg.LinearOperator``, symmetric and of real numbers.
+
+        Returns:
+            A LinearOperator, in the widest dtype of the leaves; it copies vectors to where the
+            first leaf lies, and back.
+        """
+        leaves, spec = read_params(self.like, "like")
+        for name, x in zip(paths(spec, "like"), leaves, strict=True):
+            if x.is_complex():
+                raise TypeError(
+                    f"{name} is {x.dtype}; the curvature of a real loss is linear in its real and "
+                    "imaginary parts, and not in the complex number, so SciPy has no such operator."
+                )
+        try:
+            from scipy.sparse.linalg import LinearOperator  # pyright: ignore
+        except ImportError as error:
+            raise ImportError("to_scipy() needs SciPy: pip install 'pureaccum[scipy]'.") from error
+        dtype, device = leaves[0].dtype, leaves[0].device
+        for x in leaves:
+            dtype = torch.promote_types(dtype, x.dtype)
+        dtype = torch.promote_types(dtype, torch.float32)  # NumPy knows no bfloat16
+
+        def product(v: Any) -> Any:
+            columns = torch.as_tensor(v, dtype=dtype).to(device, copy=True)
+            return (self @ columns.reshape(self.shape[0], -1)).cpu().numpy().reshape(v.shape)
+
+        knobs: Any = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
+        knobs["dtype"] = torch.empty(0, dtype=dtype).numpy().dtype
+        return LinearOperator(self.shape, **knobs)
+
+
+def _split(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    parts = x.split([leaf.numel() for leaf in leaves])
+    pairs = zip(parts, leaves, strict=True)
+    return [part.to(leaf.device, leaf.dtype).view(leaf.shape) for part, leaf in pairs]
+
+
+def _flat(tree: Tree) -> Tensor:
+    leaves, _ = flatten(tree)
+    dtype = leaves[0].dtype
+    for x in leaves:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return torch.cat([x.reshape(-1).to(leaves[0].device, dtype) for x in leaves])

@@ -1,0 +1,194 @@
+"""One pass over a batch: at hand, as a stream of batches, or spread over ranks.
+
+state = zeros
+for part in microbatches of all batches:
+state += gradient of one number of the part
+return sum of all ranks' states, divided once
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import (
+    Tree,
+    advise_on_curvature,
+    check_argnums,
+    check_fits,
+    flatten,
+    paths,
+    positions,
+    read_params,
+    refuse_sharded,
+    transform_active,
+    tree_map,
+    unflatten,
+)
+from .._core import (
+    AccumState,
+    Reduction,
+    accumulator,
+    check_size,
+    cut,
+    exchange,
+    grad_and_value,
+    is_auto,
+    read_batch,
+    rows_to_cut,
+)
+
+
+class Pass(NamedTuple):
+    """What a product is a sum over."""
+
+    batch_argnums: int | tuple[int, ...]
+    microbatch_size: Any
+    reduction: Reduction
+    stream: bool
+    group: Any
+
+
+def gradients_over(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) -> Callable[..., Any]:
+    """The gradients of what ``func`` gives, and its value, over a batch, a stream, or ranks."""
+    for i in check_argnums(its.batch_argnums, "batch_argnums"):
+        if i < 0:
+            raise ValueError(
+                f"batch_argnums names argument {i}; expected one counted from the left, 0 being "
+                "params: v comes after all arguments."
+            )
+    if its.stream or its.group is not None:
+        summed = _over_parts(func, wrt, its)
+    else:
+        at, size, reduction, *_ = its
+        knobs: Any = {"batch_argnums": at, "microbatch_size": size, "reduction": reduction}
+        summed = grad_and_value(func, wrt, engine="auto", **knobs)
+
+    def advised(*args: Any) -> Any:
+        try:
+            return summed(*args)
+        except RuntimeError as error:
+            advise_on_curvature(error)
+            raise
+
+    return advised
+
+
+def _over_parts(func: Callable[..., Any], wrt: tuple[int, ...], its: Pass) -> Callable[..., Any]:
+    at, size, reduction, stream, group = its
+    if is_auto(size):
+        raise ValueError(
+            "microbatch_size='auto' came with a stream or a group, of which no call has the whole; "
+            "expected a number of rows."
+        )
+    size = None if size is None else check_size(size)
+    at = check_argnums(at, "batch_argnums")
+
+    def of_moved(moved: list[Tree], *args: Any) -> Any:
+        given = [*args]
+        for i, x in zip(wrt, moved, strict=True):
+            given[i] = x
+        return func(*given)
+
+    def summed(*args: Any) -> tuple[tuple[Tree, ...], Tensor]:
+        where = positions(at, len(args), "batch_argnums")
+        held = transform_active() and group is not None
+        if held:  # by all ranks, each of which is to have the whole derivative of it
+            args = tuple(x if i in where else _copied(x, group) for i, x in enumerate(args))
+        acc = accumulator(
+            of_moved,
+            batch_argnums=tuple(i + 1 for i in where),
+            reduction=reduction,
+            engine="auto",
+        )
+        moved = [args[i] for i in wrt]
+        state = acc.init(moved)
+        for part in _parts({i: args[i] for i in where}, size, stream, group):
+            given = [part.get(i, x) for i, x in enumerate(args)]
+            state = acc.update(state, moved, *given, donate=not transform_active())
+        if group is not None:
+            state = exchange("total", _varying(state, args) if held else state, group)
+        grads, value = acc.finalize(state)
+        leaves, spec = flatten(moved)
+        grads = [g.to(x.dtype) for g, x in zip(flatten(grads)[0], leaves, strict=True)]
+        return tuple(unflatten(spec, grads)), value
+
+    return summed
+
+
+def _copied(tree: Tree, group: Any) -> Tree:
+    leaves, spec = flatten(tree)
+    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    copies = exchange("copy", [leaves[i] for i in at], group)
+    for i, x in zip(at, copies, strict=True):
+        leaves[i] = x
+    return unflatten(spec, leaves)
+
+
+def _varying(state: AccumState, args: Tree) -> AccumState:
+    """The state as a function of all arguments, as that of a rank without rows is by nothing else.
+
+    A transform then does with it what it does with those of the other ranks.
+    """
+    zero = torch.zeros_like(state.total)
+    for x in flatten(args)[0]:
+        if isinstance(x, Tensor):
+            number = real_parts(x).sum().to(zero)
+            zero = zero + torch.where(torch.zeros_like(number, dtype=torch.bool), number, 0.0)
+    return tree_map(lambda x: x + zero.to(x.device, x.dtype), state)
+
+
+def _parts(
+    batch: dict[int, Any], size: int | None, stream: bool, group: Any
+) -> Iterable[dict[int, Tree]]:
+    """The microbatches of a batch, or of a stream of batches."""
+    if stream:
+        for i, its in batch.items():
+            if isinstance(its, (Tensor, Mapping, str)) or not isinstance(its, Iterable):
+                raise TypeError(
+                    f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
+                    "of batches, such as a list or a loader. A batch at hand is no stream."
+                )
+        batches = (dict(zip(batch, x, strict=True)) for x in zip(*batch.values(), strict=True))
+    else:
+        batches = iter([batch])
+    some = False
+    for whole in batches:
+        some = True
+        flat = read_batch(whole, "args")
+        yield from [whole] if size is None else cut(flat, size if rows_to_cut(flat, "args") else 1)
+    if not some and group is None:
+        raise ValueError(
+            "the stream gave no batch, and there is no curvature of nothing. An iterator that is "
+            "used up? A product is one pass over it, so give what can be gone through again: a "
+            "list, a DataLoader."
+        )
+
+
+def nan_of_nothing(product: Tree, value: Tensor) -> Tree:
+    """The product, or NaN where nothing had any weight, of which there is no mean."""
+    nothing = value.isnan()
+    leaves, spec = flatten(product)
+    return unflatten(spec, [torch.where(nothing.to(x.device), torch.nan, x) for x in leaves])
+
+
+def check_vector(params: Tree, args: tuple[Any, ...]) -> None:
+    """Check that the last argument is a vector for these params."""
+    leaves, spec = read_params(params)
+    refuse_sharded(leaves, "params", "curvature takes params that each rank has whole, and group=.")
+    if not args:
+        raise TypeError("the product was called with params alone; expected (params, *args, v).")
+    its, its_spec = read_params(args[-1], "v")
+    cause = "The last argument is the vector: product(params, *args, v), with v a tree like params."
+    check_fits(its, its_spec, leaves, spec, ("v", "params"), cause)
+    for i, (x, leaf) in enumerate(zip(its, leaves, strict=True)):
+        if x.dtype != leaf.dtype:
+            raise TypeError(
+                f"{paths(spec, 'v')[i]} is {x.dtype}; params has {leaf.dtype} there. {cause}"
+            )
+
+
+def real_parts(x: Tensor) -> Tensor:
+    """The numbers of a tensor as real ones: curvature is linear in them, in complex ones not."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

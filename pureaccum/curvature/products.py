@@ -1,0 +1,328 @@
+"""Products of curvature with a vector: each is the gradient of one number per microbatch.
+
+    Hessian         d/dp <g(p), v>            g: the gradient of the loss
+    Gauss-Newton    d/dp <out(p), B J v>      J: the derivative of out, B: the loss's Hessian in out
+    Fisher          d/dp <losses(p), J v>     J: the derivative of the losses
+
+What stands behind the comma is a constant of that gradient. Gradients are what the monoid adds up,
+so that masks and their weights, ragged microbatches, streams and ranks are what they are for
+``grad``; and so is memory.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    any_tangent,
+    continuous,
+    flatten,
+    read_tensors,
+    transform_active,
+    unflatten,
+)
+from .._core import Reduction, Weighted, quotient, read, sane
+from .derivatives import constants, gradient, inner, pushed
+from .passes import Pass, check_vector, gradients_over, nan_of_nothing
+
+
+_OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
+Product = Callable[..., Any]  # of params, the arguments that follow, and a vector
+
+
+def hvp(
+    func: Callable[..., Any],
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: Any = None,
+    reduction: Reduction = "mean",
+    stream: bool = False,
+    group: Any = None,
+) -> Product:
+    """Multiply the Hessian of a loss over a whole batch by a vector.
+
+    The rule, with g the gradient that ``grad`` gives::
+
+        H v = d/dparams <g(params), v>        # one microbatch after the other, divided once
+
+    It is exact, in the memory of one microbatch, for about the time of three gradients; the
+    gradient comes out of the same pass. ``torch.func.vmap`` over ``v`` multiplies several vectors
+    at once. Where nothing of the batch has any weight the product is NaN.
+
+    Args:
+        func: ``func(params, *args)`` gives a scalar loss or ``Weighted``.
+        batch_argnums: Which positional arguments are batches: their tensors have one row per
+            sample along dim 0. All others are handed to every microbatch whole.
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each; or ``"auto"``, as many as memory allows; None takes the batch whole.
+        reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.
+        stream: Whether the batch arguments are iterables of batches, such as a loader: a product is
+            one pass over them, and each batch is cut into microbatches.
+        group: A process group, each rank of which has some rows of the batch, or none; every rank
+            gets the whole product.
+
+    Returns:
+        ``product(params, *args, v) -> (grads, Hv)``, with ``v`` and both results like params.
+
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+        >>> product = hvp(lambda w, x: (w**3 * x).mean(), microbatch_size=2)
+        >>> product(w, x, torch.tensor(0.5))
+        (tensor(6.), tensor(6.))
+
+    References:
+        Pearlmutter, `Fast exact multiplication by the Hessian
+        <https://doi.org/10.1162/neco.1994.6.1.147>`_, 1994.
+    """
+
+    def along(params: Tree, *rest: Any) -> Any:
+        *args, v = rest
+        leaves, spec = flatten(params)
+
+        def loss(*leaves: Tensor) -> tuple[Tensor, Any]:
+            seen, _ = read(func(unflatten(spec, leaves), *args), False)
+            return seen.total, seen.weight
+
+        total, grads, weight = gradient(loss, leaves)
+        return _standing_for(total, weight, inner(grads, flatten(v)[0]))
+
+    its = Pass(
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        stream=stream,
+        group=group,
+    )
+    both = gradients_over(along, (0, -1), its)
+    alone = gradients_over(func, (0,), its)
+
+    @wraps(func)
+    def product(params: Tree, *args: Any) -> tuple[Tree, Tree]:
+        check_vector(params, args)
+        if torch.compiler.is_compiling():  # compilers make least of the derivative along a vector
+            *rest, v = args
+
+            def of_params(params: Tree) -> tuple[Tree, Tensor]:
+                (grads,), value = alone(params, *rest)
+                return grads, value
+
+            grads, product, value = torch.func.jvp(of_params, (params,), (v,), has_aux=True)  # pyright: ignore
+        else:
+            (product, grads), value = both(params, *args)
+        return grads, nan_of_nothing(product, value)
+
+    return product
+
+
+def ggnvp(  # noqa: D417
+    forward: Callable[..., Tree],
+    loss: Callable[..., Any],
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: Any = None,
+    reduction: Reduction = "mean",
+    stream: bool = False,
+    group: Any = None,
+) -> Product:
+    """Multiply the generalized Gauss-Newton matrix of a loss over a whole batch by a vector.
+
+    The rule, with J the derivative of ``forward`` and B the Hessian of ``loss`` in its outputs::
+
+        G v = Jᵀ B J v
+
+    B is that of the loss as it is, weights and masks included, so that what is divided by is the
+    weight of the whole batch. G is the Hessian where ``forward`` is linear, and positive
+    semi-definite where the loss is convex in the outputs. One product takes about the time of two
+    gradients. Where nothing of the batch has any weight it is NaN.
+
+    Args:
+        forward: ``forward(params, *args)`` gives outputs, any pytree of tensors.
+        loss: ``loss(outputs, *args)`` gives a scalar loss or ``Weighted``.
+        batch_argnums, microbatch_size, reduction, stream, group: As for ``hvp``.
+
+    Returns:
+        ``product(params, *args, v) -> Gv``, like params.
+
+    Example:
+        >>> w, x = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> squares = lambda out, x: out.square().mean()
+        >>> ggnvp(lambda w, x: x @ w, squares, microbatch_size=1)(w, x, torch.tensor([1.0, 1.0]))
+        tensor([4., 6.])
+
+    References:
+        Schraudolph, `Fast curvature matrix-vector products for second-order gradient descent
+        <https://doi.org/10.1162/08997660260028683>`_, 2002.
+    """
+    known: list[bool] = []
+
+    def along(params: Tree, *rest: Any) -> Any:
+        *args, v, again = rest
+        (leaves, of_params), (moving, _) = flatten(params), flatten(v)
+
+        spec: Any = None
+        smooth: list[bool] = []
+
+        def outputs(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal spec, smooth
+            out = forward(unflatten(of_params, leaves), *args)
+            outs, spec = read_tensors(out, "what forward gave", _OUTPUTS)
+            smooth = [*map(continuous, outs)]
+            pairs = [*zip(outs, smooth, strict=True)]
+            return [x for x, its in pairs if its], [x for x, its in pairs if not its]
+
+        its, fixed, moved, others = pushed(outputs, leaves, moving, again, known)
+
+        def loss_of(*some: Tensor) -> tuple[Tensor, Any]:
+            of_each = iter(others), iter(some)
+            out = unflatten(spec, [next(of_each[its]) for its in smooth])
+            seen, _ = read(loss(out, *args), False)
+            return seen.total, seen.weight
+
+        def along_moved(*some: Tensor) -> tuple[Tensor, Any]:
+            total, grads, weight = gradient(loss_of, some)
+            return inner(grads, moved), (total, weight)
+
+        _, bent, (total, weight) = gradient(along_moved, fixed)
+        return _standing_for(total, weight, inner(constants(bent, again), its))
+
+    its = Pass(
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        stream=stream,
+        group=group,
+    )
+    return _of_products(along, forward, its)
+
+
+def fisher_vp(  # noqa: D417
+    losses: Callable[..., Any],
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: Any = None,
+    reduction: Reduction = "mean",
+    stream: bool = False,
+    group: Any = None,
+) -> Product:
+    """Multiply the Fisher matrix of a batch by a vector, without the gradients of its samples.
+
+    The rule, with g the gradient of one row's loss, and w its weight, 1 or what ``Weighted`` says::
+
+        F v = Σ w g (gᵀ v) / Σ w              # of a "sum": Σ g (gᵀ v)
+
+    With the losses of the labels in the batch that is the empirical Fisher matrix. Where a function
+    draws labels from its own outputs, by keys that lie in the batch, it is an unbiased estimate of
+    the true one: the draw is then the same for every ``v``, so that it is linear and symmetric::
+
+        def losses(params, batch):
+            logits = net(params, batch["x"])
+            noise = -(-pa.uniform(batch["keys"], logits.shape[1:]).log()).log()
+            labels = (logits.detach() + noise).argmax(-1)  # a draw from softmax(logits)
+            return cross_entropy(logits, labels, reduction="none")
+
+
+        batch = batch | {"keys": pa.fold_in(pa.key(0), torch.arange(rows))}
+
+    One product takes about the time of two gradients. Where nothing of the batch has any weight it
+    is NaN. Its diagonal is ``per_sample_grad(..., reduce="moments")(params, batch).second``.
+
+    Args:
+        losses: ``losses(params, *args)`` gives the loss of each row, a tensor of shape (rows,): the
+            negative log-likelihood. Or ``Weighted`` of two such: totals, and weights.
+        batch_argnums, microbatch_size, stream, group: As for ``hvp``.
+        reduction: Whether the samples' matrices are averaged, ``"mean"``, or added, ``"sum"``.
+
+    Returns:
+        ``product(params, *args, v) -> Fv``, like params.
+
+    Example:
+        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0])
+        >>> fisher_vp(lambda w, x: w * x, microbatch_size=2)(w, x, torch.tensor(3.0))
+        tensor(14.)
+
+    References:
+        Kunstner, Balles and Hennig, `Limitations of the empirical Fisher approximation
+        <https://arxiv.org/abs/1905.12558>`_, 2019.
+    """
+    known: list[bool] = []
+
+    def along(params: Tree, *rest: Any) -> Any:
+        *args, v, again = rest
+        (leaves, of_params), (moving, _) = flatten(params), flatten(v)
+
+        def of_rows(*leaves: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            total, *weight = _of_rows(losses(unflatten(of_params, leaves), *args))
+            return [total], weight
+
+        (total,), (fixed,), (slope,), weights = pushed(of_rows, leaves, moving, again, known)
+        weight: Any = float(len(slope))
+        if weights:  # selected, and never multiplied: the loss of a row without weight may be NaN
+            keep, slope = weights[0] != 0, quotient(slope, weights[0])
+            total, fixed = (torch.where(keep, x, 0.0) for x in (total, fixed))
+            weight = weights[0].sum()
+        wide = accumulation_dtype(slope.dtype)
+        number = (total * slope).sum(dtype=wide)
+        if reduction == "sum" and isinstance(weight, float):
+            return number
+        return _standing_for(fixed.sum(dtype=wide), weight, number)
+
+    its = Pass(
+        batch_argnums=batch_argnums,
+        microbatch_size=microbatch_size,
+        reduction=reduction,
+        stream=stream,
+        group=group,
+    )
+    return _of_products(along, losses, its)
+
+
+def _of_products(along: Callable[..., Any], func: Callable[..., Any], its: Pass) -> Product:
+    summed = gradients_over(along, (0,), its)
+
+    @wraps(func)
+    def product(params: Tree, *args: Any) -> Tree:
+        check_vector(params, args)
+        tensors = (x for x in flatten((params, args))[0] if isinstance(x, Tensor))
+        if not transform_active() and any_tangent(tensors):
+            raise RuntimeError(
+                "an argument has a tangent of torch.autograd.forward_ad, which has one level only, "
+                "and the product needs it. torch.func.jvp goes through products."
+            )
+        again = flatten(params)[0] if transform_active() else []
+        (product,), value = summed(params, *args, again)
+        return nan_of_nothing(product, value)
+
+    return product
+
+
+# One number per microbatch -------------------------------------------------------------------
+
+
+def _standing_for(total: Tensor, weight: Any, number: Tensor) -> Any:
+    """A loss with the derivative of a number: by its value it counts or not, as it does alone."""
+    its = total.detach() + torch.nan_to_num(number - number.detach())
+    return its if isinstance(weight, tuple) else Weighted(its, weight)
+
+
+def _of_rows(out: Any) -> list[Tensor]:
+    """The losses of rows, and their weights if they have some."""
+    total, *weights = out if isinstance(out, Weighted) else [out]
+    if not isinstance(total, Tensor) or total.dim() != 1 or not total.is_floating_point():
+        came = tuple(total.shape) if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        raise ValueError(
+            f"losses gave {came}; expected a floating-point tensor of shape (rows,), the loss of "
+            "each row: reduction='none', and not their mean."
+        )
+    for weight in weights:
+        if not isinstance(weight, Tensor) or weight.shape != total.shape:
+            came = tuple(weight.shape) if isinstance(weight, Tensor) else repr(weight)
+            raise ValueError(
+                f"the weights of the losses are {came}; expected a tensor of shape "
+                f"{tuple(total.shape)}, the weight of each row."
+            )
+    return [total, *(sane(torch.as_tensor(x).double()) for x in weights)]
