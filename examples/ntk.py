@@ -1,9 +1,9 @@
 """Regress with the kernel that a network has at its start, and never write a Jacobian.
 
 The empirical neural tangent kernel of two images is the inner product of the network's derivatives
-at them. Its Jacobians are images times outputs times parameters; here one backward pass over the
-rows of two blocks goes from layer to layer, and what a layer adds to the kernel is all that is
-kept.
+at them. Its Jacobians are images times outputs times parameters; here one backward pass goes over a
+block of images, and of two blocks is kept what their layers saw: a derivative by a matrix is an
+outer product, and the inner product of two of these is one of inner products.
 
     python examples/ntk.py
 """
