@@ -141,10 +141,25 @@ FOLLOWED = [f for f in FUNCTIONS if f not in (by_vmap_alone, none, constant)]
 
 @pytest.mark.parametrize("func", FOLLOWED, ids=lambda f: f.__name__)
 def test_what_layers_see_is_enough(func: Any) -> None:
-    """The function is not called again for gradients that are written out."""
+    """The function is not called again for gradients that are written out, whoever called it."""
     params, batch = make(0, 4)
-    pa.gramian(func, chunk_size=2)(params, batch)
+    pa.per_sample_grad(func, reduce="sum")(params, batch)
+    pa.gramian(func, chunk_size=2)(params, batch, other=make(1, 3, length=4)[1])
     assert not known_of(func).unseen
+
+
+@engines
+def test_numbers_that_stand_in_a_batch_are_its_own(engine: Any) -> None:
+    params, batch = make(0, 4)
+
+    def scaled(p: Params, s: Any) -> Tensor:
+        return rows_of_one(p, s) * s["by"]
+
+    of = pa.gramian(scaled, chunk_size=3, engine=engine)
+    got = of(params, batch | {"by": 2.0}, other=batch | {"by": 3.0})
+    assert_trees_bitwise_equal(got, 6 * expected(rows_of_one, params, batch, batch))
+    with torch.inference_mode():  # a result of which a gradient may be asked later
+        assert not of(params, batch | {"by": 2.0}).is_inference()
 
 
 @engines
