@@ -164,12 +164,12 @@ def lbfgs(
     def init(params: Tree) -> LBFGSState:
         """The state before the first step, with zeros for all that will be remembered."""
         leaves, spec = _read(params)
-        held: Any = ()
         if isinstance(lr, float):
             check_held(lr, leaves, spec)
-            held = _number(lr)
-        zeros = partial(torch.zeros, _size(leaves), dtype=_dtype(leaves), device=leaves[0].device)
-        size = rules.history_size
+        held: Any = _number(lr) if isinstance(lr, float) else ()
+        size, zero = rules.history_size, partial(leaves[0].new_zeros, (), dtype=_dtype(leaves))
+        # Each in the memory of one number: writing so many of them takes the time of evaluations.
+        zeros = [zero().expand(_size(leaves)) for _ in range(2 * size + 2)]
         return LBFGSState(
             steps=_number(0),
             iterations=_number(0),
@@ -177,10 +177,10 @@ def lbfgs(
             lr=held,
             value=_number(math.nan),
             applied=_number(False),
-            gradient=zeros(),
-            move=zeros(),
-            moves=tuple(zeros() for _ in range(size)),
-            changes=tuple(zeros() for _ in range(size)),
+            gradient=zeros[-2],
+            move=zeros[-1],
+            moves=tuple(zeros[:size]),
+            changes=tuple(zeros[size:-2]),
             weights=torch.zeros(size, dtype=torch.float64, device="cpu"),
             scale=_number(1.0),
         )
@@ -196,11 +196,11 @@ def lbfgs(
             rate = state.lr if isinstance(lr, float) else rate_at(lr, state.steps)
             new = _minimized(func, state, flat, float(rate), rules)
             leaves, spec = flatten(new)
-            old = [*flat[0], *tree_leaves(state)]
+            held = tree_leaves(state)
             if donate:
-                return unflatten(spec, hand_over(old, leaves))
-            held = {*map(id, old)}
-            return unflatten(spec, [x.clone() if id(x) in held else x for x in leaves])
+                return unflatten(spec, hand_over([*flat[0], *held], leaves))
+            copy: Any = {id(x): _copy for x in held} | {id(x): Tensor.clone for x in flat[0]}
+            return unflatten(spec, [copy[id(x)](x) if id(x) in copy else x for x in leaves])
 
     return Minimizer(init, apply)
 
@@ -371,6 +371,10 @@ def _moved(x: list[Tensor], pieces: list[Tensor], t: float) -> list[Tensor]:
     (new,) = copies([x])
     foreach_add_([_real(y) for y in new], pieces, alpha=t)
     return new
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x[:1].clone().expand_as(x) if x.stride() == (0,) else x.clone()
 
 
 def _real(x: Tensor) -> Tensor:

@@ -190,6 +190,39 @@ def test_calls_of_one_iteration_are_one_call_of_many(n: int, seed: int, search: 
         assert_trees_bitwise_equal(getattr(later, name), getattr(state, name))
 
 
+def test_what_is_not_remembered_takes_no_memory() -> None:
+    """A vector of the state takes the memory of one number until it is written, and no other's."""
+    opt, params = pa.lbfgs(max_iter=1, history_size=4), make_params()
+    size, state = sum(x.numel() for x in params.values()), opt.init(params)
+    for n in range(4):
+        moves, changes = (
+            [x.untyped_storage() for x in way] for way in (state.moves, state.changes)
+        )
+        for way in (moves, changes):
+            assert [x.nbytes() // 8 for x in way] == [1] * (4 - max(0, n - 1)) + [size] * max(
+                0, n - 1
+            )
+        assert len({x.data_ptr() for x in (*moves, *changes)}) == 8
+        old = {x.untyped_storage().data_ptr() for x in tree_leaves((state, params))}
+        params, new = opt.apply(of_batch, state, params)
+        assert old.isdisjoint(x.untyped_storage().data_ptr() for x in tree_leaves((new, params)))
+        state = new
+
+
+def test_params_that_stay_have_memory_of_their_own() -> None:
+    opt, params = pa.lbfgs(), {"w": torch.ones((), dtype=torch.float64).expand(3)}
+    came, _ = opt.apply(lambda p: (p, math.nan), opt.init(params), params)
+    assert came["w"].add_(torch.arange(3)).tolist() == [1.0, 2.0, 3.0]
+
+
+def test_parameters_without_a_number_stay() -> None:
+    opt, params = pa.lbfgs(), {"w": torch.zeros(0).double()}
+    came, state = opt.apply(lambda p: (p, 1.0), opt.init(params), params)
+    came, state = opt.apply(lambda p: (p, 1.0), state, came)
+    assert came["w"].shape == (0,)
+    assert int(state.evaluations) == 2
+
+
 def test_where_it_cannot_look_it_says_so() -> None:
     opt, params = pa.lbfgs(), make_params()
     state = opt.init(params)
