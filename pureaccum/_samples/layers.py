@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -96,7 +97,7 @@ class Layers(TorchFunctionMode):
             if out is not None:
                 return out
         if func in UNFIT:
-            raise self.refusal(f"calls {func.__name__}")
+            raise self.refusal(UNFIT[func])
         if self.holds(args) or (kwargs and self.holds(kwargs.values())):
             if func in LOOKS:
                 return func(*args, **kwargs)
@@ -181,7 +182,11 @@ class Layers(TorchFunctionMode):
         for i in uses:
             if i is not None:
                 self.uses[i] += 1
-        return as_members(below_vmap(layer, *given, self.token), self.level or 0)
+        return self.as_sample(layer, *given, self.token)
+
+    def as_sample(self, func: Any, *given: Any) -> Tensor:
+        """What a function of all samples gives, as one of them sees it."""
+        return as_members(below_vmap(func, *given), self.level or 0)
 
     def standing_in(self, x: Tensor, i: int, transposed: bool) -> Tensor:
         """One more tensor that stands for a leaf."""
@@ -267,16 +272,12 @@ def _by_several(totals: Tensor, wrt: list[Tensor], cotangents: Tensor) -> list[T
 
 LOOKS = {  # what tells nothing of a leaf's numbers
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
     *(Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.is_tensor),
 }
-UNFIT = {  # what autograd is asked for beside the gradients
-    torch.autograd.grad,
-    torch.autograd.backward,
-    Tensor.backward,
-    Tensor.requires_grad_,
-    Tensor.retain_grad,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
+UNFIT = {
+    F.multi_head_attention_forward: "attends by a function that shows none of its products",
+    torch.as_strided: "looks at memory that copies share",
+    Tensor.as_strided: "looks at memory that copies share",
 }
