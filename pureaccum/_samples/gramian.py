@@ -224,6 +224,8 @@ def _matrix(
             whole[top : top + a.many, left : left + b.many] = products
             if alike and j > i:
                 whole[left : left + b.many, top : top + a.many] = products.T
+            del b, products  # before the next ones
+        del a
     assert whole is not None
     return whole.view(*shapes[0], *shapes[1]).movedim(len(shapes[0]), 1)
 

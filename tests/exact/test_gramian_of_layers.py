@@ -259,16 +259,16 @@ def test_the_matrix_of_a_batch_with_itself_is_symmetric_to_the_bit() -> None:
 WIDTH, SAMPLES = 512, 32
 
 
-def peak(of: Any) -> int:
+def peak(of: Any, samples: int = SAMPLES, others: int = 0) -> int:
     random = generator(0)
     params = {"a": torch.randn(WIDTH, WIDTH, generator=random) / 9, "b": torch.zeros(WIDTH)}
-    x = torch.randn(SAMPLES, WIDTH, generator=random)
+    x, y = (torch.randn(n, WIDTH, generator=random) for n in (samples, others))
 
     def func(p: Params, x: Tensor) -> Tensor:
         return (torch.tanh(F.linear(x, p["a"], p["b"])) @ p["a"])[:3]  # two uses
 
     with counting() as live:
-        of(func)(params, x)
+        of(func)(params, x, other=y if others else None)
     return live.peak
 
 
@@ -279,6 +279,17 @@ def test_no_jacobian_of_a_layer_is_ever_whole() -> None:
     assert peak(lambda f: pa.gramian(f, chunk_size=4)) < jacobian / 50
     # the control: Jacobians of two blocks that are written out
     assert peak(lambda f: pa.gramian(f, chunk_size=4, engine="autograd")) > jacobian / 4
+
+
+@engines
+@pytest.mark.parametrize("others", [0, 12])
+def test_what_is_kept_is_the_matrix_and_two_blocks(engine: Any, others: int) -> None:
+    def kernel(func: Any) -> Any:
+        return pa.gramian(func, chunk_size=4, engine=engine)
+
+    two = peak(kernel, 4, 4)
+    matrix = 9 * 4 * SAMPLES * (others or SAMPLES)
+    assert peak(kernel, SAMPLES, others) <= 1.1 * two + matrix
 
 
 def test_blocks_are_computed_once_where_one_is_at_hand() -> None:
