@@ -129,23 +129,48 @@ def inner_products(x: Outer | Tensor, y: Outer | Tensor) -> Tensor:
 
 def _is_shorter(x: Outer, y: Outer) -> bool:
     """Whether the products of factors are less work than those of gradients written out."""
-    pairs = x.right.shape[-2] * y.right.shape[-2]
+    x, y = _numbers_to_the_right(x, y)
     (a, d), (b, e) = (map(_numbers, (it.left, it.right)) for it in (x, y))
-    width = d * e * x.right.shape[-1] + (0 if is_table(x) else a * b * x.left.shape[-1])
-    return pairs <= 1 or pairs * width <= max(a, d) * max(b, e) * x.shape.numel()
+    times, pairs = x.right.shape[-2], x.right.shape[-2] * y.right.shape[-2]
+    m, n = 0 if is_table(x) else x.left.shape[-1], x.right.shape[-1]
+    work = pairs * (m + e * n) + d * e * times * n
+    if max(a, b) > 1:
+        work = pairs * (a * b * m + d * e * n)
+    return pairs <= 1 or work <= max(a, d) * max(b, e) * x.shape.numel()
 
 
 def _by_factors(x: Outer, y: Outer) -> Tensor:
     """Σ over pairs of <a, a'> <d, d'>. Where there are several they cancel, hence in float64."""
     if x.right.shape[-2] * y.right.shape[-2] <= 1:
         return _of_pairs(x.left, x.right, y.left, y.right)
+    wide, (x, y) = accumulation_dtype(x.right.dtype), _numbers_to_the_right(x, y)
     left, right, others, cotangents = (
         it if it.dtype == torch.int64 else it.double() for it in (x.left, x.right, y.left, y.right)
     )
+    of = _of_pairs if max(left.dim(), others.dim()) == 4 else _of_one
     at = 0 if is_table(x) else -3
     each = zip(left.split(1, at), right.split(1, -3), strict=True)  # not all pairs at once
-    found = [_of_pairs(a, d, others, cotangents) for a, d in each]
-    return torch.cat(found).to(accumulation_dtype(x.right.dtype))
+    return torch.cat([of(a, d, others, cotangents) for a, d in each]).to(wide)
+
+
+def _numbers_to_the_right(x: Outer, y: Outer) -> tuple[Outer, Outer]:
+    """The same products; where only the left factors depend on numbers, these change places."""
+    if x.left.dim() == y.left.dim() == 4 and x.right.dim() == y.right.dim() == 3:
+        return Outer(x.right, x.left, x.shape), Outer(y.right, y.left, y.shape)
+    return x, y
+
+
+def _of_one(left: Tensor, right: Tensor, others: Tensor, cotangents: Tensor) -> Tensor:
+    """<d, Σ <a, a'> d'> for one sample, which never holds a number for each pair of numbers."""
+    d, e = (x if x.dim() == 4 else x.unsqueeze(0) for x in (right, cotangents))
+    if left.dtype == torch.int64:
+        alike = (left.unsqueeze(2) == others.unsqueeze(1)).to(e.dtype)
+    else:
+        alike = left @ others.mT  # (samples, t, t of the others)
+    (many, samples, _, n), times = e.shape, d.shape[2]
+    seen = alike @ e.permute(1, 2, 0, 3).reshape(samples, -1, many * n)
+    seen = seen.view(samples, times, many, n).transpose(1, 2).reshape(samples * many, times * n)
+    return d.reshape(len(d), times * n) @ seen.T
 
 
 def _of_pairs(left: Tensor, right: Tensor, others: Tensor, cotangents: Tensor) -> Tensor:

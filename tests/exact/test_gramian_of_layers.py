@@ -292,6 +292,27 @@ def test_what_is_kept_is_the_matrix_and_two_blocks(engine: Any, others: int) -> 
     assert peak(kernel, SAMPLES, others) <= 1.1 * two + matrix
 
 
+def test_many_numbers_of_a_narrow_layer_take_less_than_their_jacobians() -> None:
+    """Seen at many positions: nothing is alive for each pair of positions and pair of numbers."""
+    random = generator(0)
+    p = {"w": torch.randn(256, 8, generator=random) / 16}
+    x, out = torch.randn(6, 20, 256, generator=random), torch.randn(160, 50, generator=random)
+
+    def func(p: Params, x: Tensor) -> Tensor:
+        return torch.tanh(x @ p["w"]).flatten() @ out
+
+    def jacobians() -> Tensor:
+        each = vmap(jacrev(func), (None, 0))(p, x)["w"].flatten(2)
+        return torch.einsum("naf,mbf->nmab", each, each)
+
+    peaks = []
+    for way in (lambda: pa.gramian(func)(p, x), jacobians):
+        with counting() as live:
+            way()
+        peaks.append(live.peak)
+    assert peaks[0] < peaks[1] / 2
+
+
 def test_blocks_are_computed_once_where_one_is_at_hand() -> None:
     """To and fro through the columns: the block that ends a line serves the next one."""
     params, batch = make(0, 6)
