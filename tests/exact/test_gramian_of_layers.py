@@ -18,6 +18,7 @@ from torch.func import jacrev, vmap
 import pureaccum as pa
 from pureaccum._core import known_of
 from pureaccum._core.auto_size import counting
+from pureaccum._samples.outer_products import Outer, inner_products
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
@@ -330,3 +331,18 @@ def test_blocks_are_computed_once_where_one_is_at_hand() -> None:
     calls.clear()
     pa.gramian(func, chunk_size=2)(params, batch, other=make(1, 5)[1])
     assert len(calls) == 3 + 3 + 2 + 2
+
+
+@pytest.mark.parametrize("several", ["none", "right", "both"])
+def test_pairs_that_cancel_leave_what_is_left(several: str) -> None:
+    """4097² - 4096 · 4098 is 1, and 0 or 2 in float32, where 4097² is no number."""
+    a, d = torch.zeros(2, 1, 2, 8)
+    a[0, :, 0], d[0, :, 0] = torch.tensor([4097.0, -4096.0]), torch.tensor([4097.0, 4098.0])
+    ones = torch.zeros(1, 1, 8).index_fill(2, torch.tensor(0), 1.0)
+    numbers = {"none": (), "right": (1,), "both": (1, 1)}[several]
+
+    def outer(a: Tensor, d: Tensor) -> Outer:
+        a, d = (a[None] if len(numbers) > 1 else a), (d[None] if numbers else d)
+        return Outer(a, d, torch.Size((8, 8)))
+
+    assert_trees_bitwise_equal(inner_products(outer(a, d), outer(ones, ones)), torch.ones(1, 1))
