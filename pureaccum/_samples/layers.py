@@ -63,6 +63,8 @@ class Layers(TorchFunctionMode):
         self.leaves = [x.detach() if x.requires_grad else x for x in leaves]
         self.rows = rows
         self.given = tuple(x.detach().requires_grad_() for x in leaves)
+        if any(type(x) is not Tensor or x.layout != torch.strided for x in self.given):
+            raise Unfit("a leaf is no plain tensor, and has a way of its own with operations")
         self.wide = [
             x.is_floating_point() and accumulation_dtype(x.dtype, at_least) == x.dtype
             for x in leaves
@@ -74,7 +76,8 @@ class Layers(TorchFunctionMode):
         # Beyond half of all nothing is saved, unless that is next to nothing.
         self.may_copy = max(sum(x.numel() for x in leaves) // 2, SMALL)
         self.uses = [0] * len(leaves)
-        self.token = torch.zeros((), requires_grad=True)  # for its sake autograd comes by
+        # For its sake autograd comes by all layers.
+        self.token = leaves[0].new_zeros((), requires_grad=True)
         self.unfit = ""
         self.see: See
         self.several: int | None = None  # cotangents

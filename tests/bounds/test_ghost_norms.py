@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from optree import tree_map
+from optree import tree_leaves, tree_map
 from torch import Tensor, nn
 
 import pureaccum as pa
@@ -346,6 +346,42 @@ def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
     assert short(loss)
     assert not short(odd)
     assert not short(attending)
+
+
+def test_leaves_of_different_dtypes_have_sums_of_their_own() -> None:
+    params = {"w": torch.randn(4, 4).double(), "v": torch.randn(4, 4), "unused": torch.randn(3)}
+    x = torch.randn(5, 4)
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, p["v"]).double(), p["w"]).square().sum()
+
+    for max_norm in (2.0, {"w": 1.0, "v": 1.0, "unused": 1.0}):
+        sums, norms = pa.clipped_sum(loss, max_norm)(params, x)
+        want = pa.clipped_sum(loss, max_norm, engine="autograd")(params, x)
+        flat = [*zip(sums.values(), want[0].values(), strict=True)]
+        flat += zip(tree_leaves(norms), tree_leaves(want[1]), strict=True)
+        for a, b in flat:
+            assert a.dtype == b.dtype
+            assert ((a - b).norm() <= 2.0**-20 * b.norm()).all()
+    assert short(loss)
+
+
+class Other(Tensor):
+    """A tensor that has its own way with operations."""
+
+
+def test_a_leaf_of_another_class_goes_another_way() -> None:
+    params, x = {"w": torch.randn(4, 4).as_subclass(Other)}, torch.randn(5, 4)
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return F.linear(x, p["w"]).as_subclass(Tensor).square().sum()
+
+    sums, norms = pa.clipped_sum(loss, 2.0)(params, x)
+    plain = {"w": params["w"].as_subclass(Tensor)}
+    want = pa.clipped_sum(loss, 2.0, engine="autograd")(plain, x)
+    assert ((sums["w"] - want[0]["w"]).norm() <= 2.0**-20 * want[0]["w"].norm()).all()
+    assert ((norms - want[1]).abs() <= 2.0**-20 * want[1]).all()
+    assert not short(loss)
 
 
 def padded(p: Params, x: Tensor) -> Tensor:
