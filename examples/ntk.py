@@ -1,9 +1,9 @@
 """Regress with the kernel that a network has at its start, and never write a Jacobian.
 
 The empirical neural tangent kernel of two images is the inner product of the network's derivatives
-at them. Its Jacobians are images times outputs times parameters; here one backward pass over the
-rows of two blocks goes from layer to layer, and what a layer adds to the kernel is all that is
-kept.
+at them. Its Jacobians are images times outputs times parameters; here one backward pass goes over a
+block of images, and of two blocks is kept what their layers saw: a derivative by a matrix is an
+outer product, and the inner product of two of these is one of inner products.
 
     python examples/ntk.py
 """
@@ -45,7 +45,7 @@ def make_network(side: int, channels: int, classes: int) -> nn.Module:
     )
 
 
-def main(rows: int = 120, new: int = 60, side: int = 10, channels: int = 16) -> dict[str, float]:
+def main(rows: int = 120, new: int = 60, side: int = 16, channels: int = 16) -> dict[str, float]:
     """How many new images are told apart, how far off the kernel is, and its time and memory."""
     torch.manual_seed(0)
     classes = 4
@@ -68,7 +68,7 @@ def main(rows: int = 120, new: int = 60, side: int = 10, channels: int = 16) -> 
         pairs = ((one[name].flatten(2), two[name].flatten(2)) for name in params)
         return sum(torch.einsum("naf,mbf->nmab", i, j) for i, j in pairs)  # type: ignore[return-value]
 
-    kernel = pa.gramian(f, chunk_size=20)
+    kernel = pa.gramian(f, chunk_size=30)
     ways: dict[str, Callable[[], Tensor]] = {
         "Jacobians": lambda: written_out(other, x),
         "pa.gramian": lambda: kernel(params, other, other=x),

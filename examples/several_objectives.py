@@ -35,12 +35,10 @@ def peak(run: Callable[[], object]) -> int:
 
 
 def gramian(losses: Callable[[Tensors], Tensor], params: Tensors) -> Tensor:
-    """The inner products of the losses' gradients: a vjp and a jvp for each loss."""
-    columns = []
-    for one in torch.eye(TASKS, dtype=torch.float64):
-        (gradient,) = vjp(losses, params)[1](one)
-        columns.append(jvp(losses, (params,), (gradient,))[1])
-    return torch.stack(columns, 1)
+    """The inner products of the losses' gradients: for each loss a pass back and a jvp."""
+    _, pull = vjp(losses, params)
+    each = torch.eye(TASKS, dtype=torch.float64)
+    return torch.stack([jvp(losses, (params,), pull(one))[1] for one in each], 1)
 
 
 def by_pcgrad(gram: Tensor) -> Tensor:

@@ -45,6 +45,15 @@ def with_shortcut(how: Sampling, reduce: Any, at_least: torch.dtype) -> Sampling
     return how._replace(shortcut=partial(_chunk_by_layers, at_least=at_least))
 
 
+def with_factors(how: Sampling) -> Sampling:
+    """A sampling of losses of one number or several whose outer products are not written out.
+
+    Of several numbers these are dim 0 of a factor that depends on them.
+    """
+    shortcut = partial(_chunk_by_layers, at_least=torch.float32, factors=True)
+    return how._replace(several=True, shortcut=shortcut)
+
+
 def _chunk_by_layers(
     call: SampleLoss,
     leaves: list[Tensor],
@@ -54,11 +63,12 @@ def _chunk_by_layers(
     parts: list[list[int]],
     *,
     at_least: torch.dtype,
+    factors: bool = False,
 ) -> Chunk | None:
     """A chunk, or None where gradients do not come from layers."""
     drawn = generators({x.device for x in leaves}) if how.randomness != "error" else []
     try:
-        return _by_layers(call, leaves, spec, part, how, parts, at_least)
+        return _by_layers(call, leaves, spec, part, how, parts, at_least, factors)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError):  # its own, or what vmap refuses of copies and not of leaves
@@ -74,22 +84,26 @@ def _by_layers(
     how: Sampling,
     parts: list[list[int]],
     at_least: torch.dtype,
+    factors: bool,
 ) -> Chunk:
-    layers, total, rest, specs = totals_by_layers(call, leaves, part, how, at_least)
-    if total.dim() > 1:
-        raise Unfit("the loss has several numbers")
+    layers, total, rest, specs = _totals(call, leaves, part, how, at_least)
+    numbers = total.shape[1:]  # no dims where a sample has one
     grads: list[Any] = [None] * len(leaves)
     norms: list[Any] = [None] * len(leaves)
 
     def see(i: int, grad: Outer | Tensor) -> None:
-        grads[i] = grad if isinstance(grad, Tensor) or is_short(grad) else written_out(grad)
+        if not factors and isinstance(grad, Outer) and (numbers or not is_short(grad)):
+            grad = written_out(grad)
+        if numbers and isinstance(grad, Tensor):
+            grad = _rows_first(grad, leaves[i], numbers)
+        grads[i] = grad
         if wanted:
             norms[i] = norms_of(grads[i])
 
     wanted = needs_norms(how)
     if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
-    layers.pull(total, see)
+    layers.pull(total, see, _each_number(total) if numbers else None)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
     seen = read_again(total.detach(), [x.detach() for x in rest], specs["shape"])
@@ -106,7 +120,7 @@ def _by_layers(
     )
 
 
-def totals_by_layers(
+def _totals(
     call: SampleLoss, leaves: list[Tensor], part: Tree, how: Sampling, at_least: torch.dtype
 ) -> tuple[Layers, Tensor, list[Tensor], dict[str, Any]]:
     """What the samples of a chunk come to, recorded by layers; and what comes beside it."""
@@ -133,6 +147,20 @@ def totals_by_layers(
     if reached.group is not None:
         raise Unfit("the loss reaches other ranks")
     return layers, total, rest, specs
+
+
+def _each_number(total: Tensor) -> Tensor:
+    """A cotangent for each number of a sample, the same for all samples."""
+    one = total[0]
+    each = torch.eye(one.numel(), dtype=one.dtype, device=one.device)
+    return each.view(len(each), 1, *one.shape).expand(len(each), *total.shape)
+
+
+def _rows_first(grad: Tensor, leaf: Tensor, numbers: torch.Size) -> Tensor:
+    """The gradients for each number of a sample as torch.func has them: the samples are dim 0."""
+    if grad.dim() == leaf.dim() + 1:  # zero, and so the same for all numbers
+        grad = grad.expand(numbers.numel(), *grad.shape)
+    return grad.movedim(0, 1).unflatten(1, numbers)
 
 
 def _norm_of(norms: list[Tensor], leaves: list[Tensor], its: list[int], like: Tensor) -> Tensor:

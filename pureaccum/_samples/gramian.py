@@ -1,18 +1,16 @@
-"""The inner products of samples' gradients, without their Jacobian.
+"""Inner products of the gradients of samples, without these gradients.
 
-    for a in blocks of rows:
-        for b in blocks of the other batch's rows:
-            for leaf in leaves, as one backward pass over the rows of both comes by:
-                K[a, b] += gradients of a by the leaf @ gradients of b by the leaf, transposed
+    for a in blocks of samples:
+        for b in blocks of the others:
+            K[a, b] = Σ over leaves of <gradients of a, gradients of b>
 
-A leaf's gradients are dropped before those of the next one. Those of a matrix are outer products
-of what a layer saw (see ``layers``), whose inner products are products of inner products.
+What is kept of a block is what its layers saw, see ``layers``: an outer product is not written out,
+since <a ⊗ d, a' ⊗ d'> = <a, a'> <d, d'>.
 """
 
-import itertools
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,263 +18,240 @@ from torch import Tensor
 from .._base import (
     Tree,
     accumulation_dtype,
-    at_top_level,
     check_argnums,
+    check_disjoint,
     flatten,
+    outside_inference_mode,
     positions,
     read_params,
-    real_parts,
-    refuse_autocast_cache,
     refuse_sharded,
-    tree_map,
-    unflatten,
+    tree_leaves,
 )
-from .._core import (
-    Batch,
-    Given,
-    Known,
-    Weighted,
-    check_size,
-    cut,
-    guarding,
-    known_of,
-    read_batch,
-    rows_to_cut,
-)
-from .by_layers import totals_by_layers
-from .chunks import SampleLoss, Sampling
-from .outer_products import Outer, is_short, is_table, written_out
-from .per_sample import per_sample_grad
+from .._core import Batch, cut, known_of, need_rows, read_batch, rows_to_cut
+from .by_layers import with_factors
+from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
+from .outer_products import Outer, inner_products
 
 
 def gramian(
     func: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
     *,
     batch_argnums: int | tuple[int, ...] = 1,
     chunk_size: int | None = None,
     keep_batch_dim: bool = False,
+    engine: SampleEngine = "vmap",
 ) -> Callable[..., Tensor]:
-    """Take the inner products of samples' gradients, without keeping the gradients.
+    """The inner products of the gradients of samples: their empirical neural tangent kernel.
 
-    The rule, with g the gradient of a sample, all leaves as one vector::
+    The rule, for gradients that are the rows of J, over all leaves as one vector::
 
-        K[i, j] = <g(sample i), g(sample j)>
+        J(batch) @ J(other).T
 
-    Of a function that returns several numbers it is the empirical neural tangent kernel: ``K[i, j,
-    p, q]`` is of number p of sample i and number q of sample j.
-
-    No more is held than what one backward pass over the rows of two blocks keeps, and the gradients
-    by one leaf: of a matrix in a linear layer or an embedding not even these. A function that
-    does with its parameters what cannot be followed has its Jacobian written out, block by block,
-    as it has under transforms.
+    Of a function that returns several numbers each of them has a gradient. Sums are float32 at
+    least. No gradient is written out that is an outer product, as by linear layers and embeddings:
+    the products of two of them are those of what the layers are given, times those of cotangents. A
+    function that does with its parameters what cannot be followed has the gradients of a block of
+    samples written out, as under transforms and by ``engine="autograd"``; the matrix is the same up
+    to rounding, and finding out calls the function once more. The matrix carries no outer graph:
+    differentiate through it with torch.func's transforms.
 
     Args:
-        func: ``func(params, *args)`` gives one number of a sample, or a tensor of several. It is
-            given the batch's tensors without their dim 0.
+        func: The loss of one sample, as for ``per_sample_grad``, or what a network gives for it: a
+            number, ``Weighted``, or a tensor of several numbers. Random numbers come from keys that
+            are in the batch, if any, so that a sample has one gradient.
+        argnums: Which positional arguments to differentiate with respect to.
         batch_argnums: Which positional arguments are batches: their tensors have one row per
-            sample along dim 0. All others are handed to every microbatch whole.
-        chunk_size: How many samples of each batch make a block; None takes all of them.
-        keep_batch_dim: Hand each sample to ``func`` as a batch of one row, so that the loss of a
-            batch can be used as it is.
+            sample along dim 0.
+        chunk_size: How many samples of either batch go through at a time; None takes all of them.
+            Then nothing is kept but the matrix and what layers saw of two such blocks, and a block
+            of the other batch is computed again for each one of this batch.
+        keep_batch_dim: Hand each sample to ``func`` as a batch of one row.
+        engine: As for ``per_sample_grad``.
 
     Returns:
-        ``kernel(params, *args, other=None)``, of shape (n, m) or (n, m, *output, *output): of the
-        samples of the batch and those of ``other``, which stands in its place (of several batch
-        arguments a tuple); None is the batch itself. In float32 at least.
+        A function of ``func``'s arguments, and of ``other=``: a second batch, or a tuple of such
+        where ``batch_argnums`` is one, in its order. It gives the products of each sample of the
+        batch with each one of the other, and without ``other`` with each one of its own: a tensor
+        of shape (samples, samples of other); where ``func`` gives k numbers, (samples, samples of
+        other, k, k); and so for any shapes.
 
     Example:
-        >>> w, x = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.0], [1.0, 3.0]])
-        >>> gramian(lambda w, x: (w * x).sum())(w, x)
-        tensor([[ 1.,  1.],
-                [ 1., 10.]])
+        >>> x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])
+        >>> kernel = gramian(lambda w, x: torch.sin(w * x))
+        >>> kernel(torch.tensor(0.0), x)
+        tensor([[1., 2., 3.],
+                [2., 4., 6.],
+                [3., 6., 9.]])
+        >>> kernel(torch.tensor(0.0), x, other=y).shape
+        torch.Size([3, 1])
 
     References:
-        Jacot, Gabriel and Hongler, `Neural tangent kernel <https://arxiv.org/abs/1806.07572>`_,
-        2018; torch's `tutorial
-        <https://docs.pytorch.org/tutorials/intermediate/neural_tangent_kernels.html>`_ on them.
+        Jacot et al., `Neural tangent kernel <https://arxiv.org/abs/1806.07572>`_, 2018; Novak et
+        al., `Fast finite width neural tangent kernel <https://arxiv.org/abs/2206.08720>`_, 2022;
+        `Neural tangent kernels
+        <https://docs.pytorch.org/tutorials/intermediate/neural_tangent_kernels.html>`_ by
+        torch.func
     """
-    batches, known = check_argnums(batch_argnums, "batch_argnums"), known_of(func)
-    size = None if chunk_size is None else check_size(chunk_size, "chunk_size")
-    how = Sampling(
-        has_aux=False,
-        chunk_size=size,
-        transform=None,
-        metrics=None,
-        keep_batch_dim=keep_batch_dim,
-        randomness="error",
-        engine="vmap",
-        several=True,
+    how = with_factors(
+        check_sampling(
+            Sampling(
+                has_aux=False,
+                chunk_size=chunk_size,
+                transform=None,
+                metrics=None,
+                keep_batch_dim=keep_batch_dim,
+                randomness="error",
+                engine=engine,
+            )
+        )
     )
+    wrt, batches = check_argnums(argnums, "argnums"), check_argnums(batch_argnums, "batch_argnums")
+    check_disjoint(wrt, batches)
+    alone, known = not isinstance(argnums, tuple), known_of(func)
 
-    def kernel(params: Tree, *args: Any, other: Any = None) -> Tensor:
-        leaves, spec = read_params(params)
-        refuse_sharded(leaves, "params", "per_sample_grad is what takes them, with reduce=...")
-        refuse_autocast_cache(leaves)
-        at = positions(batches, 1 + len(args), "batch_argnums")
-        rows = _read({i: args[i - 1] for i in at}, "args")
-        second = None
+    @wraps(func)
+    def wrapped(*args: Any, other: Tree = None, **kwargs: Any) -> Tensor:
+        at = positions(wrt, len(args), "argnums")
+        cut_at = positions(batches, len(args), "batch_argnums")
+        refuse_sharded(tree_leaves([*args, *kwargs.values(), other]), "an argument", _DTENSORS)
+        params = args[at[0]] if alone else tuple(args[i] for i in at)
+        leaves, _ = read_params(params)
+
+        def call(params: Tree, *rest: Any) -> Any:
+            given = dict(zip(at, (params,) if alone else params, strict=True))
+            return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+
+        def block(part: Part) -> Block:
+            its = tuple(part.get(i, x) for i, x in enumerate(args))
+            (chunk,) = sampled(call, params, its, at, cut_at, how, known)[0]
+            return _block(chunk)
+
+        its = {i: args[i] for i in cut_at}
+        batch, second = read_batch(its, "args"), None
         if other is not None:
-            its = other if isinstance(batch_argnums, tuple) else (other,)
-            if not isinstance(its, tuple) or len(its) != len(at):  # pyright: ignore
-                raise ValueError(
-                    f"other is a {type(other).__name__}; expected a tuple of {len(at)}, which "
-                    "stands in the place of the batch arguments."
-                )
-            second = _read(dict(zip(at, its, strict=True)), "other")
-            if second.spec != rows.spec:
-                raise ValueError(
-                    f"other has the structure {second.spec}, and the batch {rows.spec}; expected "
-                    "another batch of the same kind."
-                )
+            second = _read_other(other, its, isinstance(batch_argnums, tuple))
+        rows = rows_to_cut(batch, "args")
+        columns = rows if second is None else rows_to_cut(second, "other")
+        if not (rows and columns):
+            wide = accumulation_dtype(leaves[0].dtype).to_real()
+            return leaves[0].new_empty(rows, columns, dtype=wide)
+        parts = [*cut(batch, how.chunk_size or rows)]
+        others = parts if second is None else [*cut(second, how.chunk_size or columns)]
+        with outside_inference_mode():
+            return _matrix(parts, others, (rows, columns), how.chunk_size or 0, block)
 
-            for x, y in zip(rows.leaves, second.leaves, strict=True):
-                if not isinstance(x, Tensor) and x != y:
-                    raise ValueError(
-                        f"other has {y!r} where the batch has {x!r}; expected the same: what is no "
-                        "tensor is for all samples of both."
-                    )
-
-        def call(leaves: Any, sample: Tree) -> Any:
-            given = (sample.get(i + 1, x) for i, x in enumerate(args))
-            out = func(unflatten(spec, leaves), *given)
-            if isinstance(out, Weighted):
-                raise TypeError(
-                    "func gave a Weighted; expected a number or a tensor of several. Return its "
-                    "total, whose gradient is what a sample adds to a sum."
-                )
-            return out
-
-        givens = [Given("params", leaves, spec), Given("args", rows.leaves, rows.spec)]
-        with guarding(known, *givens) as guarded:
-            by_layers = partial(_by_layers, guarded(call), leaves, how)
-            by_hand = partial(_by_hand, call, leaves, keep_batch_dim)
-            return _of_blocks(rows, second, size, known, by_layers, by_hand)
-
-    return kernel
+    return wrapped
 
 
-def _read(batch: Tree, root: str) -> Batch:
-    read = read_batch(batch, root)
-    rows_to_cut(read, root)
-    return read
+_DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."
+
+Part = dict[int, Tree]  # of a batch, by the positions of arguments
 
 
-Way = Callable[[Tree, Tree | None], Tensor]  # the products of the samples of one or two blocks
+class Block(NamedTuple):
+    """The gradients of some samples."""
+
+    grads: list[Tensor | Outer]  # of each leaf; a tensor is (samples, numbers of each, *leaf.shape)
+    keep: Tensor | tuple[()]  # which samples have any, where not all do
+    shape: torch.Size  # of what func gives for a sample
+    many: int  # numbers of all samples together
+    like: Tensor
 
 
-def _of_blocks(
-    rows: Batch, other: Batch | None, size: int | None, known: Known, by_layers: Way, by_hand: Way
-) -> Tensor:
-    """All blocks side by side; of a batch with itself those below the diagonal are seen twice."""
-    blocks = _cut(rows, size)
-    others = blocks if other is None else _cut(other, size)
-    found: dict[tuple[int, int], Tensor] = {}
-    for i, j in itertools.product(range(len(blocks)), range(len(others))):
-        if other is None and j < i:
-            n = (found[j, i].dim() - 2) // 2
-            swapped = found[j, i].transpose(0, 1)
-            found[i, j] = swapped.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))
-            continue
-        its = blocks[i], None if other is None and i == j else others[j]
-        if known.unseen or not at_top_level():
-            found[i, j] = by_hand(*its)
-            continue
-        try:
-            found[i, j] = by_layers(*its)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError):
-            found[i, j] = by_hand(*its)
-            known.unseen = True  # and so it is not tried in vain again
-    return torch.cat(
-        [torch.cat([found[i, j] for j in range(len(others))], 1) for i in range(len(blocks))]
+def _read_other(other: Tree, its: Part, several: bool) -> Batch:
+    """The other batch, by the positions of the arguments in whose place it stands."""
+    found = other if several else (other,)
+    if not isinstance(found, tuple) or len(found) != len(its):  # pyright: ignore
+        raise ValueError(
+            f"other is a {type(other).__name__}; expected a tuple of {len(its)}, which stands in "
+            "the place of the batch arguments."
+        )
+    need_rows(read_batch(other, "other"), "other")  # of which an error says where it is
+    batch, expected = read_batch(dict(zip(its, found, strict=True)), "other"), flatten(its)[1]
+    if batch.spec != expected:
+        raise ValueError(
+            f"other has the structure {batch.spec}, and the batch {expected}; expected another "
+            "batch of the same kind."
+        )
+    return batch
+
+
+def _block(chunk: Chunk) -> Block:
+    value, shape = chunk.value, chunk.value.shape[1:]
+
+    def with_numbers(x: Tensor) -> Tensor:
+        return x.reshape(value.shape[0], shape.numel(), *x.shape[value.dim() :])
+
+    return Block(
+        grads=[x if isinstance(x, Outer) else with_numbers(x) for x in chunk.grads],
+        keep=chunk.keep,
+        shape=shape,
+        many=value.numel(),
+        like=value,
     )
 
 
-def _cut(batch: Batch, size: int | None) -> list[Tree]:
-    return [*cut(batch, max(size or batch.rows or 1, 1))] or [unflatten(batch.spec, batch.leaves)]
-
-
-# One block -------------------------------------------------------------------------------------
-
-
-def _by_layers(
-    call: SampleLoss, leaves: list[Tensor], how: Sampling, part: Tree, other: Tree | None
+def _matrix(
+    lines: list[Part],
+    columns: list[Part],
+    rows: tuple[int, int],
+    size: int,
+    block: Callable[[Part], Block],
 ) -> Tensor:
-    """In one backward pass over the rows of both."""
-    both = part if other is None else tree_map(_joined, part, other)
-    count = _rows(part)
-    layers, totals, *_ = totals_by_layers(call, leaves, both, how, torch.float32)
-    shape, k = totals.shape[1:], totals[0].numel()
-    basis = torch.eye(k, dtype=totals.dtype, device=totals.device).view(k, 1, *shape)
-    found: list[Tensor] = []  # one, the sum so far
+    """All inner products; those of a batch with itself are computed once, and mirrored.
 
-    def see(i: int, grads: Outer | Tensor) -> None:
-        if isinstance(grads, Outer) and grads.right.shape[-2] == 0:
-            return  # nothing depends on the leaf
-        if isinstance(grads, Outer) and (is_table(grads) or not is_short(grads)):
-            grads = written_out(grads)
-        factors = grads[:2] if isinstance(grads, Outer) else (_as_vectors(grads, leaves[i]),)
-        dtype = accumulation_dtype(leaves[i].real.dtype)
-        pairs = [_inner_products(x, count, 0 if other is None else count, dtype) for x in factors]
-        products = (pairs[0] * pairs[1] if len(pairs) > 1 else pairs[0]).sum((-2, -1))
-        found[:] = [products + found[0].to(products.device) if found else products]
-
-    layers.pull(totals, see, basis.expand(k, *totals.shape) if shape else None)
-    rows = totals.shape[0]
-    sums = (
-        found[0]
-        if found
-        else totals.new_zeros(k, count, k, rows if other is None else rows - count)
-    )
-    return _in_order(sums, shape)
-
-
-def _as_vectors(grads: Tensor, leaf: Tensor) -> Tensor:
-    """Gradients as (…, rows, 1, numbers), as if they were a factor."""
-    parts = real_parts(grads)
-    return parts.reshape(*parts.shape[: grads.dim() - leaf.dim()], 1, -1)
+    Args:
+        lines: The parts of the batch.
+        columns: The parts of the other one, if that is another.
+        rows: How many samples are in either.
+        size: How many are in a part, where there are several.
+        block: The gradients of a part.
+    """
+    column, alike = _last_one_kept(block, columns), lines is columns
+    whole, shapes = None, ((), ())
+    for i, line in enumerate(lines):
+        a = column(i) if alike else block(line)
+        order = [*range(i if alike else 0, len(columns))]
+        # to and fro, so that the block that ends this line begins the next one
+        for j in order[:1] + order[:0:-1] if alike else order[:: -1 if i % 2 else 1]:
+            b = column(j)
+            products = _inner_products(a, b)
+            if whole is None:
+                shapes = (rows[0], *a.shape), (rows[1], *b.shape)
+                whole = products.new_zeros([torch.Size(shape).numel() for shape in shapes])
+            top, left = size * i * a.shape.numel(), size * j * b.shape.numel()
+            whole[top : top + a.many, left : left + b.many] = products
+            if alike and j > i:
+                whole[left : left + b.many, top : top + a.many] = products.T
+            del b, products  # before the next ones
+        del a
+    assert whole is not None
+    return whole.view(*shapes[0], *shapes[1]).movedim(len(shapes[0]), 1)
 
 
-def _inner_products(x: Tensor, count: int, start: int, dtype: torch.dtype) -> Tensor:
-    """Of all pairs of vectors of a factor: (cotangents, rows, cotangents, others, t, t)."""
-    x = (x if x.dim() == 4 else x.unsqueeze(0)).to(dtype)
-    return torch.einsum("patw,qbsw->paqbts", x[:, :count], x[:, start:])
+def _last_one_kept(block: Callable[[Part], Block], parts: list[Part]) -> Callable[[int], Block]:
+    """The blocks of a batch by number, of which the last one is not computed again."""
+    kept: dict[int, Block] = {}
+
+    def of(i: int) -> Block:
+        if i not in kept:
+            kept.clear()
+            kept[i] = block(parts[i])
+        return kept[i]
+
+    return of
 
 
-def _by_hand(
-    call: SampleLoss, leaves: list[Tensor], keep_batch_dim: bool, part: Tree, other: Tree | None
-) -> Tensor:
-    """From both Jacobians, written out."""
-
-    def of(part: Tree) -> list[Tensor]:
-        size = max(_rows(part), 1)  # with a size nothing is recorded, but what transforms see
-        return per_sample_grad(call, chunk_size=size, keep_batch_dim=keep_batch_dim)(leaves, part)
-
-    def as_factor(x: Tensor, leaf: Tensor) -> Tensor:
-        return _as_vectors(x.flatten(1, len(shape)).movedim(1, 0) if shape else x[None], leaf)
-
-    one = of(part)
-    two = one if other is None else of(other)
-    sums = 0.0
-    shape = one[0].shape[1 : one[0].dim() - leaves[0].dim()]
-    for x, y, leaf in zip(one, two, leaves, strict=True):
-        a, b = as_factor(x, leaf), as_factor(y, leaf)
-        dtype = accumulation_dtype(leaf.real.dtype)
-        products = torch.einsum("patw,qbtw->paqb", a.to(dtype), b.to(dtype))
-        sums = products + sums
-    assert isinstance(sums, Tensor)
-    return _in_order(sums, shape)
-
-
-def _in_order(sums: Tensor, shape: torch.Size) -> Tensor:
-    """From (outputs, rows, outputs, others) to (rows, others, *output, *output)."""
-    return sums.permute(1, 3, 0, 2).reshape(sums.shape[1], sums.shape[3], *shape, *shape)
-
-
-def _rows(part: Tree) -> int:
-    return next(x.shape[0] for x in flatten(part)[0] if isinstance(x, Tensor))
-
-
-def _joined(a: Any, b: Any) -> Any:
-    return torch.cat([a, b]) if isinstance(a, Tensor) else a
+def _inner_products(a: Block, b: Block) -> Tensor:
+    """Those of all gradients of two blocks, zero where a sample has none."""
+    wide = accumulation_dtype(torch.promote_types(a.like.dtype, b.like.dtype))
+    total = a.like.new_zeros(a.many, b.many, dtype=wide)
+    for x, y in zip(a.grads, b.grads, strict=True):
+        unused = any(isinstance(it, Outer) and it.right.shape[-2] == 0 for it in (x, y))
+        if not unused:
+            total = total + inner_products(x, y).to(total.device)
+    for keep, at in ((a.keep, 0), (b.keep, 1)):
+        if isinstance(keep, Tensor):  # of one number each: it is Weighted that leaves samples out
+            total = torch.where(keep.unsqueeze(1 - at), total, 0.0)
+    return total

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._base import accumulation_dtype, continuous
+from .._base import accumulation_dtype, continuous, real_parts
 
 
 class Outer(NamedTuple):
@@ -100,18 +100,121 @@ def only_kept(x: Outer, keep: Tensor) -> Outer:
 def sum_of_parts(parts: Sequence[Outer | Tensor]) -> Outer | Tensor:
     """The sums of gradients that came in parts: outer products lie one after the other."""
     outer = [x for x in parts if isinstance(x, Outer)]
-    if len(outer) == len(parts) and len({(x.left.dim(), x.right.dim()) for x in outer}) == 1:
+    if len(outer) == len(parts) and len(set(map(is_table, outer))) == 1:
         if len(outer) == 1:
             return outer[0]
-        left = torch.cat([x.left for x in outer], -1 if is_table(outer[0]) else -2)
-        return Outer(left, torch.cat([x.right for x in outer], -2), outer[0].shape)
+        left, right = _in_line([x.left for x in outer]), _in_line([x.right for x in outer])
+        return Outer(left, right, outer[0].shape)
     total, *rest = (written_out(x) if isinstance(x, Outer) else x for x in parts)
     for x in rest:
         total = total + x
     return total
 
 
+# Inner products ------------------------------------------------------------------------
+
+
+def inner_products(x: Outer | Tensor, y: Outer | Tensor) -> Tensor:
+    """The inner products of gradients by a leaf with others by the same leaf, in float32 at least.
+
+    A tensor has two dims before those of the leaf: the samples, and the numbers of each. Complex
+    gradients are vectors of real and of imaginary parts.
+
+    Returns:
+        (samples of x * numbers, samples of y * numbers).
+    """
+    if isinstance(x, Outer) and isinstance(y, Outer) and _is_shorter(x, y):
+        return _by_factors(x, y)
+    return _as_rows(x) @ _as_rows(y).T
+
+
+def _is_shorter(x: Outer, y: Outer) -> bool:
+    """Whether the products of factors are less work than those of gradients written out."""
+    x, y = _numbers_to_the_right(x, y)
+    (a, d), (b, e) = (map(_numbers, (it.left, it.right)) for it in (x, y))
+    times, pairs = x.right.shape[-2], x.right.shape[-2] * y.right.shape[-2]
+    m, n = 0 if is_table(x) else x.left.shape[-1], x.right.shape[-1]
+    work = pairs * (m + e * n) + d * e * times * n
+    if max(a, b) > 1:
+        work = pairs * (a * b * m + d * e * n)
+    return pairs <= 1 or work <= max(a, d) * max(b, e) * x.shape.numel()
+
+
+def _by_factors(x: Outer, y: Outer) -> Tensor:
+    """Σ over pairs of <a, a'> <d, d'>. Where there are several they cancel, hence in float64."""
+    if x.right.shape[-2] * y.right.shape[-2] <= 1:
+        return _of_pairs(x.left, x.right, y.left, y.right)
+    wide, (x, y) = accumulation_dtype(x.right.dtype), _numbers_to_the_right(x, y)
+    left, right, others, cotangents = (
+        it if it.dtype == torch.int64 else it.double() for it in (x.left, x.right, y.left, y.right)
+    )
+    of = _of_pairs if max(left.dim(), others.dim()) == 4 else _of_one
+    at = 0 if is_table(x) else -3
+    each = zip(left.split(1, at), right.split(1, -3), strict=True)  # not all pairs at once
+    return torch.cat([of(a, d, others, cotangents) for a, d in each]).to(wide)
+
+
+def _numbers_to_the_right(x: Outer, y: Outer) -> tuple[Outer, Outer]:
+    """The same products; where only the left factors depend on numbers, these change places."""
+    if x.left.dim() == y.left.dim() == 4 and x.right.dim() == y.right.dim() == 3:
+        return Outer(x.right, x.left, x.shape), Outer(y.right, y.left, y.shape)
+    return x, y
+
+
+def _of_one(left: Tensor, right: Tensor, others: Tensor, cotangents: Tensor) -> Tensor:
+    """<d, Σ <a, a'> d'> for one sample, which never holds a number for each pair of numbers."""
+    d, e = (x if x.dim() == 4 else x.unsqueeze(0) for x in (right, cotangents))
+    if left.dtype == torch.int64:
+        alike = (left.unsqueeze(2) == others.unsqueeze(1)).to(e.dtype)
+    else:
+        alike = left @ others.mT  # (samples, t, t of the others)
+    (many, samples, _, n), times = e.shape, d.shape[2]
+    seen = alike @ e.permute(1, 2, 0, 3).reshape(samples, -1, many * n)
+    seen = seen.view(samples, times, many, n).transpose(1, 2).reshape(samples * many, times * n)
+    return d.reshape(len(d), times * n) @ seen.T
+
+
+def _of_pairs(left: Tensor, right: Tensor, others: Tensor, cotangents: Tensor) -> Tensor:
+    products = _products(right, cotangents)
+    if left.dtype == torch.int64:
+        products = torch.where(left[:, :, None, None, None] == others, products, 0.0)
+    else:
+        products = products * _products(left, others)
+    products = products.sum((2, 5)).permute(1, 0, 3, 2)
+    return products.flatten(2).flatten(0, 1)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products of all with all: (numbers, samples, t) of a, then those of b."""
+    a, b = (x if x.dim() == 4 else x.unsqueeze(0) for x in (a, b))
+    return (a.flatten(0, 2) @ b.flatten(0, 2).T).view(*a.shape[:3], *b.shape[:3])
+
+
+def _numbers(x: Tensor) -> int:
+    """For how many numbers of a sample a factor has entries."""
+    return x.shape[0] if x.dim() == 4 else 1
+
+
+def _as_rows(x: Outer | Tensor) -> Tensor:
+    """Gradients as the rows of a matrix."""
+    if isinstance(x, Outer):
+        x, several = written_out(x), max(x.left.dim(), x.right.dim()) == 4
+        x = x.movedim(0, 1) if several else x.unsqueeze(1)
+    x = real_parts(x)
+    rows = x.shape[0] * x.shape[1]
+    return x.reshape(rows, x.shape[2:].numel()).to(accumulation_dtype(x.dtype))
+
+
 # Pieces --------------------------------------------------------------------------------
+
+
+def _in_line(factors: list[Tensor]) -> Tensor:
+    """Factors one after the other, for each of several cotangents where some have them."""
+    if (dims := max(x.dim() for x in factors)) == 2:
+        return torch.cat(factors, -1)
+    several = [len(x) for x in factors if x.dim() == 4]
+    each = [x if x.dim() == dims else x.expand(several[0], *x.shape) for x in factors]
+    return torch.cat(each, -2)
 
 
 def _norm(x: Tensor) -> Tensor:

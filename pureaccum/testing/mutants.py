@@ -676,11 +676,11 @@ MUTANTS: dict[str, Mutant] = {
         "if any(x is not None for x in found[1 + len(copies) :]):",
         "if False:",
     ),
-    "a kernel whose outputs are not swapped": Mutant(
-        "Below the diagonal of blocks, the outputs of two samples change places.",
+    "a kernel without a mirror": Mutant(
+        "Below the diagonal of blocks, the matrix of a batch with itself stays empty.",
         "_samples/gramian.py",
-        "found[i, j] = swapped.permute(0, 1, *range(2 + n, 2 + 2 * n), *range(2, 2 + n))",
-        "found[i, j] = swapped",
+        "if alike and j > i:",
+        "if False:",
     ),
     "steps remembered where the function curves downwards": Mutant(
         "L-BFGS remembers a move along which the function curves downwards.",

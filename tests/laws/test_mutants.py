@@ -308,7 +308,7 @@ KILLERS = {
     "a leaf used in an unseen way": (
         "exact/test_layers.py::test_a_use_that_cannot_be_followed_is_found_and_never_a_wrong_number"
     ),
-    "a kernel whose outputs are not swapped": (
+    "a kernel without a mirror": (
         "exact/test_gramian.py::test_any_blocks_have_the_bits_of_the_jacobians[of_numbers]"
     ),
     "steps remembered where the function curves downwards": (
