@@ -193,7 +193,7 @@ def lbfgs(
         _check(state, flat[0], lr, rules)
         with outside_inference_mode(), plainly():
             rate = state.lr if isinstance(lr, float) else rate_at(lr, state.steps)
-            new = _minimized(func, state, flat, rate.item(), rules)
+            new = _minimized(func, state, flat, float(rate), rules)
             leaves, spec = flatten(new)
             held = tree_leaves(state)
             if donate:
@@ -252,8 +252,7 @@ def _minimized(
         nonlocal evaluations
         evaluations += 1
         grads, value = asked(func, leaves, given)
-        number = value.item() if isinstance(value, Tensor) else value
-        return number, _joined(grads, x)
+        return float(value), _joined(grads, x)
 
     def point(d: Tensor, pieces: list[Tensor], t: Any) -> Point:
         value, gradient = ask(_moved(x, pieces, float(t)))

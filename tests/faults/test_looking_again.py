@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
+from tests.optimizers import leaves
 
 
 pytestmark = pytest.mark.optim
@@ -105,7 +106,7 @@ def test_numbers_that_no_loss_can_be_are_refused(name: str) -> None:
         (torch.tensor(1j), ValueError, "torch.complex64"),
         (True, TypeError, "the value of func is a bool"),
         (None, TypeError, "the value of func is a NoneType"),
-        (pa.Weighted(torch.ones(()), torch.ones(())), TypeError, "is a Weighted"),
+        (pa.Weighted(torch.ones(()), torch.ones(())), TypeError, "a Weighted; expected a 0-d"),
     ):
         with refused(error, words, given=PARAMS):
             opt.apply(lambda p, value=value: (p, value), opt.init(PARAMS), PARAMS)
@@ -126,13 +127,85 @@ def test_whatever_torch_takes_for_a_number_is_a_value(name: str) -> None:
         grads = torch.autograd.grad(value, [*leaves.values()], create_graph=True)
         return dict(zip(leaves, grads, strict=True)), value
 
-    with torch.no_grad():  # as a closure of torch's, it is called with gradients on
-        params, state = opt.apply(followed, opt.init(PARAMS), PARAMS)
-    assert not any(x.requires_grad for x in params.values())
-    assert state.value == squares(PARAMS, BATCH)
+    for record in (True, False):  # as a closure of torch's, it is called with gradients on
+        with torch.set_grad_enabled(record):
+            came = opt.apply(followed, opt.init(PARAMS), PARAMS)
+        assert not any(x.requires_grad for x in leaves(came))
+        assert came[1].value == squares(PARAMS, BATCH)
     for value in (1, 1.0, torch.tensor(1)):
         _, state = opt.apply(lambda p, v=value: (of_batch(p)[0], v), opt.init(PARAMS), PARAMS)
         assert state.value == 1
+
+
+@BOTH
+def test_gradients_may_be_sparse_and_wider_than_parameters(name: str) -> None:
+    opt, params = MINIMIZERS[name], {"w": torch.tensor([[1.0, -2.0], [0.5, 0.0]]).bfloat16()}
+    found, seen = [], set()
+    for form in (lambda g: g, lambda g: g.to_sparse(), lambda g: g.bfloat16()):
+
+        def func(params: Any, form: Any = form) -> Any:
+            seen.add(params["w"].dtype)
+            return {"w": form(params["w"].float())}, params["w"].float().square().sum() / 2
+
+        found.append(opt.apply(func, opt.init(params), params))
+    assert seen == {torch.bfloat16}
+    assert_trees_bitwise_equal(found[1], found[0])
+    assert_trees_bitwise_equal(found[2], found[0])
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [1, 2])
+def test_one_bad_gradient_of_two_is_enough(name: str, bad: int) -> None:
+    """The first one, or the second one, of numbers that do not depend on where they are."""
+    calls = []
+
+    def func(params: Any) -> Any:
+        calls.append(1)
+        off = math.nan if len(calls) == bad else 0.0
+        return {name: torch.full_like(x, 1.0 + off) for name, x in params.items()}, 1.0
+
+    opt = pa.lbfgs(line_search_fn=None) if name == "lbfgs" else MINIMIZERS[name]
+    state = opt.init(PARAMS)
+    came, later = opt.apply(func, state, PARAMS)
+    assert not later.applied
+    assert_trees_bitwise_equal(came, PARAMS)
+    assert len(calls) == (bad if name == "lbfgs" else 2)
+
+
+@pytest.mark.parametrize("gap", [1e-23, 1e30])
+def test_pairs_whose_square_no_number_holds_are_not_remembered(gap: float) -> None:
+    """float32: the change of the gradient squared is zero, or infinite."""
+    slopes = iter([gap, -gap, -gap])
+    opt = pa.lbfgs(
+        1e14 / gap if gap < 1 else 1.0,
+        max_iter=1,
+        line_search_fn=None,
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+    )
+    x, state = torch.zeros(1), opt.init(torch.zeros(1))
+    for _ in range(2):
+        x, state = opt.apply(lambda x: (torch.full_like(x, next(slopes)), 1.0), state, x)
+        assert state.applied or gap > 1
+        assert not state.weights.any()
+        assert state.scale == 1
+        assert torch.isfinite(x).all()
+
+
+def test_a_rate_that_is_not_finite_is_not_applied_and_one_of_zero_stays() -> None:
+    params, opt = PARAMS, MINIMIZERS["lbfgs"]
+    state = opt.init(params)
+    for rate in (math.nan, math.inf):
+        bad = state._replace(lr=torch.tensor(rate, dtype=torch.float64))
+        came, later = opt.apply(of_batch, bad, params)
+        assert (later.applied, later.steps, later.evaluations) == (False, 0, 1)
+        assert_trees_bitwise_equal(came, params)
+    warm = pa.lbfgs(pa.linear_warmup(1.0, 2))
+    came, later = warm.apply(of_batch, warm.init(params), params)
+    assert (later.applied, later.steps, later.evaluations) == (True, 1, 1)
+    assert_trees_bitwise_equal(came, params)
+    _, later = warm.apply(of_batch, later, came)
+    assert later.iterations > 0
 
 
 # Where there is nothing to look at ---------------------------------------------------------------
@@ -175,7 +248,16 @@ WALLS = {
     "inf": lambda x: torch.where(x.abs().max() > 1.5, math.inf, 0.0),
     "log": lambda x: -torch.log(1.5 - x).sum(),  # NaN behind the wall, where gradients are finite
     "root": lambda x: torch.sqrt(x + 1.0).sum(),
+    "gradient": lambda x: 0.0,  # of which there is none behind the wall, where values are finite
 }
+
+
+def behind(func: Any) -> Any:
+    def walled(x: Tensor) -> Any:
+        grads, value = func(x)
+        return torch.where(x.abs().max() > 1.5, math.nan, grads), value
+
+    return walled
 
 
 @pytest.mark.parametrize("wall", WALLS)
@@ -191,6 +273,8 @@ def test_a_search_stays_where_the_function_is_finite(wall: str, lr: float) -> No
             return ((a @ x - y) ** 2).sum() + WALLS[wall](x)
 
         func = pa.grad_and_value(loss, batch_argnums=(), engine="auto")
+        if wall == "gradient":
+            func = behind(func)
         opt, x = pa.lbfgs(lr, max_iter=3), torch.zeros(4, dtype=torch.float64)
         state, values = opt.init(x), []
         for _ in range(8):
@@ -198,6 +282,7 @@ def test_a_search_stays_where_the_function_is_finite(wall: str, lr: float) -> No
             x, state = opt.apply(func, state, x)
             values.append(state.value.item())
             assert torch.isfinite(x).all()
+            assert all(torch.isfinite(each).all() for each in func(x))
             assert state.applied or torch.equal(x, before)
         assert values == sorted(values, reverse=True)
         assert values[-1] < values[0]

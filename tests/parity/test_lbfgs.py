@@ -5,6 +5,8 @@ As long as all numbers are finite: where they are not, torch's class goes on, an
 
 import inspect
 import math
+import random
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum._optim.line_search import Point, strong_wolfe
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator, slices, take
@@ -243,6 +246,35 @@ def test_searches_without_enough_evaluations_end_where_those_of_the_class_do(max
         moved.add(bool(state.applied))
         assert bool(state.applied) == bool(state.move.abs().max() > 0)
     assert max_eval > 1 or moved == {False, True}
+
+
+@examples(4)
+@given(seeds(), st.integers(0, 12), st.sampled_from([0.5, 1.0, torch.tensor(0.3).double()]))
+def test_a_search_is_that_of_the_class_on_any_numbers(seed: int, most: int, t: Any) -> None:
+    """Whole numbers of no function: every tie and every turn that two numbers a point can force."""
+    theirs: Any = sys.modules["torch.optim.lbfgs"]._strong_wolfe
+    d, seen = torch.ones(1, dtype=torch.float64), []
+
+    def at(t: Any) -> tuple[float, Tensor]:
+        drawn = random.Random(hash((seed, float(t))))
+        seen.append(float(t))
+        value, slope = drawn.choice([-1, -1, 0, 0, 0, 1, 1e-4]), drawn.choice([-2, -1, -0.9, 0, 1])
+        return float(value), torch.full_like(d, slope)
+
+    def point(t: Any) -> Point:
+        value, gradient = at(t)
+        return Point(t, value, gradient, gradient.dot(d))
+
+    gradient = torch.full_like(d, -1.0)
+    start = Point(0, 0.0, gradient, gradient.dot(d))
+    came, mine = strong_wolfe(point, start, t, 1.0, most), seen.copy()
+    seen.clear()
+    value, g, end, evaluations = theirs(
+        lambda x, t, d: at(t), None, t, d, 0.0, gradient, start.slope, max_ls=most
+    )
+    assert mine == seen
+    assert len(seen) == evaluations
+    assert (came.t, came.value, came.gradient) == (end, value, g)
 
 
 # Microbatches ------------------------------------------------------------------------------------
