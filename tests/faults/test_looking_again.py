@@ -106,10 +106,12 @@ def test_numbers_that_no_loss_can_be_are_refused(name: str) -> None:
         (torch.tensor(1j), ValueError, "torch.complex64"),
         (True, TypeError, "the value of func is a bool"),
         (None, TypeError, "the value of func is a NoneType"),
-        (pa.Weighted(torch.ones(()), torch.ones(())), TypeError, "a Weighted; expected a 0-d"),
     ):
         with refused(error, words, given=PARAMS):
             opt.apply(lambda p, value=value: (p, value), opt.init(PARAMS), PARAMS)
+    weighted = pa.Weighted(torch.ones(()), torch.ones(()))
+    with pytest.raises(TypeError, match=r"is a Weighted; .* in this order\.$"):  # and no aux
+        opt.apply(lambda p: (p, weighted), opt.init(PARAMS), PARAMS)
     with refused(TypeError, "the grads of func['w'] is torch.complex64", "torch.float32"):
         opt.apply(lambda p: (p | {"w": p["w"] + 0j}, 1.0), opt.init(PARAMS), PARAMS)
     with refused(TypeError, "the grads of func['w'] is a float; expected a tensor"):
@@ -135,6 +137,19 @@ def test_whatever_torch_takes_for_a_number_is_a_value(name: str) -> None:
     for value in (1, 1.0, torch.tensor(1)):
         _, state = opt.apply(lambda p, v=value: (of_batch(p)[0], v), opt.init(PARAMS), PARAMS)
         assert state.value == 1
+
+
+@BOTH
+def test_modes_around_a_call_change_nothing(name: str) -> None:
+    opt = MINIMIZERS[name]
+    want = opt.apply(of_batch, opt.init(PARAMS), PARAMS)
+    with torch.inference_mode():
+        params = {name: x.clone() for name, x in PARAMS.items()}
+        came = opt.apply(of_batch, opt.init(params), params)
+    assert not any(x.is_inference() for x in leaves(came))
+    assert_trees_bitwise_equal(came, want)
+    with torch.device("meta"):
+        assert_trees_bitwise_equal(opt.apply(of_batch, opt.init(PARAMS), PARAMS), want)
 
 
 @BOTH
@@ -172,17 +187,12 @@ def test_one_bad_gradient_of_two_is_enough(name: str, bad: int) -> None:
     assert len(calls) == (bad if name == "lbfgs" else 2)
 
 
-@pytest.mark.parametrize("gap", [1e-23, 1e30])
-def test_pairs_whose_square_no_number_holds_are_not_remembered(gap: float) -> None:
-    """float32: the change of the gradient squared is zero, or infinite."""
+@pytest.mark.parametrize(("gap", "lr"), [(1e-23, 1e37), (1e30, 1.0), (1e10, 2e28)])
+def test_pairs_whose_products_no_number_holds_are_not_remembered(gap: float, lr: float) -> None:
+    """float32: the change of the gradient times itself is zero or infinite, or times the move."""
     slopes = iter([gap, -gap, -gap])
-    opt = pa.lbfgs(
-        1e14 / gap if gap < 1 else 1.0,
-        max_iter=1,
-        line_search_fn=None,
-        tolerance_grad=0.0,
-        tolerance_change=0.0,
-    )
+    never = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
+    opt = pa.lbfgs(lr, max_iter=1, line_search_fn=None, **never)
     x, state = torch.zeros(1), opt.init(torch.zeros(1))
     for _ in range(2):
         x, state = opt.apply(lambda x: (torch.full_like(x, next(slopes)), 1.0), state, x)

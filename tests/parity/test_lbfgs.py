@@ -248,17 +248,16 @@ def test_searches_without_enough_evaluations_end_where_those_of_the_class_do(max
     assert max_eval > 1 or moved == {False, True}
 
 
-@examples(4)
-@given(seeds(), st.integers(0, 12), st.sampled_from([0.5, 1.0, torch.tensor(0.3).double()]))
-def test_a_search_is_that_of_the_class_on_any_numbers(seed: int, most: int, t: Any) -> None:
-    """Whole numbers of no function: every tie and every turn that two numbers a point can force."""
+def both_searches(seed: int, most: int, downs: int, t: Any) -> None:
+    """Ours and the class's, on numbers that are drawn for each point."""
     theirs: Any = sys.modules["torch.optim.lbfgs"]._strong_wolfe
     d, seen = torch.ones(1, dtype=torch.float64), []
 
     def at(t: Any) -> tuple[float, Tensor]:
         drawn = random.Random(hash((seed, float(t))))
         seen.append(float(t))
-        value, slope = drawn.choice([-1, -1, 0, 0, 0, 1, 1e-4]), drawn.choice([-2, -1, -0.9, 0, 1])
+        value = drawn.choice([-2, *[-1] * downs, 0, 0, 1, 1e-4])
+        slope = drawn.choice([*[-2, -1] * downs, -0.9, 0, 1])
         return float(value), torch.full_like(d, slope)
 
     def point(t: Any) -> Point:
@@ -269,12 +268,19 @@ def test_a_search_is_that_of_the_class_on_any_numbers(seed: int, most: int, t: A
     start = Point(0, 0.0, gradient, gradient.dot(d))
     came, mine = strong_wolfe(point, start, t, 1.0, most), seen.copy()
     seen.clear()
-    value, g, end, evaluations = theirs(
-        lambda x, t, d: at(t), None, t, d, 0.0, gradient, start.slope, max_ls=most
-    )
-    assert mine == seen
-    assert len(seen) == evaluations
-    assert (came.t, came.value, came.gradient) == (end, value, g)
+    found = theirs(lambda x, t, d: at(t), None, t, d, 0.0, gradient, start.slope, max_ls=most)
+    known = [*map(math.isnan, seen), True].index(True)
+    assert mine[:known] == seen[:known]
+    if known == len(seen):  # else a cubic had no lowest point, of which ours takes the middle
+        assert (came.value, came.gradient, came.t, len(mine)) == found
+
+
+@examples(1)
+@given(st.integers(0, 2**20), st.integers(0, 12), st.sampled_from([0.5, 1.0, torch.tensor(0.3)]))
+def test_a_search_is_that_of_the_class_on_any_numbers(seed: int, most: int, t: Any) -> None:
+    """Whole numbers of no function: every tie and every turn that two numbers a point can force."""
+    for i in range(20):
+        both_searches(seed + i, most, 1 + i % 4, t)
 
 
 # Microbatches ------------------------------------------------------------------------------------
