@@ -1,6 +1,7 @@
 """``lbfgs`` is bit for bit ``torch.optim.LBFGS`` in float64, iteration by iteration.
 
-As long as all numbers are finite: where they are not, torch's class goes on, and ours does not.
+As long as all numbers and products of them are finite: where they are not, torch's class goes on,
+and ours does not.
 """
 
 import inspect
@@ -132,8 +133,9 @@ class Beside:
         self.optimizer.zero_grad()
         value = self.backward(self.params)
         self.evaluations += 1
-        seen = [value, *(x.grad for x in self.params.values() if x.grad is not None)]
-        self.finite &= all(bool(torch.isfinite(x).all()) for x in seen)
+        seen = [value, *self.params.values(), *(x.grad for x in self.params.values())]
+        # and products of them: ours does not remember what no number holds
+        self.finite &= all(bool((x.detach().abs() < 1e75).all()) for x in seen if x is not None)
         return value.detach()
 
     def step(self) -> Tensor:
