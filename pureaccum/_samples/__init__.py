@@ -1,8 +1,10 @@
 """The gradients of single samples, reduced while they stream.
 
 ``chunks`` takes the gradients of a few samples at a time, ``reducers`` say what becomes of them,
-and ``per_sample`` makes a function and an accumulator of the two. ``clipping`` and ``noise_scale``
-are what that is used for: DP-SGD's noisy sum, and how much gradients scatter.
+and ``per_sample`` makes a function and an accumulator of the two. What is only scaled and summed
+goes ``by_layers``: ``layers`` tell what they see, by their ``layer_rules``, and gradients come as
+``outer_products``. ``clipping`` and ``noise_scale`` are what that is used for: DP-SGD's noisy sum,
+and how much gradients scatter.
 """
 
 from .clipping import add_noise as add_noise

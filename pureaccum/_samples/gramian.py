@@ -128,6 +128,13 @@ def gramian(
                     "another batch of the same kind."
                 )
 
+            for x, y in zip(rows.leaves, second.leaves, strict=True):
+                if not isinstance(x, Tensor) and x != y:
+                    raise ValueError(
+                        f"other has {y!r} where the batch has {x!r}; expected the same: what is no "
+                        "tensor is for all samples of both."
+                    )
+
         def call(leaves: Any, sample: Tree) -> Any:
             given = (sample.get(i + 1, x) for i, x in enumerate(args))
             out = func(unflatten(spec, leaves), *given)

@@ -3,6 +3,8 @@
     x @ leaf, F.linear, F.embedding      outer products of what is given and the cotangent
     F.conv1d, conv2d, conv3d             the gradients themselves, by torch's grouped kernels
     leaf.T                               a stand-in for the same leaf, transposed
+    F.scaled_dot_product_attention       of all samples at once: under a vmap it takes nothing to
+                                         require grad, and some kernels keep nothing for that
     anything else                        None, and each sample gets a copy of the leaf
 
 A layer is a Function below the vmap. It gives what torch's own gives, and hands what it sees to
@@ -10,6 +12,7 @@ A layer is a Function below the vmap. It gives what torch's own gives, and hands
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from .._base import wants_gradient
 from .outer_products import Outer
 
 
 if TYPE_CHECKING:
     from .layers import Layers
 
-Rule = Callable[..., Tensor | None]
+Rule = Callable[..., Any]
 INDICES = {torch.int32, torch.int64}
 
 
@@ -160,10 +164,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        return None
+    out = None
     padding = None if padding_idx is None else padding_idx % weight.shape[0]
-    return _looked_up(layers, input, weight, padding)
+    if not (max_norm is not None or scale_grad_by_freq or sparse):
+        out = _looked_up(layers, input, weight, padding)
+    if out is None and padding is not None and layers.holds([weight]):
+        raise layers.refusal("looks up by a padding, which vmap gives the copies of one sample")
+    return out
 
 
 def _item(layers: "Layers", x: Any, index: Any) -> Tensor | None:
@@ -210,6 +217,34 @@ def _convolution(
     return layers.below(flat, (i, j), a, leaf, added, knobs, back)
 
 
+def _attention(
+    layers: "Layers",
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **knobs: Any,
+) -> Tensor:
+    given = (query, key, value, attn_mask)
+    *found, mask = [layers.rows_of(layers.with_copies(x), 0, expand=True) for x in given]
+    tensors = [x for x in found if x is not None]
+    like = len({x.dim() for x in tensors}) == 1 and len(tensors) == 3
+    if dropout_p or not like or (mask is None) != (attn_mask is None):
+        raise layers.refusal("attends in a way that vmap alone knows")
+    if mask is not None:  # the dims that it has not are behind the samples
+        ones = [1] * (tensors[0].dim() - mask.dim())
+        mask = mask.reshape(len(mask), *ones, *mask.shape[1:])
+
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, is_causal=is_causal, **knobs)
+    return layers.as_sample(attend, *tensors)
+
+
+def _requires_grad(layers: "Layers", x: Any) -> Any:
+    return wants_gradient(x)  # a wrapper of vmap says no
+
+
 def _transposed(layers: "Layers", x: Any, *dims: Any) -> Tensor | None:
     at = layers.leaf_of(x, 2)
     if at is None or {d % 2 for d in dims} not in (set(), {0, 1}):
@@ -227,14 +262,16 @@ RULES: dict[Any, Rule] = {
     torch.addmm: _addmm,
     F.embedding: _embedding,
     Tensor.__getitem__: _item,
+    F.scaled_dot_product_attention: _attention,
     F.conv1d: _convolution,
     F.conv2d: _convolution,
     F.conv3d: _convolution,
     Tensor.T.__get__: _transposed,  # pyright: ignore
     Tensor.mT.__get__: _transposed,  # pyright: ignore
+    Tensor.requires_grad.__get__: _requires_grad,  # pyright: ignore
     Tensor.t: _transposed,
     torch.t: _transposed,
     Tensor.transpose: _transposed,
     torch.transpose: _transposed,
 }
-KEYED = {_linear, _embedding, _convolution}  # whose arguments may have names
+KEYED = {_linear, _embedding, _attention, _convolution}  # whose arguments may have names

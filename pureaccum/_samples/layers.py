@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -62,6 +63,8 @@ class Layers(TorchFunctionMode):
         self.leaves = [x.detach() if x.requires_grad else x for x in leaves]
         self.rows = rows
         self.given = tuple(x.detach().requires_grad_() for x in leaves)
+        if any(type(x) is not Tensor or x.layout != torch.strided for x in self.given):
+            raise Unfit("a leaf is no plain tensor, and has a way of its own with operations")
         self.wide = [
             x.is_floating_point() and accumulation_dtype(x.dtype, at_least) == x.dtype
             for x in leaves
@@ -73,7 +76,8 @@ class Layers(TorchFunctionMode):
         # Beyond half of all nothing is saved, unless that is next to nothing.
         self.may_copy = max(sum(x.numel() for x in leaves) // 2, SMALL)
         self.uses = [0] * len(leaves)
-        self.token = torch.zeros((), requires_grad=True)  # for its sake autograd comes by
+        # For its sake autograd comes by all layers.
+        self.token = leaves[0].new_zeros((), requires_grad=True)
         self.unfit = ""
         self.see: See
         self.several: int | None = None  # cotangents
@@ -96,7 +100,7 @@ class Layers(TorchFunctionMode):
             if out is not None:
                 return out
         if func in UNFIT:
-            raise self.refusal(f"calls {func.__name__}")
+            raise self.refusal(UNFIT[func])
         if self.holds(args) or (kwargs and self.holds(kwargs.values())):
             if func in LOOKS:
                 return func(*args, **kwargs)
@@ -181,7 +185,11 @@ class Layers(TorchFunctionMode):
         for i in uses:
             if i is not None:
                 self.uses[i] += 1
-        return as_members(below_vmap(layer, *given, self.token), self.level or 0)
+        return self.as_sample(layer, *given, self.token)
+
+    def as_sample(self, func: Any, *given: Any) -> Tensor:
+        """What a function of all samples gives, as one of them sees it."""
+        return as_members(below_vmap(func, *given), self.level or 0)
 
     def standing_in(self, x: Tensor, i: int, transposed: bool) -> Tensor:
         """One more tensor that stands for a leaf."""
@@ -267,16 +275,12 @@ def _by_several(totals: Tensor, wrt: list[Tensor], cotangents: Tensor) -> list[T
 
 LOOKS = {  # what tells nothing of a leaf's numbers
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
     *(Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.is_tensor),
 }
-UNFIT = {  # what autograd is asked for beside the gradients
-    torch.autograd.grad,
-    torch.autograd.backward,
-    Tensor.backward,
-    Tensor.requires_grad_,
-    Tensor.retain_grad,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
+UNFIT = {
+    F.multi_head_attention_forward: "attends by a function that shows none of its products",
+    torch.as_strided: "looks at memory that copies share",
+    Tensor.as_strided: "looks at memory that copies share",
 }

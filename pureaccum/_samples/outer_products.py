@@ -80,7 +80,8 @@ def norms_of(x: Outer | Tensor) -> Tensor:
 
 def add_weighted_(total: Tensor, x: Outer, factor: Tensor) -> Tensor:
     """Add the gradients to a sum in place, each times a number."""
-    right = (x.right.to(total.dtype) * factor.view(-1, 1, 1)).flatten(0, 1)
+    by = factor.to(total.device, total.dtype).view(-1, 1, 1)
+    right = (x.right.to(total.dtype) * by).flatten(0, 1)
     if is_table(x):
         return total.index_add_(0, x.left.flatten(), right)
     left = x.left.flatten(0, 1).to(total.dtype)

@@ -96,7 +96,7 @@ CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 
 # Gradients of single samples, by chunks of as many rows as are fastest; and 32 runs as one.
 CLIPPING = (
-    Model(256, 512, 1, depth=3, kind="dense"),
+    Model(256, 64, 8, depth=3, kind="dense"),
     Model(16, 128, 1, depth=3, kind="grouped"),
     Model(64, 64, 4, depth=1, kind="tokens"),
 )

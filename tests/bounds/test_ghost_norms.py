@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from optree import tree_map
+from optree import tree_leaves, tree_map
 from torch import Tensor, nn
 
 import pureaccum as pa
@@ -99,12 +99,24 @@ def written_in_place(p: Params, row: Params) -> Tensor:
     return (F.embedding(row["tokens"], p["table"]).mul_(h.sum()).sum() - row["y"]) ** 2
 
 
+def attention(p: Params, row: Params) -> Tensor:
+    """Of two heads, some of whose keys a sample hides."""
+    q, k, v = ((row["x"] @ p[name]).unflatten(-1, (2, -1)) for name in ("m", "n", "o"))
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    hidden = (row["tokens"] == 2) & (torch.arange(len(row["tokens"])) > 0)
+    h = F.scaled_dot_product_attention(q, k, v, ~hidden[None])
+    h = h + F.scaled_dot_product_attention(h, h, v + p["s"], is_causal=True, scale=0.5)
+    h = h + F.scaled_dot_product_attention(h, h, h, attn_mask=q @ k.mT * p["s"])
+    h = h + F.scaled_dot_product_attention(h, p["slots"], p["slots"])
+    return (torch.tanh(h).mean() - row["y"]) ** 2
+
+
 LAYER = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True).double()
 NAMED = {f"layer.{name}": x.detach() for name, x in LAYER.named_parameters()}
 
 
 def module(p: Params, row: Params) -> Tensor:
-    """Of attention torch shows no matrix but the last, and the others are copied."""
+    """Of its attention torch shows no products."""
     mine = {name.removeprefix("layer."): p[name] for name in NAMED}
     h = torch.func.functional_call(LAYER, mine, (row["x"][None],))
     return (h.sin().sum() - row["y"]) ** 2
@@ -114,7 +126,7 @@ ALL: dict[str, Loss] = {
     f.__name__: f
     for f in (
         *(mlp, products, transposed, texts, tied, recurrent),
-        *(crossed, views, convolutions, written_in_place, module),
+        *(crossed, views, convolutions, written_in_place, attention, module),
     )
 }
 
@@ -127,7 +139,11 @@ def params_of(seed: int) -> Params:
         return torch.randn(shape, generator=random, dtype=torch.float64) * 0.7
 
     params = {name: normal(WIDTH, WIDTH) for name in ("m", "n", "o")}
-    params |= {"m2": normal(WIDTH, 2 * WIDTH)[:, ::2], "places": normal(3, WIDTH)}
+    params |= {
+        "m2": normal(WIDTH, 2 * WIDTH)[:, ::2],
+        "places": normal(3, WIDTH),
+        "slots": normal(2, 3, 2),
+    }
     params |= {name: normal(WIDTH) for name in ("b", "c")}
     params |= {name: normal(WORDS, WIDTH) for name in ("table", "table2")}
     params |= {"k": normal(WIDTH, WIDTH, 3), "kk": normal(4, 1, 2, 3)}
@@ -219,7 +235,7 @@ def test_clipped_sums_of_layers_are_those_of_a_loop(
     got = clipped(params, batch)
     each = [tree_map(lambda x: x[0], row) for row in pieces(batch, [1] * rows)]
     check(got, looped(total, params, each, max_norm))
-    assert short(loss)
+    assert short(loss) == (name != "module")
 
 
 # What is never made, and what rounding may do ----------------------------------------------------
@@ -312,9 +328,13 @@ def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
         return torch.func.functional_call(net, p, (x,)).square().sum()
 
     def odd(p: Params, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda p: loss(p, x))(p)["0.bias"].square().sum()
+        return loss(p, x) * torch.func.grad(lambda p: loss(p, x))(p)["0.bias"].square().sum()
 
-    for each in (loss, odd):
+    def attending(p: Params, x: Tensor) -> Tensor:
+        h = F.dropout(x * p["0.weight"][:4], 0.5)
+        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.5).square().sum()
+
+    for each in (loss, odd, attending):
         clipped = pa.clipped_sum(each, 1e9, randomness="different")
         torch.manual_seed(3)
         sums, norms = clipped(params, x)
@@ -325,3 +345,78 @@ def test_the_numbers_drawn_by_a_loss_are_the_same_in_norms_and_in_sums():
         assert (again[1] - norms).abs() <= ROOT * norm
     assert short(loss)
     assert not short(odd)
+    assert not short(attending)
+
+
+def test_leaves_of_different_dtypes_have_sums_of_their_own() -> None:
+    params = {"w": torch.randn(4, 4).double(), "v": torch.randn(4, 4), "unused": torch.randn(3)}
+    x = torch.randn(5, 4)
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, p["v"]).double(), p["w"]).square().sum()
+
+    for max_norm in (2.0, {"w": 1.0, "v": 1.0, "unused": 1.0}):
+        sums, norms = pa.clipped_sum(loss, max_norm)(params, x)
+        want = pa.clipped_sum(loss, max_norm, engine="autograd")(params, x)
+        flat = [*zip(sums.values(), want[0].values(), strict=True)]
+        flat += zip(tree_leaves(norms), tree_leaves(want[1]), strict=True)
+        for a, b in flat:
+            assert a.dtype == b.dtype
+            assert ((a - b).norm() <= 2.0**-20 * b.norm()).all()
+    assert short(loss)
+
+
+class Other(Tensor):
+    """A tensor that has its own way with operations."""
+
+
+def test_a_leaf_of_another_class_goes_another_way() -> None:
+    params, x = {"w": torch.randn(4, 4).as_subclass(Other)}, torch.randn(5, 4)
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return F.linear(x, p["w"]).as_subclass(Tensor).square().sum()
+
+    sums, norms = pa.clipped_sum(loss, 2.0)(params, x)
+    plain = {"w": params["w"].as_subclass(Tensor)}
+    want = pa.clipped_sum(loss, 2.0, engine="autograd")(plain, x)
+    assert ((sums["w"] - want[0]["w"]).norm() <= 2.0**-20 * want[0]["w"].norm()).all()
+    assert ((norms - want[1]).abs() <= 2.0**-20 * want[1]).all()
+    assert not short(loss)
+
+
+def padded(p: Params, x: Tensor) -> Tensor:
+    return F.embedding(x, p["narrow"], padding_idx=0).double().sin().sum()
+
+
+def strided(p: Params, x: Tensor) -> Tensor:
+    return (p["w"].as_strided((3, 2), (1, 2)) * x[0]).sin().sum()
+
+
+@pytest.mark.parametrize("loss", [padded, strided], ids=lambda f: f.__name__)
+def test_what_vmap_does_wrong_with_copies_goes_another_way(loss):
+    """A padding of one sample, and a view of what lies in memory."""
+    params = {"narrow": torch.randn(5, 3).half(), "w": torch.randn(5).double()}
+    x = torch.arange(12).view(4, 3) % 5
+    got = pa.clipped_sum(lambda p, x: loss(p, x), 0.5)(params, x)
+    want = pa.clipped_sum(lambda p, x: loss(p, x), 0.5, engine="autograd")(params, x)
+    for name, a in got[0].items():
+        assert ((a - want[0][name]).abs() <= 2.0**-20).all()
+    assert ((got[1] - want[1]).abs() <= 2.0**-20 * want[1]).all()
+
+
+def test_complex_leaves_go_along_by_copies() -> None:
+    params = {"w": torch.randn(4, 40).double(), "z": torch.randn(4).cdouble()}
+    params |= {"unused": torch.randn(3).cdouble(), "half": torch.randn(4).half()}
+    x = torch.randn(5, 40).double()
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        h = F.linear(x, p["w"])
+        return (h * p["z"]).sum().abs() ** 2 + (h * p["half"].double()).sum()
+
+    got = pa.clipped_sum(loss, 3.0, chunk_size=2)(params, x)
+    want = pa.clipped_sum(loss, 3.0, chunk_size=2, engine="autograd")(params, x)
+    for a, b in zip(got[0].values(), want[0].values(), strict=True):
+        near = 2.0**-20 if a.dtype == torch.float32 else ROOT
+        assert ((a - b).abs() <= near * 15).all()
+    assert ((got[1] - want[1]).abs() <= 2.0**-20 * want[1]).all()
+    assert short(loss)

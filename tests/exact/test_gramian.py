@@ -181,6 +181,8 @@ def test_it_is_pure_and_says_what_is_wrong() -> None:
             pa.gramian(lambda p, row: (of_one(p, row),))(params, batch)
         with saying(ValueError, "other has the structure"):
             pa.gramian(of_one)(params, batch, other=batch["x"])
+        with saying(ValueError, "other has 3 where the batch has 2"):
+            pa.gramian(of_numbers)(params, batch, other=batch | {"k": 3})
         with saying(ValueError, "other is a dict", "a tuple of 1"):
             pa.gramian(of_one, batch_argnums=(1,))(params, batch, other=batch)
         with saying(ValueError, "chunk_size is 0"):

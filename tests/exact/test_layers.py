@@ -38,13 +38,13 @@ def whole(seed: int, *shape: int, most: int = 3, dtype: torch.dtype = torch.floa
 
 
 def params_of(seed: int) -> list[Tensor]:
-    shapes = (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (7, WIDTH), (WIDTH, 1, 2), (), (50, 60)
+    shapes = (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (7, WIDTH), (WIDTH, 1, 2), (), (50, 60), (1,)
     return [whole(seed + i, *shape) for i, shape in enumerate(shapes)]
 
 
 # Of (t, WIDTH) numbers and (t,) words, to WIDTH numbers.
 def linear(p: Any, x: Tensor, words: Tensor) -> Tensor:
-    return F.linear(F.linear(x, p[0], p[2]), p[1]).sum(0)
+    return F.linear(F.linear(x, p[0], p[2]), p[1], p[7]).sum(0)
 
 
 def product(p: Any, x: Tensor, words: Tensor) -> Tensor:
@@ -52,7 +52,8 @@ def product(p: Any, x: Tensor, words: Tensor) -> Tensor:
 
 
 def table(p: Any, x: Tensor, words: Tensor) -> Tensor:
-    return (F.embedding(words, p[3], padding_idx=2) @ p[0].T).sum(0) * p[5]
+    h = F.embedding(words, p[3], padding_idx=2) + p[0].T[words % WIDTH]
+    return (h @ p[0].T).sum(0) * p[5]
 
 
 def twice(p: Any, x: Tensor, words: Tensor) -> Tensor:
@@ -61,8 +62,9 @@ def twice(p: Any, x: Tensor, words: Tensor) -> Tensor:
 
 def convolved(p: Any, x: Tensor, words: Tensor) -> Tensor:
     x = torch.cat([x, x]).mT
-    h = F.conv1d(x, p[4], p[2], groups=3, padding=1)
-    return h.sum(-1) * p[5] + F.conv1d(input=h[None], weight=p[4], groups=3, stride=2).sum((0, 2))
+    h = F.conv1d(x, p[4], p[2] * 2, groups=3, padding=1)
+    two = F.conv1d(input=torch.stack([h, 2 * h]), weight=p[4], bias=p[2], groups=3, stride=2)
+    return h.sum(-1) * p[5] + two.sum((0, 2))
 
 
 FUNCTIONS = [linear, product, table, twice, convolved]
@@ -170,7 +172,19 @@ UNSEEN: dict[str, Any] = {
     "in place": lambda p, x: torch.zeros(2).add_(p["w"].sum(0)).square().sum() + (x @ p["w"]).sum(),
     "number": lambda p, x: (x @ p["w"]).sum() * float(p["b"].detach().sum()),
     "caught": lambda p, x: caught(p, x),
+    "hook": lambda p, x: hooked(p, x),
+    "gradient of autograd": lambda p, x: (
+        torch.autograd.grad((x @ p["w"]).sum(), p["w"])[0].sum() * (x @ p["w"]).sum()
+    ),
 }
+
+
+def hooked(p: Any, x: Tensor) -> Tensor:
+    """It asks whether there will be a gradient, which vmap's wrapper denies."""
+    h = x @ p["w"]
+    if h.requires_grad:
+        h.register_hook(lambda d: 2 * d)
+    return h.sum()
 
 
 SEEN = "custom Function", "and a layer", "no matrix"  # the small matrix is copied
