@@ -194,9 +194,11 @@ def _check_class(cls: Any) -> None:
         )
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
+        way_out = " pureaccum's lbfgs takes a function." if cls is torch.optim.LBFGS else ""
         raise ValueError(
             f"{cls.__name__} cannot be turned into a pure function of the gradient: its step takes "
             "a closure and evaluates the loss again, as often as its line search asks for."
+            f"{way_out}"
         )
 
 

@@ -109,11 +109,10 @@ def lbfgs(
         t = strong_wolfe(func, params, d, t)  # with a line search
         params = params + t * d
 
-    Within a call the function has to be the same: of the whole batch, as ``grad_and_value`` gives
-    it in the memory of one microbatch, and without dropout. In float64 the parameters are those of
-    torch's class to the bit. As there, the host looks at numbers to decide, and waits for a device;
-    under vmap, torch.func and torch.compile that is an error. Ranks whose functions give the same
-    numbers decide the same.
+    Within a call the function has to be the same, over the whole batch, as ``grad_and_value`` gives
+    it in the memory of one microbatch. In float64 parameters are those of torch's class to the bit.
+    As there, the host looks at numbers to decide, and waits for a device; under vmap, torch.func
+    and torch.compile that is an error. Ranks whose functions give the same numbers stay the same.
 
     Where only ``max_iter`` ends calls and no search is cut short, n calls of one iteration are one
     call of n, bit for bit; each evaluates once more, where it begins.

@@ -107,5 +107,5 @@ def _lowest_of_cubic(a: Point, b: Point, least: Any, most: Any) -> Any:
 
 
 def divide(a: float, b: Any) -> Any:
-    """``a / b``, by zero too."""
-    return a / b if b else a * math.copysign(math.inf, b)
+    """``a / b``, and NaN where ``b`` is zero."""
+    return a / b if b else math.nan

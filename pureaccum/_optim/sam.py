@@ -151,7 +151,8 @@ def check_function(func: Any, owner: str) -> None:
         raise TypeError(
             f"func is a {type(func).__name__}; {owner} expects a function of the parameters that "
             "gives (grads, value), since it asks for gradients again: lambda params: fn(params, "
-            "batch), where fn is a pa.grad_and_value. Gradients, as sgd and adam take them?"
+            "batch), where fn is a pa.grad_and_value. Gradients? sgd and adam take those; "
+            "make_step, chain and partition hand out nothing else."
         )
 
 
@@ -201,7 +202,7 @@ def _checked(value: Any) -> Any:
         return value
     if isinstance(number := as_float(value), float):
         return number
-    aux = " With has_aux it comes with aux: return value[0] alone." * isinstance(value, tuple)
+    aux = " With has_aux it comes with aux: return value[0] alone." * (type(value) is tuple)
     raise TypeError(
         f"the value of func is a {type(value).__name__}; expected a 0-d tensor: func returns "
         f"(grads, value), in this order.{aux}"

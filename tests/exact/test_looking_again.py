@@ -223,6 +223,24 @@ def test_parameters_without_a_number_stay() -> None:
     assert int(state.evaluations) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_what_is_remembered_is_float32_at_least(dtype: torch.dtype) -> None:
+    """Of narrow parameters and gradients, and of complex ones twice as many real numbers."""
+    params = {"w": torch.arange(6.0).reshape(2, 3).to(dtype), "b": torch.ones((), dtype=dtype)}
+    squares = pa.grad_and_value(
+        lambda p: sum(((x - 2).abs().float() ** 2).sum() for x in p.values()), batch_argnums=()
+    )
+    opt = pa.lbfgs(max_iter=8)
+    state = opt.init(params)
+    for _ in range(2):
+        params, state = opt.apply(squares, state, params)
+        numbers = [state.gradient, state.move, *state.moves, *state.changes]
+        size = 14 if dtype.is_complex else 7
+        assert {(x.dtype, x.shape) for x in numbers} == {(torch.float32, (size,))}
+        assert {x.dtype for x in params.values()} == {dtype}
+    assert all(((x - 2).abs() <= 2**-6).all() for x in params.values())  # two places of bfloat16
+
+
 def test_where_it_cannot_look_it_says_so() -> None:
     opt, params = pa.lbfgs(), make_params()
     state = opt.init(params)
@@ -334,3 +352,18 @@ def test_sam_under_transforms(make: Any) -> None:
     # a central difference is off by h²; one of half of h by a quarter of that
     d1, d2 = ((at(zero + h) - at(zero - h)) / (2 * h) for h in (2e-4, 1e-4))
     assert abs(derivative - d2) <= abs(d1 - d2) + 1e-9 * abs(d2)
+
+
+def test_a_member_that_is_not_finite_leaves_the_others_alone() -> None:
+    opt = pa.sam(pa.sgd(0.1, momentum=0.9), rho=0.2)
+    members = [make_params(i) for i in range(3)]
+    members[1]["b"] = members[1]["b"].fill_(math.nan)
+    params, states = pa.stack(members), pa.stack([opt.init(x) for x in members])
+    came, later = vmap(lambda s, p: opt.apply(of_batch, s, p))(states, params)
+    assert later.applied.tolist() == [True, False, True]
+    assert_trees_bitwise_equal(pa.unstack(came)[1], members[1])
+    assert_trees_bitwise_equal(pa.unstack(later)[1].optimizer, pa.unstack(states)[1].optimizer)
+    for i in (0, 2):
+        want, _ = opt.apply(of_batch, opt.init(members[i]), members[i])
+        off = pa.global_norm({n: x[i] - want[n] for n, x in came.items()})
+        assert off <= ROOT_OF_UNIT * pa.global_norm(want)

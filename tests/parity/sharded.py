@@ -240,6 +240,35 @@ def trains(layout: str, optimizer: str, engine: Any) -> None:
         assert x.placements == like.placements
 
 
+def looks_uphill(layout: str) -> None:
+    """Three steps of ``sam``, the last one donated; and ``lbfgs`` says that it cannot."""
+    params, batch = problem(torch.float64)
+    dparams, dbatch = spread(params, layout), spread(batch, layout, batch=True)
+    fn = pa.grad_and_value(weighted, microbatch_size=8, engine="auto")
+    opt = pa.sam(pa.chain(pa.clip_by_global_norm(2.0), pa.adamw(0.125)), rho=0.25)
+    state, new = opt.init(params), opt.init(dparams)
+    for n in range(3):
+        params, state = opt.apply(lambda p: fn(p, batch), state, params)
+        # as they lie, and once on every rank as a whole
+        dparams, new = opt.apply(
+            lambda p, n=n: whole_on_all_ranks(fn(p, dbatch)) if n == 1 else fn(p, dbatch),
+            new,
+            dparams,
+            donate=n == 2,
+        )
+        same_on_all_ranks((new.value, new.applied))
+        assert_near((dparams, new), (params, state))
+    for name, x in dparams.items():
+        assert list(x.placements) == LAYOUTS[layout][0][name]
+    with refused(ValueError, "DTensors", "lbfgs", "sam can"):
+        pa.lbfgs().init(dparams)
+
+
+def whole_on_all_ranks(found: Any) -> Any:
+    grads, value = found
+    return {n: g.redistribute(placements=[R] * g.device_mesh.ndim) for n, g in grads.items()}, value
+
+
 def one_bad_row_stops_all_ranks(layout: str) -> None:
     params, batch = problem()
     batch["x"][13, 2] = torch.nan  # a row of the last rank
@@ -844,6 +873,10 @@ IN_A_LINE: dict[str, Callable[[], object]] = {
             ("tensor", "partition", "func"),
         )
     },
+    **{
+        f"looks uphill, {layout}": partial(looks_uphill, layout)
+        for layout in ("replicated", "fsdp", "tensor")
+    },
     "one bad row stops all ranks": partial(one_bad_row_stops_all_ranks, "fsdp"),
     "masked microbatches add nothing": masked_microbatches_add_nothing,
     "communicates once a window": communicates_once_a_window,
@@ -875,6 +908,7 @@ IN_TWO_ROWS: dict[str, Callable[[], object]] = {
     ),
     "steps exactly, 2d fsdp": partial(steps_exactly, "2d fsdp", "weighted", True),
     "trains, 2d, adamw": partial(trains, "2d", "adamw", "func"),
+    "looks uphill, 2d fsdp": partial(looks_uphill, "2d fsdp"),
     "one bad row stops all ranks, 2d": partial(one_bad_row_stops_all_ranks, "2d"),
     "bad microbatches are skipped, 2d": partial(bad_microbatches_are_skipped, "2d fsdp"),
     "rows have their keys, 2d": partial(rows_have_their_keys, "2d"),

@@ -1,10 +1,13 @@
 """``lbfgs`` is bit for bit ``torch.optim.LBFGS`` in float64, iteration by iteration.
 
-As long as all numbers are finite: where they are not, torch's class goes on, and ours does not.
+As long as all numbers and products of them are finite: where they are not, torch's class goes on,
+and ours does not.
 """
 
 import inspect
 import math
+import random
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum._optim.line_search import Point, strong_wolfe
 from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator, slices, take
@@ -129,8 +133,9 @@ class Beside:
         self.optimizer.zero_grad()
         value = self.backward(self.params)
         self.evaluations += 1
-        seen = [value, *(x.grad for x in self.params.values() if x.grad is not None)]
-        self.finite &= all(bool(torch.isfinite(x).all()) for x in seen)
+        seen = [value, *self.params.values(), *(x.grad for x in self.params.values())]
+        # and products of them: ours does not remember what no number holds
+        self.finite &= all(bool((x.detach().abs() < 1e75).all()) for x in seen if x is not None)
         return value.detach()
 
     def step(self) -> Tensor:
@@ -243,6 +248,41 @@ def test_searches_without_enough_evaluations_end_where_those_of_the_class_do(max
         moved.add(bool(state.applied))
         assert bool(state.applied) == bool(state.move.abs().max() > 0)
     assert max_eval > 1 or moved == {False, True}
+
+
+def both_searches(seed: int, most: int, downs: int, t: Any) -> None:
+    """Ours and the class's, on numbers that are drawn for each point."""
+    theirs: Any = sys.modules["torch.optim.lbfgs"]._strong_wolfe
+    d, seen = torch.ones(1, dtype=torch.float64), []
+
+    def at(t: Any) -> tuple[float, Tensor]:
+        drawn = random.Random(hash((seed, float(t))))
+        seen.append(float(t))
+        value = drawn.choice([-2, *[-1] * downs, 0, 0, 1, 1e-4])
+        slope = drawn.choice([*[-2, -1] * downs, -0.9, 0, 1])
+        return float(value), torch.full_like(d, slope)
+
+    def point(t: Any) -> Point:
+        value, gradient = at(t)
+        return Point(t, value, gradient, gradient.dot(d))
+
+    gradient = torch.full_like(d, -1.0)
+    start = Point(0, 0.0, gradient, gradient.dot(d))
+    came, mine = strong_wolfe(point, start, t, 1.0, most), seen.copy()
+    seen.clear()
+    found = theirs(lambda x, t, d: at(t), None, t, d, 0.0, gradient, start.slope, max_ls=most)
+    known = [*map(math.isnan, seen), True].index(True)
+    assert mine[:known] == seen[:known]
+    if known == len(seen):  # else a cubic had no lowest point, of which ours takes the middle
+        assert (came.value, came.gradient, came.t, len(mine)) == found
+
+
+@examples(1)
+@given(st.integers(0, 2**20), st.integers(0, 12), st.sampled_from([0.5, 1.0, torch.tensor(0.3)]))
+def test_a_search_is_that_of_the_class_on_any_numbers(seed: int, most: int, t: Any) -> None:
+    """Whole numbers of no function: every tie and every turn that two numbers a point can force."""
+    for i in range(20):
+        both_searches(seed + i, most, 1 + i % 4, t)
 
 
 # Microbatches ------------------------------------------------------------------------------------
