@@ -23,6 +23,7 @@ from .agreement import rows_as_bytes as rows_as_bytes
 from .agreement import settings_of as settings_of
 from .agreement import value_in_words as value_in_words
 from .checks import LARGEST_INT as LARGEST_INT
+from .checks import NoGraphError as NoGraphError
 from .checks import as_float as as_float
 from .checks import check_argnums as check_argnums
 from .checks import check_choice as check_choice
@@ -33,11 +34,13 @@ from .checks import check_int as check_int
 from .checks import check_number as check_number
 from .checks import check_same_structure as check_same_structure
 from .checks import check_state as check_state
+from .checks import here as here
 from .checks import outside_inference_mode as outside_inference_mode
 from .checks import positions as positions
 from .checks import read_params as read_params
 from .checks import read_tensors as read_tensors
 from .checks import refuse_autocast_cache as refuse_autocast_cache
+from .checks import refuse_without_graph as refuse_without_graph
 from .checks import shown as shown
 from .dtensors import NOWHERE as NOWHERE
 from .dtensors import Layout as Layout

@@ -6,6 +6,7 @@ passes is returned, as what it stands for: an index as an int, any real number a
 
 import math
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
@@ -278,6 +279,37 @@ def refuse_autocast_cache(leaves: list[Tensor]) -> None:
                 "would keep a low-precision copy of every weight for every microbatch. Open "
                 "autocast inside the loss function, or pass cache_enabled=False to it."
             )
+
+
+class Here(threading.local):
+    """What this thread is inside of: a backward pass of ours that is recorded, see exchange.py."""
+
+    backward: Any = None
+
+
+here = Here()
+
+
+class NoGraphError(RuntimeError):
+    """What keeps no graph was called where plain autograd records a loss of ours."""
+
+
+def refuse_without_graph(what: str) -> None:
+    """Raise where what is about to be computed would be taken for a constant.
+
+    Nothing tells so of a loss that is not ours: there a gradient is one more tensor, as it is under
+    ``no_grad``.
+    """
+    backward = here.backward
+    while backward is not None and not backward.plain:
+        backward = backward.outer
+    if backward is None or not torch.is_grad_enabled():
+        return
+    raise NoGraphError(
+        f"{what} keeps no graph, and the loss that calls it is differentiated by plain autograd, "
+        "which would take it for a constant. torch.func's transforms, engine='func' and 'auto' "
+        "differentiate it. Where a constant is what it is to be, call it under torch.no_grad()."
+    )
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:

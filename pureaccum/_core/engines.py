@@ -3,7 +3,8 @@
     "func"      torch.func, which composes with every transform
     "autograd"  torch.autograd, for what torch.func refuses: custom Functions without
                 ``setup_context``, and checkpointed modules
-    "auto"      autograd at top level, where it is faster, and torch.func under a transform
+    "auto"      autograd at top level, where it is faster, and torch.func under a transform, and for
+                a loss that calls what plain autograd cannot follow, such as a gradient of its own
 
 All give the same bits.
 """
@@ -18,14 +19,17 @@ from torch import Tensor
 from .._base import (
     Layout,
     Layouts,
+    NoGraphError,
     advise_on_vjp,
     forward_ad_active,
     generators,
     gradients,
+    here,
     innermost,
     landed,
     local,
     refuse_sharded,
+    refuse_without_graph,
     restore,
     saved_tensors_hooks_refused,
     sum_layouts,
@@ -33,7 +37,7 @@ from .._base import (
     without_history,
 )
 from .called_modules import holding, remembering
-from .exchange import Backward, begun, here, inside_of, running_again
+from .exchange import Backward, begun, inside_of, running_again
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, Weighing, nothing_like
 from .writes import Known
@@ -61,6 +65,7 @@ class Wrt(NamedTuple):
     rows: float | None = None  # of the whole batch: see exchange.py
     at_least: torch.dtype = torch.float32  # the dtype of sums that are begun
     remembers: bool = False  # whether what modules held is put back for the backward pass
+    auto: bool = False  # whether the engine is ours to choose
     several: bool = False  # whether a loss may be a tensor, pulled back number by number
     whole: bool = (
         False  # whether the batch is taken whole, and so may be recorded under a transform
@@ -85,9 +90,11 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
                 "engine='func' and 'auto' can."
             )
         return as_they_are(leaves)
+    if here.backward is not None:
+        refuse_without_graph("a gradient that is summed over microbatches")
     layouts = sum_layouts(leaves)
     parts = leaves if layouts is None else [local(leaf) for leaf in leaves]
-    by_func = engine == "func" or (engine == "auto" and forward_ad_active())
+    by_func = engine == "func" or (engine == "auto" and (forward_ad_active() or known.by_func))
     large = [i for i, part in enumerate(parts) if part.nbytes >= LARGE]
     wrt = Wrt(
         leaves=without_history(leaves),
@@ -95,19 +102,27 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
         known=known,
         large=large,
         adding=range(len(leaves)) if large and leaves[0].device.type == "cpu" else large,
-        # Detached leaves record nothing below torch.func's own level, but tensors that the loss
-        # captured may: hence no grad mode. Not on a CPU, where the kernel of LSTM asks for that
-        # mode down there, and without it saves nothing for its backward pass.
-        records=not by_func or leaves[0].device.type == "cpu",
+        records=not by_func or _records(leaves),
         detach=_without_history if forward_ad_active() else Tensor.detach,
         layouts=layouts,
         weighings={},
+        auto=engine == "auto",
     )
     if by_func:
         return wrt
     # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
     leaves = [x.clone() if x.is_inference() else x for x in wrt.leaves]
     return wrt._replace(leaves=[leaf.requires_grad_() for leaf in leaves])
+
+
+def _records(leaves: list[Tensor]) -> bool:
+    """Whether torch.func runs in grad mode.
+
+    Detached leaves record nothing below torch.func's own level, but tensors that the loss captured
+    may: hence none. Not on a CPU, where the kernel of LSTM asks for that mode down there, and
+    without it saves nothing for its backward pass.
+    """
+    return leaves[0].device.type == "cpu"
 
 
 def _without_history(x: Tensor) -> Tensor:
@@ -206,7 +221,7 @@ def _by_autograd(
 ) -> Forward:
     leaves, held = wrt.leaves, None
     backward = Backward()  # of no level, and as ``inside_of`` says it: each microbatch pays for it
-    backward.outer, here.backward = here.backward, backward
+    backward.outer, backward.plain, here.backward = here.backward, True, backward
     try:
         if wrt.remembers:
             with remembering() as held:
@@ -273,29 +288,37 @@ def run_window(window: Callable[[Wrt], T], wrt: Wrt) -> T:
     A loss whose backward pass computes it again has to be watched: see called_modules.py. It makes
     itself known by saved-tensor hooks. These are refused until a loss has asked for them, which is
     then remembered, and the window is run again: a loss that asks for them from its first window
-    on draws the same random numbers, one that begins later draws new ones.
+    on draws the same random numbers, one that begins later draws new ones. So it is with a loss
+    that calls what plain autograd cannot follow: the window is run again by torch.func.
     """
     if wrt.forward is _by_func:
         with wrt.mode():
             return window(wrt)
     known = wrt.known
-    with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-        if known.recomputes:
+    before = generators({leaf.device for leaf in wrt.leaves}) if known.recomputes is None else []
+    try:
+        with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+            if known.recomputes:
+                return window(wrt._replace(remembers=True))
+            try:
+                with saved_tensors_hooks_refused(_WANTED):
+                    result = window(wrt)
+                if known.recomputes is None:  # another thread may know better
+                    known.recomputes = False
+                return result
+            except RuntimeError as error:
+                if _WANTED not in str(error):
+                    raise
+            known.recomputes = True
+            restore(before)
             return window(wrt._replace(remembers=True))
-        first = known.recomputes is None
-        before = generators({leaf.device for leaf in wrt.leaves}) if first else []
-        try:
-            with saved_tensors_hooks_refused(_WANTED):
-                result = window(wrt)
-            if known.recomputes is None:  # another thread may know better
-                known.recomputes = False
-            return result
-        except RuntimeError as error:
-            if _WANTED not in str(error):
-                raise
-        known.recomputes = True
-        restore(before)
-        return window(wrt._replace(remembers=True))
+    except NoGraphError:
+        if not wrt.auto:
+            raise
+    known.by_func = True
+    restore(before)
+    own, records = without_history(wrt.leaves), _records(wrt.leaves)
+    return run_window(window, wrt._replace(leaves=own, forward=_by_func, records=records))
 
 
 _WANTED = "pureaccum: saved-tensor hooks are wanted"

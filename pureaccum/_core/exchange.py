@@ -44,6 +44,7 @@ from .._base import (
     continuous,
     flatten,
     forward_ad,
+    here,
     in_backward,
     real_parts,
     transform_level,
@@ -289,24 +290,19 @@ class Backward:
     Attributes:
         outer: That of what is around, at another level.
         level: The level; None for plain autograd.
+        plain: Whether plain autograd records it: to that, what keeps no graph is a constant.
         times: What its gradients are still to be multiplied by; None until that is known.
         group: The ranks that were reached from inside of it, if any were.
     """
 
     outer: "Backward | None" = None
     level: int | None = None
+    plain: bool = False
     times: Any = None
     group: Any = None
 
 
 _NO_LEVEL = -1  # of transforms: None is that of plain autograd
-
-
-class _Here(threading.local):
-    backward: Backward | None = None
-
-
-here = _Here()
 _elsewhere: list[int] = []  # the threads that run backward passes in which losses run again
 
 
@@ -335,13 +331,14 @@ def begun(times: Any = None) -> Backward:
     """The backward pass of what is recorded at this level from now on."""
     backward = Backward()
     backward.outer, backward.level, backward.times = here.backward, transform_level(), times
+    backward.plain = backward.level is None
     return backward
 
 
-def onlooker() -> Backward:
+def onlooker(plain: bool = False) -> Backward:
     """A note of which ranks are reached, and no backward pass: nothing is recorded as its part."""
     backward = begun()
-    backward.level = _NO_LEVEL
+    backward.level, backward.plain = _NO_LEVEL, plain
     return backward
 
 

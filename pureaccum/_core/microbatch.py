@@ -26,6 +26,7 @@ from .._base import (
     flatten,
     forward_ad_active,
     generators,
+    in_backward,
     innermost,
     mapped_levels,
     positions,
@@ -38,6 +39,7 @@ from .._base import (
 )
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, need_rows, read_batch, sizes_of_batch
+from .exchange import inside_of, onlooker
 from .gathered import WHOLE, Cut, Rows, to_host
 from .outputs import NotEarlyError, Outputs, Whole, known_gradient, with_gradient
 from .recomputation import Again, UnseenError, exchanged, note_made, original
@@ -293,7 +295,11 @@ def call_microbatched(
         except (UnseenError, FollowedError):
             restore(before)
             outputs.begin()
-            outs, operands = run(begun(body), tensors, recorded=True), tensors
+            recorded = any(x.requires_grad for x in tensors) and not (
+                transform_active() or in_backward()
+            )
+            with inside_of(onlooker(plain=True)) if recorded else nullcontext():
+                outs, operands = run(begun(body), tensors, recorded=True), tensors
     return outputs.finish(outs, operands)
 
 

@@ -20,10 +20,12 @@ from .._base import (
     check_dtype,
     flatten,
     generators,
+    here,
     outside_inference_mode,
     positions,
     read_params,
     refuse_autocast_cache,
+    refuse_without_graph,
     restore,
     transform_active,
     unflatten,
@@ -67,10 +69,11 @@ def grad_and_value(
         return G / W, T / W                             # of a sum: G, T
 
     With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry
-    no outer graph: differentiate through it with torch.func's transforms. Where the batch fits into
-    one microbatch they are the same bits, but for the few operations (silu, mish, GroupNorm, LSTM
-    on a CPU, binary_cross_entropy_with_logits) for which torch.func takes another formula: then
-    they are those of ``.backward()``.
+    no outer graph: torch.func's transforms differentiate through it, and so does all of this
+    package that differentiates a loss which calls it; to plain ``.backward()`` it is a constant.
+    Where the batch fits into one microbatch they are the same bits, but for the few operations
+    (silu, mish, GroupNorm, LSTM on a CPU, binary_cross_entropy_with_logits) for which torch.func
+    takes another formula: then they are those of ``.backward()``.
 
     Args:
         func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
@@ -225,7 +228,7 @@ def value(  # noqa: D417
     """The loss over a whole batch in the memory of one microbatch, without gradients.
 
     The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
-    With a size, nothing is recorded for a later backward pass; transforms differentiate through it.
+    With a size, nothing is recorded for a later backward pass: see ``grad_and_value``.
 
     Args:
         func, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction: As for
@@ -260,6 +263,8 @@ def value(  # noqa: D417
             total, weight, _ = known_to_all_ranks(seen)
             loss = with_all_terms([_mean(total, weight)])[0].to(shape.dtype)
             return (loss, out[1]) if has_aux else loss
+        if here.backward is not None and not transform_active():
+            refuse_without_graph("a value that is summed over microbatches")
         batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
 
         def given_to(part: Tree) -> list[Any]:

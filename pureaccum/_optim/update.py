@@ -31,6 +31,7 @@ from .._base import (
     closed,
     copies,
     flatten,
+    here,
     in_common,
     known,
     mark,
@@ -38,6 +39,7 @@ from .._base import (
     opened,
     placed_like,
     read_params,
+    refuse_without_graph,
     taken,
     transform_active,
     tree_leaves,
@@ -238,6 +240,8 @@ def _step(
     if active or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
         new = by_formula(method, *given)
     else:
+        if here.backward is not None and any(x.requires_grad for x in [*terms, *chain(*columns)]):
+            refuse_without_graph(f"a step of {method.owner}")
         foreach = not method.fused and columns[0][0].device.type != "cpu"
         with torch.no_grad():
             new = by_kernel(method, *given, given_up, foreach)

@@ -639,6 +639,12 @@ MUTANTS: dict[str, Mutant] = {
         "nothing = value.isnan()",
         "nothing = value.isinf()",
     ),
+    "a constant in a loss": Mutant(
+        "What keeps no graph is a constant in a loss that plain autograd differentiates.",
+        "_base/checks.py",
+        "if backward is None or not torch.is_grad_enabled():",
+        "if True:",
+    ),
     "threads push at once": Mutant(
         "Two threads are inside of torch's forward AD at once, of which there is one.",
         "curvature/derivatives.py",

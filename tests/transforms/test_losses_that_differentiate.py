@@ -1,0 +1,142 @@
+"""Losses that call what keeps no graph at top level: gradients of their own, steps, values.
+
+Whatever differentiates such a loss gives the bits of torch.func, on whole numbers, or refuses: to
+plain autograd each of these is a constant, and a gradient would silently lack a term.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.curvature import fisher_vp, ggnvp, hvp
+from tests.draws import generator
+from tests.faults.refusals import saying
+from tests.laws.exactly import integers
+
+
+pytestmark = pytest.mark.core
+RANDOM = generator(0)
+W, V = integers(RANDOM, 3, bound=2).double(), integers(RANDOM, 3, bound=2).double()
+X = integers(RANDOM, 4, 3, bound=2).double()
+SGD = pa.sgd(0.5)
+
+
+def f(w: Tensor, x: Tensor) -> Tensor:
+    return ((x @ w) ** 3).sum()
+
+
+def accumulated(w: Tensor) -> Tensor:
+    acc = pa.accumulator(f, reduction="sum")
+    state = acc.init(w)
+    for part in X.split(2):
+        state = acc.update(state, w, part)
+    return acc.finalize(state)[0]
+
+
+def trained(w: Tensor) -> Tensor:
+    step = pa.make_step(f, SGD, microbatch_size=2, reduction="sum")
+    return step(step.init(w), X)[0].params
+
+
+def moved(w: Tensor) -> Tensor:
+    return SGD.apply(torch.func.grad(f)(w, X), SGD.init(w), w)[0]
+
+
+def by_gauss_newton(w: Tensor) -> Tensor:
+    of = ggnvp(lambda w, x: (x @ w) ** 2, lambda out, x: (out**2).sum(), reduction="sum")
+    return of(w, X, V)
+
+
+CALLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "grad": lambda w: pa.grad(f, microbatch_size=2, reduction="sum")(w, X),
+    "value": lambda w: pa.value(f, microbatch_size=2, reduction="sum")(w, X),
+    "accumulator": accumulated,
+    "make_step": trained,
+    "sgd": moved,
+    "per_sample_grad": lambda w: pa.per_sample_grad(f, chunk_size=2, reduce="sum")(w, X),
+    "gramian": lambda w: pa.gramian(f, chunk_size=2)(w, X),
+    "hvp": lambda w: hvp(f, microbatch_size=2, reduction="sum")(w, X, V)[1],
+    "ggnvp": by_gauss_newton,
+    "fisher_vp": lambda w: fisher_vp(lambda w, x: (x @ w) ** 2, reduction="sum")(w, X, V),
+}
+
+
+def loss_of(called: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The mean over rows of what is the same for all of them, and of a term that is not."""
+    return lambda w, x: (called(w) * 0.25).sum() + ((x @ w) ** 2).mean()
+
+
+def by_step(loss: Callable[..., Tensor]) -> Tensor:
+    step = pa.make_step(loss, pa.sgd(1.0), microbatch_size=2)
+    return W - step(step.init(W), X)[0].params
+
+
+def by_updates(loss: Callable[..., Tensor]) -> Tensor:
+    acc = pa.accumulator(loss, engine="auto")
+    state = acc.init(W)
+    for part in X.split(2):
+        state = acc.update(state, W, part)
+    return acc.finalize(state)[0]
+
+
+BY: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+    "make_step": by_step,
+    "accumulator": by_updates,
+    "pa.grad": lambda loss: pa.grad(loss, microbatch_size=2)(W, X),
+    "engine=auto": lambda loss: pa.grad(loss, microbatch_size=2, engine="auto")(W, X),
+}
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("name", CALLED)
+def test_what_a_loss_calls_is_differentiated(name: str, by: str) -> None:
+    loss = loss_of(CALLED[name])
+    want = torch.func.grad(loss)(W, X)
+    assert not torch.equal(want, torch.func.grad(loss_of(lambda w: CALLED[name](W)))(W, X))
+    for _ in range(2):  # the first call of a loss finds it out
+        assert torch.equal(BY[by](loss), want)
+
+
+def microbatched(loss: Callable[..., Tensor]) -> None:
+    w = W.clone().requires_grad_()
+    pa.microbatch(loss, microbatch_size=2, reduce="mean")(w, X).backward()
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_or_refused_where_plain_autograd_is_asked_for(name: str) -> None:
+    loss = loss_of(CALLED[name])
+    for differentiate in (
+        lambda: pa.grad(loss, microbatch_size=2, engine="autograd")(W, X),
+        lambda: pa.per_sample_grad(loss, engine="autograd")(W, X),
+        lambda: microbatched(loss),
+    ):
+        with saying(RuntimeError, "keeps no graph", "engine='func'", "torch.no_grad()"):
+            differentiate()
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_constant_is_one_under_no_grad(name: str) -> None:
+    def constant(w: Tensor) -> Tensor:
+        with torch.no_grad():
+            return CALLED[name](w)
+
+    want = torch.func.grad(loss_of(lambda w: CALLED[name](W)))(W, X)
+    for engine in ("autograd", "auto"):
+        loss = loss_of(constant)
+        assert torch.equal(pa.grad(loss, microbatch_size=2, engine=engine)(W, X), want)
+
+
+def test_a_loss_that_begins_to_differentiate_after_some_microbatches() -> None:
+    """What was summed until then is summed again."""
+    late = loss_of(CALLED["grad"])
+
+    def loss(w: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, row = batch
+        return late(w, x) if row[0] >= 2 else ((x @ w) ** 2).mean()
+
+    batch = X, torch.arange(4)
+    want = pa.grad(loss, microbatch_size=2, engine="func")(W, batch)
+    assert torch.equal(pa.grad(loss, microbatch_size=2, engine="auto")(W, batch), want)
