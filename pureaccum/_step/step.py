@@ -163,9 +163,9 @@ def make_step(
             step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"auto"`` is autograd at top level, which is faster and runs every loss, and
             torch.func under a transform or a compiler, and for a loss that calls what keeps no
-            graph: a gradient of its own, a step. ``"func"`` and ``"autograd"`` insist. All give the same
-            bits, but for the few operations that torch.func differentiates by another formula: see
-            ``grad_and_value``.
+            graph: a gradient of its own, a step. ``"func"`` and ``"autograd"`` insist. All give
+            the same bits, but for the few operations that torch.func differentiates by another
+            formula: see ``grad_and_value``.
         noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
             ``noise_scale`` and ``running_noise_scale``.
         group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
