@@ -5,6 +5,7 @@
     leaf.T                               a stand-in for the same leaf, transposed
     F.scaled_dot_product_attention       of all samples at once: under a vmap it takes nothing to
                                          require grad, and some kernels keep nothing for that
+    F.cross_entropy                      of all samples at once: under a vmap it is many operations
     anything else                        None, and each sample gets a copy of the leaf
 
 A layer is a Function below the vmap. It gives what torch's own gives, and hands what it sees to
@@ -109,7 +110,7 @@ def _multiplied(layers: "Layers", x: Any, weight: Any, bias: Any, flip: bool) ->
         a, d = a.reshape(layers.rows, -1, a.shape[-1]), layers.cotangents(d)
         layers.arrived(i, Outer(*((a, d) if flip else (d, a)), leaf.shape))
         if j is not None:
-            layers.arrived(j, d.sum(-2))
+            layers.arrived(j, d.squeeze(-2) if d.shape[-2] == 1 else d.sum(-2))
 
     added = None if j is None else layers.leaves[j]
     y = layers.below(_Linear.apply, (i, j), a, weight, added, back)
@@ -241,6 +242,32 @@ def _attention(
     return layers.as_sample(attend, *tensors)
 
 
+def _cross_entropy(
+    layers: "Layers",
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    x, y = layers.rows_of(input, 1), layers.rows_of(target, 0)
+    if x is None or y is None or y.dtype != torch.int64 or label_smoothing:
+        return None
+    if not (weight is size_average is reduce is None and reduction in ("mean", "sum")):
+        return None
+
+    def of_all(x: Tensor, y: Tensor) -> Tensor:
+        rows = (x, y) if x.dim() == 2 else (x.flatten(0, 1), y.flatten(0, 1))
+        each = F.cross_entropy(*rows, ignore_index=ignore_index, reduction="none")
+        total = each.view(layers.rows, -1).sum(-1)
+        return total if reduction == "sum" else total / (y != ignore_index).view(len(y), -1).sum(-1)
+
+    return layers.as_sample(of_all, x, y)
+
+
 def _requires_grad(layers: "Layers", x: Any) -> Any:
     return wants_gradient(x)  # a wrapper of vmap says no
 
@@ -263,6 +290,7 @@ RULES: dict[Any, Rule] = {
     F.embedding: _embedding,
     Tensor.__getitem__: _item,
     F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
     F.conv1d: _convolution,
     F.conv2d: _convolution,
     F.conv3d: _convolution,
@@ -274,4 +302,4 @@ RULES: dict[Any, Rule] = {
     Tensor.transpose: _transposed,
     torch.transpose: _transposed,
 }
-KEYED = {_linear, _embedding, _attention, _convolution}  # whose arguments may have names
+KEYED = {_linear, _embedding, _attention, _cross_entropy, _convolution}  # whose arguments may have names

@@ -74,8 +74,8 @@ def hooks(problem: Problem) -> Grads:
     return window
 
 
-def ghost(problem: Problem) -> Grads:
-    """Opacus, which keeps norms alone, and goes backwards a second time."""
+def ghost(problem: Problem, *, cut: bool = False) -> Grads:
+    """Opacus, which keeps norms alone, and goes backwards a second time; of all rows, or ``cut``."""
     opacus = optional("opacus")
     utils = optional("opacus.utils.fast_gradient_clipping_utils")
     of = optional("opacus.grad_sample").GradSampleModuleFastGradientClipping
@@ -86,9 +86,13 @@ def ghost(problem: Problem) -> Grads:
     )
 
     def window(batch: Batch) -> dict[str, Tensor]:
-        x, y = batch
-        criterion(net(x), y).backward()
-        return sums(net, optimizer, "grad")
+        rows = problem.rows if cut else len(batch[0])
+        total: dict[str, Tensor] = {}
+        for x, y in zip(*(t.split(rows) for t in batch), strict=True):
+            criterion(net(x), y).backward()
+            each = sums(net, optimizer, "grad")
+            total = {name: total[name].add_(x) for name, x in each.items()} if total else each
+        return total
 
     return window
 
@@ -115,7 +119,7 @@ def kernel_by_tutorial(problem: Problem) -> Grads:
         return torch.func.functional_call(problem.net, params, (x,))
 
     def window(batch: Batch) -> dict[str, Tensor]:
-        new, images = halves_of(batch)
+        new, images = fifth_of(batch)
         one, two = (vmap(jacrev(of), (None, 0))(problem.params, x) for x in (images, new))
         pairs = [(one[name].flatten(2), two[name].flatten(2)) for name in one]
         return {"kernel": sum(torch.einsum("Naf,Mbf->NMab", a, b) for a, b in pairs)}
@@ -132,13 +136,13 @@ def kernel(problem: Problem) -> Grads:
     both = pa.gramian(of, chunk_size=problem.rows)
 
     def window(batch: Batch) -> dict[str, Tensor]:
-        new, images = halves_of(batch)
+        new, images = fifth_of(batch)
         return {"kernel": both(problem.params, images, other=new)}
 
     return window
 
 
-def halves_of(batch: Batch) -> tuple[Tensor, Tensor]:
+def fifth_of(batch: Batch) -> tuple[Tensor, Tensor]:
     some = max(1, len(batch[0]) // 5)
     return batch[0][:some], batch[0][some:]
 
@@ -186,7 +190,7 @@ def at_once(problem: Problem) -> Training:
 
 SUM, MOMENTS, CONCAT = "per_sample_grad, sum", "per_sample_grad, moments", "torch.func.vmap"
 CLIPPED, COMPILED_CLIPPED = "clipped_sum", "clipped_sum, compiled"
-HOOKS, GHOST = "Opacus, hooks", "Opacus, ghost"
+HOOKS, GHOST, CUT_GHOST = "Opacus, hooks", "Opacus, ghost", "Opacus, ghost, in chunks"
 ONE_BY_ONE, AT_ONCE = f"{MEMBERS} eager steps", "vmap(step), compiled"
 JACOBIANS, KERNEL = "NTK by Jacobians", "gramian"
 ONE_GRADIENT = "one gradient"  # and no contender: what memory is counted in
@@ -199,6 +203,7 @@ SAMPLES: dict[str, Callable[[Problem], Grads | Training]] = {
     COMPILED_CLIPPED: partial(clipped, compiled=True),
     HOOKS: hooks,
     GHOST: ghost,
+    CUT_GHOST: partial(ghost, cut=True),
     ONE_BY_ONE: one_by_one,
     AT_ONCE: at_once,
     JACOBIANS: kernel_by_tutorial,

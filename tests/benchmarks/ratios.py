@@ -29,6 +29,7 @@ from .per_sample import (
     AT_ONCE,
     CLIPPED,
     COMPILED_CLIPPED,
+    CUT_GHOST,
     CONCAT,
     GHOST,
     HOOKS,
@@ -123,12 +124,20 @@ def opponents(ours: str) -> tuple[str, ...]:
     if ours in CHAINS:
         return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
     if ours in SAMPLES:
-        of = {CLIPPED: (HOOKS, GHOST), COMPILED_CLIPPED: (HOOKS, GHOST), AT_ONCE: (ONE_BY_ONE,)}
-        of[KERNEL] = (JACOBIANS,)
+        of = {
+            CLIPPED: (HOOKS, GHOST, CUT_GHOST),
+            COMPILED_CLIPPED: (HOOKS, GHOST),
+            AT_ONCE: (ONE_BY_ONE,),
+            KERNEL: (JACOBIANS,),
+        }
         return of.get(ours, (HOOKS,) if ours == GHOST else ())
     if ours in PROGRAMS:
-        source = {OUR_ENSEMBLING: ENSEMBLING, THROUGH: HIGHER, THROUGH_CUT: HIGHER}
-        source[OUR_LBFGS] = LBFGS
+        source = {
+            OUR_ENSEMBLING: ENSEMBLING,
+            THROUGH: HIGHER,
+            THROUGH_CUT: HIGHER,
+            OUR_LBFGS: LBFGS,
+        }
         theirs = source.get(ours, TRAIN_PY if ours.startswith("train.py") else MNIST)
         return () if ours in (TRAIN_PY, MNIST, ENSEMBLING, HIGHER, LBFGS) else (theirs,)
     if ours == "func":

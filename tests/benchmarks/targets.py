@@ -26,6 +26,7 @@ from .norms import EXACT, EXACT_HOST, FULL
 from .per_sample import (
     AT_ONCE,
     CLIPPED,
+    CUT_GHOST,
     CONCAT,
     GHOST,
     HOOKS,
@@ -162,7 +163,7 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return compiled_target(theirs, model)
     if (ours, theirs) == (EXACT, FULL):
         return NORMS_TIME[model.kind]
-    if (ours, theirs) == (CLIPPED, GHOST):
+    if ours == CLIPPED and theirs in (GHOST, CUT_GHOST):
         return GHOST_TARGETS[model.kind]
     return (COUPLED_TIME | SAMPLES_TIME | PROGRAM_TARGETS).get((ours, theirs))
 

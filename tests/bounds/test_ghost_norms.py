@@ -65,6 +65,17 @@ def tied(p: Params, row: Params) -> Tensor:
     return F.cross_entropy(F.linear(h, p["table"]) * row["y"], row["tokens"][0])
 
 
+def classified(p: Params, row: Params) -> Tensor:
+    """Some positions are ignored, but never all of those whose mean is taken."""
+    h, y, first = row["x"] @ p["m"], row["tokens"] % WIDTH, torch.arange(len(row["x"])) == 0
+    total = F.cross_entropy(h, torch.where(first, 0, y), ignore_index=3)
+    total = total + F.cross_entropy(h.T[None], y[None], None, None, 2, reduction="sum")
+    total = total + F.cross_entropy((h @ p["n"])[0], y[0], ignore_index=1, reduction="sum")
+    each = F.cross_entropy(h, y, p["s"].detach().expand(WIDTH), reduction="none")
+    total = total + (each * row["y"]).sum() + F.cross_entropy(h, y, label_smoothing=0.1)
+    return total + F.cross_entropy(h, h.softmax(-1)) + F.cross_entropy(p["m"], y.repeat(4)[:4])
+
+
 def recurrent(p: Params, row: Params) -> Tensor:
     h = p["b"]
     for x in row["x"]:
@@ -125,7 +136,7 @@ def module(p: Params, row: Params) -> Tensor:
 ALL: dict[str, Loss] = {
     f.__name__: f
     for f in (
-        *(mlp, products, transposed, texts, tied, recurrent),
+        *(mlp, products, transposed, texts, tied, classified, recurrent),
         *(crossed, views, convolutions, written_in_place, attention, module),
     )
 }
