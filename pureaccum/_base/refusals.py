@@ -226,21 +226,26 @@ def advise_on_vjp(error: RuntimeError) -> None:
     """Add to an error of torch.func's vjp what to do with a loss that it refuses."""
     for words, why, way_out in ADVICE:
         if words in str(error):
-            note = f"pureaccum: torch.func cannot differentiate this loss, which {why}. {way_out}"
-            if note not in getattr(error, "__notes__", ()):  # from a transform inside another one
-                error.add_note(note)
+            _add_once(error, f"torch.func cannot differentiate this loss, which {why}. {way_out}")
             return
 
 
 def advise_on_curvature(error: RuntimeError) -> None:
     """Add to an error of torch what to do where it has no second derivative."""
     if "derivative" in str(error) and "not implemented" in str(error):
-        error.add_note(
-            "pureaccum: torch has no second derivative of this operation, which curvature needs. "
+        _add_once(
+            error,
+            "torch has no second derivative of this operation, which curvature needs. "
             "scaled_dot_product_attention has one by its formula: with "
             "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), opened in the loss or around the "
-            "call. An EmbeddingBag is an Embedding and a sum."
+            "call. An EmbeddingBag is an Embedding and a sum.",
         )
+
+
+def _add_once(error: RuntimeError, advice: str) -> None:
+    note = f"pureaccum: {advice}"
+    if note not in getattr(error, "__notes__", ()):  # from a transform inside another one
+        error.add_note(note)
 
 
 def vmap_refusal(error: Exception) -> str | None:

@@ -302,4 +302,5 @@ RULES: dict[Any, Rule] = {
     Tensor.transpose: _transposed,
     torch.transpose: _transposed,
 }
-KEYED = {_linear, _embedding, _attention, _cross_entropy, _convolution}  # whose arguments may have names
+# Those whose arguments may have names.
+KEYED = {_linear, _embedding, _attention, _cross_entropy, _convolution}

@@ -1,6 +1,7 @@
 """A product with a vector, written as a matrix."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -83,10 +84,8 @@ class Operator(NamedTuple):
             from scipy.sparse.linalg import LinearOperator  # pyright: ignore
         except ImportError as error:
             raise ImportError("to_scipy() needs SciPy: pip install 'pureaccum[scipy]'.") from error
-        dtype, device = leaves[0].dtype, leaves[0].device
-        for x in leaves:
-            dtype = torch.promote_types(dtype, x.dtype)
-        dtype = torch.promote_types(dtype, torch.float32)  # NumPy knows no bfloat16
+        dtype = torch.promote_types(_widest(leaves), torch.float32)  # NumPy knows no bfloat16
+        device = leaves[0].device
 
         def product(v: Any) -> Any:
             columns = torch.as_tensor(v, dtype=dtype).to(device, copy=True)
@@ -105,7 +104,8 @@ def _split(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 def _flat(tree: Tree) -> Tensor:
     leaves, _ = flatten(tree)
-    dtype = leaves[0].dtype
-    for x in leaves:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return torch.cat([x.reshape(-1).to(leaves[0].device, dtype) for x in leaves])
+    return torch.cat([x.reshape(-1).to(leaves[0].device, _widest(leaves)) for x in leaves])
+
+
+def _widest(leaves: list[Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, (x.dtype for x in leaves))

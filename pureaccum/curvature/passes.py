@@ -7,6 +7,7 @@ return sum of all ranks' states, divided once
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def _parts(
                     f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
                     "of batches, such as a list or a loader. A batch at hand is no stream."
                 )
-        batches = (dict(zip(batch, x, strict=True)) for x in zip(*batch.values(), strict=True))
+        batches = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
     else:
         batches = iter([batch])
     some = False
@@ -170,6 +171,19 @@ def _parts(
             "used up? A product is one pass over it, so give what can be gone through again: a "
             "list, a DataLoader."
         )
+
+
+def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
+    """The batches of streams that end together, or an error that says which ended first."""
+    over = object()
+    for n, batches in enumerate(zip_longest(*streams.values(), fillvalue=over)):
+        ended = [i for i, x in zip(streams, batches, strict=True) if x is over]
+        if ended:
+            raise ValueError(
+                f"args[{ended[0]}] gave {n} batches, and another stream goes on; expected as many "
+                "of each. A loader that drops its last batch?"
+            )
+        yield batches
 
 
 def nan_of_nothing(product: Tree, value: Tensor) -> Tree:

@@ -28,8 +28,8 @@ from .per_sample import (
     AT_ONCE,
     CLIPPED,
     COMPILED_CLIPPED,
-    CUT_GHOST,
     CONCAT,
+    CUT_GHOST,
     GHOST,
     HOOKS,
     JACOBIANS,
@@ -95,8 +95,8 @@ NESTED = Model(256, 128, 16, activation="gelu", bias=False)
 CURVED = Model(256, 128, 16, depth=8, activation="gelu")
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 
-# Gradients of single samples, by chunks of as many rows as are fastest, and in one case by few rows,
-# which is what Opacus then does too; and 32 runs as one.
+# Gradients of single samples, by chunks of as many rows as are fastest, and once by chunks of few
+# rows, for Opacus too; and 32 runs as one.
 CLIPPING = (
     Model(256, 512, 1, depth=3, kind="dense"),
     Model(256, 64, 8, depth=3, kind="dense"),

@@ -26,8 +26,8 @@ from .norms import EXACT, EXACT_HOST, FULL
 from .per_sample import (
     AT_ONCE,
     CLIPPED,
-    CUT_GHOST,
     CONCAT,
+    CUT_GHOST,
     GHOST,
     HOOKS,
     JACOBIANS,

@@ -85,6 +85,20 @@ def test_calls(make: Any) -> None:
         product(PARAMS, used, V)
 
 
+def test_streams_that_do_not_end_together() -> None:
+    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        return ((x @ params["w"] - y) ** 2).mean()
+
+    product = hvp(loss, batch_argnums=(1, 2), stream=True)
+    x, y = BATCH["x"], BATCH["x"][:, 0]
+    params, v = {"w": PARAMS["w"]}, {"w": V["w"]}
+    assert product(params, [x, x], iter([y, y]), v)[1]["w"].isfinite().all()
+    with saying(ValueError, "args[2] gave 1 batches", "another stream goes on"):
+        product(params, [x, x], [y], v)
+    with saying(ValueError, "args[1] gave 2 batches", "another stream goes on"):
+        product(params, iter([x, x]), [y] * 3, v)
+
+
 @MAKER
 def test_a_batch_without_rows_or_weight_has_no_curvature(make: Any) -> None:
     """NaN, and no error: nothing looks at a weight."""
