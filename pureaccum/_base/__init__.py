@@ -188,5 +188,6 @@ from .trees import tree_leaves as tree_leaves
 from .trees import tree_map as tree_map
 from .trees import unflatten as unflatten
 from .trees import where as where
+from .trees import widest_dtype as widest_dtype
 from .trees import zeros as zeros
 from .trees import zeros_for_sums as zeros_for_sums

@@ -7,6 +7,7 @@ registered globally in optree, or under the namespace ``"pureaccum"``, are trees
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from math import isfinite
 from typing import Any
 
@@ -94,6 +95,11 @@ def accumulation_dtype(leaf: torch.dtype, at_least: torch.dtype = torch.float32)
     if leaf is at_least is torch.float32:  # as nearly always, and for every leaf
         return leaf
     return torch.promote_types(torch.promote_types(leaf, torch.float32), at_least)
+
+
+def widest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype that holds the numbers of all tensors; there is one at least."""
+    return reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
 def continuous(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ parameters are bit for bit the same. What decides is a number of the host, in fl
 
 import math
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from .._base import (
     transform_active,
     tree_leaves,
     unflatten,
+    widest_dtype,
 )
 from .from_torch import DTYPES
 from .line_search import Point, divide, strong_wolfe
@@ -383,8 +384,7 @@ def _size(leaves: list[Tensor]) -> int:
 
 def _dtype(leaves: list[Tensor]) -> torch.dtype:
     """The real dtype that holds the numbers of all leaves."""
-    dtypes = (accumulation_dtype(x.real.dtype) for x in leaves)
-    return reduce(torch.promote_types, dtypes)
+    return accumulation_dtype(widest_dtype(x.real for x in leaves))
 
 
 def _on_host(scalar: Tensor) -> Tensor:

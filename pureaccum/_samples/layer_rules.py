@@ -110,7 +110,7 @@ def _multiplied(layers: "Layers", x: Any, weight: Any, bias: Any, flip: bool) ->
         a, d = a.reshape(layers.rows, -1, a.shape[-1]), layers.cotangents(d)
         layers.arrived(i, Outer(*((a, d) if flip else (d, a)), leaf.shape))
         if j is not None:
-            layers.arrived(j, d.squeeze(-2) if d.shape[-2] == 1 else d.sum(-2))
+            layers.arrived(j, d.sum(-2))
 
     added = None if j is None else layers.leaves[j]
     y = layers.below(_Linear.apply, (i, j), a, weight, added, back)
@@ -254,16 +254,20 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
     x, y = layers.rows_of(input, 1), layers.rows_of(target, 0)
-    if x is None or y is None or y.dtype != torch.int64 or label_smoothing:
-        return None
-    if not (weight is size_average is reduce is None and reduction in ("mean", "sum")):
+    if x is None or y is None or y.dtype != torch.int64 or y.dim() != x.dim() - 1:
+        return None  # of probabilities, or torch has the words for what is wrong
+    usual = weight is size_average is reduce is None and not label_smoothing
+    if not usual or reduction not in ("mean", "sum"):
         return None
 
     def of_all(x: Tensor, y: Tensor) -> Tensor:
+        by_sample = len(y), y.shape[1:].numel()
         rows = (x, y) if x.dim() == 2 else (x.flatten(0, 1), y.flatten(0, 1))
         each = F.cross_entropy(*rows, ignore_index=ignore_index, reduction="none")
-        total = each.view(layers.rows, -1).sum(-1)
-        return total if reduction == "sum" else total / (y != ignore_index).view(len(y), -1).sum(-1)
+        totals = each.reshape(by_sample).sum(-1)
+        if reduction == "mean":
+            totals = totals / (y != ignore_index).reshape(by_sample).sum(-1)
+        return totals
 
     return layers.as_sample(of_all, x, y)
 

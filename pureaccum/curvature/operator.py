@@ -1,13 +1,20 @@
 """A product with a vector, written as a matrix."""
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base import Tree, flatten, paths, read_params, unflatten
+from .._base import (
+    Tree,
+    accumulation_dtype,
+    flatten,
+    paths,
+    read_params,
+    unflatten,
+    widest_dtype,
+)
 
 
 class Operator(NamedTuple):
@@ -84,7 +91,7 @@ class Operator(NamedTuple):
             from scipy.sparse.linalg import LinearOperator  # pyright: ignore
         except ImportError as error:
             raise ImportError("to_scipy() needs SciPy: pip install 'pureaccum[scipy]'.") from error
-        dtype = torch.promote_types(_widest(leaves), torch.float32)  # NumPy knows no bfloat16
+        dtype = accumulation_dtype(widest_dtype(leaves))  # NumPy knows no bfloat16
         device = leaves[0].device
 
         def product(v: Any) -> Any:
@@ -104,8 +111,5 @@ def _split(x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 def _flat(tree: Tree) -> Tensor:
     leaves, _ = flatten(tree)
-    return torch.cat([x.reshape(-1).to(leaves[0].device, _widest(leaves)) for x in leaves])
-
-
-def _widest(leaves: list[Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, (x.dtype for x in leaves))
+    device, dtype = leaves[0].device, widest_dtype(leaves)
+    return torch.cat([x.reshape(-1).to(device, dtype) for x in leaves])

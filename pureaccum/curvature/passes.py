@@ -179,9 +179,10 @@ def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
     for n, batches in enumerate(zip_longest(*streams.values(), fillvalue=over)):
         ended = [i for i, x in zip(streams, batches, strict=True) if x is over]
         if ended:
+            goes_on = next(i for i in streams if i not in ended)
             raise ValueError(
-                f"args[{ended[0]}] gave {n} batches, and another stream goes on; expected as many "
-                "of each. A loader that drops its last batch?"
+                f"args[{ended[0]}] has no batch {n}, counted from 0, and args[{goes_on}] has one; "
+                "expected as many batches of each stream. A loader that drops its last batch?"
             )
         yield batches
 

@@ -75,7 +75,7 @@ def hooks(problem: Problem) -> Grads:
 
 
 def ghost(problem: Problem, *, cut: bool = False) -> Grads:
-    """Opacus, which keeps norms alone, and goes backwards a second time; it may be ``cut``."""
+    """Opacus, which keeps norms alone and goes backwards twice; ``cut`` gives it our chunks."""
     opacus = optional("opacus")
     utils = optional("opacus.utils.fast_gradient_clipping_utils")
     of = optional("opacus.grad_sample").GradSampleModuleFastGradientClipping

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optree import tree_leaves, tree_map
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
 from pureaccum._core import known_of
@@ -71,8 +72,9 @@ def classified(p: Params, row: Params) -> Tensor:
     total = F.cross_entropy(h, torch.where(first, 0, y), ignore_index=3)
     total = total + F.cross_entropy(h.T[None], y[None], None, None, 2, reduction="sum")
     total = total + F.cross_entropy((h @ p["n"])[0], y[0], ignore_index=1, reduction="sum")
-    each = F.cross_entropy(h, y, p["s"].detach().expand(WIDTH), reduction="none")
-    total = total + (each * row["y"]).sum() + F.cross_entropy(h, y, label_smoothing=0.1)
+    by = torch.arange(1.0, 1.0 + WIDTH, dtype=h.dtype)
+    total = total + F.cross_entropy(h, y, by) + F.cross_entropy(h, y, label_smoothing=0.1)
+    total = total + (F.cross_entropy(h, y, reduction="none") * row["y"]).sum()
     return total + F.cross_entropy(h, h.softmax(-1)) + F.cross_entropy(p["m"], y.repeat(4)[:4])
 
 
@@ -247,6 +249,19 @@ def test_clipped_sums_of_layers_are_those_of_a_loop(
     each = [tree_map(lambda x: x[0], row) for row in pieces(batch, [1] * rows)]
     check(got, looped(total, params, each, max_norm))
     assert short(loss) == (name != "module")
+
+
+class Named(TorchDispatchMode):
+    """Notes operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note one, and run it."""
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 # What is never made, and what rounding may do ----------------------------------------------------
@@ -431,3 +446,28 @@ def test_complex_leaves_go_along_by_copies() -> None:
         assert ((a - b).abs() <= near * 15).all()
     assert ((got[1] - want[1]).abs() <= 2.0**-20 * want[1]).all()
     assert short(loss)
+
+
+def test_cross_entropy_is_taken_of_all_samples_at_once() -> None:
+    """Under vmap torch would gather from logarithms, by operations of its decomposition."""
+    x, y = torch.randn(4, 3, WIDTH), torch.randint(WIDTH, (4, 3))
+
+    def loss(w: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(batch[0] @ w, batch[1])
+
+    with Named() as seen:
+        pa.clipped_sum(loss, 1.0)(torch.eye(WIDTH), (x, y))
+    assert seen.names.count("aten.nll_loss_forward.default") == 1
+    assert "aten.gather.default" not in seen.names
+
+
+def test_targets_that_do_not_fit_are_refused_in_the_words_of_torch() -> None:
+    def loss(w: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(batch[0] @ w, batch[1])
+
+    x = torch.randn(4, 3, WIDTH)
+    for shape in ((4,), (4, 2)):
+        y = torch.zeros(shape, dtype=torch.int64)
+        for engine in ("vmap", "autograd"):
+            with pytest.raises(ValueError, match="batch_size"):
+                pa.clipped_sum(loss, 1.0, engine=engine)(torch.eye(WIDTH), (x, y))

@@ -93,9 +93,9 @@ def test_streams_that_do_not_end_together() -> None:
     x, y = BATCH["x"], BATCH["x"][:, 0]
     params, v = {"w": PARAMS["w"]}, {"w": V["w"]}
     assert product(params, [x, x], iter([y, y]), v)[1]["w"].isfinite().all()
-    with saying(ValueError, "args[2] gave 1 batches", "another stream goes on"):
+    with saying(ValueError, "args[2] has no batch 1, counted from 0, and args[1] has one"):
         product(params, [x, x], [y], v)
-    with saying(ValueError, "args[1] gave 2 batches", "another stream goes on"):
+    with saying(ValueError, "args[1] has no batch 2, counted from 0, and args[2] has one"):
         product(params, iter([x, x]), [y] * 3, v)
 
 
@@ -289,6 +289,14 @@ def test_what_torch_has_no_second_derivative_of() -> None:
         assert "SDPBackend.MATH" in caught.value.__notes__[0]
         with sdpa_kernel(SDPBackend.MATH):
             product(PARAMS, BATCH, V)
+
+    def once_more(params: Any, batch: Any) -> Tensor:
+        grads, _ = hvp(lambda p, b: attention(p, b).square().mean())(params, batch, V)
+        return grads["b"]
+
+    with pytest.raises(RuntimeError, match="derivative") as caught:
+        hvp(once_more)(PARAMS, BATCH, V)
+    assert "".join(caught.value.__notes__).count("SDPBackend.MATH") == 1
 
 
 # What takes products ----------------------------------------------------------------------------
