@@ -11,6 +11,7 @@ from ._base import make_public as _make_public
 from ._base import stack as stack
 from ._base import unstack as unstack
 from ._core import AccumState as AccumState
+from ._core import Policy as Policy
 from ._core import Reducer as Reducer
 from ._core import Weighted as Weighted
 from ._core import accumulator as accumulator
@@ -54,7 +55,6 @@ from ._samples import running_noise_scale as running_noise_scale
 from ._step import LossScaleState as LossScaleState
 from ._step import Memory as Memory
 from ._step import MemoryReport as MemoryReport
-from ._step import Policy as Policy
 from ._step import StepInfo as StepInfo
 from ._step import TrainState as TrainState
 from ._step import dynamic_loss_scale as dynamic_loss_scale

@@ -1,7 +1,8 @@
 """What all wings stand on: trees and DTensors, states, checks, and the private names of torch.
 
 ``torch_internals`` has every private name of torch, and ``dtensors`` all that is known of DTensors;
-on these two stands the arithmetic of ``trees``. ``states`` are tuples of tensors that may be given
+on these two stands the arithmetic of ``trees``. ``containers`` are classes of a user's own that are
+trees too. ``states`` are tuples of tensors that may be given
 up, and stacked; ``checks`` say what is wrong with what callers hand in, and ``refusals`` what
 torch's compiler, vmap and vjp refuse. ``agreement`` compares what ranks hold, by checksums of
 their bytes; ``generators`` draw the same random numbers again.
@@ -42,6 +43,7 @@ from .checks import read_tensors as read_tensors
 from .checks import refuse_autocast_cache as refuse_autocast_cache
 from .checks import refuse_without_graph as refuse_without_graph
 from .checks import shown as shown
+from .containers import open_tree as open_tree
 from .dtensors import NOWHERE as NOWHERE
 from .dtensors import Layout as Layout
 from .dtensors import Layouts as Layouts

@@ -2,7 +2,8 @@
 
 What a loss returns (``loss``) weighs something (``weights``); ``engines`` go forwards and back, and
 ``microbatch_gradient`` adds the gradient of one microbatch to sums. Over a stream that is the
-``accumulator``, over a batch at hand ``whole_batch``, of which ``transforms`` makes ``grad``.
+``accumulator``, over a batch at hand ``whole_batch``, of which ``transforms`` makes ``grad``;
+``evaluation`` has ``value``, without gradients.
 ``microbatch`` is the primitive, whose derivatives follow the ``rule`` and whose ``outputs`` are put
 together by the words of ``reductions``; ``remat`` is the same with one piece. A function that is
 run again sees what it saw (``recomputation``, ``called_modules``), and writes to nothing that is
@@ -35,6 +36,8 @@ from .batches import microbatches as microbatches
 from .batches import need_rows as need_rows
 from .batches import parts_of_batch as parts_of_batch
 from .batches import read_batch as read_batch
+from .batches import read_microbatch as read_microbatch
+from .batches import refuse_lists as refuse_lists
 from .batches import rows_to_cut as rows_to_cut
 from .batches import sizes_of_batch as sizes_of_batch
 from .batches import windows as windows
@@ -51,6 +54,7 @@ from .engines import alone as alone
 from .engines import as_they_are as as_they_are
 from .engines import prepare as prepare
 from .engines import run_window as run_window
+from .evaluation import value as value
 from .exchange import exchange as exchange
 from .exchange import gather_one as gather_one
 from .exchange import inside_of as inside_of
@@ -72,6 +76,9 @@ from .microbatch_gradient import Nonfinite as Nonfinite
 from .microbatch_gradient import Rule as Rule
 from .microbatch_gradient import add_microbatch as add_microbatch
 from .microbatch_gradient import check_rule as check_rule
+from .precision import Policy as Policy
+from .precision import check_precision as check_precision
+from .precision import under as under
 from .recomputation import cast as cast
 from .reductions import AuxState as AuxState
 from .reductions import Reducer as Reducer
@@ -85,9 +92,9 @@ from .reductions import share_of as share_of
 from .reductions import stack_of_one as stack_of_one
 from .remat import remat as remat
 from .remat import remat_sequential as remat_sequential
+from .streams import parts_of_streams as parts_of_streams
 from .transforms import grad as grad
 from .transforms import grad_and_value as grad_and_value
-from .transforms import value as value
 from .weights import Microbatch as Microbatch
 from .weights import Tally as Tally
 from .weights import Weighing as Weighing

@@ -37,12 +37,12 @@ from .._base import (
     unflatten,
     zeros,
 )
-from .batches import read_batch
+from .batches import Batch, read_microbatch
 from .engines import Engine, Loss, Wrt, prepare, run_window
 from .loss import Reduction, divisor, mean_value
 from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule
-from .weights import Microbatch, divided, settle
-from .writes import Given, Known, LateWriteError, guarding, known_of
+from .weights import Microbatch, NoRowsError, divided, settle
+from .writes import Given, LateWriteError, guarding, known_of
 
 
 @loadable
@@ -186,14 +186,14 @@ def accumulator(
         at = positions(batches, len(called), "batch_argnums")
         _check_not_params(at, batch_argnums)
         batch = tuple(called[i] for i in at)
-        read = read_batch(batch[0] if len(batch) == 1 else batch)
+        read = read_microbatch(batch[0] if len(batch) == 1 else batch)
         refuse_autocast_cache(leaves)
 
         def loss(leaves: list[Tensor]) -> Any:
             return loss_fn(unflatten(spec, leaves), *args)
 
         given = known, Given("params", leaves, spec), Given("batch", *read[:2])
-        new, entry = updated(state, loss, leaves, spec, read.rows, rule, given, donate=donate)
+        new, entry = updated(state, loss, leaves, spec, read, rule, given, donate=donate)
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
@@ -255,9 +255,9 @@ def updated(
     loss: Loss,
     leaves: list[Tensor],
     spec: optree.PyTreeSpec,
-    rows: int | None,
+    batch: Batch,
     rule: Rule,
-    given: tuple[Known, Given, Given],
+    given: tuple[Any, ...],  # what is known of the loss, and all that it is given
     *,
     donate: bool,
     scale: Tensor | None = None,
@@ -281,7 +281,7 @@ def updated(
         def window(wrt: Wrt) -> tuple[list[Tensor], Microbatch]:
             with guarding(*given) as guarded:
                 return add_microbatch(
-                    guarded(loss), (), wrt, sums, rows, rule, before=before, label=label
+                    guarded(loss), (), wrt, sums, batch.rows, rule, before=before, label=label
                 )
 
         try:
@@ -289,6 +289,8 @@ def updated(
         except BaseException as error:
             if type(sums[0]) is Spoiled or (isinstance(error, LateWriteError) and before is None):
                 mark(held, Spoiled)
+            if isinstance(error, NoRowsError) and batch.problem is not None:
+                raise batch.problem from None
             raise
         grads = closed(grads, layouts)
         if in_place and donate:

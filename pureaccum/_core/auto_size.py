@@ -337,6 +337,11 @@ def automatic(transform: Callable[P, T]) -> Callable[P, T]:
     def with_auto(*args: P.args, **knobs: P.kwargs) -> T:
         if not is_auto(knobs.get("microbatch_size")):
             return transform(*args, **knobs)
+        if knobs.get("stream"):
+            raise ValueError(
+                "microbatch_size='auto' came with a stream, of which no call has the whole; "
+                "expected a number of rows, or None to take its batches as they are."
+            )
         make = partial(cast(Callable[..., Callable[..., Any]], transform), *args)
         cut_at = check_argnums(knobs.get("batch_argnums", 1), "batch_argnums")
 

@@ -1,8 +1,12 @@
 """Cutting a batch into microbatches.
 
-Every tensor in a batch has one row per sample along dim 0. A microbatch is a view of some
-rows; the last one may be shorter; a batch without rows has no microbatches. None and Python
-scalars are the same for every sample.
+    a tensor                                      has one row per sample along dim 0, and is cut
+    a list with one entry, no number, per row     is cut like a tensor: texts, say, or records
+    all else: None, numbers, strings, objects     goes to every microbatch as it is
+
+A microbatch is a view of some rows; the last one may be shorter; a batch without rows has no
+microbatches. What might be rows and is not cut is refused: an array, numbers in a list, an object
+that holds tensors. A microbatch of a stream is not cut, so nothing in it needs to be rows.
 """
 
 import itertools
@@ -21,57 +25,94 @@ from .._base import (
     any_sharded,
     check_int,
     flatten,
+    open_tree,
     paths,
     rows_over,
     split_rows,
     unflatten,
 )
+from .columns import check_object, column, is_jagged, with_lists
 
 
 _SIZE = "an int of at least 1, the rows of a microbatch (not the number of microbatches)"
 
 
 class Batch(NamedTuple):
-    """A flattened batch. ``rows`` is None where no tensor tells."""
+    """A flattened batch. ``rows`` is None where no tensor tells, or where a ``problem`` says why.
+
+    A list with one entry for each row is a leaf.
+    """
 
     leaves: list[Any]
     spec: optree.PyTreeSpec
     rows: int | None
+    problem: ValueError | None = None
 
 
-def read_batch(batch: Tree, root: str = "batch", dim: int = 0) -> Batch:
+def read_microbatch(microbatch: Tree, root: str = "batch") -> Batch:
+    """Flatten a microbatch of a stream, of which it is no error that it has no rows.
+
+    Whoever needs them raises what is the matter.
+    """
+    try:
+        return read_batch(microbatch, root, cut=False)
+    except NotRowsError as error:
+        return Batch(*open_tree(microbatch, root), None, error)
+
+
+class NotRowsError(ValueError):
+    """The tensors of a batch do not have one row per sample."""
+
+
+def read_batch(batch: Tree, root: str = "batch", dim: int = 0, *, cut: bool = True) -> Batch:
     """Flatten a batch and count its rows along a dim, or say which leaf cannot be cut."""
     leaves, spec = flatten(batch)
     rows: int | None = None
+    plain = True
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if leaf.dim() == 0:
-                raise ValueError(
+                raise NotRowsError(
                     f"{paths(spec, root)[i]} is a 0-d tensor; every tensor of a batch has one row "
                     f"per sample along dim {dim}. A value that all samples share goes in another "
                     "argument of the function, or into the batch as a Python scalar."
                 )
             if not -leaf.dim() <= dim < leaf.dim():
-                raise ValueError(
+                raise NotRowsError(
                     f"{paths(spec, root)[i]} has shape {tuple(leaf.shape)}; expected rows along "
                     f"dim {dim}, which it does not have."
                 )
             if rows is None:
                 rows = leaf.size(dim)  # a nested tensor may have no shape
             elif leaf.size(dim) != rows:
-                raise ValueError(_disagreement(leaves, spec, root, i, dim))
-        elif not isinstance(leaf, (bool, int, float, complex, str)):
-            raise TypeError(
-                f"{paths(spec, root)[i]} is a {type(leaf).__module__}.{type(leaf).__qualname__}; a "
-                "batch holds tensors, Python scalars, strings and None, in any pytree. Convert it "
-                "(an array: torch.as_tensor; a mapping that is no dict: dict(...)), or pass it in "
-                "another argument of the function."
-            )
+                raise NotRowsError(_disagreement(leaves, spec, root, i, dim))
+        else:
+            if plain and open_tree(batch, root)[1] != spec:  # whose classes are known from now on
+                return read_batch(batch, root, dim, cut=cut)
+            plain = False
+            if not isinstance(leaf, (bool, int, float, complex, str)):
+                check_object(leaf, spec, root, i, cut)
+    if not plain and rows:
+        leaves, spec = with_lists(batch, rows, root, cut)
     return Batch(leaves, spec, rows)
+
+
+def refuse_lists(batch: Batch, root: str) -> None:
+    """Raise where a batch holds what no graph of a compiler can be given."""
+    for i, x in enumerate(batch.leaves):
+        if type(x) in (list, tuple):
+            raise TypeError(
+                f"{paths(batch.spec, root)[i]} is a {type(x).__name__} of {len(x)} "
+                f"{type(x[0]).__name__}s, one for each row, which a compiler would take for "
+                "constants, and compile anew for each batch. Leave it out of the batch, or leave "
+                "compile out."
+            )
 
 
 def need_rows(batch: Batch, root: str = "batch") -> int:
     """The number of rows, or an error where no tensor tells it."""
+    if batch.problem is not None:
+        raise batch.problem
     if batch.rows is None:
         came = ", ".join(type(leaf).__name__ for leaf in batch.leaves) or "no leaf at all"
         raise ValueError(
@@ -101,10 +142,12 @@ def rows_to_cut(batch: Batch, root: str = "batch") -> int:
 def _not_cut(x: torch.Tensor) -> tuple[str, str] | None:
     """What a tensor is that torch cannot cut, and what can be cut in its place."""
     if x.is_nested:
+        if is_jagged(x):
+            return None
         return (
             f"a nested tensor of layout {x.layout}",
-            "Pad its rows (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the "
-            "loss",
+            "Make it a jagged one (layout=torch.jagged), ragged along dim 1; or pad its rows "
+            "(x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the loss",
         )
     if x.layout != torch.strided:
         return f"a tensor of layout {x.layout}", "Make it dense: x.to_dense()"
@@ -120,14 +163,14 @@ def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
     if any_sharded(batch.leaves):
         over = rows_over(batch.leaves)
         columns = [
-            split_rows(x, sizes, over) if isinstance(x, torch.Tensor) else [x] * len(sizes)
+            split_rows(x, sizes, over) if isinstance(x, torch.Tensor) else column(x, sizes)
             for x in batch.leaves
         ]
     else:
         columns = [
             leaf.split(size)[: len(sizes)]  # torch makes one piece of no rows
-            if isinstance(leaf, torch.Tensor)
-            else itertools.repeat(leaf, len(sizes))
+            if isinstance(leaf, torch.Tensor) and not leaf.is_nested
+            else column(leaf, sizes)
             for leaf in batch.leaves
         ]
     return map(partial(unflatten, batch.spec), zip(*columns, strict=True))
@@ -140,11 +183,13 @@ def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     return [min(size, rows - start) for start in range(0, rows, size)]
 
 
-def sizes_of_batch(rows: int, size: int | list[int]) -> Sequence[int]:
+def sizes_of_batch(
+    rows: int, size: int | list[int], name: str = "microbatch_size"
+) -> Sequence[int]:
     """The rows of every microbatch, or an error where a list of them is not of this batch."""
     if isinstance(size, list) and sum(size) != rows:
         raise ValueError(
-            f"microbatch_size={size} are {sum(size)} rows; the batch has {rows}. Give the rows of "
+            f"{name}={size} are {sum(size)} rows; the batch has {rows}. Give the rows of "
             "every microbatch of this batch, or one number for all batches."
         )
     return sizes_of(rows, size)
@@ -192,15 +237,17 @@ def check_sizes(size: Any) -> int | list[int]:
     return check_size(size, "microbatch_size", f"{_SIZE}, or a list of such")
 
 
-def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
+def microbatches(batch: Tree, size: int | Sequence[int]) -> Iterator[Tree]:
     """Cut a batch into microbatches of ``size`` rows, the last one possibly shorter.
 
-    The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, of every tensor.
+    The rule: microbatch ``i`` is ``batch[i * size : (i + 1) * size]``, of every tensor and of every
+    list with one entry, no number, per row.
 
     Args:
-        batch: A pytree whose tensors have one row per sample along dim 0. None and Python
-            scalars are handed to every microbatch as they are.
-        size: Rows per microbatch.
+        batch: A pytree whose tensors have one row per sample along dim 0: mappings and dataclasses
+            are trees as well. None, numbers, strings and other objects are handed to every
+            microbatch as they are.
+        size: Rows per microbatch; or a list, the rows of each.
 
     Returns:
         An iterator of trees like ``batch`` whose tensors are views; empty where the batch has
@@ -215,8 +262,12 @@ def microbatches(batch: Tree, size: int) -> Iterator[Tree]:
         `torch.split <https://docs.pytorch.org/docs/stable/generated/torch.split.html>`_
     """
     flat = read_batch(batch)
-    rows_to_cut(flat)
-    return cut(flat, check_size(size, "size"))
+    rows = rows_to_cut(flat)
+    if not isinstance(size, (list, tuple)):
+        return cut(flat, check_size(size, "size", f"{_SIZE}, or a list of such"))
+    expected = "an int of at least 0, the rows of a microbatch"
+    each = [check_int(one, f"size[{i}]", expected, 0, LARGEST_INT) for i, one in enumerate(size)]
+    return cut(flat, sizes_of_batch(rows, each, "size"))
 
 
 def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .._base import (
+    NAMESPACE,
+    Tree,
     any_sharded,
     flatten,
     innermost,
@@ -194,6 +196,51 @@ def divisor(weight: Any, plain: Any = False) -> Any:
 def mean_value(total: Any, by: Any) -> Any:
     """A total divided by what ``divisor`` says: NaN where there was no weight."""
     return select(by == torch.inf, torch.nan, total / by)
+
+
+def mean_of(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
+    """The value of a loss: NaN over no weight, as over no rows, whatever the total."""
+    if not isinstance(weight, Tensor):
+        return total
+    return mean_value(torch.where(counts(total, weight), total, 0.0), divisor(weight))
+
+
+def terms_of(mean: Weighted, name: str) -> tuple[Tensor, Tensor]:
+    """The total and the weight of a ``Weighted`` beside a loss, whose total may be a count."""
+    total = mean.total
+    if isinstance(total, (bool, int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        total = torch.tensor(float(total), dtype=torch.float64)
+    if not isinstance(total, Tensor) or total.dim() or total.is_complex():  # pyright: ignore[reportUnnecessaryIsInstance]
+        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"the total of {name}, a Weighted, is {shape or _describe(total)}; expected a real 0-d "
+            "tensor or a number: one sum for the microbatch."
+        )
+    if not total.is_floating_point():
+        total = total.double()
+    weight = _weight(mean.weight, total)
+    return (total.float() if total.dtype.itemsize < 4 else total), weight
+
+
+def dtype_of_mean(mean: Weighted) -> torch.dtype:
+    """The dtype of what a ``Weighted`` is a mean of; counts are divided in float64."""
+    total = mean.total
+    is_real = isinstance(total, Tensor) and total.is_floating_point()  # pyright: ignore[reportUnnecessaryIsInstance]
+    return total.dtype if is_real else torch.float64
+
+
+def is_weighted(x: Any) -> bool:
+    """Whether something is a ``Weighted``, which as a tuple would be a tree."""
+    return isinstance(x, Weighted)
+
+
+def settled(aux: Tree) -> Tree:
+    """The aux of a batch in one piece, with the mean in place of each ``Weighted``."""
+
+    def mean(x: Any) -> Any:
+        return mean_of(*terms_of(x, "aux")).to(dtype_of_mean(x)) if is_weighted(x) else x
+
+    return optree.tree_map(mean, aux, is_leaf=is_weighted, namespace=NAMESPACE)
 
 
 def _numbers(loss: Any, what: str, several: bool, weighted: bool = False) -> Tensor:

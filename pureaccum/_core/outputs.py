@@ -37,7 +37,7 @@ from .._base import (
     unflatten,
 )
 from .gathered import Cut, Rows
-from .loss import Weighted, counts, divisor, mean_value, read
+from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
 from .reductions import below, is_reducer, reducer_of, replaced
 from .rule import Form, Outs, Pieces, pulled
 
@@ -145,7 +145,7 @@ class Outputs:
                 if not again:
                     self.reduce_leaf(p, (n, 0), word, part)
                 continue
-            values, spec = optree.tree_flatten(part, _is_weighted, namespace=NAMESPACE)
+            values, spec = optree.tree_flatten(part, is_weighted, namespace=NAMESPACE)
             if p == 0 and not again:
                 self.likes[n] = [_look(x) for x in values], spec
             likes, before = self.likes[n]
@@ -166,11 +166,9 @@ class Outputs:
         """Take one leaf of one microbatch."""
         word = self.words[at[0]]
         if isinstance(x, Weighted):
-            seen, _ = read(x, has_aux=False)
-            assert isinstance(seen.weight, Tensor)
-            taken.keeps.append(counts(seen.total, seen.weight))
-            total = torch.where(taken.keeps[-1], seen.total, 0.0).double()
-            taken.outs.extend((total, seen.weight))
+            total, weight = terms_of(x, self.name_of(at))
+            taken.keeps.append(counts(total, weight))
+            taken.outs.extend((torch.where(taken.keeps[-1], total, 0.0).double(), weight))
             taken.cuts.extend(("whole", "whole"))
             taken.groups.extend((len(taken.keeps), 0))
             return
@@ -287,13 +285,9 @@ class Outputs:
         )
 
 
-def _is_weighted(x: Any) -> bool:
-    return isinstance(x, Weighted)
-
-
 def _look(x: Any) -> Any:
     if isinstance(x, Weighted):
-        return Weighted(x.total.dtype, 0)  # pyright: ignore
+        return Weighted(dtype_of_mean(x), 0)  # pyright: ignore
     return Look(x.shape, x.dtype) if isinstance(x, Tensor) else x
 
 

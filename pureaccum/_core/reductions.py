@@ -28,6 +28,15 @@ from .._base import (
     tree_map,
     unflatten,
 )
+from .loss import (
+    Weighted,
+    counts,
+    divisor,
+    dtype_of_mean,
+    is_weighted,
+    mean_value,
+    terms_of,
+)
 from .weights import Microbatch
 
 
@@ -234,7 +243,7 @@ def fold_stack(
     specs: list[Any] = []
     names = iter(paths(stack.spec, "aux"))
     for word, part in pairs:
-        leaves, spec = flatten(part)
+        leaves, spec = optree.tree_flatten(part, is_weighted, namespace=NAMESPACE)
         specs.append((word, spec))
         several = (
             [tree_map(lambda x: _numbers(x, stack.share), part)] if is_reducer(word) else leaves
@@ -243,10 +252,13 @@ def fold_stack(
             before = None if state is None else state.states[len(states)]
             like = leaf if state is None else state.likes[len(likes)]
             name = "" if is_reducer(word) else next(names)
+            if isinstance(leaf, Weighted):
+                name = name.removesuffix(".total")
+                next(names)
             states.append(_reduced(before, leaf, like, word, stack, rows, name))
             likes.append(like)
         if is_reducer(word):
-            for _ in leaves:
+            for _ in tree_leaves(part):
                 next(names)
     return AuxState(
         reduction=reduction, spec=stack.spec, states=states, likes=likes, specs=specs, over=over
@@ -268,6 +280,8 @@ def finish_aux(state: AuxState) -> Tree:
 
 def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int, name: str) -> Any:
     reducer = reducer_of(how)
+    if isinstance(leaf, Weighted):
+        return _terms(state, leaf, stack, name)
     if is_reducer(how):
         first = tree_map(lambda x: x[0], leaf)
         return reducer.update(reducer.init(first) if state is None else state, leaf, stack.share)
@@ -291,6 +305,20 @@ def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int
     if stack.finite is not None and how in ("sum", "max", "min"):
         leaf = torch.where(_along(stack.finite, leaf), leaf, _neutral(leaf, how))
     return reducer.update(state, leaf, stack.share)
+
+
+def _terms(state: Any, leaf: Weighted, stack: Stack, name: str) -> tuple[Any, Any]:
+    """The total and the weight of a mean that has a weight of its own, summed."""
+    totals, weights = state or (0.0, 0.0)
+    each = zip(*[_numbers(x, stack.share) for x in leaf], strict=True)
+    for i, (total, weight) in enumerate(each):
+        total, weight = terms_of(Weighted(total, weight), name)
+        keep = counts(total, weight)
+        if stack.finite is not None:
+            keep, weight = keep & stack.finite[i], torch.where(stack.finite[i], weight, 0.0)
+        totals = totals + torch.where(keep, total, 0.0).double()
+        weights = weights + weight
+    return totals, weights
 
 
 def _neutral(leaf: Tensor, how: str) -> Any:
@@ -318,6 +346,8 @@ def _numbers(leaf: Any, like: Tensor) -> Any:
 
 
 def _finished(how: str, state: Any, like: Any, over: Over) -> Any:
+    if isinstance(like, Weighted):
+        return mean_value(state[0], divisor(state[1])).to(dtype_of_mean(like))
     if how == "last" and not isinstance(like, Tensor):
         return state
     if how == "concat" and len(state) > 1 and over != NOWHERE and is_sharded(state[0]):

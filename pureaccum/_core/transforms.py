@@ -1,4 +1,4 @@
-"""``torch.func.grad`` and ``grad_and_value`` over microbatches, and the loss alone.
+"""``torch.func.grad`` and ``grad_and_value`` over microbatches.
 
 The same monoid as ``accumulator``, for a batch that is at hand as a whole.
 """
@@ -20,28 +20,23 @@ from .._base import (
     check_dtype,
     flatten,
     generators,
-    here,
     outside_inference_mode,
     positions,
     read_params,
     refuse_autocast_cache,
-    refuse_without_graph,
     restore,
     transform_active,
     unflatten,
-    with_all_terms,
     without_history,
 )
 from .auto_size import Size, automatic
-from .batches import check_sizes, cutting
+from .batches import check_sizes
 from .engines import Engine
-from .loss import Reduction, Shape, counts, divisor, join_aux, known_to_all_ranks, mean_value, read
-from .microbatch import Arguments, call_microbatched
+from .loss import Reduction, Shape, divisor, join_aux, mean_of, read, settled
 from .microbatch_gradient import Nonfinite, Rule, check_rule
-from .outputs import Counted, Whole
 from .reductions import check_reduce
 from .weights import divided, term_of, weigh
-from .whole_batch import Accumulation, accumulate, evaluate, means, read_cut
+from .whole_batch import Accumulation, accumulate, means, read_cut
 from .writes import Given, guarding, known_of
 
 
@@ -215,85 +210,6 @@ def grad(  # noqa: D417
     return wrapped
 
 
-@automatic
-def value(  # noqa: D417
-    func: Callable[..., Any],
-    has_aux: bool = False,
-    *,
-    batch_argnums: int | tuple[int, ...] = 1,
-    microbatch_size: Size = None,
-    reduction: Reduction = "mean",
-    aux_reduction: Tree = "concat",
-) -> Callable[..., Any]:
-    """The loss over a whole batch in the memory of one microbatch, without gradients.
-
-    The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
-    With a size, nothing is recorded for a later backward pass: see ``grad_and_value``.
-
-    Args:
-        func, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction: As for
-            ``grad_and_value``; without a size ``func`` is called once.
-
-    Returns:
-        A function of ``func``'s arguments giving the value, or ``(value, aux)``.
-
-    Example:
-        >>> w, x = torch.tensor(1.0), torch.tensor([1.0, 2.0, 3.0, 4.0])
-        >>> value(lambda w, x: ((w * x) ** 2).mean(), microbatch_size=3)(w, x)
-        tensor(7.5000)
-
-    References:
-        ``grad_and_value``, whose second result it is; ``accumulator``, for a stream.
-    """
-    rule = check_rule(
-        Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
-    )
-    batches = check_argnums(batch_argnums, "batch_argnums")
-    check_reduce(aux_reduction, "aux_reduction")
-    size = None if microbatch_size is None else check_sizes(microbatch_size)
-    known = known_of(func)
-
-    @wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        given = Given("args", *flatten(dict(enumerate(args))))
-        if size is None:
-            with guarding(known, given) as guarded:
-                out = guarded(lambda: func(*args, **kwargs))()
-            seen, shape = read(out, has_aux)
-            total, weight, _ = known_to_all_ranks(seen)
-            loss = with_all_terms([_mean(total, weight)])[0].to(shape.dtype)
-            return (loss, out[1]) if has_aux else loss
-        if here.backward is not None and not transform_active():
-            refuse_without_graph("a value that is summed over microbatches")
-        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
-
-        def given_to(part: Tree) -> list[Any]:
-            return [part.get(i, arg) for i, arg in enumerate(args)]
-
-        def judged(*args: Any, **kwargs: Any) -> Counted:
-            out = func(*args, **kwargs)
-            seen, _ = read(out, has_aux)
-            keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
-            return Counted(out, keep)
-
-        def one_of(part: Tree) -> Any:
-            if transform_active():  # a function of one piece, of which nothing is kept
-                return call_microbatched(
-                    judged, Arguments.of(given_to(part), kwargs), Whole(), None
-                )
-            return func(*given_to(part), **kwargs)
-
-        cut = read_cut(batch, size, has_aux)
-        with guarding(known, given) as guarded:
-            one = guarded(one_of)
-            outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
-            with cutting(len(cut.sizes), sized=cut.size is not None):
-                result, aux = evaluate(outs, rule, aux_reduction)
-        return (result, aux) if has_aux else result
-
-    return wrapped
-
-
 def _by_torch(
     loss: Callable[[list[Tensor]], Any], leaves: list[Tensor], has_aux: bool
 ) -> tuple[list[Tensor], Tensor, Tree]:
@@ -324,7 +240,8 @@ def _by_torch(
         for i, g in enumerate(grads):
             term = term_of(g, accumulation_dtype(g.dtype), weighing)
             grads[i] = divided([term], by, own=False)[0].to(g.dtype)
-    return list(grads), _mean(value, weight).to(shape.dtype), join_aux(aux, shape)
+    loss = mean_of(value, weight).to(shape.dtype)
+    return list(grads), loss, settled(join_aux(aux, shape))
 
 
 def _leanly(
@@ -346,10 +263,3 @@ def _leanly(
             return None
         with torch.no_grad():
             return pull(torch.ones_like(out), retain_graph=False)[0], beside
-
-
-def _mean(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
-    """The value of a loss: NaN over no weight, as over no rows, whatever the total."""
-    if not isinstance(weight, Tensor):
-        return total
-    return mean_value(torch.where(counts(total, weight), total, 0.0), divisor(weight))

@@ -169,6 +169,10 @@ class Tally(NamedTuple):
     nonfinite: Any
 
 
+class NoRowsError(ValueError):
+    """A loss is a mean over rows, of which nothing tells how many there are."""
+
+
 def power_of_two(rows: int) -> float:
     """The power of two at or above a number of rows."""
     return float(1 << max(rows - 1, 0).bit_length())
@@ -191,7 +195,7 @@ def enter(
             )
         weight, share = 0.0, float(rows or 0)
     elif rows is None:
-        raise ValueError(
+        raise NoRowsError(
             "the loss is a mean over rows, but no batch argument holds a tensor that tells how "
             "many. Return Weighted(total, weight), pass reduction='sum', or name the batch "
             "arguments in batch_argnums."

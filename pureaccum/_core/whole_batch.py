@@ -76,9 +76,11 @@ class Accumulation(NamedTuple):
     aux_reduction: Tree
     known: Known  # of the loss
     roots: tuple[str, str] = ("args", "args")  # what a user calls the leaves, and the batch
+    beside: tuple[Given, ...] = ()  # what else the loss is given
     scale: Tensor | None = None  # of the loss
     alone: bool = False  # whether the sums are divided, and not added to those of other ranks
     carried: Any = ()  # what goes from one microbatch to the next
+    aux: AuxState | None = None  # what was reduced before
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
 
     def given(self) -> tuple[Given, ...]:
@@ -86,7 +88,8 @@ class Accumulation(NamedTuple):
         if not isinstance(self.batch, CutBatch):
             return ()
         batch = self.batch.batch
-        return Given(self.roots[0], self.leaves, self.spec), Given(self.roots[1], *batch[:2])
+        leaves = Given(self.roots[0], self.leaves, self.spec)
+        return leaves, *self.beside, Given(self.roots[1], batch.leaves, batch.spec)
 
 
 class Accumulated(NamedTuple):
@@ -95,7 +98,7 @@ class Accumulated(NamedTuple):
     state: AccumState  # of amounts; its sums are still to be multiplied by the unit
     unit: float | Tensor
     carried: Any
-    aux: Tree
+    aux: AuxState | None
     dtype: torch.dtype  # of the loss
     weighted: bool  # whether the loss is ``Weighted``
 
@@ -136,7 +139,8 @@ def means(
     own = not transform_active()  # the sums are the engine's
     grads = divided(resolved(state.grads), by / sums.unit, own=own)
     grads = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
-    return grads, scalar(mean_value(state.total, by), sums.dtype, leaves[0].device), sums.aux
+    value = scalar(mean_value(state.total, by), sums.dtype, leaves[0].device)
+    return grads, value, None if sums.aux is None else finish_aux(sums.aux)
 
 
 def accumulate(job: Accumulation) -> Accumulated:
@@ -148,7 +152,7 @@ def accumulate(job: Accumulation) -> Accumulated:
 
 
 def evaluate(
-    outs: Iterable[tuple[Any, int, int]], rule: Rule, aux_reduction: Tree
+    outs: Iterable[tuple[Any, int, int | None]], rule: Rule, aux_reduction: Tree
 ) -> tuple[Tensor, Tree]:
     """The value and the reduced aux over all microbatches, without gradients.
 
@@ -217,7 +221,7 @@ def _accumulate(job: Accumulation) -> Accumulated:
         seen.clear()
         sums: list[Tensor] = []  # the first microbatch begins them
         carried: Any = job.carried
-        aux: AuxState | None = None
+        aux = job.aux
         cut_here = cutting(len(batch.sizes), sized=batch.size is not None)
         with guarding(job.known, *job.given()) as guarded, cut_here:
             loss = guarded(job.call)
@@ -242,7 +246,7 @@ def _accumulate(job: Accumulation) -> Accumulated:
         state=amounts_of(seen, rule, sums),
         unit=unit,
         carried=carried,
-        aux=None if aux is None else finish_aux(aux),
+        aux=aux,
         dtype=seen[-1].dtype if seen else torch.get_default_dtype(),
         weighted=seen[-1].weighted if seen else False,  # no bool(seen): torch 2.11 compiles none
     )

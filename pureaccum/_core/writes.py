@@ -111,7 +111,7 @@ def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[F]
 
     Args:
         known: What is known of the loss.
-        given: What it is given, the batch last.
+        given: What it is given: first what it is differentiated with respect to, if there is more.
 
     Returns:
         A context, which yields a function that makes a guarded loss of a loss.
@@ -121,9 +121,9 @@ def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[F]
     return _Guard(known, given)
 
 
-def knows(known: Known, leaves: list[Any], spec: optree.PyTreeSpec) -> bool:
+def knows(known: Known, *given: Given) -> bool:
     """Whether batches of this kind were watched before."""
-    return _kind(known, Given("", leaves, spec)) in known.kinds
+    return _kind(known, given) in known.kinds
 
 
 def _itself(loss: F) -> F:
@@ -133,14 +133,15 @@ def _itself(loss: F) -> F:
 class _Guard:
     """The context of ``guarding``, a class because @contextmanager would take twice the time."""
 
-    __slots__ = ("before", "given", "known", "tensors")
+    __slots__ = ("before", "decides", "given", "known", "tensors")
 
     def __init__(self, known: Known, given: tuple[Given, ...]) -> None:
         self.known, self.given = known, given
+        self.decides = given[1:] or given  # all but the leaves to differentiate with respect to
         self.tensors: list[Tensor] | None = None
 
     def __enter__(self) -> Callable[[F], F]:
-        if _kind(self.known, self.given[-1]) in self.known.kinds:
+        if _kind(self.known, self.decides) in self.known.kinds:
             self.begin()
         return self.guarded
 
@@ -170,7 +171,7 @@ class _Guard:
                 out = loss(*args)
             if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
                 _check_depends(out, args[0], trained)
-            self.known.kinds.add(_kind(self.known, self.given[-1]))
+            self.known.kinds.add(_kind(self.known, self.decides))
             self.begin()
             return out
 
@@ -191,17 +192,18 @@ def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
         )
 
 
-def _kind(known: Known, batch: Given) -> Any:
+def _kind(known: Known, given: tuple[Given, ...]) -> Any:
     looks: list[Any] = [
         (x.dtype, x.dim(), x.device.type)
         if isinstance(x, Tensor)
         else x
         if isinstance(x, bool)
         else type(x)
-        for x in batch.leaves
+        for each in given
+        for x in each.leaves
     ]
     modes = [module.training for at in known.modules if (module := at()) is not None]
-    return batch.spec, *looks, *modes
+    return *[each.spec for each in given], *looks, *modes
 
 
 def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:

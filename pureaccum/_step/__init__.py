@@ -4,7 +4,7 @@ A step sums the gradients of the scaled loss over the microbatches of a window, 
 and applies them if they are finite. Compiled, it does the same in graphs; over several ranks, sums
 are added up before they are divided. The files follow each other:
 
-    loss_scale, precision, buffers  what may be configured
+    loss_scale, buffers             what may be configured
     state                           what a step takes, gives and is made of, with the checks of it
     microbatch_loss                 the loss of one microbatch, as a step calls it
     ranks                           what ranks tell each other
@@ -20,7 +20,6 @@ from .loss_scale import static_loss_scale as static_loss_scale
 from .memory_report import Memory as Memory
 from .memory_report import MemoryReport as MemoryReport
 from .memory_report import memory_report as memory_report
-from .precision import Policy as Policy
 from .state import StepInfo as StepInfo
 from .state import TrainState as TrainState
 from .step import make_step as make_step

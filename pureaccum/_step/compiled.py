@@ -22,6 +22,7 @@ from .._base import (
     is_limit,
     looks_of,
     mark,
+    open_tree,
     put_back,
     refuse_autocast_cache,
     tree_leaves,
@@ -37,6 +38,8 @@ from .._core import (
     guarding,
     knows,
     read_batch,
+    read_microbatch,
+    refuse_lists,
     rows_to_cut,
     stack_of_one,
 )
@@ -51,9 +54,10 @@ from .graphs import (
     programs,
     recipe_for,
     renewed,
+    seen_of,
     unit_of,
 )
-from .microbatch_loss import caller, check_keys, first_part
+from .microbatch_loss import caller, check_keys, first_part, sharing, what_is_shared
 from .ranks import before_this_rank, window_of_all_ranks
 from .state import (
     Flat,
@@ -64,9 +68,17 @@ from .state import (
     check_window,
     read_train_state,
     recording,
+    size_of,
 )
 from .whole_step import step_whole
-from .windows import applied_window, apply_window, first_row, update_window
+from .windows import (
+    applied_window,
+    apply_window,
+    first_row,
+    folded_window,
+    update_window,
+    updated_window,
+)
 
 
 SHAPES_REMEMBERED = 1000  # kinds of batches, and of microbatches
@@ -99,7 +111,7 @@ class CompiledStep:
         self.recipes: dict[Any, Recipe] = {}
         self.fitting: set[Any] = set()  # kinds of states and windows
 
-    def form(self, state: TrainState, batch: Tree) -> str:
+    def form(self, state: TrainState, batch: Tree, *_: Any) -> str:
         """The form in which the compiler gets a batch."""
         check_state(state, TrainState, "this step")
         if any_sharded([*tree_leaves(state), *tree_leaves(batch)]):
@@ -107,14 +119,14 @@ class CompiledStep:
         return form_of(self.plan, state, read_batch(batch)).name
 
     @compiling(step_whole)
-    def whole(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+    def whole(self, state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
         """One step over a whole batch."""
-        plan = self.plan
-        leaves, spec = flatten(batch)
-        old = flatten(state)
+        plan = sharing(self.plan, shared)
+        leaves, spec = open_tree(batch)
+        old, beside = flatten(state), flatten(plan.shared)
         if any_sharded([*old[0], *leaves]):
-            return step_whole(self.of_dtensors, state, batch)
-        kind = old[1], spec, *looks_of(_met(old[0], leaves))
+            return step_whole(self.of_dtensors, state, batch, *shared)
+        kind = old[1], spec, beside[1], *looks_of(_met(old[0], [*leaves, *beside[0]]))
         if kind not in self.recipes:  # all that is looked at is the same for the next of this kind
             read_train_state(plan, state, plan.optimizer.check)
             flat = read_batch(batch)
@@ -123,21 +135,23 @@ class CompiledStep:
                 rows_to_cut(flat, "batch")
             if flat.rows == 0:
                 return step_whole(plan, state, batch)
-        if kind not in self.recipes or not knows(plan.known, leaves, spec):
-            look(plan, state, read_batch(batch), "batch", plan.size)
+            refuse_lists(flat, "batch")
+        given = *what_is_shared(plan), Given("batch", leaves, spec)
+        if kind not in self.recipes or not knows(plan.known, *given):
+            look(plan, state, read_batch(batch), "batch", size_of(plan))
         refuse_autocast_cache([state.samples])
         began = state
         if plan.group is not None and plan.keys:
             rows = read_batch(batch).rows or 0
             first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
-        eagerly = partial(step_whole, self.alone, state, batch)
+        eagerly = partial(step_whole, self.alone, state, batch, *shared)
 
         def make(free: Freedom | None) -> Recipe:
             return recipe_for(plan, state, read_batch(batch), self.of_batches, free)
 
         def call(recipe: Recipe) -> Any:
-            given = recipe.arrange(leaves)
+            given = recipe.arrange(leaves, plan.shared)
             if recipe.form == "loop":
                 return self.looped(recipe, began, given, eagerly)
             return self.finished(recipe.form, state, old, given, eagerly, recipe)
@@ -154,41 +168,77 @@ class CompiledStep:
 
     @compiling(update_window)
     def update(
-        self, state: TrainState, window: StepWindow, microbatch: Tree, offset: int | None = None
+        self,
+        state: TrainState,
+        window: StepWindow,
+        microbatch: Tree,
+        *shared: Any,
+        offset: int | None = None,
     ) -> Any:
         """The window with one more microbatch, or ``(window, aux)``."""
-        if any_sharded([*tree_leaves(state), *tree_leaves(microbatch)]):
-            return update_window(self.of_dtensors, state, window, microbatch, offset)
-        plan, old = self.plan, self.checked(state, window)
-        flat = read_batch(microbatch, "microbatch")
-        if not flat.rows:
-            return update_window(plan, state, window, microbatch, offset)
+        new, out, _ = self.updated(state, window, microbatch, shared, offset)
+        return (new, out[0]) if self.plan.has_aux else new
+
+    @compiling(folded_window)
+    def folded(
+        self,
+        state: TrainState,
+        window: StepWindow,
+        aux: AuxState | None,
+        microbatch: Tree,
+        *shared: Any,
+    ) -> tuple[StepWindow, AuxState | None]:
+        """The window with one more microbatch, and what has been reduced of aux with its own."""
+        new, out, rows = self.updated(state, window, microbatch, shared)
+        return new, self.reduced(aux, rows, *out) if self.plan.has_aux else None
+
+    def updated(
+        self,
+        state: TrainState,
+        window: StepWindow,
+        microbatch: Tree,
+        shared: tuple[Any, ...],
+        offset: int | None = None,
+    ) -> tuple[StepWindow, tuple[Any, Any, Any], int]:
+        """The window with one more microbatch, what came of its aux, and its rows."""
+        sharded = any_sharded([*tree_leaves(state), *tree_leaves(microbatch)])
+        old = flatten(state) if sharded else self.checked(state, window)
+        flat = read_microbatch(microbatch, "microbatch")
+        if sharded or not flat.rows:
+            plan = sharing(self.of_dtensors if sharded else self.plan, shared)
+            new, entry, rows = updated_window(plan, state, window, microbatch, offset=offset)
+            return new, seen_of(plan, entry), rows
+        refuse_lists(flat, "microbatch")
+        plan = sharing(self.plan, shared)
         at = first_row(plan, window, offset)
-        if not knows(plan.known, flat.leaves, flat.spec):
+        beside = what_is_shared(plan)
+        if not knows(plan.known, *beside, Given("microbatch", flat.leaves, flat.spec)):
             look(plan, state, flat, "microbatch")
         rows = window.rows + flat.rows
         own = window if plan.donate else tree_map(torch.clone, window)
         own = own._replace(rows=at)
         given = flatten(own)
-        eagerly = partial(update_window, self.alone, state, window, microbatch)
+        eagerly = partial(update_window, self.alone, state, window, microbatch, *shared)
 
         def make(free: Freedom | None) -> Recipe:
-            as_it_is = self.alone._replace(size=None)
+            as_it_is = plan._replace(donate=False, group=None, size=None)
             return recipe_for(as_it_is, state, flat, self.of_microbatches, free)
 
         def call(recipe: Recipe) -> Any:
-            (part,), numbers = recipe.arrange(flat.leaves)
-            args = own, state, part, numbers
+            (part,), *more = recipe.arrange(flat.leaves, plan.shared)
+            args = own, state, part, *more
             return attempt(self.graph("more", True, recipe), args, eagerly, plan.donate)
 
-        kind = "more", old[1], flat.spec, *looks_of(_met(old[0], flat.leaves))
-        left, aux = self.run(kind, make, call)
+        leaves, specs = flat.leaves, [each.spec for each in beside]
+        met = _met(old[0], [*leaves, *(x for each in beside for x in each.leaves)])
+        kind = "more", old[1], flat.spec, *specs, *looks_of(met)
+        left, out = self.run(kind, make, call)
         new = renewed(given, left)
         if offset is not None:
             new = new._replace(rows=rows)
         if plan.donate:
             mark(given[0])
-        return (new, aux) if plan.has_aux else new
+        return new, out, flat.rows
 
     @compiling(apply_window)
     def apply(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
@@ -243,23 +293,24 @@ class CompiledStep:
         eagerly: Callable[[], object],
     ) -> tuple[StepWindow, Tree]:
         """The sums of all microbatches, and their aux."""
-        parts, numbers = given
+        parts, *more = given
         program = self.graph("first_of_a_batch", False, recipe)
-        window, out = attempt(program, (state, parts[0], numbers), eagerly)
-        aux = self.folded(None, parts[0], *out) if self.plan.has_aux else None
+        window, out = attempt(program, (state, parts[0], *more), eagerly)
+        aux = self.reduced(None, _rows(parts[0]), *out) if self.plan.has_aux else None
         for part in parts[1:]:
             program = self.graph("more_of_a_batch", True, recipe)
-            left, out = attempt(program, (window, state, part, numbers), eagerly)
+            left, out = attempt(program, (window, state, part, *more), eagerly)
             window = renewed(flatten(window), left)
             if self.plan.has_aux:
-                aux = self.folded(aux, part, *out)
+                aux = self.reduced(aux, _rows(part), *out)
         return window, () if aux is None else finish_aux(aux)
 
-    def folded(
-        self, aux: AuxState | None, part: Tree, out: Tree, share: Tensor, finite: Any
+    def reduced(
+        self, aux: AuxState | None, rows: int, out: Tree, share: Tensor, finite: Any
     ) -> AuxState:
+        """What has been reduced of aux, with that of one more microbatch."""
         stack = stack_of_one(out, share, finite if isinstance(finite, Tensor) else None)
-        return fold_stack(aux, stack, read_batch(part).rows or 0, self.plan.aux_reduction)
+        return fold_stack(aux, stack, rows, self.plan.aux_reduction)
 
     def finished(
         self,
@@ -297,11 +348,15 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
         carried = begin_buffers(plan.buffers, state.buffers), 0
         return call(leaves, *first_part(batch, size), carried)
 
-    given = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
-    with guarding(plan.known, *given) as guarded:
+    own, of_batch = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
+    with guarding(plan.known, own, *what_is_shared(plan), of_batch) as guarded:
         if (watched := guarded(loss)) is not loss:
             with put_back(state.samples.device), torch.enable_grad():
                 watched([x.detach().requires_grad_() for x in leaves])
+
+
+def _rows(part: Tree) -> int:
+    return read_batch(part).rows or 0
 
 
 def _met(state: list[Any], batch: list[Any]) -> list[Any]:

@@ -40,10 +40,10 @@ from .._base import (
     tree_map,
     unflatten,
 )
-from .._core import Batch, cut, power_of_two, read_batch, share_of
+from .._core import Batch, Microbatch, cut, power_of_two, read_batch, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
 from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
-from .state import Plan, StepWindow, TrainState
+from .state import Plan, StepWindow, TrainState, size_of
 from .whole_step import step_over
 from .windows import applied_window, begin_window, updated_window
 
@@ -58,7 +58,7 @@ class BatchInParts(NamedTuple):
     """
 
     pieces: list[Tree]
-    size: int | None
+    size: int | list[int] | None
     untouched: bool  # whether there is only one
 
     @property
@@ -69,7 +69,7 @@ class BatchInParts(NamedTuple):
     @property
     def unit(self) -> float:
         """What sums of the gradients of means are multiples of."""
-        return power_of_two(1 if self.size is None or self.untouched else self.size)
+        return power_of_two(self.size if isinstance(self.size, int) and not self.untouched else 1)
 
     def parts(self) -> Iterator[tuple[Tree, int, int]]:
         """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
@@ -84,31 +84,34 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     Graphs with separate keys never count towards one another's limit of recompilations.
     """
     plan = plan._replace(donate=False, group=None)
-    size, unit = plan.size or 1, unit_of(plan)
+    size, unit = size_of(plan) or 1, unit_of(plan)
     made: dict[Any, Program] = {}
 
+    def made_for(numbers: Numbers, shared: tuple[Any, ...]) -> Plan:
+        return with_numbers(plan, numbers)._replace(shared=shared)
+
     def scan(
-        state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int, numbers: Numbers
+        state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int, *given: Any
     ) -> Any:
         cut = Stacked(microbatches=some, rest=rest, tail=tail, size=size, together=together)
-        return step_over(with_numbers(plan, numbers), state, cut, fold_scanned)
+        return step_over(made_for(*given), state, cut, fold_scanned)
 
-    def unrolled(state: TrainState, pieces: list[Tree], numbers: Numbers) -> Any:
+    def unrolled(state: TrainState, pieces: list[Tree], *given: Any) -> Any:
         cut = BatchInParts(pieces, plan.size, len(pieces) == 1)
-        return step_over(with_numbers(plan, numbers), state, cut)
+        return step_over(made_for(*given), state, cut)
 
-    def more(window: StepWindow, state: TrainState, part: Tree, numbers: Numbers) -> Any:
-        new, entry = updated_window(with_numbers(plan, numbers), state, window, part)
-        return new, entry.aux
+    def more(
+        window: StepWindow, state: TrainState, part: Tree, *given: Any, unit: float | None = None
+    ) -> Any:
+        new, entry, _ = updated_window(made_for(*given), state, window, part, unit)
+        return new, seen_of(plan, entry)
 
-    def first_of_a_batch(state: TrainState, part: Tree, numbers: Numbers) -> Any:
+    def first_of_a_batch(state: TrainState, part: Tree, *given: Any) -> Any:
         # The compiler sees that the sums begin with zeros: nothing is filled, and nothing added.
-        return more_of_a_batch(begin_window(plan, state), state, part, numbers)
+        return more_of_a_batch(begin_window(plan, state), state, part, *given)
 
-    def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree, numbers: Numbers) -> Any:
-        new, entry = updated_window(with_numbers(plan, numbers), state, window, part, unit)
-        finite = () if entry.finite is None else entry.finite
-        return new, (entry.aux, share_of(entry), finite)
+    def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree, *given: Any) -> Any:
+        return more(window, state, part, *given, unit=unit)
 
     def applied(state: TrainState, window: StepWindow, aux: Tree) -> Any:
         return applied_window(plan, state, window, 1.0, aux)
@@ -137,9 +140,16 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     return get
 
 
+def seen_of(plan: Plan, entry: Microbatch) -> tuple[Tree, Any, Any]:
+    """What is kept of a microbatch to reduce its aux: that, its share, and whether it is finite."""
+    if not plan.has_aux:
+        return (), (), ()
+    return entry.aux, share_of(entry), () if entry.finite is None else entry.finite
+
+
 def unit_of(plan: Plan) -> float:
     """What the sums of a batch that is looped over are still to be multiplied by."""
-    return power_of_two(plan.size or 1) if plan.rule.reduction == "mean" else 1.0
+    return power_of_two(size_of(plan) or 1) if plan.rule.reduction == "mean" else 1.0
 
 
 def has_cuda_graphs(settings: Mapping[str, Any]) -> bool:
@@ -214,7 +224,7 @@ class Recipe(NamedTuple):
 
     form: str
     key: int  # of its graphs
-    arrange: Callable[[list[Any]], tuple[Any, ...]]  # from the leaves of a batch to the arguments
+    arrange: Callable[..., tuple[Any, ...]]  # from the leaves of a batch, and what is shared
     tiny: bool  # whether the gradients are
     cpp: bool  # whether to wrap a whole step in C++, which is faster where leaves are few
     free: Freedom
@@ -240,19 +250,20 @@ class Shapes(NamedTuple):
 def form_of(plan: Plan, state: TrainState, flat: Batch) -> BatchForm:
     """The form that follows from the sizes."""
     leaves = tree_leaves(state.params)
-    size = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
-    tiny = size <= TINY
+    held = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
+    tiny = held <= TINY
     if plan.group is not None or not plan.optimizer.in_graphs:  # what follows sums is no graph
-        count, rest = divmod(flat.rows or 0, plan.size or flat.rows or 1)
+        count, rest = divmod(flat.rows or 0, size_of(plan) or flat.rows or 1)
         return BatchForm("loop", count, rest, tiny)
-    if plan.size is None or flat.rows is None or flat.rows <= plan.size:
+    size = size_of(plan)
+    if size is None or flat.rows is None or flat.rows <= size:
         return BatchForm("unrolled", 1, 0, tiny)
-    count, rest = divmod(flat.rows, plan.size)
+    count, rest = divmod(flat.rows, size)
     parts = count + (rest > 0)
     few = parts <= FEW and parts * len(leaves) <= SHORT
     if count == 1 or (few and not tiny):
         return BatchForm("unrolled", count, rest, tiny)
-    return BatchForm("scan" if size <= SMALL else "loop", count, rest, tiny)
+    return BatchForm("scan" if held <= SMALL else "loop", count, rest, tiny)
 
 
 def recipe_for(
@@ -260,7 +271,7 @@ def recipe_for(
 ) -> Recipe:
     """How batches like this one go through the compiler."""
     name, count, rest, tiny = form_of(plan, state, flat)
-    size, device = plan.size or 1, state.samples.device
+    size, device = size_of(plan) or 1, state.samples.device
     cpp = len(tree_leaves(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
     if free is None:
         several = together(plan, state, flat) if name == "scan" else 1
@@ -271,7 +282,9 @@ def recipe_for(
     else:
         sizes = (flat.rows or 0,) if alone else (rest,)
     rows = [x.shape[1:] if isinstance(x, Tensor) else type(x) for x in flat.leaves]
-    told = name, free, flat.spec, *(rows if shapes.told_apart else ())
+    beside, shared_spec = flatten(plan.shared)
+    rows += [x.shape if isinstance(x, Tensor) else type(x) for x in beside]
+    told = name, free, flat.spec, shared_spec, *(rows if shapes.told_apart else ())
     # A graph that knows its sizes is faster: only the second one takes any.
     first = shapes.first.setdefault(told, sizes)
     usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
@@ -282,19 +295,21 @@ def recipe_for(
     key = shapes.graphs.setdefault((*told, parts, *each), len(shapes.graphs))
     flat = flat._replace(leaves=[])  # a recipe outlives the batch
 
-    def arrange(leaves: list[Any]) -> tuple[Any, ...]:
-        leaves, numbers = taken_out(leaves, free.numbers, device)
-        here = flat._replace(leaves=leaves)
+    def arrange(leaves: list[Any], shared: tuple[Any, ...]) -> tuple[Any, ...]:
+        columns = len(leaves)
+        leaves, numbers = taken_out([*leaves, *flatten(shared)[0]], free.numbers, device)
+        here = flat._replace(leaves=leaves[:columns])
+        given = numbers, unflatten(shared_spec, leaves[columns:])
         if name == "scan":
             stacked = stacks(here, size, free.several, sizes, vary)
             tail = rows_of(here, count * size, vary[-1]) if rest else None
-            return *stacked, tail, free.several, numbers
+            return *stacked, tail, free.several, *given
         if alone:
-            return (rows_of(here, 0, vary[0]),), numbers
+            return (rows_of(here, 0, vary[0]),), *given
         pieces = list(cut(here, size))
         if rest:
             pieces[-1] = rows_of(here, count * size, vary[-1])
-        return tuple(pieces), numbers
+        return tuple(pieces), *given
 
     return Recipe(form=name, key=key, arrange=arrange, tiny=tiny, cpp=cpp, free=free)
 
@@ -315,7 +330,7 @@ def together(plan: Plan, state: TrainState, flat: Batch) -> int:
     if plan.has_aux or plan.buffers or rule.nonfinite != "propagate" or rule.squares:
         return 1
     params, spec = flatten(state.params)
-    like, size = unflatten(flat.spec, flat.leaves), plan.size or 1
+    like, size = unflatten(flat.spec, flat.leaves), size_of(plan) or 1
     first, _ = stacks(flat, size, 1, (2, 0), (False, False))
     one = one_of(caller(plan, state, spec), like, size)
     return how_many(one, params, tensors_of(first))

@@ -28,16 +28,17 @@ from .._base import (
     flatten,
     is_sharded,
     numbers_of_rows,
+    open_tree,
     put_back,
     rows_like,
     seeing,
+    transform_active,
     unflatten,
 )
-from .._core import Batch, LossOfPart, Microbatch, cut, is_pair, need_rows, read
+from .._core import Batch, Given, LossOfPart, Microbatch, cut, is_pair, need_rows, read, under
 from .._pure import fold_in
 from .buffers import advance_buffers, begin_buffers, collect_buffers, watching
-from .precision import under
-from .state import Plan, TrainState
+from .state import Plan, TrainState, size_of
 
 
 def caller(
@@ -52,9 +53,9 @@ def caller(
     The first row of the step has the number ``first``, or that of the next one of the run. A batch
     at hand has ``total`` rows.
     """
-    loss_fn = plan.loss_fn
+    loss_fn, shared = plan.loss_fn, plan.shared
     if plan.buffers is None and not plan.keys and (plan.policy is None or not plan.has_aux):
-        return lambda leaves, part, rows, carried: loss_fn(unflatten(spec, leaves), part)
+        return lambda leaves, part, rows, carried: loss_fn(unflatten(spec, leaves), part, *shared)
     attempt = fold_in(state.key, state.attempts) if plan.keys else None
     first = state.samples if first is None else first
 
@@ -68,13 +69,13 @@ def caller(
         params = unflatten(spec, leaves)
         collected: Any = ()
         if plan.buffers is None:
-            out = loss_fn(params, part, **named)
+            out = loss_fn(params, part, *shared, **named)
             if not plan.has_aux or not is_pair(out):  # the engine says what is wrong with it
                 return out
             loss, aux = out
         else:
             with watching(plan.buffers) as seen:
-                out = loss_fn(params, part, **named)
+                out = loss_fn(params, part, *shared, **named)
             loss, new, aux = _three(out, plan.has_aux)
             collected = collect_buffers(plan.buffers, seen, new, buffers.values)
         if plan.policy is not None:
@@ -94,6 +95,24 @@ def keys_of(
         return fold_in(attempt, first + before + index)
     x = next(x for x in leaves if is_sharded(x))
     return rows_like(fold_in(attempt, first + numbers_of_rows(x, before, total)), x)
+
+
+def sharing(plan: Plan, shared: tuple[Any, ...]) -> Plan:
+    """The plan of one call, in which the loss is given more than the batch.
+
+    A step at top level keeps no graph: what requires a gradient would only record one.
+    """
+    if not shared:
+        return plan
+    leaves, spec = open_tree(shared)
+    if not transform_active():
+        leaves = [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+    return plan._replace(shared=unflatten(spec, leaves))
+
+
+def what_is_shared(plan: Plan) -> tuple[Given, ...]:
+    """What the loss is given beside the batch, by name."""
+    return (Given("shared", *flatten(plan.shared)),) if plan.shared else ()
 
 
 def check_keys(plan: Plan, batch: Batch) -> None:
@@ -139,7 +158,8 @@ def onwards(
 # Python numbers as tensors -------------------------------------------------------------------
 
 
-Numbers = dict[int, Tensor]  # which leaf of a batch, and the tensor in place of it
+# Which leaf of a batch, and after those of what is shared, and the tensor in place of it.
+Numbers = dict[int, Tensor]
 Dtypes = tuple[tuple[int, torch.dtype], ...]  # which leaf, and the dtype of that tensor
 
 # A Python number takes on the dtype of what it meets, and so does a 0-d tensor if that has
@@ -149,21 +169,22 @@ OF_INTS = (torch.int64, torch.float64)  # an int64 that is divided is a float32
 
 
 def dtypes_of_numbers(plan: Plan, state: TrainState, batch: Batch) -> Dtypes:
-    """Which leaves of a batch the loss may be given as tensors, and of what dtype.
+    """Which leaves of a batch, and of what is shared, may be tensors, and of what dtype.
 
     A bool chooses what is computed, and stays a bool.
     """
     chosen: Dtypes = ()
-    for i, x in enumerate(batch.leaves):
+    given = [*batch.leaves, *flatten(plan.shared)[0]]
+    for i, x in enumerate(given):
         if isinstance(x, bool) or not isinstance(x, (int, float)):
             continue
         # Another value than its own, which may be 0 or 1 and hide what is done to it.
         value = x + 1 if isinstance(x, int) else (x + 1) / math.pi
-        leaves = [*batch.leaves[:i], value, *batch.leaves[i + 1 :]]
-        want = _tried(plan, state, batch._replace(leaves=leaves), ())
+        leaves = [*given[:i], value, *given[i + 1 :]]
+        want = _tried(plan, state, batch, leaves, ())
         for dtype in OF_INTS if isinstance(x, int) else OF_FLOATS:
             dtypes = *chosen, (i, dtype)
-            came = want and _tried(plan, state, batch._replace(leaves=leaves), dtypes)
+            came = want and _tried(plan, state, batch, leaves, dtypes)
             if came and _same(came, want):
                 chosen = dtypes
                 break
@@ -188,15 +209,15 @@ def with_numbers(plan: Plan, numbers: Numbers) -> Plan:
         return plan
     loss_fn = plan.loss_fn if plan.policy is None else plan.loss_fn.__wrapped__
 
-    def filled(params: Any, part: Any, **named: Any) -> Any:
-        leaves, spec = flatten(part)
+    def filled(params: Any, *rest: Any, **named: Any) -> Any:
+        leaves, spec = flatten(rest)
         leaves = [numbers.get(i, x) for i, x in enumerate(leaves)]
-        return loss_fn(params, unflatten(spec, leaves), **named)
+        return loss_fn(params, *unflatten(spec, leaves), **named)
 
     return plan._replace(loss_fn=under(plan.policy, filled))
 
 
-def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
+def _tried(plan: Plan, state: TrainState, batch: Batch, leaves: list[Any], dtypes: Dtypes) -> Any:
     """What the loss returns for the first microbatch, and how often a tensor's value was asked."""
     asked: list[Any] = []
 
@@ -208,8 +229,10 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
     params, spec = flatten(state.params)
     carried = begin_buffers(plan.buffers, state.buffers), 0
     try:
-        leaves, numbers = taken_out(batch.leaves, dtypes, device)
-        batch = batch._replace(leaves=leaves)
+        leaves, numbers = taken_out(leaves, dtypes, device)
+        count = len(batch.leaves)
+        batch = batch._replace(leaves=leaves[:count])
+        plan = plan._replace(shared=unflatten(flatten(plan.shared)[1], leaves[count:]))
         call = caller(with_numbers(plan, numbers), state, spec)
         with (
             torch.no_grad(),
@@ -218,7 +241,7 @@ def _tried(plan: Plan, state: TrainState, batch: Batch, dtypes: Dtypes) -> Any:
             seeing(see),
         ):
             warnings.simplefilter("ignore")
-            out = call(params, *first_part(batch, plan.size), carried)
+            out = call(params, *first_part(batch, size_of(plan)), carried)
         return *read(out, plan.rule.has_aux), len(asked)
     except Exception:
         return None

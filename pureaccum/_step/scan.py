@@ -39,7 +39,6 @@ from .._core import (
     Wrt,
     add_microbatch,
     counted,
-    finish_aux,
     fold_aux,
     fold_stack,
     power_of_two,
@@ -114,12 +113,11 @@ def fold_scanned(job: Accumulation) -> Accumulated:
         if aux is not None:
             aux = fold_aux(aux, entry, rows, job.aux_reduction, rule.nonfinite == "skip")
         state = counted(state, [entry], rule, sums)
-    aux_tree = None if aux is None else finish_aux(aux)
     return Accumulated(
         state=state,
         unit=unit,
         carried=carried,
-        aux=aux_tree,
+        aux=aux,
         dtype=torch.float32,
         weighted=weighted,
     )

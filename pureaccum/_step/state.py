@@ -19,11 +19,10 @@ from .._base import (
     refuse_autocast_cache,
     transform_active,
 )
-from .._core import AccumState, Known, Rule, check_belongs, group_of
+from .._core import AccumState, Known, Policy, Rule, check_belongs, group_of
 from .._optim import Optimizer
 from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
-from .precision import Policy
 
 
 @loadable
@@ -117,13 +116,69 @@ class StepWindow(NamedTuple):
     rows: Tensor
 
 
+class Functions(NamedTuple):
+    """The functions of a step, which ``Step`` describes."""
+
+    init: Callable[..., TrainState]
+    window: Callable[..., tuple[TrainState, StepInfo]]
+    begin: Callable[[TrainState], StepWindow]
+    update: Callable[..., Any]
+    apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
+    whole: Callable[..., tuple[TrainState, StepInfo]]
+    merge: Callable[[StepWindow, StepWindow], StepWindow]
+    form: Callable[..., str] = lambda state, batch, *shared: "eager"
+
+
+class Step(Functions):
+    """A step: called with ``(state, batch, *shared)`` it gives ``(state, info)``.
+
+    Attributes:
+        init: ``init(params, buffers=None, seed=0)`` gives the first state, of copies.
+        window: ``window(state, microbatches, *shared)`` gives ``(state, info)``: one step over the
+            microbatches of a stream, such as a list that ``windows`` gave. It is ``begin``,
+            ``update`` for each of them, and ``apply``, with aux reduced as by the step itself.
+        begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
+        update: ``update(state, window, microbatch, *shared, offset=None)`` gives the window with
+            one more microbatch, or ``(window, aux)``. It need not have rows, or as many in each of
+            its tensors, where the loss is no mean over rows, and there are no keys: packed
+            sequences, or a list of images of several sizes, with ``Weighted``. With keys,
+            ``offset`` says how many rows of the step come before it, where ranks share them out or
+            they come in another order.
+        apply: ``apply(state, window)`` gives ``(state, info)``.
+        whole: ``whole(state, batch, *shared)`` is the step itself.
+        merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those
+            that ranks had saved: sums, counts and rows are added; pooled moments are merged in that
+            order, and any other buffer is that of ``a``. Not for buffers that go sequentially.
+        form: ``form(state, batch, *shared)`` gives ``"eager"``, or how ``compile`` goes through
+            that batch: ``"scan"``, ``"unrolled"`` or ``"loop"``.
+    """
+
+    __slots__ = ()
+    # vmap asks for a name, or else for the repr of all that the loss is bound to; dynamo has none.
+    __name__ = "step"
+
+    def __call__(self, state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
+        """One step over a whole batch.
+
+        Args:
+            state: What ``init`` or the step before gave.
+            batch: A pytree whose tensors have one row per sample along dim 0.
+            shared: Further arguments of the loss, which each microbatch is given whole: the
+                parameters of a teacher or a discriminator, class weights, a coefficient.
+
+        Returns:
+            ``(state, info)``: the next ``TrainState``, and a ``StepInfo``.
+        """
+        return self.whole(state, batch, *shared)
+
+
 class Plan(NamedTuple):
     """What a step is made of."""
 
     loss_fn: Any
     optimizer: Optimizer
     has_aux: bool
-    size: int | None
+    size: int | list[int] | None
     rule: Rule
     aux_reduction: Tree
     loss_scale: LossScale | None
@@ -132,8 +187,15 @@ class Plan(NamedTuple):
     keys: bool
     donate: bool
     known: Known  # what is known of the loss: see writes.py
+    shared: tuple[Any, ...] = ()  # what a call gives the loss beside the batch, whole
     group: Any = None  # the ranks that share a batch
     agreed: Agreement | None = None  # what these have to agree on: see agreement.py
+
+
+def size_of(plan: Plan) -> int | None:
+    """The rows of all microbatches alike: where they differ, nothing is compiled for all."""
+    assert not isinstance(plan.size, list)
+    return plan.size
 
 
 # Checks at the entry -------------------------------------------------------------------------

@@ -8,9 +8,9 @@ The same step takes its microbatches from a stream: ``begin``, ``update``, ``app
 for the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,74 +27,47 @@ from .._base import (
 from .._core import (
     Engine,
     Nonfinite,
+    Policy,
     Reduction,
     Rule,
     Search,
     by_memory,
+    check_precision,
     check_reduce,
     check_rule,
-    check_size,
+    check_sizes,
+    cut,
     group_of,
     is_auto,
     known_of,
+    read_batch,
+    rows_to_cut,
+    sizes_of_batch,
+    under,
 )
 from .._optim import as_optimizer
 from .._pure import key
 from .buffers import Threading, begin_buffers, check_policy
 from .compiled import CompiledStep, check_compilable
 from .loss_scale import LossScale
-from .precision import Policy, check_precision, under
 from .ranks import agreement_of, check_same
-from .state import Plan, StepInfo, StepWindow, TrainState, check_buffers, recording
-from .whole_step import step_in_sums, step_whole, sums_of_microbatch, sums_of_rows, update_in_sums
-from .windows import apply_window, begin_window, merge_windows, update_window
-
-
-class Functions(NamedTuple):
-    """The functions of a step, which ``Step`` describes."""
-
-    init: Callable[..., TrainState]
-    begin: Callable[[TrainState], StepWindow]
-    update: Callable[..., Any]
-    apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]]
-    whole: Callable[[TrainState, Tree], tuple[TrainState, StepInfo]]
-    merge: Callable[[StepWindow, StepWindow], StepWindow]
-    form: Callable[[TrainState, Tree], str] = lambda state, batch: "eager"
-
-
-class Step(Functions):
-    """A step: called with ``(state, batch)`` it gives ``(state, info)``.
-
-    Attributes:
-        init: ``init(params, buffers=None, seed=0)`` gives the first state, of copies.
-        begin: ``begin(state)`` gives an empty window, for a stream of microbatches.
-        update: ``update(state, window, microbatch, offset=None)`` gives the window with one more
-            microbatch, or ``(window, aux)``. With keys, ``offset`` says how many rows of the step
-            come before it, where ranks share them out or they come in another order.
-        apply: ``apply(state, window)`` gives ``(state, info)``.
-        whole: ``whole(state, batch)`` is the step itself.
-        merge: ``merge(a, b)`` gives one window of two that began with the same state, such as those
-            that ranks had saved: sums, counts and rows are added; pooled moments are merged in that
-            order, and any other buffer is that of ``a``. Not for buffers that go sequentially.
-        form: ``form(state, batch)`` gives ``"eager"``, or how ``compile`` goes through that batch:
-            ``"scan"``, ``"unrolled"`` or ``"loop"``.
-    """
-
-    __slots__ = ()
-    # vmap asks for a name, or else for the repr of all that the loss is bound to; dynamo has none.
-    __name__ = "step"
-
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
-        """One step over a whole batch.
-
-        Args:
-            state: What ``init`` or the step before gave.
-            batch: A pytree whose tensors have one row per sample along dim 0.
-
-        Returns:
-            ``(state, info)``: the next ``TrainState``, and a ``StepInfo``.
-        """
-        return self.whole(state, batch)
+from .state import Plan, Step, StepInfo, TrainState, check_buffers, recording
+from .whole_step import (
+    folded_in_sums,
+    step_in_sums,
+    step_whole,
+    sums_of_microbatch,
+    sums_of_rows,
+    update_in_sums,
+)
+from .windows import (
+    apply_window,
+    begin_window,
+    folded_window,
+    merge_windows,
+    step_over_stream,
+    update_window,
+)
 
 
 def make_step(
@@ -102,7 +75,7 @@ def make_step(
     optimizer: Any,
     *,
     has_aux: bool = False,
-    microbatch_size: int | Literal["auto"] | None = None,
+    microbatch_size: int | Sequence[int] | Literal["auto"] | None = None,
     memory_budget: int | None = None,
     retry_after: int | None = None,
     reduction: Reduction = "mean",
@@ -129,14 +102,15 @@ def make_step(
         loss_scale = update(loss_scale, grads, loss and every microbatch are finite)
 
     Args:
-        loss_fn: ``loss_fn(params, batch)`` gives a scalar or ``Weighted``; with ``has_aux``,
-            that and anything else. With ``buffers`` it also takes ``buffers=`` and returns
-            ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``. With ``keys`` it also takes
-            ``keys=``, one key a row.
+        loss_fn: ``loss_fn(params, batch, *shared)`` gives a scalar or ``Weighted``; with
+            ``has_aux``, that and anything else. With ``buffers`` it also takes ``buffers=`` and
+            returns ``(loss, new_buffers)``, or ``(loss, (new_buffers, aux))``. With ``keys`` it
+            also takes ``keys=``, one key a row.
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
         has_aux: Whether the loss returns ``(loss, aux)``.
-        microbatch_size: Rows per microbatch; None takes a batch whole. ``"auto"`` takes as many as
+        microbatch_size: Rows per microbatch, or a list with the rows of each, for batches of so
+            many; None takes a batch whole. ``"auto"`` takes as many as
             memory allows: the whole batch, and after an out-of-memory error half of that, and so
             on; the next batches begin there. The result is that of the size which went well. A
             loss is then called again, with the same random numbers. At size 1 the error comes out.
@@ -183,10 +157,11 @@ def make_step(
             ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
 
     Returns:
-        The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch)``, and the same for
-        a stream of microbatches: ``begin(state)``, ``update(state, window, microbatch)``, which
-        with ``has_aux`` returns ``(window, aux)``, ``apply(state, window)``, and ``merge(a, b)`` of
-        two windows; see ``Step``.
+        The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch, *shared)``, and the
+        same for a stream, ``step.window(state, microbatches, *shared)``, or piece by piece:
+        ``begin(state)``, ``update(state, window, microbatch, *shared)``, which with ``has_aux``
+        returns ``(window, aux)``, ``apply(state, window)``, and ``merge(a, b)`` of two windows; see
+        ``Step``.
 
     Example:
         >>> from pureaccum import sgd
@@ -215,7 +190,7 @@ def make_step(
     check_policy(buffers)
     _check_auto(microbatch_size, memory_budget, retry_after)
     found = microbatch_size is None or is_auto(microbatch_size)
-    size = None if found else check_size(microbatch_size)
+    size = None if found else check_sizes(microbatch_size)
     if compile is not False:
         check_compilable(rule, compile)
     if not callable(loss_fn):
@@ -252,15 +227,23 @@ def make_step(
         update=partial(update_window, plan),
         apply=partial(apply_window, plan),
         whole=partial(step_whole, plan),
+        window=partial(
+            step_over_stream, plan, partial(folded_window, plan), partial(apply_window, plan)
+        ),
         merge=partial(merge_windows, plan),
     )
     graphs_of = None
     if compile is not False:
         settings: Mapping[str, Any] = {} if compile is True else compile
-        graphs = CompiledStep(plan, settings)
+        listed = isinstance(size, list)  # then each microbatch goes through the graph of its size
+        graphs = CompiledStep(plan._replace(size=None) if listed else plan, settings)
         graphs_of = cache(lambda size: CompiledStep(plan._replace(size=size), settings))
         step = step._replace(
-            update=graphs.update, apply=graphs.apply, whole=graphs.whole, form=graphs.form
+            update=graphs.update,
+            apply=graphs.apply,
+            whole=partial(_in_sizes, size, step.window) if listed else graphs.whole,
+            window=partial(step_over_stream, plan, graphs.folded, graphs.apply),
+            form=(lambda *_: "loop") if listed else graphs.form,
         )
     if not is_auto(microbatch_size):
         return step
@@ -295,15 +278,20 @@ def _in_any_size(
     whole = partial(step_in_sums, plan, sums.run)
     if graphs_of is not None:
 
-        def whole(state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+        def whole(state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
             size = None if transform_active() else sums.size_of(state, batch)
             if size is None:
-                return step_in_sums(plan, sums.run, state, batch)
-            return graphs_of(size).whole(state, batch)
+                return step_in_sums(plan, sums.run, state, batch, *shared)
+            return graphs_of(size).whole(state, batch, *shared)
 
     elif plan.group is None and not plan.donate:  # the next state is a part of what has to fit
         whole = search(partial(_in_size, plan), _looked_at).run
-    return step._replace(whole=whole, update=partial(update_in_sums, plan, more.run))
+    folded = partial(folded_in_sums, plan, more.run)
+    return step._replace(
+        whole=whole,
+        update=partial(update_in_sums, plan, more.run),
+        window=partial(step_over_stream, plan, folded, step.apply),
+    )
 
 
 def _check_shared(group: Any, buffers: Threading | None) -> None:
@@ -315,8 +303,23 @@ def _check_shared(group: Any, buffers: Threading | None) -> None:
         )
 
 
-def _in_size(plan: Plan, size: int, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
-    return step_whole(plan._replace(size=size), state, batch)
+def _in_size(
+    plan: Plan, size: int, state: TrainState, batch: Tree, *shared: Any
+) -> tuple[TrainState, StepInfo]:
+    return step_whole(plan._replace(size=size), state, batch, *shared)
+
+
+def _in_sizes(
+    sizes: list[int],
+    window: Callable[..., tuple[TrainState, StepInfo]],
+    state: TrainState,
+    batch: Tree,
+    *shared: Any,
+) -> tuple[TrainState, StepInfo]:
+    """One step over a batch, whose microbatches have these sizes."""
+    flat = read_batch(batch)
+    sizes_of_batch(rows_to_cut(flat), sizes)
+    return window(state, cut(flat, sizes), *shared)
 
 
 def _looked_at(state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:

@@ -26,9 +26,11 @@ from .._base import (
 from .._core import (
     Accumulated,
     Accumulation,
+    AuxState,
     CutBatch,
     Microbatch,
     accumulate,
+    finish_aux,
     in_tensors,
     inside_of,
     need_rows,
@@ -37,7 +39,7 @@ from .._core import (
     read_cut,
 )
 from .buffers import begin_buffers
-from .microbatch_loss import caller, check_keys, onwards
+from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
 from .ranks import before_this_rank, of_all_ranks, on_this_rank
 from .state import (
     Plan,
@@ -52,11 +54,15 @@ from .windows import finished, first_row, scale_of
 
 
 @recording
-def step_whole(plan: Plan, state: TrainState, batch: Tree) -> tuple[TrainState, StepInfo]:
+def step_whole(
+    plan: Plan, state: TrainState, batch: Tree, *shared: Any
+) -> tuple[TrainState, StepInfo]:
     """One step over a whole batch."""
     check_state(state, TrainState, "this step")
     if plan.group is not None:
-        return step_in_sums(plan, partial(sums_of_rows, plan, plan.size), state, batch)
+        return step_in_sums(plan, partial(sums_of_rows, plan, plan.size), state, batch, *shared)
+    if shared:
+        plan = sharing(plan, shared)
     cut = read_cut(batch, plan.size, plan.has_aux, "batch")
     check_keys(plan, cut.batch)
     return step_over(plan, state, cut)
@@ -77,7 +83,8 @@ def step_over(
     carried = ((), sum(cut.sizes)) if counted else sums.carried
     # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
     rows = carried[1] or 1 if cut.untouched and not sums.weighted else 1
-    given = plan, state, ready, params[1], sums.state, carried, sums.aux
+    aux = None if sums.aux is None else finish_aux(sums.aux)
+    given = plan, state, ready, params[1], sums.state, carried, aux
     return finished(*given, unit=sums.unit, rows=float(rows), own=True)
 
 
@@ -86,7 +93,7 @@ Summing = Callable[..., tuple[Accumulated, float]]  # see ``sums_of_rows``
 
 @recording
 def step_in_sums(
-    plan: Plan, summing: Summing, state: TrainState, batch: Tree
+    plan: Plan, summing: Summing, state: TrainState, batch: Tree, *shared: Any
 ) -> tuple[TrainState, StepInfo]:
     """One step over a batch of which ``summing`` sums the rows that this rank has.
 
@@ -98,7 +105,7 @@ def step_in_sums(
     first = state.samples
     if plan.keys and plan.group is not None:
         first = first + before_this_rank(plan, state, rows)
-    sums, times = summing(on_this_rank(plan, state), batch, first)
+    sums, times = summing(on_this_rank(plan, state), batch, first, *shared)
     accum, unit, carried = sums.state, sums.unit, sums.carried
     if plan.group is not None:
         buffers, own_rows = carried
@@ -106,18 +113,24 @@ def step_in_sums(
         window = StepWindow(own, buffers, torch.full_like(state.samples, own_rows))
         accum, carried = of_all_ranks(plan, state, window, unit)
         unit = 1.0
-    given = plan, state, ready, spec, accum, carried, sums.aux
+    aux = None if sums.aux is None else finish_aux(sums.aux)
+    given = plan, state, ready, spec, accum, carried, aux
     return finished(*given, unit=unit, rows=times, own=True)
 
 
 def sums_of_rows(
-    plan: Plan, size: int | None, state: TrainState, batch: Tree, first: Tensor
+    plan: Plan,
+    size: int | list[int] | None,
+    state: TrainState,
+    batch: Tree,
+    first: Tensor,
+    *shared: Any,
 ) -> tuple[Accumulated, float]:
     """The sums over some rows, of which the first is number ``first`` in the run.
 
     And what their weight is still to be multiplied by.
     """
-    alone = plan.group is None
+    plan, alone = sharing(plan, shared), plan.group is None
     cut = read_cut(batch, size, plan.has_aux and alone, "batch", alone=alone)
     check_keys(plan, cut.batch)
     job = _accumulation(plan, state, flatten(state.params), cut, 0, first)
@@ -146,7 +159,7 @@ def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
                 raise
     if came is not None and around.group is not None:
         amounts = came.state._replace(microbatches=0, weighted=0)
-        return came._replace(state=amounts, aux=())
+        return came._replace(state=amounts, aux=None)
     none = accumulate(job._replace(batch=cut._replace(size=1, sizes=[])))
     if not transform_active():
         return none
@@ -176,6 +189,7 @@ def _accumulation(
         aux_reduction=plan.aux_reduction,
         known=plan.known,
         roots=("state.params", "batch"),
+        beside=what_is_shared(plan) if plan.shared else (),
         scale=scale_of(plan, state),
         carried=(begin_buffers(plan.buffers, state.buffers), before),
         advance=partial(onwards, plan),
@@ -192,13 +206,32 @@ def update_in_sums(
     state: TrainState,
     window: StepWindow,
     microbatch: Tree,
+    *shared: Any,
     offset: int | None = None,
 ) -> Any:
     """The window with one more microbatch, whose rows ``summing`` sums; or ``(window, aux)``."""
+    new, aux = folded_in_sums(
+        plan, summing, state, window, None, microbatch, *shared, offset=offset
+    )
+    return (new, () if aux is None else finish_aux(aux)) if plan.has_aux else new
+
+
+@recording
+def folded_in_sums(
+    plan: Plan,
+    summing: Callable[..., Accumulated],
+    state: TrainState,
+    window: StepWindow,
+    aux: AuxState | None,
+    microbatch: Tree,
+    *shared: Any,
+    offset: int | None = None,
+) -> tuple[StepWindow, AuxState | None]:
+    """The same, and what has been reduced of aux with that of this microbatch."""
     params, _ = read_train_state(plan, state)
     check_window(plan, state, window, params)
     at = first_row(plan, window, offset)
-    sums = summing(state, microbatch, window, at)
+    sums = summing(state, microbatch, window, at, aux, *shared)
     grads = [x * sums.unit if sums.unit != 1 else x for x in sums.state.grads]
     own = sums.state._replace(grads=grads)
     own = in_tensors(own, state.samples.device, plan.rule.squares)
@@ -206,18 +239,28 @@ def update_in_sums(
     rows = torch.full_like(window.rows, read_batch(microbatch).rows or 0)
     buffers = tree_map(torch.clone, sums.carried[0])
     new = StepWindow(add(window.accum, own), buffers, window.rows + rows)
-    aux = () if sums.aux is None else sums.aux
+    aux = sums.aux
     if plan.donate and not transform_active():
-        aux = apart(aux, (state.params, state.buffers, window.buffers))
+        if aux is not None:
+            given_up = state.params, state.buffers, window.buffers
+            aux = aux._replace(states=apart(aux.states, given_up))
         mark(tree_leaves(window))
-    return (new, aux) if plan.has_aux else new
+    return new, aux
 
 
 def sums_of_microbatch(
-    plan: Plan, size: int, state: TrainState, microbatch: Tree, window: StepWindow, first: Tensor
+    plan: Plan,
+    size: int,
+    state: TrainState,
+    microbatch: Tree,
+    window: StepWindow,
+    first: Tensor,
+    aux: AuxState | None,
+    *shared: Any,
 ) -> Accumulated:
     """The sums over a microbatch, of which ``first`` rows of the step come before it."""
+    plan = sharing(plan, shared)
     cut = read_cut(microbatch, size, False, "microbatch", alone=False)
     check_keys(plan, cut.batch)
     job = _accumulation(plan, state, flatten(state.params), cut, first)
-    return accumulate(job._replace(carried=(window.buffers, first)))
+    return accumulate(job._replace(carried=(window.buffers, first), aux=aux))

@@ -12,6 +12,7 @@ Each function is given the plan of the step first. All are pure; where the plan 
 to the memory of the state that they are given.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optree
@@ -53,19 +54,22 @@ from .._base import (
 )
 from .._core import (
     AccumState,
+    AuxState,
     Given,
     Microbatch,
     divided,
     divisor,
     empty,
+    finish_aux,
+    fold_aux,
     mean_value,
-    read_batch,
+    read_microbatch,
     updated,
 )
 from .._core import merged as merge_states
 from .._samples import BatchNoise, noise_of
 from .buffers import begin_buffers, finish_buffers, merged_moments
-from .microbatch_loss import caller, check_keys, onwards
+from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
 from .ranks import of_all_ranks
 from .state import (
     Plan,
@@ -99,11 +103,31 @@ def update_window(
     state: TrainState,
     window: StepWindow,
     microbatch: Tree,
+    *shared: Any,
     offset: int | None = None,
 ) -> Any:
     """The window with one more microbatch, or ``(window, aux)``."""
-    window, entry = updated_window(plan, state, window, microbatch, offset=offset)
+    if shared:
+        plan = sharing(plan, shared)
+    window, entry, _ = updated_window(plan, state, window, microbatch, offset=offset)
     return (window, entry.aux) if plan.has_aux else window
+
+
+@recording
+def folded_window(
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    aux: AuxState | None,
+    microbatch: Tree,
+    *shared: Any,
+) -> tuple[StepWindow, AuxState | None]:
+    """The window with one more microbatch, and what has been reduced of aux with its own."""
+    window, entry, rows = updated_window(sharing(plan, shared), state, window, microbatch)
+    if plan.has_aux:
+        skipping = plan.rule.nonfinite == "skip"
+        aux = fold_aux(aux, entry, rows, plan.aux_reduction, skipping)
+    return window, aux
 
 
 def updated_window(
@@ -113,39 +137,40 @@ def updated_window(
     microbatch: Tree,
     unit: float | None = None,
     offset: int | None = None,
-) -> tuple[StepWindow, Microbatch]:
-    """The window with one more microbatch, and what that came to."""
+) -> tuple[StepWindow, Microbatch, int]:
+    """The window with one more microbatch, what that came to, and its rows, if it has any."""
     (leaves, spec), _ = read_train_state(plan, state)
     check_window(plan, state, window, (leaves, spec))
-    read = read_batch(microbatch, "microbatch")
+    read = read_microbatch(microbatch, "microbatch")
     check_keys(plan, read)
+    rows = read.rows or 0
     if plan.group is not None and differentiating():
         raise RuntimeError(
             "a stream over several ranks came under a transform that differentiates. Each rank has "
             "as many microbatches as it has, and the derivative would have to reach the others at "
             "each of them. Expected step(state, batch), of which it does so once."
         )
-    given = Given("state.params", leaves, spec), Given("microbatch", read.leaves, read.spec)
+    given = Given("microbatch", read.leaves, read.spec)
     call = caller(plan, state, spec)
     at = first_row(plan, window, offset)
 
     def loss(leaves: list[Tensor]) -> Any:
-        return call(leaves, microbatch, read.rows or 0, (window.buffers, at))
+        return call(leaves, microbatch, rows, (window.buffers, at))
 
     accum, entry = updated(
         window.accum,
         loss,
         leaves,
         spec,
-        read.rows,
+        read,
         plan.rule,
-        (plan.known, *given),
+        (plan.known, Given("state.params", leaves, spec), *what_is_shared(plan), given),
         donate=plan.donate,
         scale=scale_of(plan, state),
         unit=unit,
     )
     carried = window.buffers, window.rows
-    after, entry = onwards(plan, carried, entry, read.rows or 0)
+    after, entry = onwards(plan, carried, entry, rows)
     if plan.donate and not transform_active():
         if plan.has_aux:
             given_up = state.params, state.buffers, window.buffers
@@ -154,7 +179,7 @@ def updated_window(
         after = unflatten(carried_spec, hand_over(tree_leaves(carried), new))
     else:  # no two states may share a tensor
         after = tree_map(torch.clone, after)
-    return StepWindow(accum, *after), entry
+    return StepWindow(accum, *after), entry, rows
 
 
 def first_row(plan: Plan, window: StepWindow, offset: int | None) -> Tensor:
@@ -170,6 +195,28 @@ def first_row(plan: Plan, window: StepWindow, offset: int | None) -> Tensor:
             "it, on all ranks: step.update(state, window, microbatch, offset=...)."
         )
     return window.rows
+
+
+def step_over_stream(
+    plan: Plan,
+    more: Callable[..., tuple[StepWindow, AuxState | None]],
+    apply: Callable[[TrainState, StepWindow], tuple[TrainState, StepInfo]],
+    state: TrainState,
+    microbatches: Iterable[Tree],
+    *shared: Any,
+) -> tuple[TrainState, StepInfo]:
+    """One step over the microbatches of a stream; ``more`` adds one of them, and its aux."""
+    if isinstance(microbatches, (Tensor, Mapping, str)) or not isinstance(microbatches, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"microbatches is a {type(microbatches).__name__}; expected an iterable of "
+            "microbatches, such as a list that windows(loader, k) gave. A batch at hand goes to "
+            "step(state, batch), or here as microbatches(batch, size)."
+        )
+    window, aux = begin_window(plan, state), None
+    for microbatch in microbatches:
+        window, aux = more(state, window, aux, microbatch, *shared)
+    state, info = apply(state, window)
+    return state, info if aux is None else info._replace(aux=finish_aux(aux))
 
 
 @recording

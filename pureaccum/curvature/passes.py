@@ -6,8 +6,7 @@ state += gradient of one number of the part
 return sum of all ranks' states, divided once
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import zip_longest
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,12 +32,10 @@ from .._core import (
     Reduction,
     accumulator,
     check_size,
-    cut,
     exchange,
     grad_and_value,
     is_auto,
-    read_batch,
-    rows_to_cut,
+    parts_of_streams,
 )
 
 
@@ -107,9 +104,17 @@ def _over_parts(
         acc = accumulator(of_moved, batch_argnums=tuple(i + 1 for i in where), **knobs)
         moved = [args[i] for i in wrt]
         state = acc.init(moved)
-        for part in _parts({i: args[i] for i in where}, size, stream, group):
+        some = group is not None
+        for part in parts_of_streams({i: args[i] for i in where}, size, stream=stream):
+            some = True
             given = [part.get(i, x) for i, x in enumerate(args)]
             state = acc.update(state, moved, *given, donate=not transform_active())
+        if not some:
+            raise ValueError(
+                "the stream gave no batch, and there is no curvature of nothing. An iterator that "
+                "is used up? A product is one pass over it, so give what can be gone through "
+                "again: a list, a DataLoader."
+            )
         if group is not None:
             state = exchange("total", _varying(state, args) if held else state, group)
         grads, value = acc.finalize(state)
@@ -140,51 +145,6 @@ def _varying(state: AccumState, args: Tree) -> AccumState:
             number = real_parts(x).sum().to(zero)
             zero = zero + torch.where(torch.zeros_like(number, dtype=torch.bool), number, 0.0)
     return tree_map(lambda x: x + zero.to(x.device, x.dtype), state)
-
-
-def _parts(
-    batch: dict[int, Any], size: int | None, stream: bool, group: Any
-) -> Iterable[dict[int, Tree]]:
-    """The microbatches of a batch, or of a stream of batches."""
-    if stream:
-        for i, its in batch.items():
-            if isinstance(its, (Tensor, Mapping, str)) or not isinstance(its, Iterable):
-                raise TypeError(
-                    f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
-                    "of batches, such as a list or a loader. A batch at hand is no stream."
-                )
-        batches = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
-    else:
-        batches = iter([batch])
-    some = False
-    for whole in batches:
-        some = True
-        flat = read_batch(whole, "args")
-        if size is None:
-            yield whole
-            continue
-        rows_to_cut(flat, "args")
-        yield from cut(flat, size)
-    if not some and group is None:
-        raise ValueError(
-            "the stream gave no batch, and there is no curvature of nothing. An iterator that is "
-            "used up? A product is one pass over it, so give what can be gone through again: a "
-            "list, a DataLoader."
-        )
-
-
-def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
-    """The batches of streams that end together, or an error that says which ended first."""
-    over = object()
-    for n, batches in enumerate(zip_longest(*streams.values(), fillvalue=over)):
-        ended = [i for i, x in zip(streams, batches, strict=True) if x is over]
-        if ended:
-            goes_on = next(i for i in streams if i not in ended)
-            raise ValueError(
-                f"args[{ended[0]}] has no batch {n}, counted from 0, and args[{goes_on}] has one; "
-                "expected as many batches of each stream. A loader that drops its last batch?"
-            )
-        yield batches
 
 
 def nan_of_nothing(product: Tree, value: Tensor) -> Tree:

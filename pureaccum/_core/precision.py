@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._base import Tree, tree_leaves, tree_map
-from .._core import cast
+from .recomputation import cast
 
 
 class Policy(NamedTuple):
@@ -31,8 +31,8 @@ class Policy(NamedTuple):
 
     Attributes:
         param: The dtype to which ``step.init`` casts parameters; None leaves them.
-        compute: The dtype in which the loss gets parameters and batch; None leaves them. Buffers,
-            such as running statistics, are not cast.
+        compute: The dtype in which the loss gets parameters, batch and what else it is given by
+            position; None leaves them. Buffers, such as running statistics, are not cast.
         output: The dtype of aux; None leaves it. The loss itself is always widened to float32.
         autocast: In place of ``compute``: the dtype of an autocast region around the loss.
 
@@ -106,8 +106,8 @@ def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., A
         return loss_fn
 
     @wraps(loss_fn)
-    def loss(params: Tree, batch: Tree, **named: Any) -> Any:
-        given = policy.cast_to_compute(params), policy.cast_to_compute(batch)
+    def loss(params: Tree, *rest: Tree, **named: Any) -> Any:
+        given = [policy.cast_to_compute(x) for x in (params, *rest)]
         with _region(policy, params):
             return loss_fn(*given, **named)
 

@@ -1,0 +1,171 @@
+"""The loss over a whole batch, or over a stream of them, without gradients: to evaluate.
+
+for part in microbatches of all batches:
+    total, weight, metrics += those of func(part)
+return total / weight, metrics
+"""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from .._base import (
+    Tree,
+    check_argnums,
+    flatten,
+    here,
+    positions,
+    refuse_without_graph,
+    transform_active,
+    tree_map,
+    with_all_terms,
+)
+from .auto_size import Size, automatic
+from .batches import Batch, check_sizes, cutting, read_microbatch
+from .loss import Reduction, counts, is_pair, known_to_all_ranks, mean_of, read, settled
+from .microbatch import Arguments, call_microbatched
+from .microbatch_gradient import Rule, check_rule
+from .outputs import Counted, Whole
+from .precision import Policy, check_precision, under
+from .reductions import check_reduce
+from .streams import parts_of_streams
+from .weights import NoRowsError
+from .whole_batch import evaluate, read_cut
+from .writes import Given, guarding, known_of
+
+
+@automatic
+def value(  # noqa: D417
+    func: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    microbatch_size: Size = None,
+    reduction: Reduction = "mean",
+    aux_reduction: Tree = "concat",
+    policy: Policy | None = None,
+    stream: bool = False,
+) -> Callable[..., Any]:
+    """The loss over a whole batch in the memory of one microbatch, without gradients.
+
+    The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
+    With a size, or a stream, nothing is recorded for a later backward pass: see
+    ``grad_and_value``. Metrics go into aux, each a ``Weighted`` of its own, or a word.
+
+    Args:
+        func, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction: As for
+            ``grad_and_value``; without a size ``func`` is called once.
+        policy: Mixed precision, as a step has it: what ``func`` is given by position is cast, or
+            autocast is opened around it.
+        stream: Whether the batch arguments are iterables of batches, such as a loader, which are
+            gone through once. A batch of a stream need not have rows where ``func`` is no mean over
+            rows, and is not cut.
+
+    Returns:
+        A function of ``func``'s arguments giving the value, or ``(value, aux)``.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import Weighted
+        >>> def loss(w, batch):
+        ...     error = w * batch["x"] - batch["y"]
+        ...     right = (error.abs() < 1).sum()
+        ...     return (error**2).mean(), {"right": Weighted(right, len(error))}
+        >>> data = {"x": torch.tensor([1.0, 2.0, 3.0]), "y": torch.tensor([1.0, 2.5, 1.0])}
+        >>> value(loss, has_aux=True, microbatch_size=2)(torch.tensor(1.0), data)
+        (tensor(1.4167), {'right': tensor(0.6667, dtype=torch.float64)})
+
+    References:
+        ``grad_and_value``, whose second result it is; ``Weighted``; ``make_step``, whose
+        ``info.aux`` is reduced in the same way.
+    """
+    rule = check_rule(
+        Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")
+    )
+    batches = check_argnums(batch_argnums, "batch_argnums")
+    check_reduce(aux_reduction, "aux_reduction")
+    size = None if microbatch_size is None else check_sizes(microbatch_size)
+    known = known_of(func)
+    if policy is not None:
+        check_precision(policy)
+    run = func if policy is None else _under(policy, func, has_aux)
+
+    @wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = Given("args", *flatten(dict(enumerate(args))))
+        if size is None and not stream:
+            with guarding(known, given) as guarded:
+                out = guarded(lambda: run(*args, **kwargs))()
+            seen, shape = read(out, has_aux)
+            total, weight, _ = known_to_all_ranks(seen)
+            loss = with_all_terms([mean_of(total, weight)])[0].to(shape.dtype)
+            return (loss, settled(out[1])) if has_aux else loss
+        if here.backward is not None and not transform_active():
+            refuse_without_graph("a value that is summed over microbatches")
+        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
+
+        def given_to(part: Tree) -> list[Any]:
+            return [part.get(i, arg) for i, arg in enumerate(args)]
+
+        def judged(*args: Any, **kwargs: Any) -> Counted:
+            out = run(*args, **kwargs)
+            seen, _ = read(out, has_aux)
+            keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
+            return Counted(out, keep)
+
+        def one_of(part: Tree) -> Any:
+            if transform_active():  # a function of one piece, of which nothing is kept
+                return call_microbatched(
+                    judged, Arguments.of(given_to(part), kwargs), Whole(), None
+                )
+            return run(*given_to(part), **kwargs)
+
+        last: list[Batch] = []
+
+        def of_stream() -> Iterator[tuple[Any, int, int | None]]:
+            for part in parts_of_streams(batch, size, stream=True):
+                last[:] = [its := read_microbatch(part, "args")]
+                with guarding(known, given, Given("args", its.leaves, its.spec)) as guarded:
+                    out = guarded(one_of)(part)
+                yield out, its.rows or 0, its.rows
+            if not last:
+                raise ValueError(
+                    "the stream gave no batch, of which there is no value. An iterator that is "
+                    "used up? It is gone through once, so give what can be gone through again: a "
+                    "list, a DataLoader."
+                )
+
+        if stream:
+            try:
+                result, aux = evaluate(of_stream(), rule, aux_reduction)
+            except NoRowsError as error:
+                raise last[0].problem or error from None
+        else:
+            cut = read_cut(batch, size, has_aux)
+            with guarding(known, given) as guarded:
+                one = guarded(one_of)
+                outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
+                with cutting(len(cut.sizes), sized=cut.size is not None):
+                    result, aux = evaluate(outs, rule, aux_reduction)
+        return (result, aux) if has_aux else result
+
+    return wrapped
+
+
+def _under(policy: Policy, func: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """A loss as a policy says, as in a step: the loss is wide, and aux has its output dtype."""
+    run = under(policy, func)
+
+    def wide(x: Any) -> Any:
+        narrow = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize < 4
+        return x.float() if narrow else x
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        if not has_aux:
+            return tree_map(wide, out)
+        return (tree_map(wide, out[0]), policy.cast_to_output(out[1])) if is_pair(out) else out
+
+    return computed
