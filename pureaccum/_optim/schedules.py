@@ -146,7 +146,7 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     shares = tuple(zip(schedules, begins, lasts, strict=True))
 
     def rate(count: Tensor) -> Tensor:
-        check_count(count)
+        count = steps_of(count)
         rates = [as_rate(rate_at(f, (count - a).clamp(0, z)), count) for f, a, z in shares]
         chosen = rates[0]
         for begin, later in zip(begins[1:], rates[1:], strict=True):
@@ -250,7 +250,7 @@ def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
 
 def as_rate(value: float | Tensor, count: Tensor) -> Tensor:
     """A rate on the device of the count; a number is filled in there, not copied from the host."""
-    check_count(count)
+    _check_count(count)
     if isinstance(value, Tensor):
         return moved(value, count.device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=count.device)
@@ -263,7 +263,7 @@ def count_within(count: Tensor, steps: int = LARGEST_INT) -> Tensor:
 
 def steps_of(count: Tensor) -> Tensor:
     """The count as int64, from 0 on: an int32 would not be compared with a larger int."""
-    check_count(count)
+    _check_count(count)
     return count.long().clamp(min=0)
 
 
@@ -275,7 +275,7 @@ def half_cosine(left: Tensor) -> Tensor:
     return torch.sin(math.pi / 2 * left) ** 2
 
 
-def check_count(count: Any) -> None:
+def _check_count(count: Any) -> None:
     if not isinstance(count, Tensor):
         raise TypeError(
             f"the count is {count!r}, a {type(count).__name__}; expected the number of applied "
