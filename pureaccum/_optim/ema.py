@@ -126,7 +126,7 @@ def ema(decay: float | Schedule) -> Ema:
         (leaves, spec), (old, old_spec) = _read_leaves(params), flatten(state.params)
         check_fits(leaves, spec, old, old_spec, ("params", "state.params"), _CAUSE)
         _check_kinds(leaves, old, spec)
-        counts = True if applied is None else _seen(applied)
+        counts = True if applied is None else _seen(_check_flag(applied))
         with _without_graph([*leaves, *old]):
             (parts, layouts), latest = opened(old), opened(placed_like(leaves, old))[0]
             if counts is False:
@@ -168,12 +168,23 @@ def _averaged(
 
 def _decay_at(decay: Schedule, updates: Tensor) -> Any:
     """What an average keeps of itself, by a function: a number where the host has it."""
-    return on_host(rate_at(decay, updates).double())[0]
+    return on_host(rate_at(decay, updates, "decay").double())[0]
 
 
 def _seen(flag: Tensor) -> Any:
     """A flag as a bool where the host can look, for all members of a vmap."""
     return flag if (told := known(flag)) is None else told
+
+
+def _check_flag(applied: Any) -> Tensor:
+    if not isinstance(applied, Tensor) or applied.ndim or applied.dtype != torch.bool:
+        came = f"a {type(applied).__name__}"
+        if isinstance(applied, Tensor):
+            came = f"a tensor of shape {tuple(applied.shape)} and {applied.dtype}"
+        raise TypeError(
+            f"applied is {came}; expected None or a 0-d bool tensor, such as info.applied."
+        )
+    return applied
 
 
 # Leaves --------------------------------------------------------------------------------------

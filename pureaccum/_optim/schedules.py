@@ -177,7 +177,7 @@ def refuse_scheduler(lr: Any) -> None:
         )
 
 
-def rate_at(lr: Any, count: Tensor) -> Tensor:
+def rate_at(lr: Any, count: Tensor, name: str = "the schedule") -> Tensor:
     """The learning rate after so many applied steps, as a 0-d tensor.
 
     >>> rate_at(0.5, torch.tensor(3)), rate_at(lambda count: 1 / (1 + count), torch.tensor(3))
@@ -190,19 +190,19 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
     if isinstance(rate, Tensor):
         if rate.ndim or not _is_real(rate):
             raise ValueError(
-                f"the schedule returned a tensor of shape {tuple(rate.shape)} and {rate.dtype}; "
+                f"{name} returned a tensor of shape {tuple(rate.shape)} and {rate.dtype}; "
                 "expected a real 0-d tensor, one rate for the step."
             )
         return rate
     number = as_float(rate)
     if not isinstance(number, float):
         raise TypeError(
-            f"the schedule returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
+            f"{name} returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
             "computed from the number of applied steps. A schedule without a return?"
         )
     if torch.compiler.is_dynamo_compiling():
         raise TypeError(
-            f"the schedule returned a Python {type(rate).__name__}, which torch.compile would "
+            f"{name} returned a Python {type(rate).__name__}, which torch.compile would "
             "bake into the graph as a constant: the rate would never change again. Compute it "
             "from the step tensor with torch operations; for one fixed rate pass the number itself."
         )
