@@ -152,18 +152,22 @@ def _averaged(
     """The average of each leaf, with such a share of the latest; the first is the latest itself."""
     if first is True:
         return [y.to(x.dtype, copy=True) for x, y in zip(old, latest, strict=True)]
-    if isinstance(share, float) and first is False and at_once([*old, *latest]):
-        return [*foreach_lerp(old, latest, share)]
-    of = scalars_of(share)
-    new: list[Tensor] = []
-    for x, y in zip(old, latest, strict=True):
-        if not continuous(x):
-            new.append(y.clone())
-            continue
-        y = y.to(x.dtype)
-        mean = torch.lerp(x, y, share if isinstance(share, float) else of(x).to(x.dtype))
-        new.append(mean if first is False else torch.where(moved(first, x.device), y, mean))
+    if isinstance(share, float) and at_once([*old, *latest]):
+        new = [*foreach_lerp(old, latest, share)]
+    else:
+        of = scalars_of(share)
+        new = [_mean(x, y, of) for x, y in zip(old, latest, strict=True)]
+    if isinstance(first, Tensor):
+        pairs = zip(latest, new, strict=True)
+        new = [torch.where(moved(first, x.device), y.to(x.dtype), x) for y, x in pairs]
     return new
+
+
+def _mean(x: Tensor, y: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """A leaf's average with a share of the latest; the latest of what is no number to average."""
+    if not continuous(x):
+        return y.clone()
+    return torch.lerp(x, y.to(x.dtype), share_of(x).to(x.dtype))  # a complex leaf asks for its own
 
 
 def _decay_at(decay: Schedule, updates: Tensor) -> Any:

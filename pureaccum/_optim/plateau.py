@@ -165,23 +165,28 @@ def plateau(
 _COUNTED = "an int of at least 0, a number of updates"
 
 
-def _read_metric(metric: Any) -> Tensor:
-    """A metric as a tensor without a graph."""
+def _read_metric(metric: Any) -> float | Tensor:
+    """A metric as a number, or as a tensor without a graph."""
     if not isinstance(metric, Tensor):
         expected = "a number or a 0-d tensor, such as the loss of an evaluation"
-        number = check_number(metric, "metric", expected, lambda it: True)
-        return torch.full((), number, dtype=torch.float64, device="cpu")
+        return check_number(metric, "metric", expected, lambda it: True)
     if metric.ndim or metric.is_complex() or metric.dtype == torch.bool:
         raise ValueError(
             f"metric is a tensor of shape {tuple(metric.shape)} and {metric.dtype}; expected a "
             "real 0-d tensor, one number for the update. A metric of several batches? Its mean."
         )
-    refuse_sharded([metric], "metric", "it is looked at by every rank: pass metric.full_tensor().")
+    refuse_sharded([metric], "metric", "every rank looks at it: pass metric.full_tensor().")
     return metric.detach()
 
 
-def _on_one_device(metric: Tensor, state: PlateauState) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """All where one of them has to be waited for; a copy from the host waits for nothing."""
-    every = [metric, *state]
-    device = next((x.device for x in every if x.device.type != "cpu"), metric.device)
-    return moved(metric, device, torch.float64), tuple(moved(x, device) for x in state)
+def _on_one_device(
+    metric: float | Tensor, state: PlateauState
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """All where one of them would be waited for; a copy from the host waits for nothing."""
+    every = [metric, *state] if isinstance(metric, Tensor) else [*state]
+    device = next((x.device for x in every if x.device.type != "cpu"), every[0].device)
+    if isinstance(metric, Tensor):
+        metric = moved(metric, device, torch.float64)
+    else:
+        metric = torch.full((), metric, dtype=torch.float64, device=device)
+    return metric, tuple(moved(x, device) for x in state)
