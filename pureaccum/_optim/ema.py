@@ -83,6 +83,9 @@ def ema(decay: float | Schedule) -> Ema:
     average: the latest are taken over. So buffers can go along: a tree of both is averaged as
     ``use_buffers=True`` would.
 
+    At top level nothing is recorded. In your own ``torch.compile`` call it under ``no_grad`` where
+    parameters require grad: else each average keeps the graph of all before it.
+
     Args:
         decay: What an average keeps of itself with every update, in [0, 1); or a function from the
             number of updates before this one, a 0-d tensor, to a 0-d tensor. The usual warm-up is

@@ -262,9 +262,9 @@ def count_within(count: Tensor, steps: int = LARGEST_INT) -> Tensor:
 
 
 def steps_of(count: Tensor) -> Tensor:
-    """The count as int64, from 0 on: an int32 would not be compared with a larger int."""
+    """The count, from 0 on; an int as int64, since an int32 is not compared with larger ones."""
     _check_count(count)
-    return count.long().clamp(min=0)
+    return (count if count.is_floating_point() else count.long()).clamp(min=0)
 
 
 def half_cosine(left: Tensor) -> Tensor:
