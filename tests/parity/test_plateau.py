@@ -67,6 +67,8 @@ def numbers(state: Any) -> tuple[float, ...]:
 @given(st.sampled_from([1.0, 0.1, 1e-3]), settings, metrics)
 @example(0.1, {}, [1.0] * 40)
 @example(0.1, {"mode": "max", "patience": 0}, [math.nan, 1.0, math.nan, math.nan, 2.0])
+@example(1.0, {"patience": 0, "factor": 0.5, "eps": 0.5}, [1.0, 1.0, 1.0])
+@example(0.1, {"patience": 0, "min_lr": 0.03}, [1.0] * 4)
 @example(1.0, {"patience": 0}, [-INF, -INF, -5.0])
 def test_the_states_are_those_of_torch(lr: float, knobs: dict[str, Any], seen: Any) -> None:
     """A metric of NaN is never better, and never the best."""
@@ -79,7 +81,7 @@ def test_a_metric_is_a_number_or_a_tensor(dtype: Any) -> None:
     """As torch reads it: ``float(metric)``."""
     seen = [3, 2, 2, 2, 1, 1, 1]
     if dtype is not int:
-        seen = [torch.tensor(x / 3 if dtype.is_floating_point else x).to(dtype) for x in seen]
+        seen = [torch.tensor(x / 3 if dtype.is_floating_point else x, dtype=dtype) for x in seen]
     knobs = {"patience": 0, "threshold": 0.0}
     got = [numbers(state) for state in states(pa.plateau(0.1, **knobs), seen)]
     assert got == theirs(0.1, knobs, seen)
