@@ -90,6 +90,16 @@ def _noisy() -> Any:
     return {"info": info, "averages": averages, "scale": running.read(averages)}
 
 
+def _plateau() -> Any:
+    falling = pa.plateau(0.5, patience=0, cooldown=3)
+    return falling.update(falling.update(falling.init(), 1.0), 2.0)
+
+
+def _averaged() -> Any:
+    average, tree = pa.ema(0.9), {"params": FN.params, "buffers": FN.buffers}
+    return average.update(average.init(tree), tree)
+
+
 STATES: dict[str, Callable[[], Any]] = {
     "first": lambda: first_state(full_step()),
     "trained": _trained,
@@ -100,6 +110,8 @@ STATES: dict[str, Callable[[], Any]] = {
     "moments of samples": lambda: _of_samples("moments"),
     "moments": lambda: pa.per_sample_grad(a_row, reduce="moments")(torch.ones(3, 2), batch_of(3)),
     "noise": _noisy,
+    "plateau": _plateau,
+    "ema": _averaged,
     "loss scale": lambda: pa.dynamic_loss_scale().init(),
     "key": lambda: pa.split_key(pa.key(3), 2),
     "stacked": lambda: pa.stack([_trained(), first_state(full_step())]),

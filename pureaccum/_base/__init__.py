@@ -114,6 +114,7 @@ from .torch_internals import ends_of as ends_of
 from .torch_internals import followed as followed
 from .torch_internals import foreach_add_ as foreach_add_
 from .torch_internals import foreach_div_ as foreach_div_
+from .torch_internals import foreach_lerp as foreach_lerp
 from .torch_internals import foreach_mul_ as foreach_mul_
 from .torch_internals import forward_ad as forward_ad
 from .torch_internals import forward_ad_active as forward_ad_active

@@ -328,6 +328,7 @@ def owns_its_memory(x: Tensor) -> bool:
 foreach_add_ = torch._foreach_add_  # pyright: ignore
 foreach_copy_ = torch._foreach_copy_  # pyright: ignore
 foreach_div_ = torch._foreach_div_  # pyright: ignore
+foreach_lerp = torch._foreach_lerp  # pyright: ignore
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore
 foreach_zero_ = torch._foreach_zero_  # pyright: ignore
 

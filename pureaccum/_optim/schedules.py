@@ -50,8 +50,8 @@ def constant(value: float | Tensor) -> Schedule:
         ``optax``: `Optimizer schedules
         <https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html>`_
     """
-    value = _rate("value", value)
-    return lambda count: _float64(value, count)
+    value = read_rate("value", value)
+    return lambda count: as_rate(value, count)
 
 
 def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0) -> Schedule:
@@ -75,12 +75,12 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
     References:
         Goyal et al., `Accurate, large minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
     """
-    peak, start = _rate("peak", peak), _rate("start", start)
+    peak, start = read_rate("peak", peak), read_rate("start", start)
     steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
 
     def rate(count: Tensor) -> Tensor:
-        done = _within(count, steps) / steps
-        return torch.lerp(_float64(start, count), _float64(peak, count), done)
+        done = count_within(count, steps) / steps
+        return torch.lerp(as_rate(start, count), as_rate(peak, count), done)
 
     return rate
 
@@ -106,14 +106,12 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
     References:
         Loshchilov and Hutter, `SGDR <https://arxiv.org/abs/1608.03983>`_, 2017.
     """
-    peak, end = _rate("peak", peak), _rate("end", end)
+    peak, end = read_rate("peak", peak), read_rate("end", end)
     steps = check_int(steps, "steps", COUNT, 1, LARGEST_INT)
 
     def rate(count: Tensor) -> Tensor:
-        left = (steps - _within(count, steps)) / steps
-        # (1 + cos(pi * done)) / 2, which would cancel near the end, and this is exact at both ends
-        height = torch.sin(math.pi / 2 * left) ** 2
-        return torch.lerp(_float64(end, count), _float64(peak, count), height)
+        left = (steps - count_within(count, steps)) / steps
+        return torch.lerp(as_rate(end, count), as_rate(peak, count), half_cosine(left))
 
     return rate
 
@@ -148,8 +146,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     shares = tuple(zip(schedules, begins, lasts, strict=True))
 
     def rate(count: Tensor) -> Tensor:
-        _check_count(count)
-        rates = [_float64(rate_at(f, (count - a).clamp(0, z)), count) for f, a, z in shares]
+        count = steps_of(count)
+        rates = [as_rate(rate_at(f, (count - a).clamp(0, z)), count) for f, a, z in shares]
         chosen = rates[0]
         for begin, later in zip(begins[1:], rates[1:], strict=True):
             chosen = torch.where(count < begin, chosen, later)
@@ -165,7 +163,7 @@ def check_rate(lr: Any) -> Any:
     """The learning rate itself, a number as a float; the numbers in a tensor are not looked at."""
     refuse_scheduler(lr)
     expected = "a float, a 0-d tensor or a schedule (applied steps -> 0-d tensor)"
-    return lr if callable(lr) else _rate("lr", lr, expected)
+    return lr if callable(lr) else read_rate("lr", lr, expected)
 
 
 def refuse_scheduler(lr: Any) -> None:
@@ -179,7 +177,7 @@ def refuse_scheduler(lr: Any) -> None:
         )
 
 
-def rate_at(lr: Any, count: Tensor) -> Tensor:
+def rate_at(lr: Any, count: Tensor, name: str = "the schedule") -> Tensor:
     """The learning rate after so many applied steps, as a 0-d tensor.
 
     >>> rate_at(0.5, torch.tensor(3)), rate_at(lambda count: 1 / (1 + count), torch.tensor(3))
@@ -187,28 +185,28 @@ def rate_at(lr: Any, count: Tensor) -> Tensor:
     """
     if not callable(lr):
         rate = check_rate(lr)
-        return rate if isinstance(rate, Tensor) else _float64(rate, count)
+        return rate if isinstance(rate, Tensor) else as_rate(rate, count)
     rate = lr(count)
     if isinstance(rate, Tensor):
         if rate.ndim or not _is_real(rate):
             raise ValueError(
-                f"the schedule returned a tensor of shape {tuple(rate.shape)} and {rate.dtype}; "
+                f"{name} returned a tensor of shape {tuple(rate.shape)} and {rate.dtype}; "
                 "expected a real 0-d tensor, one rate for the step."
             )
         return rate
     number = as_float(rate)
     if not isinstance(number, float):
         raise TypeError(
-            f"the schedule returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
+            f"{name} returned {rate!r}, a {type(rate).__name__}; expected a 0-d tensor, "
             "computed from the number of applied steps. A schedule without a return?"
         )
     if torch.compiler.is_dynamo_compiling():
         raise TypeError(
-            f"the schedule returned a Python {type(rate).__name__}, which torch.compile would "
+            f"{name} returned a Python {type(rate).__name__}, which torch.compile would "
             "bake into the graph as a constant: the rate would never change again. Compute it "
             "from the step tensor with torch operations; for one fixed rate pass the number itself."
         )
-    return _float64(number, count)
+    return as_rate(number, count)
 
 
 def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None:
@@ -250,7 +248,7 @@ def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
 # Numbers and counts ----------------------------------------------------------------------------
 
 
-def _float64(value: float | Tensor, count: Tensor) -> Tensor:
+def as_rate(value: float | Tensor, count: Tensor) -> Tensor:
     """A rate on the device of the count; a number is filled in there, not copied from the host."""
     _check_count(count)
     if isinstance(value, Tensor):
@@ -258,10 +256,23 @@ def _float64(value: float | Tensor, count: Tensor) -> Tensor:
     return torch.full((), value, dtype=torch.float64, device=count.device)
 
 
-def _within(count: Tensor, steps: int) -> Tensor:
+def count_within(count: Tensor, steps: int = LARGEST_INT) -> Tensor:
     """The count, from 0 to steps, as float64: integers are exact up to 2**53."""
+    return steps_of(count).clamp(max=steps).double()
+
+
+def steps_of(count: Tensor) -> Tensor:
+    """The count, from 0 on; an int as int64, since an int32 is not compared with larger ones."""
     _check_count(count)
-    return count.clamp(0, steps).double()
+    return (count if count.is_floating_point() else count.long()).clamp(min=0)
+
+
+def half_cosine(left: Tensor) -> Tensor:
+    """The height of half a cosine, from 1 down to 0, where this share of its length is left.
+
+    It is ``(1 + cos(pi * done)) / 2``, which would cancel near the end; this is exact at both ends.
+    """
+    return torch.sin(math.pi / 2 * left) ** 2
 
 
 def _check_count(count: Any) -> None:
@@ -272,7 +283,7 @@ def _check_count(count: Any) -> None:
         )
 
 
-def _rate(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> Any:
+def read_rate(name: str, value: Any, expected: str = "a float or a 0-d tensor") -> Any:
     """A rate: a tensor as it is, and any other number as a float."""
     if not isinstance(value, Tensor):
         return check_number(value, name, f"{expected}, finite and not negative")
@@ -301,14 +312,18 @@ def _check_joined(schedules: Sequence[Any], boundaries: Sequence[Any]) -> list[i
                 f"schedules[{i}] is {schedule!r}, a {type(schedule).__name__}; expected a "
                 "schedule. One fixed rate is constant(rate)."
             )
+    return check_increasing(boundaries, "boundaries")
+
+
+def check_increasing(counts: Sequence[Any], name: str) -> list[int]:
+    """Counts of applied steps as ints, each above the one before it."""
     found = [
-        check_int(boundary, f"boundaries[{i}]", COUNT, 1, LARGEST_INT)
-        for i, boundary in enumerate(boundaries)
+        check_int(count, f"{name}[{i}]", COUNT, 1, LARGEST_INT) for i, count in enumerate(counts)
     ]
-    for i, (before, boundary) in enumerate(itertools.pairwise(found), 1):
-        if boundary <= before:
+    for i, (before, count) in enumerate(itertools.pairwise(found), 1):
+        if count <= before:
             raise ValueError(
-                f"boundaries[{i}] is {boundary}, after {before}; expected boundaries to increase: "
-                "they are counts of all applied steps, not lengths."
+                f"{name}[{i}] is {count}, after {before}; expected {name} to increase: they are "
+                "counts of all applied steps, not lengths."
             )
     return found

@@ -231,6 +231,33 @@ def averaged(params: Tensors, batch: Tensors) -> Any:
     return running.read(running.update(running.init(params), info.noise))
 
 
+def scheduled(params: Tensors, batch: Tensors) -> Any:
+    count = torch.ones((), dtype=torch.int64, device="cuda")
+    rates = (
+        pa.step_decay(0.1, 3),
+        pa.step_decay(0.1, [2, 5]),
+        pa.exponential_decay(0.1, 0.5, 3, end=0.01),
+        pa.one_cycle(0.1, 9, three_phase=True),
+    )
+    return [rate(count) for rate in rates]
+
+
+def falling(params: Tensors, batch: Tensors) -> Any:
+    metric = batch["x"].mean()
+    falling = pa.plateau(metric.abs(), patience=0)
+    states = [falling.update(falling.init(), metric)]
+    return [*states, falling.update(states[-1], metric), falling.update(states[-1], 2.0)]
+
+
+def smoothed(params: Tensors, batch: Tensors) -> Any:
+    averages = []
+    for decay in (0.9, lambda n: (1 + n) / (10 + n)):
+        average, tree = pa.ema(decay), {**params, "half": batch["x"].half(), "n": batch["x"].long()}
+        first = average.update(average.init(tree), tree)
+        averages += [first, average.update(first, tree, batch["x"].mean() > 0)]
+    return averages
+
+
 def mapped(params: Tensors, batch: Tensors) -> Any:
     step = pa.make_step(mean, pa.adamw(1e-3), microbatch_size=SIZE)
     states = pa.stack([step.init(params), step.init(params)])
@@ -322,6 +349,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "samples": of_samples,
     "private": private,
     "running noise": averaged,
+    "schedules": scheduled,
+    "plateau": falling,
+    "averages of parameters": smoothed,
     "vmap of a step": mapped,
     "grad of a step": learned_rate,
     "hessian product": hessian_product,

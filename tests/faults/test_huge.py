@@ -65,6 +65,12 @@ COUNTS: dict[str, tuple[str, Callable[[int], Any]]] = {
     "segments": ("segments is", lambda n: pa.remat_sequential([torch.mul], segments=n)),
     "warmup": ("steps is", lambda n: pa.linear_warmup(0.1, n)),
     "cosine": ("steps is", lambda n: pa.cosine_decay(0.1, n)),
+    "decay": ("steps is", lambda n: pa.step_decay(0.1, n)),
+    "decays": ("steps[1] is", lambda n: pa.step_decay(0.1, [3, n])),
+    "exponential": ("steps is", lambda n: pa.exponential_decay(0.1, 0.5, n)),
+    "cycle": ("steps is", lambda n: pa.one_cycle(0.1, n)),
+    "patience": ("patience is", lambda n: pa.plateau(0.1, patience=n)),
+    "cooldown": ("cooldown is", lambda n: pa.plateau(0.1, cooldown=n)),
     "joined": ("boundaries[0] is", lambda n: pa.join_schedules([pa.constant(0.1)] * 2, [n])),
 }
 
@@ -79,6 +85,9 @@ def test_a_count_that_torch_cannot_hold_is_refused(root: str, takes: Any) -> Non
 def test_a_count_that_torch_can_hold() -> None:
     most = 2**63 - 1
     assert pa.linear_warmup(0.5, most)(torch.tensor(most)) == 0.5
+    assert pa.step_decay(0.5, most)(torch.tensor(most)) == 0.05
+    assert pa.exponential_decay(0.5, 0.5, most)(torch.tensor(most)) == 0.25
+    assert pa.one_cycle(0.5, most, div_factor=1, final_div_factor=2)(torch.tensor(most)) == 0.25
     joined = pa.join_schedules([pa.constant(0.1), pa.constant(0.2)], [most])
     assert [joined(torch.tensor(n)).item() for n in (3, most)] == [0.1, 0.2]
 
@@ -97,6 +106,10 @@ FLOATS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "constant": ("value is inf", pa.constant),
     "warmup": ("peak is inf", lambda x: pa.linear_warmup(x, 3)),
     "cosine": ("end is inf", lambda x: pa.cosine_decay(0.1, 3, x)),
+    "factor": ("factor is inf", lambda x: pa.step_decay(0.1, 3, x)),
+    "cycle": ("div_factor is inf", lambda x: pa.one_cycle(0.1, 3, div_factor=x)),
+    "plateau": ("threshold is inf", lambda x: pa.plateau(0.1, threshold=x, threshold_mode="abs")),
+    "average": ("decay is inf", pa.ema),
     "static": ("scale is inf", pa.static_loss_scale),
     "dynamic": ("init_scale is inf", pa.dynamic_loss_scale),
     "growth": ("growth_factor is inf", lambda x: pa.dynamic_loss_scale(growth_factor=x)),

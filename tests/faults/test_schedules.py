@@ -19,6 +19,13 @@ PARTS: dict[str, Any] = {
     "linear_warmup, start": (lambda x: pa.linear_warmup(0.1, 3, start=x), "start"),
     "cosine_decay": (lambda x: pa.cosine_decay(x, 3), "peak"),
     "cosine_decay, end": (lambda x: pa.cosine_decay(0.1, 3, end=x), "end"),
+    "step_decay": (lambda x: pa.step_decay(x, 3), "peak"),
+    "step_decay, factor": (lambda x: pa.step_decay(0.1, [3], x), "factor"),
+    "exponential_decay": (lambda x: pa.exponential_decay(x, 0.5), "peak"),
+    "exponential_decay, factor": (lambda x: pa.exponential_decay(0.1, x), "factor"),
+    "exponential_decay, end": (lambda x: pa.exponential_decay(0.1, 0.5, end=x), "end"),
+    "one_cycle": (lambda x: pa.one_cycle(x, 3), "peak"),
+    "plateau": (pa.plateau, "lr"),
     "check_rate": (check_rate, "lr"),
     "rate_at": (lambda x: rate_at(x, COUNT), "lr"),
 }
@@ -63,7 +70,17 @@ def test_numbers_tensors_and_schedules_are_rates(lr: Any) -> None:
     rate_at(lr, COUNT)
 
 
-@pytest.mark.parametrize("make", [pa.linear_warmup, pa.cosine_decay])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pa.linear_warmup,
+        pa.cosine_decay,
+        pa.step_decay,
+        lambda peak, steps: pa.exponential_decay(peak, 0.5, steps),
+        pa.one_cycle,
+    ],
+    ids=["linear_warmup", "cosine_decay", "step_decay", "exponential_decay", "one_cycle"],
+)
 def test_steps_are_a_positive_int(make: Any) -> None:
     for steps in (0, -1):
         with refused(ValueError, f"steps is {steps}", "expected a positive int"):
@@ -71,6 +88,51 @@ def test_steps_are_a_positive_int(make: Any) -> None:
     for steps in (True, 2.0, None, torch.tensor(2.0)):
         with refused(TypeError, f"steps is {steps!r}", "expected a positive int"):
             make(0.1, steps)
+
+
+# Decays ---------------------------------------------------------------------------------
+
+
+def test_counts_of_a_decay_are_positive_ints_that_increase() -> None:
+    for steps in ([3, 3], (3, 2)):
+        with refused(ValueError, f"steps[1] is {steps[1]}, after 3", "steps to increase"):
+            pa.step_decay(0.1, steps)
+    with refused(ValueError, "steps[0] is 0", "expected a positive int"):
+        pa.step_decay(0.1, [0, 2])
+    for steps in ([2, 3.0], "23"):
+        with refused(TypeError, f"steps[{len(steps) - 2 + (steps != '23')}] is"):
+            pa.step_decay(0.1, steps)  # type: ignore[arg-type]
+    with refused(TypeError, "steps is a tensor of shape (2,)", "several of them in a list"):
+        pa.step_decay(0.1, torch.tensor([2, 3]))  # type: ignore[arg-type]
+
+
+def test_a_decay_does_not_end_above_its_peak() -> None:
+    with refused(ValueError, "end is 10.0, above peak=0.1", "a rate, and not a count"):
+        pa.exponential_decay(0.1, 0.5, end=10)
+    pa.exponential_decay(0.1, 0.5, end=0.1)
+
+
+CYCLES: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    "share": ({"pct_start": 30}, ValueError, ("pct_start is 30.0", "from 0 to 1")),
+    "share of three": (
+        {"pct_start": 0.6, "three_phase": True},
+        ValueError,
+        ("pct_start is 0.6", "from 0 to a half", "a way back"),
+    ),
+    "share below": ({"pct_start": -0.1}, ValueError, ("pct_start is -0.1",)),
+    "no share": ({"pct_start": None}, TypeError, ("pct_start is None",)),
+    "word": ({"anneal_strategy": "cosine"}, ValueError, ("anneal_strategy is 'cosine'", "'cos'")),
+    "no number": ({"div_factor": "25"}, TypeError, ("div_factor is '25'", "above zero")),
+    "zero": ({"div_factor": 0}, ValueError, ("div_factor is 0.0", "above zero")),
+    "inf": ({"final_div_factor": math.inf}, ValueError, ("final_div_factor is inf", "finite")),
+    "phases": ({"three_phase": 3}, ValueError, ("three_phase is 3", "False or True")),
+}
+
+
+@pytest.mark.parametrize(("knobs", "error", "words"), CYCLES.values(), ids=CYCLES)
+def test_a_cycle_that_cannot_be_is_refused(knobs: Any, error: Any, words: Any) -> None:
+    with refused(error, *words):
+        pa.one_cycle(0.1, 10, **knobs)
 
 
 # Joining --------------------------------------------------------------------------------
@@ -113,8 +175,16 @@ def test_a_number_among_the_schedules_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "schedule",
-    [A, pa.linear_warmup(1.0, 2), pa.cosine_decay(1.0, 2), pa.join_schedules([A, A], [2])],
-    ids=["constant", "linear_warmup", "cosine_decay", "join_schedules"],
+    [
+        A,
+        pa.linear_warmup(1.0, 2),
+        pa.cosine_decay(1.0, 2),
+        pa.join_schedules([A, A], [2]),
+        pa.step_decay(1.0, 2),
+        pa.step_decay(1.0, []),
+        pa.exponential_decay(1.0, 0.5),
+        pa.one_cycle(1.0, 2),
+    ],
 )
 @pytest.mark.parametrize("count", [3, 3.0, None])
 def test_the_count_is_a_tensor(schedule: Any, count: Any) -> None:

@@ -205,6 +205,28 @@ def test_every_state_of_a_run_is_tensors_of_its_own(
     assert third.attempts == 2
 
 
+@examples(1 / 2)
+@given(trees(leaf), st.lists(st.booleans(), max_size=3))
+def test_every_average_is_tensors_of_its_own(params: Any, flags: list[bool]) -> None:
+    average = pa.ema(0.9)
+    states = [average.init(params)]
+    for flag in flags:
+        states.append(average.update(states[-1], params, torch.tensor(flag)))
+    for state in states:
+        check(state)
+    apart(*states, params)
+
+
+def test_every_state_of_a_plateau_is_tensors_of_its_own() -> None:
+    falling, metric = pa.plateau(0.1, patience=0, cooldown=1), torch.tensor(1.0).double()
+    states = [falling.init()]
+    for _ in range(4):
+        states.append(falling.update(states[-1], metric))
+    for state in states:
+        check(state)
+    apart(*states, metric)
+
+
 def test_batch_norm_keeps_its_moments_as_tensors() -> None:
     module = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
     fn = pa.functional(module)
@@ -274,6 +296,14 @@ PLACED: dict[str, Callable[[Any], Any]] = {
     "a step": step_of(),
     "the accumulator": streamed(pa.accumulator(a_row, squares=True)),
     "that of samples": streamed(pa.per_sample_accumulator(a_row, chunk_size=2)),
+    "ema": lambda params: (
+        (average := pa.ema(0.9)).init(params),
+        average.update(average.init(params), params),
+    ),
+    "plateau": lambda _: (
+        (falling := pa.plateau(0.1)).init(),
+        falling.update(falling.init(), 1.0),
+    ),
     "the noise scale": lambda params: pa.running_noise_scale().init(params),
 } | {name: optimizer_of(name) for name in OPTIMIZERS if name != "somebody's"}
 

@@ -331,6 +331,34 @@ def communicates_once_a_window() -> None:
                 acc.finalize(sums)
 
 
+def parameters_are_averaged(layout: str) -> None:
+    """Each rank its own part, without communication; halves of whole numbers are exact."""
+    params, _ = problem()
+    params["b1"] = params["b1"].bfloat16()
+    dparams, average = spread(params, layout), pa.ema(0.5)
+    flags = [None, torch.tensor(True), torch.tensor(False), torch.tensor(True)]
+    want = average.init(params)
+    with communicating():
+        state = average.init(dparams)
+    for n, applied in enumerate(flags, 1):
+        with communicating():
+            times = pa._base.tree_map(lambda x, n=n: n * x, dparams)
+            state = average.update(state, times, applied)
+        want = average.update(want, {name: n * x for name, x in params.items()}, applied)
+        for name, x in state.params.items():
+            assert list(x.placements) == LAYOUTS[layout][0][name]
+        assert_trees_bitwise_equal(gathered(state), want)
+    moved = {
+        name: x.redistribute(placements=[R] * x.device_mesh.ndim) for name, x in dparams.items()
+    }
+    got = average.update(state, moved)
+    assert_trees_bitwise_equal(gathered(got), average.update(want, params))
+    with refused(ValueError, "params['b1'] is plain", "state.params has a DTensor"):
+        average.update(state, params)
+    with refused(ValueError, "metric holds DTensors", "full_tensor"):
+        (falling := pa.plateau(0.1)).update(falling.init(), dparams["w1"].sum())
+
+
 def large_leaves_go_through_hooks(engine: Any) -> None:
     """Leaves of a MiB a rank are added as they come, also where only some are."""
     params = {"w": whole_numbers(8, 2**16), "b": whole_numbers(2**16)}  # 2 MiB, and 1 a rank
@@ -894,6 +922,7 @@ IN_A_LINE: dict[str, Callable[[], object]] = {
     "rows are cut by each rank": rows_are_cut_by_each_rank,
     "uneven rows go through whole": uneven_rows_go_through_whole,
     "transforms at top level": transforms_at_top_level,
+    "parameters are averaged": partial(parameters_are_averaged, "fsdp"),
     "what was donated refuses": what_was_donated_refuses,
     "modules": modules,
     "optimizers take gradients as they lie": optimizers_take_gradients_as_they_lie,
@@ -912,6 +941,7 @@ IN_TWO_ROWS: dict[str, Callable[[], object]] = {
     "one bad row stops all ranks, 2d": partial(one_bad_row_stops_all_ranks, "2d"),
     "bad microbatches are skipped, 2d": partial(bad_microbatches_are_skipped, "2d fsdp"),
     "rows have their keys, 2d": partial(rows_have_their_keys, "2d"),
+    "parameters are averaged, 2d": partial(parameters_are_averaged, "2d fsdp"),
     "noise is measured, 2d": partial(noise_is_measured, "2d"),
     "functions are microbatched, 2d": partial(functions_are_microbatched, "2d fsdp"),
     "samples are reduced, 2d": partial(samples_are_reduced, "2d"),

@@ -5,6 +5,8 @@ from typing import Any
 import optree
 import pytest
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pureaccum as pa
 from pureaccum._optim import update
@@ -166,3 +168,41 @@ def test_optimizers_on_cuda_have_the_bits_of_torch(
         reference.step()
         mine, state = optimizer.apply(grads, state, mine)
         assert all(torch.equal(mine[name], leaf) for name, leaf in leaves.items())
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_averages_on_cuda_have_the_bits_of_torch_and_wait_for_nothing(function: bool) -> None:
+    model = nn.ParameterList([nn.Parameter(x) for x in given()[0].values()])
+    their = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average = pa.ema(pa.constant(0.9) if function else 0.9)
+    state = average.init([*model])
+    yes, no = (torch.full((), flag, device="cuda") for flag in (True, False))
+    poison = [torch.full_like(x, torch.nan) for x in model]
+    average.update(average.update(state, [*model], yes), [*model])  # kernels load and wait
+    for _ in range(3):
+        with torch.no_grad():
+            for x in model:
+                x.mul_(-1.7)
+        their.update_parameters(model)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            state = average.update(state, [*model], yes)
+            state = average.update(state, poison, no)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_trees_bitwise_equal(state.params, [x.detach() for x in their.parameters()])
+
+
+def test_a_plateau_does_not_wait_for_the_device() -> None:
+    falling = pa.plateau(0.5, factor=0.5, patience=0)
+    metrics = [*torch.tensor([1.0, 1.0, 0.5, 0.5], device="cuda"), 0.5]
+    state = falling.update(falling.init(), metrics[0])  # kernels load and wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for metric in metrics[1:]:
+            state = falling.update(state, metric)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.lr.item() == 0.0625

@@ -55,6 +55,16 @@ def test_foreach_add_adds_in_place_and_widens() -> None:
     assert torch.equal(sums[1], torch.full((3,), 4.0))
 
 
+def test_foreach_lerp_has_the_bits_of_lerp_and_leaves_its_arguments() -> None:
+    x, y = torch.arange(9.0) / 7, torch.arange(9.0) ** 2 / 3
+    for share in (1 - 0.999, 0.3, 1 - 0.3):
+        versions = x._version, y._version
+        (mean,) = torch_internals.foreach_lerp([x], [y], share)
+        assert (x._version, y._version) == versions
+        assert torch.equal(mean, torch.lerp(x, y, share))
+        assert torch.equal(mean, torch.lerp(x, y, torch.tensor(share, dtype=torch.float32)))
+
+
 def test_foreach_add_takes_no_lists_that_are_empty() -> None:
     """Why ``add_gradients_`` asks first."""
     with pytest.raises(RuntimeError, match="at least one tensor"):

@@ -95,6 +95,55 @@ def test_joined_schedules_are_those_of_torch(
     assert_close(ours(schedule, counts), theirs(peak, counts, sequence))
 
 
+@given(rates, lengths, st.floats(0.0, 1.5))
+def test_step_decay_is_that_of_torch(peak: float, steps: int, factor: float) -> None:
+    want = theirs(peak, 100, lambda o: torchs.StepLR(o, steps, factor))
+    assert_close(ours(pa.step_decay(peak, steps, factor), 100), want)
+
+
+@given(rates, st.sets(st.integers(1, 40), max_size=5).map(sorted), st.floats(0.0, 1.5))
+def test_step_decay_at_counts_is_that_of_torch(peak: float, at: Any, factor: float) -> None:
+    want = theirs(peak, 45, lambda o: torchs.MultiStepLR(o, at, factor))
+    assert_close(ours(pa.step_decay(peak, at, factor), 45), want)
+
+
+@given(rates, st.floats(0.0, 1.5))
+def test_exponential_decay_is_that_of_torch(peak: float, factor: float) -> None:
+    want = theirs(peak, 60, lambda o: torchs.ExponentialLR(o, factor))
+    assert_close(ours(pa.exponential_decay(peak, factor), 60), want)
+
+
+@given(
+    peak=rates,
+    steps=lengths,
+    share=st.sampled_from([0.0, 0.25, 1.0]) | st.floats(0.0, 1.0),
+    cycle=st.fixed_dictionaries(
+        {
+            "anneal_strategy": st.sampled_from(["cos", "linear"]),
+            "div_factor": st.floats(0.5, 100.0),
+            "final_div_factor": st.floats(0.5, 1e6),
+            "three_phase": st.booleans(),
+        }
+    ),
+)
+def test_one_cycle_is_that_of_torch(peak: float, steps: int, share: float, cycle: Any) -> None:
+    """But where torch divides by zero, and after its last step."""
+    cycle["pct_start"] = share / 2 if cycle["three_phase"] else share
+    got = ours(pa.one_cycle(peak, steps, **cycle), steps + 3)
+    assert got[steps:] == [got[steps - 1]] * 3
+    if cycle["pct_start"] * steps != 1:  # a first phase of no length
+
+        def their(optimizer: Any) -> Any:
+            more = {"total_steps": steps, "cycle_momentum": False}
+            return torchs.OneCycleLR(optimizer, peak, **more, **cycle)
+
+        # its last call, which may divide by zero too, is for a step that is never taken
+        assert_close(got[:steps], [*theirs(peak, steps - 1, their), got[steps - 1]])
+        down = cycle["pct_start"] < 1  # else it ends at its peak
+        end = peak / cycle["div_factor"] / cycle["final_div_factor"] if down else peak
+        assert got[steps - 1] == end
+
+
 # The rule -------------------------------------------------------------------------------
 
 
@@ -105,6 +154,92 @@ def test_both_ends_are_exact_and_nothing_leaves_them(a: float, b: float, steps: 
         assert (first, last) == (a, b)
         assert ours(schedule, steps + 4)[steps:] == [b] * 4
         assert got == sorted(got, reverse=a > b)
+
+
+@given(rates, st.integers(1, 2**53), st.integers(0, 50), st.floats(0.0, 0.9))
+def test_step_decay_counts_whole_steps(peak: float, steps: int, passed: int, factor: float) -> None:
+    """Also where a count is no longer exact as a float."""
+    rate = pa.step_decay(peak, steps, factor)
+    want = peak * factor**passed
+    for count in (passed * steps, passed * steps + steps - 1):
+        assert abs(rate(torch.tensor(count)).item() - want) <= 4 * 2.0**-53 * want
+    assert rate(torch.tensor(0)) == peak
+
+
+@given(st.lists(st.integers(1, 2**62), min_size=1, max_size=5, unique=True).map(sorted))
+def test_step_decay_changes_at_the_very_counts(at: list[int]) -> None:
+    rate = pa.step_decay(1.0, at, 0.5)
+    for i, count in enumerate(at):
+        got = [rate(torch.tensor(n)).item() for n in (count - 1, count, count + 1)]
+        following = 0.5 ** (i + 1 + (at[i + 1 : i + 2] == [count + 1]))
+        assert got == [0.5**i, 0.5 ** (i + 1), following]
+
+
+@given(rates, st.floats(0.01, 1.0), lengths, st.floats(0.0, 1.0))
+def test_exponential_decay_follows_its_rule(
+    peak: float, factor: float, steps: int, share: float
+) -> None:
+    """Exact after whole steps of a power of two, and at both ends; never below the end."""
+    end = peak * share
+    got = ours(pa.exponential_decay(peak, factor, steps, end), 6 * steps)
+    assert got[0] == peak
+    assert got == sorted(got, reverse=True)
+    for count, rate in enumerate(got):
+        want = max(peak * factor ** (count / steps), end)
+        assert abs(rate - want) <= 16 * 2.0**-53 * want
+        assert rate >= end
+    halved = ours(pa.exponential_decay(peak, 0.5, steps, end), 6 * steps + 1)
+    assert halved[::steps] == [max(peak * 0.5**n, end) for n in range(7)]
+
+
+@given(rates, st.sampled_from(["cos", "linear"]))
+def test_one_cycle_meets_its_rates(peak: float, anneal: str) -> None:
+    for three in (False, True):
+        made = pa.one_cycle(
+            peak, 9, pct_start=1 / 3, anneal_strategy=anneal, div_factor=8, three_phase=three
+        )
+        got = ours(made, 12)
+        low, last = peak / 8, peak / 8 / 1e4
+        assert (got[0], got[2], got[8:]) == (low, peak, [last] * 4)
+        assert got[:3] == sorted(got[:3])
+        assert got[2:] == sorted(got[2:], reverse=True)
+        if three:
+            assert got[4] == low
+
+
+@pytest.mark.parametrize(("steps", "three"), [(4, False), (4, True), (2, True)])
+def test_a_first_phase_of_no_length_is_at_its_end(steps: int, three: bool) -> None:
+    """torch divides by zero."""
+    cycle = {"pct_start": 1 / steps, "three_phase": three}
+    with pytest.raises(ZeroDivisionError):
+        theirs(1.0, 1, lambda o: torchs.OneCycleLR(o, 1.0, steps, cycle_momentum=False, **cycle))
+    first, *_, last = ours(pa.one_cycle(1.0, steps, **cycle), steps)
+    assert (first, last) == (1.0, 1 / 25 / 1e4)
+
+
+@given(st.integers(3, 2**53 - 1), st.booleans())
+def test_one_cycle_is_exact_at_the_ends_of_long_runs(steps: int, three: bool) -> None:
+    rate = pa.one_cycle(1.0, steps, pct_start=0.5, div_factor=8, three_phase=three)
+    got = [rate(torch.tensor(count)).item() for count in (0, steps - 1, steps, 2**62)]
+    assert got == [1 / 8, *[1 / 8 / 1e4] * 3]
+    if steps % 2 == 0:
+        assert rate(torch.tensor(steps // 2 - 1)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_a_count_may_be_an_int_of_any_size(dtype: torch.dtype) -> None:
+    """An int32 is not compared with what it cannot hold."""
+    count = torch.tensor(3, dtype=dtype)
+    for schedule in (
+        pa.linear_warmup(0.5, 2**40, start=0.25),
+        pa.cosine_decay(0.5, 2**40),
+        pa.join_schedules([pa.constant(0.25), pa.constant(0.5)], [2**40]),
+        pa.step_decay(0.5, 2**40),
+        pa.step_decay(0.5, [2, 2**40]),
+        pa.exponential_decay(0.5, 0.5, 2**40),
+        pa.one_cycle(0.5, 2**40),
+    ):
+        assert schedule(count) == schedule(count.long())
 
 
 @given(st.integers(1, 2**40), st.floats(0.0, 1.0))
@@ -151,6 +286,14 @@ def made_of(peak: Any) -> dict[str, Schedule]:
         "join_schedules": pa.join_schedules(
             [pa.linear_warmup(peak, 3), pa.cosine_decay(peak, 4)], [3]
         ),
+        "step_decay": pa.step_decay(peak, 3, 0.5),
+        "step_decay at": pa.step_decay(peak, [2, 3, 7], 0.5),
+        "exponential_decay": pa.exponential_decay(peak, 0.5, 3),
+        "exponential_decay to its end": pa.exponential_decay(peak, 0.5, 3, end=0.05),
+        "one_cycle": pa.one_cycle(peak, 9),
+        "one_cycle, three phases": pa.one_cycle(
+            peak, 9, pct_start=0.4, anneal_strategy="linear", three_phase=True
+        ),
         "their own": lambda count: peak / torch.sqrt(1.0 + count),
     }
 
@@ -179,11 +322,11 @@ def test_a_schedule_compiles_into_one_graph(name: str) -> None:
     assert torch.equal(torch.stack(got), torch.stack([schedule(count) for count in COUNTS]))
 
 
-@KINDS
+@pytest.mark.parametrize("name", [name for name in made_of(1.0) if "to its end" not in name])
 @examples(1 / 5)
 @given(st.floats(0.1, 10.0))
 def test_a_schedule_has_a_derivative_with_respect_to_its_peak(name: str, peak: float) -> None:
-    """A rate is linear in its parts: the slope is the difference."""
+    """A rate that no end holds is linear in its parts: the slope is the difference."""
     for count in COUNTS:
 
         def rate(peak: Tensor, count: Tensor = count) -> Tensor:
@@ -194,6 +337,28 @@ def test_a_schedule_has_a_derivative_with_respect_to_its_peak(name: str, peak: f
         one = torch.ones_like(at)
         for got in (torch.func.grad(rate)(at), torch.func.jvp(rate, (at,), (one,))[1]):
             assert abs(got - slope) <= 64 * 2.0**-53 * (peak + 1)
+
+
+@examples(1 / 2)
+@given(st.floats(0.125, 2.0), st.integers(0, 11))
+def test_a_decay_has_a_derivative_with_respect_to_its_factor(factor: float, count: int) -> None:
+    """Forward and reverse, and at the count at which nothing has decayed yet."""
+    at, n = torch.tensor(factor, dtype=torch.float64), torch.tensor(count)
+    for make, power in (
+        (lambda f: pa.step_decay(2.0, 3, f), count // 3),
+        (lambda f: pa.step_decay(2.0, [2, 7], f), (count >= 2) + (count >= 7)),
+        (lambda f: pa.exponential_decay(2.0, f, 4), count / 4),
+    ):
+
+        def rate(factor: Tensor, make: Any = make) -> Tensor:
+            return make(factor)(n)
+
+        slope = 2 * power * factor ** (power - 1)
+        for got in (
+            torch.func.grad(rate)(at),
+            torch.func.jvp(rate, (at,), (torch.ones_like(at),))[1],
+        ):
+            assert abs(got - slope) <= 64 * 2.0**-53 * slope
 
 
 def test_a_schedule_that_is_not_chosen_has_no_derivative() -> None:

@@ -1,0 +1,232 @@
+"""An exponential moving average of parameters, as a pure state: torch's AveragedModel.
+
+    init      a copy of the parameters, in the dtypes in which sums are kept
+    update    the first takes the parameters; later ones go from the average towards them
+
+In bfloat16, 0.999 * x + 0.001 * y is x: an average is at least float32.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import (
+    Flat,
+    Tree,
+    accumulation_dtype,
+    any_tangent,
+    at_once,
+    check_fits,
+    check_number,
+    check_state,
+    closed,
+    continuous,
+    flatten,
+    foreach_lerp,
+    here,
+    known,
+    loadable,
+    moved,
+    on_host,
+    opened,
+    paths,
+    placed_like,
+    read_tensors,
+    refuse_without_graph,
+    scalars_of,
+    transform_active,
+    unflatten,
+)
+from .schedules import Schedule, rate_at
+
+
+@loadable
+class EmaState(NamedTuple):
+    """An average of parameters.
+
+    Attributes:
+        params: The average, a tree like the parameters, in float32 at least.
+        updates: How many updates there were, a 0-d int64 tensor.
+    """
+
+    params: Tree
+    updates: Tensor
+
+
+class Ema(NamedTuple):
+    """The two functions of an average of parameters.
+
+    Attributes:
+        init: ``init(params)`` gives an average that is a copy of the parameters.
+        update: ``update(state, params, applied=None)`` gives the next average. Where ``applied``, a
+            0-d bool tensor, is false, all of it comes back bit for bit as it was.
+    """
+
+    init: Callable[[Tree], EmaState]
+    update: Callable[..., EmaState]
+
+
+def ema(decay: float | Schedule) -> Ema:
+    """Average parameters over the steps of training, the latest with the largest weight.
+
+    The rule, after a first update that takes the parameters as they are::
+
+        average = decay * average + (1 - decay) * params
+
+    as ``lerp(average, params, 1 - decay)``, which is what torch's AveragedModel computes with
+    ``get_ema_multi_avg_fn(decay)``. Averages are float32 at least, also those of bfloat16 leaves.
+    Leaves of integers and bools, such as the count of batches in a BatchNorm, are no numbers to
+    average: the latest are taken over. So buffers can go along: a tree of both is averaged as
+    ``use_buffers=True`` would.
+
+    At top level nothing is recorded. In your own ``torch.compile`` call it under ``no_grad`` where
+    parameters require grad: else each average keeps the graph of all before it.
+
+    Args:
+        decay: What an average keeps of itself with every update, in [0, 1); or a function from the
+            number of updates before this one, a 0-d tensor, to a 0-d tensor. The usual warm-up is
+            ``lambda n: ((1 + n.double()) / (10 + n)).clamp(max=0.999)``.
+
+    Returns:
+        ``init(params)`` and ``update(state, params, applied=None)``; pass a step's
+        ``info.applied``, and a step that was not applied does not count. ``state.params`` is the
+        average.
+
+    Example:
+        >>> average_of = ema(0.75)
+        >>> average = average_of.init({"w": torch.tensor([0.0])})
+        >>> for w in (1.0, 2.0, 2.0):
+        ...     average = average_of.update(average, {"w": torch.tensor([w])})
+        >>> average.params
+        {'w': tensor([1.4375])}
+
+    References:
+        `torch.optim.swa_utils.AveragedModel
+        <https://docs.pytorch.org/docs/stable/optim.html>`_; Polyak and Juditsky,
+        `Acceleration of stochastic approximation by averaging
+        <https://doi.org/10.1137/0330046>`_, 1992.
+    """
+    if not callable(decay):
+        expected = "a number from 0, and below 1, or a function of the number of updates"
+        decay = check_number(decay, "decay", expected, lambda it: 0 <= it < 1)
+
+    def init(params: Tree) -> EmaState:
+        """A copy of the parameters, before any update."""
+        leaves, spec = _read_leaves(params)
+        with _without_graph(leaves):
+            parts, layouts = opened(leaves)
+            copies = [x.to(_kept_dtype(x), copy=True) for x in parts]
+        updates = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
+        return EmaState(unflatten(spec, closed(copies, layouts)), updates)
+
+    def update(state: EmaState, params: Tree, applied: Tensor | None = None) -> EmaState:
+        """The average with one more set of parameters."""
+        check_state(state, EmaState, "ema")
+        (leaves, spec), (old, old_spec) = _read_leaves(params), flatten(state.params)
+        check_fits(leaves, spec, old, old_spec, ("params", "state.params"), _CAUSE)
+        _check_kinds(leaves, old, spec)
+        counts = True if applied is None else _seen(_check_flag(applied))
+        with _without_graph([*leaves, *old]):
+            (parts, layouts), latest = opened(old), opened(placed_like(leaves, old))[0]
+            if counts is False:
+                new = [x.clone() for x in parts]
+            else:
+                keep = _decay_at(decay, state.updates) if callable(decay) else decay
+                new = _averaged(parts, latest, 1 - keep, _seen(state.updates == 0))
+            if isinstance(counts, Tensor):
+                pairs = zip(new, parts, strict=True)
+                new = [torch.where(moved(counts, x.device), x, y) for x, y in pairs]
+        more = counts if isinstance(counts, bool) else moved(counts, state.updates.device)
+        return EmaState(unflatten(spec, closed(new, layouts)), state.updates + more)
+
+    return Ema(init, update)
+
+
+# The average ---------------------------------------------------------------------------------
+
+
+def _averaged(
+    old: list[Tensor], latest: list[Tensor], share: float | Tensor, first: bool | Tensor
+) -> list[Tensor]:
+    """The average of each leaf, with such a share of the latest; the first is the latest itself."""
+    if first is True:
+        return [y.to(x.dtype, copy=True) for x, y in zip(old, latest, strict=True)]
+    if isinstance(share, float) and at_once([*old, *latest]):
+        new = [*foreach_lerp(old, latest, share)]
+    else:
+        of = scalars_of(share)
+        new = [_mean(x, y, of) for x, y in zip(old, latest, strict=True)]
+    if isinstance(first, Tensor):
+        pairs = zip(latest, new, strict=True)
+        new = [torch.where(moved(first, x.device), y.to(x.dtype), x) for y, x in pairs]
+    return new
+
+
+def _mean(x: Tensor, y: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """A leaf's average with a share of the latest; the latest of what is no number to average."""
+    if not continuous(x):
+        return y.clone()
+    return torch.lerp(x, y.to(x.dtype), share_of(x).to(x.dtype))  # a complex leaf asks for its own
+
+
+def _decay_at(decay: Schedule, updates: Tensor) -> Any:
+    """What an average keeps of itself, by a function: a number where the host has it."""
+    return on_host(rate_at(decay, updates, "decay").double())[0]
+
+
+def _seen(flag: Tensor) -> Any:
+    """A flag as a bool where the host can look, for all members of a vmap."""
+    return flag if (told := known(flag)) is None else told
+
+
+def _check_flag(applied: Any) -> Tensor:
+    if not isinstance(applied, Tensor) or applied.ndim or applied.dtype != torch.bool:
+        came = f"a {type(applied).__name__}"
+        if isinstance(applied, Tensor):
+            came = f"a tensor of shape {tuple(applied.shape)} and {applied.dtype}"
+        raise TypeError(
+            f"applied is {came}; expected None or a 0-d bool tensor, such as info.applied."
+        )
+    return applied
+
+
+# Leaves --------------------------------------------------------------------------------------
+
+
+_CAUSE = "An average belongs to the params that it was made from by init."
+
+
+def _read_leaves(params: Tree) -> Flat:
+    """Flatten parameters, buffers or both, or say which leaf is no tensor."""
+    leaves, spec = read_tensors(params, "params", "Settings and modules cannot be averaged.")
+    if not leaves:
+        raise ValueError("params has no leaves, so there is nothing to average.")
+    return leaves, spec
+
+
+def _kept_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a leaf's average."""
+    return accumulation_dtype(x.dtype) if continuous(x) else x.dtype
+
+
+def _check_kinds(leaves: list[Tensor], old: list[Tensor], spec: optree.PyTreeSpec) -> None:
+    """Check that parameters are of the dtypes and devices of their average."""
+    for i, (x, kept) in enumerate(zip(leaves, old, strict=True)):
+        if _kept_dtype(x) != kept.dtype or x.device != kept.device:
+            raise ValueError(
+                f"{paths(spec, 'params')[i]} is {x.dtype} on {x.device}; its average is "
+                f"{kept.dtype} on {kept.device}, and expected what init made that of. {_CAUSE}"
+            )
+
+
+def _without_graph(leaves: list[Tensor]) -> AbstractContextManager[Any]:
+    """Record nothing by plain autograd: every average would keep the graph of all before it."""
+    if transform_active() or any_tangent(leaves):
+        return nullcontext()
+    if here.backward is not None and any(x.requires_grad for x in leaves):
+        refuse_without_graph("an average by ema")
+    return torch.no_grad()

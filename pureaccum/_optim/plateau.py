@@ -1,0 +1,193 @@
+"""A learning rate that falls when a metric improves no more: ReduceLROnPlateau as a pure state.
+
+    better      best = metric, bad = 0; otherwise bad += 1
+    cooldown    counts down, and bad = 0 meanwhile
+    reduce      bad > patience: lr = max(lr * factor, min_lr), and cooldown and bad begin anew
+
+The numbers are float64, in the order in which torch computes them in Python: the same bits.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import (
+    LARGEST_INT,
+    check_choice,
+    check_int,
+    check_number,
+    check_state,
+    loadable,
+    moved,
+    refuse_sharded,
+    scalar,
+)
+from .schedules import read_rate
+
+
+@loadable
+class PlateauState(NamedTuple):
+    """The learning rate, and what decides when it falls; 0-d tensors.
+
+    Attributes:
+        lr: The learning rate now, float64.
+        best: The best metric so far, float64; at first inf, or -inf where more is better.
+        bad: How many updates in a row were no better, int64.
+        cooldown: For how many more updates such are not counted, int64.
+    """
+
+    lr: Tensor
+    best: Tensor
+    bad: Tensor
+    cooldown: Tensor
+
+
+class Plateau(NamedTuple):
+    """The two functions of a learning rate that falls on plateaus.
+
+    Attributes:
+        init: ``init()`` gives the first state.
+        update: ``update(state, metric)`` gives the next state; metric is a number or a 0-d tensor.
+            It never waits for a device: the state lies where the metrics lie.
+    """
+
+    init: Callable[[], PlateauState]
+    update: Callable[[PlateauState, Any], PlateauState]
+
+
+def plateau(
+    lr: float | Tensor,
+    *,
+    factor: float = 0.1,
+    patience: int = 10,
+    threshold: float = 1e-4,
+    threshold_mode: str = "rel",
+    mode: str = "min",
+    cooldown: int = 0,
+    min_lr: float = 0.0,
+    eps: float = 1e-8,
+) -> Plateau:
+    """Multiply the learning rate by ``factor`` when a metric has not improved for some updates.
+
+    The rule is that of torch's ReduceLROnPlateau. A metric is better where it is below
+    ``best * (1 - threshold)``, or ``best - threshold`` with ``"abs"``; with ``mode="max"`` where it
+    is above ``best * (1 + threshold)``, or ``best + threshold``. Of a metric that may be negative
+    ask for ``"abs"``: a share of a negative number points the other way.
+
+    A metric of NaN is never better. It counts as one without improvement, and does not become the
+    best; an inf is compared like any number, and after the best of all infs nothing is better.
+
+    Args:
+        lr: The first learning rate, a number or a 0-d tensor.
+        factor: What the rate is multiplied by, from 0, and below 1.
+        patience: How many updates in a row may be no better; the next such one lowers the rate.
+        threshold: By how much a metric has to be better, as a share of the best, or absolutely.
+        threshold_mode: ``"rel"`` or ``"abs"``.
+        mode: ``"min"`` where less is better, ``"max"`` where more is.
+        cooldown: For how many updates after a lower rate none is counted as bad.
+        min_lr: The rate is never lowered below this.
+        eps: A rate that would fall by no more than this stays, so one below it never changes.
+
+    Returns:
+        ``init()`` and ``update(state, metric)``. ``state.lr`` is the rate: it is for the caller to
+        put it into the state of training, where the optimizer was made with a number; a state that
+        is given up with ``donate=True`` gets a clone of it.
+
+    Example:
+        >>> falling = plateau(0.5, factor=0.5, patience=1)
+        >>> tracker = falling.init()
+        >>> for loss in (3.0, 2.0, 2.5, 2.5, 2.5):
+        ...     tracker = falling.update(tracker, loss)
+        >>> tracker.lr, tracker.best
+        (tensor(0.2500, dtype=torch.float64), tensor(2., dtype=torch.float64))
+
+    References:
+        `torch.optim.lr_scheduler.ReduceLROnPlateau <https://docs.pytorch.org/docs/stable/generated/torch.optim.lr_scheduler.ReduceLROnPlateau.html>`_
+    """
+    lr = read_rate("lr", lr)
+    check_choice(threshold_mode, ("rel", "abs"), "threshold_mode")
+    check_choice(mode, ("min", "max"), "mode")
+    expected = "a number from 0, and below 1"
+    factor = check_number(factor, "factor", expected, lambda it: 0 <= it < 1)
+    if threshold_mode == "rel" and mode == "min":  # inf * 0 is NaN: nothing would ever be better
+        why = "a share of the best metric"
+        threshold = check_number(
+            threshold, "threshold", f"{expected}: {why}", lambda it: 0 <= it < 1
+        )
+    else:
+        threshold = check_number(threshold, "threshold")
+    patience = check_int(patience, "patience", _COUNTED, 0, LARGEST_INT)
+    cooldown = check_int(cooldown, "cooldown", _COUNTED, 0, LARGEST_INT)
+    min_lr, eps = check_number(min_lr, "min_lr"), check_number(eps, "eps")
+    if isinstance(lr, float) and lr < min_lr:
+        raise ValueError(
+            f"min_lr is {min_lr!r}, above lr={lr!r}; expected it at most there, or the rate would "
+            "never change."
+        )
+    worst = torch.inf if mode == "min" else -torch.inf
+
+    def init() -> PlateauState:
+        """The first state, with the first rate."""
+        device = lr.device if isinstance(lr, Tensor) else torch.device("cpu")
+        return PlateauState(
+            scalar(lr, torch.float64, device),
+            scalar(worst, torch.float64, device),
+            scalar(0, torch.int64, device),
+            scalar(0, torch.int64, device),
+        )
+
+    def update(state: PlateauState, metric: float | Tensor) -> PlateauState:
+        """The next state, by one more metric."""
+        check_state(state, PlateauState, "plateau")
+        metric, (rate, best, bad, waiting) = _on_one_device(_read_metric(metric), state)
+        better = _is_better(metric, best)
+        bad = torch.where(better | (waiting > 0), 0, bad + 1)
+        due = bad > patience
+        lower = rate * factor
+        lower = torch.where(lower < min_lr, min_lr, lower)
+        return PlateauState(
+            torch.where(due & (rate - lower > eps), lower, rate),
+            torch.where(better, metric, best),
+            torch.where(due, 0, bad),
+            torch.where(due, cooldown, (waiting - 1).clamp(min=0)),
+        )
+
+    def _is_better(metric: Tensor, best: Tensor) -> Tensor:
+        share = threshold_mode == "rel"
+        if mode == "min":
+            return metric < (best * (1.0 - threshold) if share else best - threshold)
+        return metric > (best * (threshold + 1.0) if share else best + threshold)
+
+    return Plateau(init, update)
+
+
+_COUNTED = "an int of at least 0, a number of updates"
+
+
+def _read_metric(metric: Any) -> float | Tensor:
+    """A metric as a number, or as a tensor without a graph."""
+    if not isinstance(metric, Tensor):
+        expected = "a number or a 0-d tensor, such as the loss of an evaluation"
+        return check_number(metric, "metric", expected, lambda it: True)
+    if metric.ndim or metric.is_complex() or metric.dtype == torch.bool:
+        raise ValueError(
+            f"metric is a tensor of shape {tuple(metric.shape)} and {metric.dtype}; expected a "
+            "real 0-d tensor, one number for the update. A metric of several batches? Its mean."
+        )
+    refuse_sharded([metric], "metric", "every rank looks at it: pass metric.full_tensor().")
+    return metric.detach()
+
+
+def _on_one_device(
+    metric: float | Tensor, state: PlateauState
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """All where one of them would be waited for; a copy from the host waits for nothing."""
+    every = [metric, *state] if isinstance(metric, Tensor) else [*state]
+    device = next((x.device for x in every if x.device.type != "cpu"), every[0].device)
+    if isinstance(metric, Tensor):
+        metric = moved(metric, device, torch.float64)
+    else:
+        metric = torch.full((), metric, dtype=torch.float64, device=device)
+    return metric, tuple(moved(x, device) for x in state)
