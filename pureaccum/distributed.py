@@ -274,12 +274,12 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
         <https://docs.pytorch.org/docs/stable/generated/torch.tensor_split.html>`_, leaf by leaf.
     """
     flat = read_batch(batch)
+    rows = rows_to_cut(flat)
     if not 0 <= rank < world:
         raise ValueError(
             f"rank is {rank!r} and world {world!r}; expected a rank from 0 to world - 1, as "
             "torch.distributed.get_rank() and get_world_size() give."
         )
-    rows = rows_to_cut(flat)
     return list(cut(flat, [rows // world + (i < rows % world) for i in range(world)]))[rank]
 
 

@@ -37,7 +37,7 @@ from .batches import need_rows as need_rows
 from .batches import parts_of_batch as parts_of_batch
 from .batches import read_batch as read_batch
 from .batches import read_microbatch as read_microbatch
-from .batches import refuse_lists as refuse_lists
+from .batches import refuse_in_graphs as refuse_in_graphs
 from .batches import rows_to_cut as rows_to_cut
 from .batches import sizes_of_batch as sizes_of_batch
 from .batches import windows as windows

@@ -289,8 +289,10 @@ def updated(
         except BaseException as error:
             if type(sums[0]) is Spoiled or (isinstance(error, LateWriteError) and before is None):
                 mark(held, Spoiled)
-            if isinstance(error, NoRowsError) and batch.problem is not None:
-                raise batch.problem from None
+            if batch.problem is not None:
+                if isinstance(error, NoRowsError):
+                    raise batch.problem from None
+                error.add_note(f"The microbatch has no rows: {batch.problem}")
             raise
         grads = closed(grads, layouts)
         if in_place and donate:

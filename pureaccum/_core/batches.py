@@ -97,9 +97,15 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0, *, cut: bool = Tr
     return Batch(leaves, spec, rows)
 
 
-def refuse_lists(batch: Batch, root: str) -> None:
-    """Raise where a batch holds what no graph of a compiler can be given."""
+def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
+    """Raise where a batch holds what no graph of a compiler can be given, or can cut."""
     for i, x in enumerate(batch.leaves):
+        if size is not None and isinstance(x, torch.Tensor) and x.is_nested:
+            raise TypeError(
+                f"{paths(batch.spec, root)[i]} is a nested tensor of layout {x.layout}, which is "
+                "not cut into rows in a graph. Hand its microbatches to step.window, or leave "
+                "compile out."
+            )
         if type(x) in (list, tuple):
             raise TypeError(
                 f"{paths(batch.spec, root)[i]} is a {type(x).__name__} of {len(x)} "
@@ -123,14 +129,14 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
     return batch.rows
 
 
-def rows_to_cut(batch: Batch, root: str = "batch") -> int:
-    """The number of rows, or an error where a batch cannot be cut into them."""
+def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) -> int:
+    """The number of rows, or an error where a batch cannot be cut into them, or mapped over."""
     for i, leaf in enumerate(batch.leaves):
         if not isinstance(leaf, torch.Tensor) or (
             leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
         ):
             continue
-        if kind := _not_cut(leaf):
+        if kind := _not_cut(leaf, one_by_one):
             raise TypeError(
                 f"{paths(batch.spec, root)[i]} is {kind[0]}, which torch cannot cut into rows. "
                 f"{kind[1]}. Where nothing is cut it is taken as it is: microbatch_size=None, or "
@@ -139,15 +145,16 @@ def rows_to_cut(batch: Batch, root: str = "batch") -> int:
     return need_rows(batch, root)
 
 
-def _not_cut(x: torch.Tensor) -> tuple[str, str] | None:
+def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
     """What a tensor is that torch cannot cut, and what can be cut in its place."""
     if x.is_nested:
-        if is_jagged(x):
+        if is_jagged(x) and not one_by_one:
             return None
         return (
             f"a nested tensor of layout {x.layout}",
-            "Make it a jagged one (layout=torch.jagged), ragged along dim 1; or pad its rows "
-            "(x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the loss",
+            "Pad its rows (x.to_padded_tensor(0.0)), with a mask beside them and Weighted in the "
+            "loss"
+            + ("" if one_by_one else "; or make it a jagged one, layout=torch.jagged, along dim 1"),
         )
     if x.layout != torch.strided:
         return f"a tensor of layout {x.layout}", "Make it dense: x.to_dense()"

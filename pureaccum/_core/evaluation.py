@@ -125,17 +125,11 @@ def value(  # noqa: D417
         last: list[Batch] = []
 
         def of_stream() -> Iterator[tuple[Any, int, int | None]]:
-            for part in parts_of_streams(batch, size, stream=True):
+            for part in parts_of_streams(batch, size, "value", stream=True):
                 last[:] = [its := read_microbatch(part, "args")]
                 with guarding(known, given, Given("args", its.leaves, its.spec)) as guarded:
                     out = guarded(one_of)(part)
                 yield out, its.rows or 0, its.rows
-            if not last:
-                raise ValueError(
-                    "the stream gave no batch, of which there is no value. An iterator that is "
-                    "used up? It is gone through once, so give what can be gone through again: a "
-                    "list, a DataLoader."
-                )
 
         if stream:
             try:

@@ -11,9 +11,12 @@ from .batches import cut, read_batch, rows_to_cut
 
 
 def parts_of_streams(
-    batch: dict[int, Any], size: int | list[int] | None, *, stream: bool
+    batch: dict[int, Any], size: int | list[int] | None, nothing: str, *, stream: bool
 ) -> Iterator[dict[int, Tree]]:
-    """The microbatches of a batch, by the positions of its arguments; or of a stream of batches."""
+    """The microbatches of a batch, by the positions of its arguments; or of a stream of batches.
+
+    Where that gives no batch, ``nothing`` says what there is none of, if it is an error.
+    """
     if stream:
         for i, its in batch.items():
             if isinstance(its, (Tensor, Mapping, str)) or not isinstance(its, Iterable):
@@ -24,13 +27,21 @@ def parts_of_streams(
         batches = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
     else:
         batches = iter([batch])
+    some = False
     for whole in batches:
+        some = True
         if size is None:
             yield whole
         else:
             flat = read_batch(whole, "args")
             rows_to_cut(flat, "args")
             yield from cut(flat, size)
+    if not some and nothing:
+        raise ValueError(
+            f"the stream gave no batch, and there is no {nothing} of nothing. An iterator that is "
+            "used up? Each call goes through it once, so give what can be gone through again: a "
+            "list, a DataLoader."
+        )
 
 
 def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:

@@ -139,7 +139,7 @@ def sampled(
     cut_at = positions(batches, len(args), "batch_argnums")
     check_disjoint(at, cut_at)
     batch = read_batch({i: args[i] for i in cut_at}, "args")
-    if rows_to_cut(batch, "args") == 0 and (how.has_aux or callable(how.metrics)):
+    if rows_to_cut(batch, "args", one_by_one=True) == 0 and (how.has_aux or callable(how.metrics)):
         raise ValueError(
             "the batch has no rows, so the loss is never called and there are no aux or metrics to "
             "return; they need one row at least."

@@ -131,8 +131,8 @@ def gramian(
         batch, second = read_batch(its, "args"), None
         if other is not None:
             second = _read_other(other, its, isinstance(batch_argnums, tuple))
-        rows = rows_to_cut(batch, "args")
-        columns = rows if second is None else rows_to_cut(second, "other")
+        rows = rows_to_cut(batch, "args", one_by_one=True)
+        columns = rows if second is None else rows_to_cut(second, "other", one_by_one=True)
         if not (rows and columns):
             wide = accumulation_dtype(leaves[0].dtype).to_real()
             return leaves[0].new_empty(rows, columns, dtype=wide)

@@ -39,7 +39,7 @@ from .._core import (
     knows,
     read_batch,
     read_microbatch,
-    refuse_lists,
+    refuse_in_graphs,
     rows_to_cut,
     stack_of_one,
 )
@@ -135,7 +135,7 @@ class CompiledStep:
                 rows_to_cut(flat, "batch")
             if flat.rows == 0:
                 return step_whole(plan, state, batch)
-            refuse_lists(flat, "batch")
+            refuse_in_graphs(flat, "batch", size_of(plan))
         given = *what_is_shared(plan), Given("batch", leaves, spec)
         if kind not in self.recipes or not knows(plan.known, *given):
             look(plan, state, read_batch(batch), "batch", size_of(plan))
@@ -208,7 +208,7 @@ class CompiledStep:
             plan = sharing(self.of_dtensors if sharded else self.plan, shared)
             new, entry, rows = updated_window(plan, state, window, microbatch, offset=offset)
             return new, seen_of(plan, entry), rows
-        refuse_lists(flat, "microbatch")
+        refuse_in_graphs(flat, "microbatch", None)
         plan = sharing(self.plan, shared)
         at = first_row(plan, window, offset)
         beside = what_is_shared(plan)

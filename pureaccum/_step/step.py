@@ -109,8 +109,8 @@ def make_step(
         optimizer: ``sgd``, ``adam``, ``adamw``, ``from_torch``, ``chain``, ``partition``, or
             anything with ``init(params)`` and ``apply(grads, state, params)``.
         has_aux: Whether the loss returns ``(loss, aux)``.
-        microbatch_size: Rows per microbatch, or a list with the rows of each, for batches of so
-            many; None takes a batch whole. ``"auto"`` takes as many as
+        microbatch_size: Rows per microbatch; the last one may be shorter. Or a list, the rows of
+            each, for batches of so many; None takes a batch whole. ``"auto"`` takes as many as
             memory allows: the whole batch, and after an out-of-memory error half of that, and so
             on; the next batches begin there. The result is that of the size which went well. A
             loss is then called again, with the same random numbers. At size 1 the error comes out.

@@ -104,17 +104,11 @@ def _over_parts(
         acc = accumulator(of_moved, batch_argnums=tuple(i + 1 for i in where), **knobs)
         moved = [args[i] for i in wrt]
         state = acc.init(moved)
-        some = group is not None
-        for part in parts_of_streams({i: args[i] for i in where}, size, stream=stream):
-            some = True
+        nothing = "curvature" if group is None else ""
+        batch = {i: args[i] for i in where}
+        for part in parts_of_streams(batch, size, nothing, stream=stream):
             given = [part.get(i, x) for i, x in enumerate(args)]
             state = acc.update(state, moved, *given, donate=not transform_active())
-        if not some:
-            raise ValueError(
-                "the stream gave no batch, and there is no curvature of nothing. An iterator that "
-                "is used up? A product is one pass over it, so give what can be gone through "
-                "again: a list, a DataLoader."
-            )
         if group is not None:
             state = exchange("total", _varying(state, args) if held else state, group)
         grads, value = acc.finalize(state)

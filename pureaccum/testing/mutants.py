@@ -151,8 +151,8 @@ MUTANTS: dict[str, Mutant] = {
     "a new mode not watched": Mutant(
         "A module that writes in training mode alone is watched in eval mode alone.",
         "_core/writes.py",
-        "return batch.spec, *looks, *modes",
-        "return batch.spec, *looks",
+        "for each in given], *looks, *modes",
+        "for each in given], *looks",
     ),
     "aux that is a donated parameter": Mutant(
         "Aux of a stream shares memory with a state that is given up.",

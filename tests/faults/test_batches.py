@@ -1,7 +1,12 @@
-"""A batch that cannot be cut is refused before the loss is called, and its leaf is named."""
+"""A batch that cannot be cut is refused before the loss is called, and its leaf is named.
+
+A microbatch of a stream needs no rows unless its loss is a mean over them, which only it can tell.
+"""
 
 import warnings
+from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,15 +50,28 @@ UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         TypeError,
         (
             "['y'] is a numpy.ndarray",
-            "tensors, Python scalars, strings and None",
+            "a batch holds tensors",
             "torch.as_tensor",
         ),
     ),
     "only an array": (np.ones((4, 2)), TypeError, (" is a numpy.ndarray", "torch.as_tensor")),
     "number of numpy": ({"x": X, "y": np.int64(3)}, TypeError, ("['y'] is a numpy.int64",)),
-    "bytes": ({"x": X, "y": b"abcd"}, TypeError, ("['y'] is a builtins.bytes", "another argument")),
-    "a set": ({"x": X, "y": {1, 2}}, TypeError, ("['y'] is a builtins.set",)),
+    "an iterator": ({"x": X, "y": iter("ab")}, TypeError, ("['y'] is a builtins.", "an iterator")),
 }
+HELD: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "numbers": (
+        {"x": X, "y": [1, 2, 3, 4]},
+        ValueError,
+        ("['y'] is a list of 4 numbers", "torch.tensor(x)", "another argument"),
+    ),
+    "an object": (
+        {"x": X, "y": SimpleNamespace(mask=X)},
+        TypeError,
+        ("['y'] is a types.SimpleNamespace", "holds a tensor at .mask", "dataclass"),
+    ),
+    "a set": ({"x": X, "y": {X}}, TypeError, ("['y'] is a builtins.set", "one of its elements")),
+}
+STREAMS = RECEIVERS["update"], RECEIVERS["donated update"]
 UNCOUNTED = {
     "a number": (3.0, "float"),
     "numbers": ({"x": 1, "y": True}, "int, bool"),
@@ -66,9 +84,10 @@ UNCOUNTED = {
 def test_a_leaf_that_cannot_be_cut_is_refused(
     to: Receiver, batch: Any, error: Any, words: Any
 ) -> None:
-    loss = Loss(squares)
+    loss = Loss(lambda params, batch: params["w"].sum())
     named = (to.batch + words[0], *words[1:])
-    with refused(error, *named, given=(PARAMS, batch), loss=loss):
+    calls = int(error is ValueError and to in STREAMS)
+    with refused(error, *named, given=(PARAMS, batch), loss=loss, calls=calls):
         to.run(loss, PARAMS, batch)
 
 
@@ -157,7 +176,7 @@ UNCUTTING = {
 }
 
 
-@each_once("root, run, x, words", CUTTING, WHOLE)
+@each_once("root, run, x, words", CUTTING, {k: x for k, x in WHOLE.items() if k != "jagged"})
 def test_a_tensor_that_torch_does_not_split_is_refused(
     root: str, run: Any, x: Any, words: Any
 ) -> None:
@@ -169,7 +188,7 @@ def test_a_tensor_that_torch_does_not_split_is_refused(
 
 @pytest.mark.parametrize("x", [JAGGED, DENSE.to_sparse()])
 def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x: torch.Tensor) -> None:
-    with refused(TypeError, "batch['x'] is a", f"layout {x.layout}"):
+    with refused(TypeError, "batch['x'] is a", f"layout {x.layout}", "compile" * x.is_nested):
         a_step(scaled, microbatch_size=2, compile={"backend": "eager"})({"x": x})
 
 
@@ -187,7 +206,7 @@ def test_a_tensor_that_torch_does_not_split_is_taken_whole(x: Any, whole: Any) -
 def test_a_nested_tensor_of_other_rows_is_named() -> None:
     for nested in (JAGGED, torch.nested.nested_tensor(PARTS)):
         with refused(ValueError, "['y'] has 3 rows (shape (3,)) where", "['x'] has 4 ("):
-            a_stream(squares)({"x": nested, "y": torch.ones(3)})
+            a_step(squares)({"x": nested, "y": torch.ones(3)})
 
 
 @receivers()
@@ -205,7 +224,46 @@ def test_whichever_leaf_disagrees_is_named(to: Receiver, data: st.DataObject) ->
     leaves[odd] = data.draw(st.sampled_from([0, 1, 2, 4]))
     batch = optree.tree_unflatten(spec, [torch.ones(rows, 2) for rows in leaves])
     with refused(ValueError, spec.accessors()[odd].codify(to.batch), f"({leaves[odd]}, 2)"):
-        to.run(squares, PARAMS, batch)
+        to.run(lambda params, batch: params["w"].sum(), PARAMS, batch)
+
+
+# What is no tensor --------------------------------------------------------------------------
+
+
+@each_once("to, batch, error, words", RECEIVERS, HELD)
+def test_what_might_be_rows_and_is_not_cut_is_refused(
+    to: Receiver, batch: Any, error: Any, words: Any
+) -> None:
+    loss = Loss(lambda params, batch: params["w"].sum())
+    if to in STREAMS:  # in which nothing is cut
+        to.run(loss, PARAMS, batch)
+        return
+    with refused(error, to.batch + words[0], *words[1:], given=(PARAMS, batch), loss=loss):
+        to.run(loss, PARAMS, batch)
+
+
+class Strange(UserDict[str, Any]):
+    """A mapping that cannot be made of its items alone."""
+
+    def __init__(self, items: Any, needed: int) -> None:
+        super().__init__(items)
+
+
+def test_a_mapping_that_cannot_be_made_again_is_refused() -> None:
+    with refused(TypeError, "args holds a tests", "Strange({...})", "needed", "dict(...)"):
+        pa.grad(squares, microbatch_size=2)(PARAMS, Strange({"x": X}, 1))
+
+
+def test_what_no_graph_can_be_given_is_refused_by_a_compiled_step() -> None:
+    texts = {"x": X, "y": [*"abcd"]}
+    graphs: Any = {"compile": {"backend": "eager"}}
+    for size in (2, None):
+        step = pa.make_step(squares, pa.sgd(0.1), microbatch_size=size, **graphs)
+        state = step.init(PARAMS)
+        with refused(TypeError, "batch['y'] is a list of", "one for each row", "compile"):
+            step(state, texts)
+    with refused(TypeError, "microbatch['y'] is a list of 4 strs"):
+        step.window(state, [texts])
 
 
 def test_several_batches_that_disagree_are_named_by_their_arguments() -> None:

@@ -204,7 +204,7 @@ SAME: dict[str, tuple[dict[str, Any], Change]] = {
         lambda s, b: (s._replace(opt_state=pa.adam(0.1).init(PARAMS)), b),
     ),
     "rows that disagree": ({}, lambda s, b: (s, b | {"y": torch.ones(3)})),
-    "a batch of bytes": ({}, lambda s, b: (s, b | {"y": b"words"})),
+    "a batch of an array": ({}, lambda s, b: (s, b | {"y": b["x"].numpy()})),
     "a batch without a tensor": ({}, lambda s, b: (s, {"x": 1.0})),
     "a batch of 0-d tensors": ({}, lambda s, b: (s, {"x": torch.tensor(1.0)})),
 }

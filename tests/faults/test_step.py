@@ -428,8 +428,25 @@ def test_every_tensor_of_a_batch_has_its_rows(batch: Any, words: Any, donate: bo
     window = step.begin(state)
     with refused(ValueError, *words, given=(state, window, batch), loss=loss):
         step(state, batch)
-    with refused(ValueError, *words, given=(state, window, batch), loss=loss):
+    usable(make(), state)
+
+
+@donations
+@pytest.mark.parametrize("tensors", [(1.0,), ([[0.0], [1.0]], [0.0])])
+def test_a_microbatch_of_a_stream_needs_rows_for_a_mean_over_them(
+    tensors: Any, donate: bool
+) -> None:
+    """Which only the loss can tell: it has been called, and nothing was lost."""
+    batch = [*map(torch.tensor, tensors)]
+    step = make(loss=lambda p, b: p["w"].sum(), donate=donate)
+    state = step.init(PARAMS)
+    window = step.begin(state)
+    with refused(ValueError, "one row per sample", given=(state, window, batch)):
         step.update(state, window, batch)
+    broken = make(loss=lambda p, b: (p["w"] * torch.ones(7)).sum(), donate=donate)
+    with pytest.raises(RuntimeError) as caught:
+        broken.update(state, window, batch)
+    assert "one row per sample" in "".join(caught.value.__notes__)
     usable(make(), state)
 
 

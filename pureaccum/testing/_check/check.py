@@ -193,7 +193,7 @@ def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) ->
     flat = read_batch(batch)
     layouts = {x.layout for x in flat.leaves if isinstance(x, Tensor)}
     # A check takes rows one by one, which torch can do of COO tensors, too.
-    rows = need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat)
+    rows = need_rows(flat) if torch.sparse_coo in layouts else rows_to_cut(flat, one_by_one=True)
     if rows < 2:
         raise ValueError(
             f"batch has {rows} row{'s' * (rows != 1)}; expected at least two, since one cannot be "
