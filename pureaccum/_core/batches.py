@@ -108,11 +108,15 @@ def refuse_in_graphs(batch: Batch, root: str, size: int | None) -> None:
             )
         if type(x) in (list, tuple):
             raise TypeError(
-                f"{paths(batch.spec, root)[i]} is a {type(x).__name__} of {len(x)} "
-                f"{type(x[0]).__name__}s, one for each row, which a compiler would take for "
-                "constants, and compile anew for each batch. Leave it out of the batch, or leave "
-                "compile out."
+                f"{_listed(batch, root, i)}, which a compiler would take for constants, and "
+                "compile anew for each batch. Leave it out of the batch, or leave compile out."
             )
+
+
+def _listed(batch: Batch, root: str, i: int) -> str:
+    x = batch.leaves[i]
+    kind = f"a {type(x).__name__} of {len(x)} {type(x[0]).__name__}s"
+    return f"{paths(batch.spec, root)[i]} is {kind}, one for each row"
 
 
 def need_rows(batch: Batch, root: str = "batch") -> int:
@@ -130,8 +134,16 @@ def need_rows(batch: Batch, root: str = "batch") -> int:
 
 
 def rows_to_cut(batch: Batch, root: str = "batch", *, one_by_one: bool = False) -> int:
-    """The number of rows, or an error where a batch cannot be cut into them, or mapped over."""
+    """The number of rows, or an error where a batch cannot be cut into them, or mapped over.
+
+    ``one_by_one`` says that nothing but tensors is: by a function of rows, or by a vmap.
+    """
     for i, leaf in enumerate(batch.leaves):
+        if one_by_one and type(leaf) in (list, tuple):
+            raise TypeError(
+                f"{_listed(batch, root, i)}, and what is computed here for rows is a function of "
+                "tensors. Leave it out, or make a tensor of it."
+            )
         if not isinstance(leaf, torch.Tensor) or (
             leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_quantized
         ):

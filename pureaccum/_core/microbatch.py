@@ -38,7 +38,7 @@ from .._base import (
     wants_gradient,
 )
 from .auto_size import by_memory, is_auto
-from .batches import check_sizes, cutting, need_rows, read_batch, sizes_of_batch
+from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker
 from .gathered import WHOLE, Cut, Rows, to_host
 from .outputs import NotEarlyError, Outputs, Whole, known_gradient, with_gradient
@@ -134,7 +134,8 @@ def microbatch(
     @wraps(func)
     def microbatched(*args: Any, **kwargs: Any) -> Tree:
         batch = _batch_of(args, kwargs, at, names)
-        sizes = sizes_of_batch(need_rows(read_batch(batch, "args", dim), "args"), size) or [0]
+        rows = rows_to_cut(read_batch(batch, "args", dim), "args", one_by_one=True)
+        sizes = sizes_of_batch(rows, size) or [0]
         arguments = Arguments.of(args, kwargs, batch, dim)
         device = None
         if keep == "host":

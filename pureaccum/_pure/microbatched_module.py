@@ -40,6 +40,7 @@ from .._core import (
     need_rows,
     parts_of_batch,
     read_batch,
+    rows_to_cut,
     sizes_of_batch,
 )
 from .batch_norm import (
@@ -92,7 +93,8 @@ class WholeBatch:
     ) -> tuple[Any, Tensors]:
         """Call the module with a batch; returns what it returned, and its new buffers."""
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
-        sizes = sizes_of_batch(need_rows(batch, "what apply is given"), self.size)
+        need_rows(batch, "what apply is given")
+        sizes = sizes_of_batch(rows_to_cut(batch, "args", one_by_one=True), self.size)
         if not sizes and self.group is not None:  # other ranks wait for what this one has: nothing
             sizes = [0]
         new = {name: tensors[name].clone() for name in buffers}

@@ -66,9 +66,13 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "samples", Case(pa.per_sample_grad(squares), (PARAMS, BATCH), "params is a object")
     fn = pa.functional(torch.nn.Linear(2, 1))
     yield "functional", Case(fn.apply, (fn.params, fn.buffers, BATCH["x"]), "params is a object")
-    yield "microbatches", Case(pa.microbatches, (BATCH, 2), "batch holds no tensor (object)")
+    none = "batch holds no tensor (object)"
+    yield "microbatches", Case(pa.microbatches, (BATCH, 2), none)
     yield "windows", Case(pa.windows, ([BATCH], 2), "loader is a object")
-    yield "shard_batch", Case(pa.distributed.shard_batch, (BATCH, 0, 2), "batch is a builtins")
+    yield (
+        "shard_batch",
+        Case(pa.distributed.shard_batch, (BATCH, 0, 2), none),
+    )
     yield "fold_in", Case(pa.fold_in, (KEY, 1), "key is <object")
     yield "dropout", Case(pa.dropout, (torch.ones(2), 0.5, KEY), "x is a object")
     yield "normal", Case(pa.normal, (KEY, (2,)), "key is <object")
