@@ -118,10 +118,10 @@ def test_with_keys_buffers_a_policy_and_a_loss_scale() -> None:
     )
     state = step.init(torch.tensor(1.0), buffers={"n": torch.zeros(())})
     x, guide = torch.arange(4.0), torch.ones(3)
-    for state, info in (step(state, x, guide), step.window(state, list(x.split(2)), guide)):
+    for new, info in (step(state, x, guide), step.window(state, list(x.split(2)), guide)):
         assert info.applied
-        assert state.params == 1.0 - 4.5
-        assert state.buffers["n"] == 2
+        assert new.params == 1.0 - 4.5
+        assert new.buffers["n"] == 2
 
 
 # Transforms --------------------------------------------------------------------------------------
