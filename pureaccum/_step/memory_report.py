@@ -102,7 +102,7 @@ class MemoryReport(NamedTuple):
 
 
 def memory_report(
-    step: Callable[[TrainState, Tree], Any], state: TrainState, batch: Tree
+    step: Callable[..., Any], state: TrainState, batch: Tree, *shared: Any
 ) -> MemoryReport:
     """What a step holds in memory at its peak, predicted and measured.
 
@@ -123,6 +123,7 @@ def memory_report(
         step: What ``make_step`` made, without ``compile``.
         state: A state of it.
         batch: A batch.
+        shared: What else the step is called with.
 
     Returns:
         The report.
@@ -145,23 +146,23 @@ def memory_report(
         raise TypeError(f"step is a {type(step).__name__}; expected what make_step returned.")
     check_state(state, TrainState, "make_step")
     params, _ = read_params(state.params, "state.params")
-    if getattr(step, "form", _eager)(state, batch) != "eager":
+    if getattr(step, "form", _eager)(state, batch, *shared) != "eager":
         raise ValueError(
             "memory_report came with a step that compiles itself; graphs plan their own memory. "
             "Report the same step without compile."
         )
     sums = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in params)
-    tensors = [x for x in tree_leaves((state, batch)) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves((state, batch, shared)) if isinstance(x, Tensor)]
     before = generators({x.device for x in tensors if not x.is_meta})
     try:
         with imagining() as (imagined, taken_for):
-            given = tree_map(lambda x: imagined(x) if isinstance(x, Tensor) else x, (state, batch))
+            given = state, batch, *shared
+            given = tree_map(lambda x: imagined(x) if isinstance(x, Tensor) else x, given)
             predicted = _memory(state, sums, *_run(step, *given, taken_for=taken_for))
         if any(x.untyped_storage().device.type == "meta" for x in tensors):
             return MemoryReport(predicted, ())
-        return MemoryReport(
-            predicted, _memory(state, sums, *_run(step, tree_map(torch.clone, state), batch))
-        )
+        given = tree_map(torch.clone, state), batch, *shared
+        return MemoryReport(predicted, _memory(state, sums, *_run(step, *given)))
     finally:
         restore(before)
 
@@ -169,7 +170,7 @@ def memory_report(
 def _run(
     step: Callable[..., Any],
     state: TrainState,
-    batch: Tree,
+    *given: Any,
     taken_for: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Live, int]:
     """The bytes that were alive as backward passes began, and at the peak."""
@@ -177,11 +178,11 @@ def _run(
     on_cuda = device.type == "cuda" and type(state.samples) is Tensor
     with counting(device=device, taken_for=taken_for) as live:
         if not on_cuda:
-            step(state, batch)
+            step(state, *given)
             return live, live.peak
         torch.cuda.reset_peak_memory_stats(device)
         start = torch.cuda.memory_allocated(device)
-        step(state, batch)
+        step(state, *given)
         return live, torch.cuda.max_memory_allocated(device) - start
 
 
@@ -202,5 +203,5 @@ def _bytes(tree: Tree) -> int:
     return sum(x.nbytes for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _eager(state: TrainState, batch: Tree) -> str:
+def _eager(*_: Any) -> str:
     return "eager"

@@ -159,6 +159,13 @@ def test_an_ensemble_has_a_teacher_each() -> None:
         assert_trees_bitwise_equal(got.params, step(state, x, guide, 2.0)[0].params)
 
 
+def test_a_memory_report_is_given_what_the_step_is_given() -> None:
+    step = made("eager", microbatch_size=2)
+    report = pa.memory_report(step, step.init(torch.ones(2)), torch.ones(6, 2), teacher(0), 2.0)
+    assert report.measured
+    assert report.measured.gradients == 8
+
+
 # Faults ------------------------------------------------------------------------------------------
 
 

@@ -239,8 +239,8 @@ def test_what_is_no_stream_is_refused() -> None:
         value(torch.tensor(1.0), [])
     with pytest.raises(ValueError, match="'auto' came with a stream"):
         pa.value(lambda w, x: (w * x).mean(), stream=True, microbatch_size="auto")
+    rows = pa.value(lambda w, batch: w * batch[0].mean(), stream=True)
     with pytest.raises(ValueError, match="has 2 rows"):
-        rows = pa.value(lambda w, batch: w * batch[0].mean(), stream=True)
         rows(torch.tensor(1.0), [(torch.ones(3), torch.ones(2))])
     with pytest.raises(TypeError, match="policy is 'bf16'"):
         pa.value(lambda w, x: (w * x).mean(), policy="bf16")  # pyright: ignore
