@@ -11,10 +11,12 @@ from ._base import make_public as _make_public
 from ._base import stack as stack
 from ._base import unstack as unstack
 from ._core import AccumState as AccumState
+from ._core import Cut as Cut
 from ._core import Policy as Policy
 from ._core import Reducer as Reducer
 from ._core import Weighted as Weighted
 from ._core import accumulator as accumulator
+from ._core import cut as cut
 from ._core import grad as grad
 from ._core import grad_and_value as grad_and_value
 from ._core import microbatch as microbatch

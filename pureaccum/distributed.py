@@ -32,7 +32,7 @@ from ._base import (
 )
 from ._core import (
     AHEAD,
-    cut,
+    cut_batch,
     exchange,
     gather_one,
     group_of,
@@ -280,7 +280,7 @@ def shard_batch(batch: Tree, rank: int, world: int) -> Tree:
             f"rank is {rank!r} and world {world!r}; expected a rank from 0 to world - 1, as "
             "torch.distributed.get_rank() and get_world_size() give."
         )
-    return list(cut(flat, [rows // world + (i < rows % world) for i in range(world)]))[rank]
+    return list(cut_batch(flat, [rows // world + (i < rows % world) for i in range(world)]))[rank]
 
 
 # Pieces that a step shares --------------------------------------------------------------

@@ -30,7 +30,7 @@ from .auto_size import is_auto as is_auto
 from .batches import Batch as Batch
 from .batches import check_size as check_size
 from .batches import check_sizes as check_sizes
-from .batches import cut as cut
+from .batches import cut_batch as cut_batch
 from .batches import cutting as cutting
 from .batches import microbatches as microbatches
 from .batches import need_rows as need_rows
@@ -93,6 +93,8 @@ from .reductions import stack_of_one as stack_of_one
 from .remat import remat as remat
 from .remat import remat_sequential as remat_sequential
 from .streams import parts_of_streams as parts_of_streams
+from .token_budget import Cut as Cut
+from .token_budget import cut as cut
 from .transforms import grad as grad
 from .transforms import grad_and_value as grad_and_value
 from .weights import Microbatch as Microbatch

@@ -176,7 +176,7 @@ def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
     return None
 
 
-def cut(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
+def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
     """The microbatches of a batch, as views."""
     sizes = sizes_of(batch.rows or 0, size)
     if any_sharded(batch.leaves):
@@ -283,10 +283,10 @@ def microbatches(batch: Tree, size: int | Sequence[int]) -> Iterator[Tree]:
     flat = read_batch(batch)
     rows = rows_to_cut(flat)
     if not isinstance(size, (list, tuple)):
-        return cut(flat, check_size(size, "size", f"{_SIZE}, or a list of such"))
+        return cut_batch(flat, check_size(size, "size", f"{_SIZE}, or a list of such"))
     expected = "an int of at least 0, the rows of a microbatch"
     each = [check_int(one, f"size[{i}]", expected, 0, LARGEST_INT) for i, one in enumerate(size)]
-    return cut(flat, sizes_of_batch(rows, each, "size"))
+    return cut_batch(flat, sizes_of_batch(rows, each, "size"))
 
 
 def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._base import Tree
-from .batches import cut, read_batch, rows_to_cut
+from .batches import cut_batch, read_batch, rows_to_cut
 
 
 def parts_of_streams(
@@ -35,7 +35,7 @@ def parts_of_streams(
         else:
             flat = read_batch(whole, "args")
             rows_to_cut(flat, "args")
-            yield from cut(flat, size)
+            yield from cut_batch(flat, size)
     if not some and nothing:
         raise ValueError(
             f"the stream gave no batch, and there is no {nothing} of nothing. An iterator that is "

@@ -29,7 +29,7 @@ from .._base import (
     zeros_for_sums,
 )
 from .accumulator import AccumState, amounts_of, plain_sum
-from .batches import Batch, cut, cutting, read_batch, rows_to_cut, sizes_of_batch
+from .batches import Batch, cut_batch, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .engines import Wrt, prepare, run_window
 from .exchange import any_rank, inside_of, onlooker
 from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
@@ -56,7 +56,7 @@ class CutBatch(NamedTuple):
         if size is None or sizes == [0]:
             parts = [unflatten(batch.spec, batch.leaves)]
         else:
-            parts = cut(batch, size)
+            parts = cut_batch(batch, size)
         return zip(parts, sizes, [1] * len(sizes) if untouched else sizes, strict=True)
 
 

@@ -46,7 +46,7 @@ from .._core import (
     alone,
     as_they_are,
     check_size,
-    cut,
+    cut_batch,
     cutting,
     guarding,
     join_aux,
@@ -196,7 +196,7 @@ def _chunks(
         how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     )
     short = how.shortcut if how.engine == "vmap" and at_top_level() and not recorded else None
-    for part in cut(batch, size):
+    for part in cut_batch(batch, size):
         chunk = None
         if short is not None and not known.unseen:
             chunk = short(call, leaves, spec, part, how, parts)

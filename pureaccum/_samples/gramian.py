@@ -27,7 +27,7 @@ from .._base import (
     refuse_sharded,
     tree_leaves,
 )
-from .._core import Batch, cut, known_of, need_rows, read_batch, rows_to_cut
+from .._core import Batch, cut_batch, known_of, need_rows, read_batch, rows_to_cut
 from .by_layers import with_factors
 from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
 from .outer_products import Outer, inner_products
@@ -136,8 +136,8 @@ def gramian(
         if not (rows and columns):
             wide = accumulation_dtype(leaves[0].dtype).to_real()
             return leaves[0].new_empty(rows, columns, dtype=wide)
-        parts = [*cut(batch, how.chunk_size or rows)]
-        others = parts if second is None else [*cut(second, how.chunk_size or columns)]
+        parts = [*cut_batch(batch, how.chunk_size or rows)]
+        others = parts if second is None else [*cut_batch(second, how.chunk_size or columns)]
         with outside_inference_mode():
             return _matrix(parts, others, (rows, columns), how.chunk_size or 0, block)
 

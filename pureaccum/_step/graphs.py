@@ -40,7 +40,7 @@ from .._base import (
     tree_map,
     unflatten,
 )
-from .._core import Batch, Microbatch, cut, power_of_two, read_batch, share_of
+from .._core import Batch, Microbatch, cut_batch, power_of_two, read_batch, share_of
 from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
 from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
 from .state import Plan, StepWindow, TrainState, size_of
@@ -306,7 +306,7 @@ def recipe_for(
             return *stacked, tail, free.several, *given
         if alone:
             return (rows_of(here, 0, vary[0]),), *given
-        pieces = list(cut(here, size))
+        pieces = list(cut_batch(here, size))
         if rest:
             pieces[-1] = rows_of(here, count * size, vary[-1])
         return tuple(pieces), *given

@@ -35,7 +35,7 @@ from .._base import (
     transform_active,
     unflatten,
 )
-from .._core import Batch, Given, LossOfPart, Microbatch, cut, is_pair, need_rows, read, under
+from .._core import Batch, Given, LossOfPart, Microbatch, cut_batch, is_pair, need_rows, read, under
 from .._pure import fold_in
 from .buffers import advance_buffers, begin_buffers, collect_buffers, watching
 from .state import Plan, TrainState, size_of
@@ -125,7 +125,7 @@ def first_part(batch: Batch, size: int | None) -> tuple[Tree, int]:
     """The first microbatch of a batch, and its rows."""
     rows = batch.rows or 1
     size = rows if size is None else min(size, rows)
-    return next(cut(batch, size)), size
+    return next(cut_batch(batch, size)), size
 
 
 def _three(out: Any, has_aux: bool) -> tuple[Any, Tree, Any]:

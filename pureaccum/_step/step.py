@@ -36,7 +36,7 @@ from .._core import (
     check_reduce,
     check_rule,
     check_sizes,
-    cut,
+    cut_batch,
     group_of,
     is_auto,
     known_of,
@@ -319,7 +319,7 @@ def _in_sizes(
     """One step over a batch, whose microbatches have these sizes."""
     flat = read_batch(batch)
     sizes_of_batch(rows_to_cut(flat), sizes)
-    return window(state, cut(flat, sizes), *shared)
+    return window(state, cut_batch(flat, sizes), *shared)
 
 
 def _looked_at(state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
