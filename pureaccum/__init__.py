@@ -9,6 +9,8 @@ from ._base import all_finite as all_finite
 from ._base import global_norm as global_norm
 from ._base import make_public as _make_public
 from ._base import stack as stack
+from ._base import tree_get as tree_get
+from ._base import tree_set as tree_set
 from ._base import unstack as unstack
 from ._core import AccumState as AccumState
 from ._core import Cut as Cut

@@ -83,6 +83,8 @@ from .generators import noted as noted
 from .generators import put_back as put_back
 from .generators import replaying as replaying
 from .generators import restore as restore
+from .named_leaves import tree_get as tree_get
+from .named_leaves import tree_set as tree_set
 from .refusals import CompileError as CompileError
 from .refusals import advise_on_curvature as advise_on_curvature
 from .refusals import advise_on_vjp as advise_on_vjp

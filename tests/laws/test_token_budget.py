@@ -1,4 +1,4 @@
-"""Rows under a budget of tokens: all of them, none too full, few microbatches, on all ranks alike."""
+"""Rows under a budget of tokens: all, none too full, few microbatches, on all ranks alike."""
 
 from typing import Any
 

@@ -1,0 +1,161 @@
+"""What stands in a nested state, found and set by its name.
+
+"lr"                 whatever has this name, in any part of a chain or a partition
+"['decay'].lr"       a longer ending of the path, as one writes it, tells several apart
+"loss_scale.scale"   likewise
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .trees import NAMESPACE, Tree, flatten, unflatten
+
+
+def tree_get(tree: Tree, name: str) -> Any:
+    """What has a name in a tree, such as the learning rate of a training state.
+
+    The rule: the one leaf, or the one subtree, whose path ends in ``name``.
+
+    Args:
+        tree: Any pytree: a training state, an optimizer's, parameters.
+        name: The last part of a path, or a longer ending of it as one writes it.
+
+    Returns:
+        The leaf or the subtree itself.
+
+    Raises:
+        KeyError: Nothing has that name, or several things; the message lists them.
+
+    Example:
+        >>> from pureaccum import clip_by_global_norm, adamw, chain
+        >>> state = chain(clip_by_global_norm(1.0), adamw(0.25)).init({"w": torch.ones(2)})
+        >>> tree_get(state, "lr"), tree_get(state, "exp_avg")
+        (tensor(0.2500, dtype=torch.float64), {'w': tensor([0., 0.])})
+
+    References:
+        ``tree_set``; ``optax.tree_utils.tree_get``: `Tree
+        <https://optax.readthedocs.io/en/latest/api/utilities.html>`_
+    """
+    nodes = _nodes(tree)
+    found = [path for path in nodes if _ends_in(path, _checked(name))]
+    if len(found) != 1:
+        raise KeyError(_sentence(name, found, nodes))
+    return nodes[found[0]](tree)
+
+
+def tree_set(tree: Tree, changes: Mapping[str, Any] | None = None, /, **named: Any) -> Tree:
+    """A tree with other numbers in the places of some names.
+
+    The rule: every leaf whose path ends in a name becomes the number that goes with it, in the
+    dtype, the shape and on the device of what was there.
+
+    Nothing waits for a device.
+
+    Args:
+        tree: Any pytree: a training state, an optimizer's, parameters.
+        changes: From names, or longer endings of paths, to numbers, to tensors, which are copied,
+            or to functions of what was there.
+        named: The same for names that are words.
+
+    Returns:
+        A tree like ``tree``; what is not set is the same.
+
+    Raises:
+        KeyError: Nothing has one of the names.
+
+    Example:
+        >>> from pureaccum import adamw, partition
+        >>> groups = {"w": adamw(0.25), "b": adamw(0.5)}
+        >>> state = partition(groups, lambda path: path).init(
+        ...     {"w": torch.ones(2), "b": torch.ones(1)}
+        ... )
+        >>> state = tree_set(state, lr=lambda lr: lr / 2)
+        >>> state = tree_set(state, {"['b'].lr": 1.0})
+        >>> tree_get(state, "['w'].lr"), tree_get(state, "['b'].lr")
+        (tensor(0.1250, dtype=torch.float64), tensor(1., dtype=torch.float64))
+
+    References:
+        ``tree_get``; ``plateau``, whose rate is put in so; ``optax.tree_utils.tree_set``: `Tree
+        <https://optax.readthedocs.io/en/latest/api/utilities.html>`_
+    """
+    if changes is not None and not isinstance(changes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"changes is a {type(changes).__name__}; expected a dict from names to numbers, or "
+            "names as keywords: tree_set(state, lr=0.1)."
+        )
+    leaves, spec = flatten(tree)
+    paths = [accessor.codify("") for accessor in spec.accessors()]
+    new = list(leaves)
+    for name, value in {**(changes or {}), **named}.items():
+        at = [i for i, path in enumerate(paths) if _ends_in(path, _checked(name))]
+        if not at:
+            raise KeyError(_sentence(name, [], paths, set(_nodes(tree)) - {*paths}))
+        for i in at:
+            new[i] = _like(value, leaves[i], paths[i])
+    return unflatten(spec, new)
+
+
+def _checked(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise TypeError(
+            f"the name is {name!r}; expected the last part of a path, such as 'lr', or a longer "
+            "ending of it, such as \"['decay'].lr\"."
+        )
+    return name
+
+
+def _nodes(tree: Tree) -> dict[str, Callable[[Any], Any]]:
+    """The path to every leaf and every subtree, and a function that gives it."""
+    spec = optree.tree_structure(tree, namespace=NAMESPACE)
+    found: dict[str, Callable[[Any], Any]] = {}
+    for accessor in spec.accessors():
+        for end in range(1, len(accessor) + 1):
+            part: Any = accessor[:end]
+            found.setdefault(part.codify(""), part)
+    return found
+
+
+def _ends_in(path: str, name: str) -> bool:
+    return path.endswith((f".{name}", f"[{name!r}]", *((name,) if name[0] in ".[" else ())))
+
+
+def _sentence(name: str, found: Any, paths: Any, subtrees: Any = ()) -> str:
+    if found:
+        return f"{name!r} is the end of {', '.join(found)}; a longer ending tells them apart."
+    if any(_ends_in(path, name) for path in subtrees):
+        return (
+            f"{name!r} is a subtree and no leaf, which is replaced as a whole: state._replace(...)."
+        )
+    there = list(dict.fromkeys(path for path in paths if not path.endswith("]"))) or list(paths)
+    more = f" and {len(there) - 12} more" if len(there) > 12 else ""
+    return (
+        f"nothing has a path that ends in {name!r}; there are {', '.join(there[:12])}{more}. A "
+        "learning rate that is a tensor or a schedule does not stand in a state."
+    )
+
+
+def _like(value: Any, old: Any, path: str) -> Any:
+    """A value as what was there: of its dtype and shape, on its device."""
+    new = value(old) if callable(value) else value
+    if not isinstance(old, Tensor):
+        return new
+    if not isinstance(new, (Tensor, bool, int, float)):
+        raise TypeError(
+            f"{path} is set to {new!r}, a {type(new).__name__}; expected a number, a tensor, or a "
+            "function of what is there."
+        )
+    whole = not (old.is_floating_point() or old.is_complex())
+    broken = new.is_floating_point() if isinstance(new, Tensor) else isinstance(new, float)
+    if whole and broken:
+        raise TypeError(f"{path} holds whole numbers ({old.dtype}), and is set to {new!r}.")
+    if not isinstance(new, Tensor):
+        return torch.full_like(old, new, requires_grad=False)
+    if new.shape != old.shape:
+        raise ValueError(
+            f"{path} has shape {tuple(old.shape)}, and is set to a tensor of {tuple(new.shape)}."
+        )
+    return new.to(old.device, old.dtype, copy=True)
