@@ -67,6 +67,8 @@ from ._step import MemoryReport as MemoryReport
 from ._step import StepInfo as StepInfo
 from ._step import TrainState as TrainState
 from ._step import dynamic_loss_scale as dynamic_loss_scale
+from ._step import export_state as export_state
+from ._step import import_state as import_state
 from ._step import make_step as make_step
 from ._step import memory_report as memory_report
 from ._step import static_loss_scale as static_loss_scale

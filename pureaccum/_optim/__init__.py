@@ -17,8 +17,11 @@ from .decays import exponential_decay as exponential_decay
 from .decays import one_cycle as one_cycle
 from .decays import step_decay as step_decay
 from .ema import ema as ema
+from .from_torch import TorchState as TorchState
 from .from_torch import from_torch as from_torch
 from .lbfgs import lbfgs as lbfgs
+from .optimizers import AdamState as AdamState
+from .optimizers import SGDState as SGDState
 from .optimizers import adam as adam
 from .optimizers import adamw as adamw
 from .optimizers import sgd as sgd

@@ -12,6 +12,7 @@ are added up before they are divided. The files follow each other:
     scan, graphs, compiled          the same in graphs: one loop, all that is compiled, and the step
     step                            ``make_step``, which puts it together
     memory_report                   what a step holds in memory
+    taken_over                      going on with a run of torch's, and back
 """
 
 from .loss_scale import LossScaleState as LossScaleState
@@ -23,3 +24,5 @@ from .memory_report import memory_report as memory_report
 from .state import StepInfo as StepInfo
 from .state import TrainState as TrainState
 from .step import make_step as make_step
+from .taken_over import export_state as export_state
+from .taken_over import import_state as import_state

@@ -4,7 +4,7 @@ Scales that are powers of two change no bit of what they scale and unscale.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from .._base import (
     check_state,
     loadable,
     tree_map,
+    tree_set,
 )
 
 
@@ -286,3 +287,19 @@ def _check_flag(finite: Any) -> None:
         raise TypeError(
             f"finite has dtype {finite.dtype} and shape {tuple(finite.shape)}; expected {expected}."
         )
+
+
+def scale_of_scaler(old: Any, scaler: Any) -> LossScaleState:
+    """A loss scale that goes on where a ``GradScaler`` of torch stopped, of its ``state_dict``."""
+    if not isinstance(old, LossScaleState):
+        raise ValueError(
+            "scaler came, and the state has no loss scale: make_step(..., "
+            "loss_scale=dynamic_loss_scale(...))."
+        )
+    if not isinstance(scaler, Mapping) or not {"scale", "_growth_tracker"} <= {*scaler}:
+        raise TypeError(
+            f"scaler is {scaler!r}; expected the state_dict() of a GradScaler, a dict with 'scale' "
+            "and '_growth_tracker'. That of a disabled one is empty."
+        )
+    tracker = int(scaler["_growth_tracker"])
+    return tree_set(old, scale=float(scaler["scale"]), growth_tracker=tracker)
