@@ -1,6 +1,7 @@
 """Prove that your loss may be microbatched, and test accumulation math of your own.
 
 ``check_accumulation``, ``assert_accumulates``: may this loss, or this loop, be cut, and why not?
+``check_training_loop``: the same of a loop over a module and an optimizer of torch.
 ``assert_pure``, ``unchanged``: a call, or a block, changes nothing that can be seen.
 ``assert_trees_bitwise_equal``, ``assert_trees_within_bound``: what differs, where, and why.
 ``strategies``: data, losses and histories for hypothesis (``pip install 'pureaccum[testing]'``).
@@ -21,6 +22,7 @@ from ._check.report import AccumulationMismatch as AccumulationMismatch
 from ._check.report import Diagnosis as Diagnosis
 from ._check.report import Leaf as Leaf
 from ._check.report import Report as Report
+from ._check.training_loop import check_training_loop as check_training_loop
 from ._pure import assert_pure as assert_pure
 from ._pure import unchanged as unchanged
 

@@ -89,9 +89,9 @@ def of_loop(loop: Loop, trial: Trial, wrong: bool) -> Diagnosis | None:
         shares = [float(state.weight) / sum(own) for state in states]
     else:
         shares = [1.0 if is_sum else len(part) / len(rows) for part in split]
-    found = _fitted(grads, result)
+    found = fitted(grads, result)
     certain = sum(x.numel() for x in result) > len(split)  # or any result would fit
-    return None if found is None else _mistake(found, shares, is_sum, certain)
+    return None if found is None else mistake(found, shares, is_sum, certain)
 
 
 def _impure(loop: Loop, trial: Trial, split: Split) -> Diagnosis | None:
@@ -117,7 +117,7 @@ def _impure(loop: Loop, trial: Trial, split: Split) -> Diagnosis | None:
     return None
 
 
-def _fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | None:
+def fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | None:
     """The factors, or None where the result is no combination of the gradients."""
 
     def column(tree: list[Tensor]) -> Tensor:
@@ -133,7 +133,7 @@ def _fitted(grads: list[list[Tensor]], result: list[Tensor]) -> list[float] | No
 _ALIKE = 1e-6  # tells one mistake from another, and not right from wrong
 
 
-def _mistake(
+def mistake(
     found: list[float], shares: list[float], is_sum: bool, certain: bool
 ) -> Diagnosis | None:
     """The mistake that such factors show; None where they are right."""

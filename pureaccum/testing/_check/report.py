@@ -46,7 +46,8 @@ class Diagnosis(NamedTuple):
             ``"data statistics"``, ``"several means"``, ``"mean of means"``, ``"weight"``,
             ``"sum as mean"``, ``"mean as sum"``, ``"constant term"``, ``"overflow"``,
             ``"raises"``; of a loop also ``"gradients zeroed"``, ``"tail dropped"``, ``"factor"``
-            and ``"wrong weights"``; or ``"unknown"``.
+            and ``"wrong weights"``; of one with an optimizer ``"steps"``, ``"clips nothing"``,
+            ``"changed one by one"`` and ``"optimizer statistics"``; or ``"unknown"``.
         says: What the experiment showed.
         mend: The line of code that mends it.
 
@@ -73,7 +74,7 @@ class Report(NamedTuple):
         diagnoses: The causes, where it does not fit.
         rows: How many rows the batch has.
         splits: How many splits were tried.
-        loss: What the loss is of its rows: ``"mean"``, ``"sum"`` or ``"Weighted"``.
+        loss: What the loss is of its rows: ``"mean"``, ``"sum"`` or ``"Weighted"``; or ``"loop"``.
         dtype: The loss's own dtype.
         reference: The dtype in which gradients were compared.
 

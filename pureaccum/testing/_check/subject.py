@@ -161,6 +161,16 @@ def computing_in(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[N
         torch.set_default_dtype(default)
 
 
+def _narrowly(func: Any, args: Any) -> Any:
+    """A kernel of a GradScaler, which takes its scale and its flags in float32 alone."""
+    narrow = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+    out = func(*narrow)
+    for x, y in zip(args, narrow, strict=True):
+        if x is not y:
+            x.copy_(y)
+    return out
+
+
 def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     """Copies of a tree's tensors, those of floating-point numbers in ``dtype``."""
     becomes = _becomes(dtype)
@@ -195,6 +205,8 @@ class _InDtype(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             out = func(*args, **kwargs)
             return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
+        if name.startswith("_amp_"):
+            return _narrowly(func, args)
         args = tree_map(self.recast, args)
         kwargs = {key: tree_map(self.recast, arg) for key, arg in kwargs.items()}
         if name in self.without and is_active(name, args, kwargs):

@@ -1,0 +1,327 @@
+"""A training loop of one's own over a module and an optimizer of torch: does it depend on the cut?
+
+    moved(parts) = parameters after the loop over these microbatches, minus those before
+    it fits: moved(any parts of the batch) == moved([the batch]), in float64, but for rounding
+
+Nothing but the loop is needed: over the whole batch in one microbatch it is its own reference. The
+optimizer's step belongs to it, so that what it makes of squares and norms of microbatches shows.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..._base import all_finite, check_number, norm
+from ..._core import read_batch, rows_to_cut
+from .check import read_splits
+from .diagnosis import UNKNOWN
+from .loop import fitted, mistake
+from .report import AccumulationMismatch, Diagnosis, Indices, Leaf, Report, Split
+from .subject import BATCH_NORM, DROPOUTS, Subject, preserving_random, split_at, uncompiled
+from .trials import UNIT, Bound, Result, Trial, worst_of
+
+
+TrainingLoop = Callable[[nn.Module, torch.optim.Optimizer, list[Any]], object]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def check_training_loop(
+    loop: TrainingLoop,
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    max_norm: float | None = None,
+    splits: int | Sequence[Sequence[int]] = 8,
+    seed: int = 0,
+    raise_on_mismatch: bool = True,
+) -> Report:
+    """Find out whether a loop over a module and an optimizer of torch depends on the cut.
+
+    The rule, for copies of the model in float64, parameter by parameter::
+
+        it fits: loop over any microbatches moves it as the loop over the whole batch in one
+
+    The batch is cut as by ``check_accumulation``. Then experiments look for the cause.
+
+    Args:
+        loop: ``loop(model, optimizer, microbatches)``: one window of the loop, from the first
+            forward pass to ``optimizer.step()``. It is given a list, perhaps of the whole batch.
+        model: The module, of which each call gets a copy.
+        batch: A pytree whose tensors have one row per sample along dim 0; at least two rows.
+        optimizer: ``optimizer(parameters)`` makes the optimizer, anew for each call; by default
+            ``torch.optim.SGD(parameters, lr=1.0)``, with which parameters move by the gradient.
+        max_norm: The norm to which the loop says that it clips: whether what reaches the optimizer
+            is no larger. Choose one that the gradient of this batch exceeds.
+        splits: How many random splits are tried besides the fixed ones; or the splits themselves,
+            lists of sizes that sum to the rows.
+        seed: The seed of the splits, and of the random numbers that the loop sees.
+        raise_on_mismatch: False returns the report even where the loop does not fit.
+
+    Returns:
+        A ``Report``, whose leaves are the parameters that require a gradient.
+
+    Raises:
+        AccumulationMismatch: Where the loop does not fit; ``error.report`` is the report.
+
+    Example:
+        >>> def train(model, optimizer, microbatches):
+        ...     for x, y in microbatches:
+        ...         loss = ((model(x) - y) ** 2).mean() / len(microbatches)
+        ...         loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> batch = torch.arange(12.0).reshape(6, 2).sin(), torch.ones(6, 1)
+        >>> report = check_training_loop(
+        ...     train, torch.nn.Linear(2, 1), batch, raise_on_mismatch=False
+        ... )
+        >>> report.fits, report.diagnoses[0].kind
+        (False, 'mean of means')
+
+    References:
+        ``check_accumulation``, for a loss, or for a loop that is a function of parameters.
+    """
+    __tracebackhide__ = True  # of pytest
+    given = _read(loop, model, batch, optimizer, max_norm)
+    random = torch.Generator().manual_seed(seed)
+    split_in = read_splits(given.subject.rows, splits, random)
+    with torch.inference_mode(False), preserving_random(), uncompiled():
+        report = given.examined(split_in)
+    if raise_on_mismatch and not report.fits:
+        raise AccumulationMismatch(report)
+    return report
+
+
+def _read(
+    loop: Any, model: Any, batch: Any, optimizer: Any, max_norm: float | None
+) -> "_Examination":
+    if not callable(loop):
+        raise TypeError(
+            f"loop is of type {type(loop).__name__}; expected loop(model, optimizer, microbatches)."
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}; expected a torch.nn.Module.")
+    if optimizer is not None and (
+        isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)
+    ):
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}; expected a function that makes one, "
+            "anew for each call: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+        )
+    if max_norm is not None:
+        max_norm = check_number(max_norm, "max_norm", "a number above zero", lambda it: it > 0)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("model has no parameter that requires a gradient: nothing would move.")
+    flat = read_batch(batch)
+    rows = rows_to_cut(flat, one_by_one=True)
+    if rows < 2:
+        raise ValueError(f"batch has {rows} rows; expected at least two: one cannot be cut.")
+    subject = Subject(loss_fn=loop, params={}, batch=flat, rows=rows, seeds=itertools.repeat(0))
+    return _Examination(subject, model, cast(Any, optimizer), max_norm)
+
+
+def _plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+class _Examination:
+    """The calls of a loop, and what they show."""
+
+    def __init__(
+        self, subject: Subject, model: nn.Module, make: MakeOptimizer | None, max_norm: float | None
+    ) -> None:
+        self.subject, self.model = subject, model
+        self.make, self.max_norm = make or _plain_sgd, max_norm
+        named = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [f"model.{name}" for name in named]
+        self.steps = 0  # of the last call
+        self.norm = 0.0  # of the gradients at its last step
+
+    def moved(self, split: Split, subject: Subject | None = None) -> list[Tensor]:
+        """How the parameters move in a loop over some microbatches."""
+        subject = subject or self.subject
+        dtype = subject.dtype
+        model = copy.deepcopy(self.model).to(dtype)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        before = [p.detach().clone() for p in parameters]
+        microbatches = [subject.arguments(rows)[1] for rows in split]
+        optimizer = self.make(parameters)
+        self.steps, self.norm = 0, 0.0
+
+        def note(*_: Any) -> None:
+            self.steps += 1
+            grads = [p.grad for p in parameters if p.grad is not None]
+            self.norm = math.hypot(*(float(norm(g)) for g in grads))
+
+        optimizer.register_step_pre_hook(note)
+        with subject.running(0), torch.enable_grad():
+            subject.loss_fn(model, optimizer, microbatches)
+        return [p.detach() - old for p, old in zip(parameters, before, strict=True)]
+
+    def trial(self, subject: Subject) -> Trial:
+        """The loop over microbatches beside the loop over the whole batch, in float64."""
+        wide = subject.in_dtype(torch.float64)
+        everything = wide.everything()
+        known: dict[Indices, list[Tensor]] = {}
+
+        def whole(rows: Indices) -> list[Tensor]:
+            if rows not in known:
+                known[rows] = self.moved((rows,), wide)
+            return known[rows]
+
+        def accumulate(split: Split) -> Result:
+            rows = tuple(sorted(itertools.chain(*split)))
+            return Result(self.moved(split, wide), [float(norm(x)) for x in whole(rows)])
+
+        full = whole(everything)
+        narrow = self.moved((everything,), subject.in_dtype(torch.float32))
+        share = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
+        floor = [_floor(share, x, y) for x, y in zip(narrow, full, strict=True)]
+        bound = Bound(UNIT[torch.float64] ** 0.5, floor)
+        return Trial(subject=wide, accumulate=accumulate, whole=whole, bound=bound, known={})
+
+    def examined(self, splits: list[Split]) -> Report:
+        """Try all splits, and find the cause."""
+        trial = self.trial(self.subject)
+        full = trial.whole(self.subject.everything())
+        self.moved((self.subject.everything(),), trial.subject)
+        self.check_moved(full)
+        clipped = self.unclipped()
+        worst = worst_of([trial], splits, len(self.names))
+        fits = trial.fits(splits) and clipped is None
+        causes = clipped or (None if fits else self.cause(trial, splits))
+        dtype = next(p for p in self.model.parameters() if p.requires_grad).dtype
+        return Report(
+            fits=fits,
+            leaves=tuple(
+                Leaf(name, error, split, math.nan)
+                for name, (error, _, split) in zip(self.names, worst, strict=True)
+            ),
+            diagnoses=() if causes is None else (causes,),
+            rows=self.subject.rows,
+            splits=len(splits),
+            loss="loop",
+            dtype=str(dtype).removeprefix("torch."),
+            reference="float64",
+        )
+
+    def check_moved(self, full: list[Tensor]) -> None:
+        if not self.steps:
+            raise ValueError(
+                "the loop never called optimizer.step() of the optimizer that it was given, so "
+                "there is nothing to compare. Does it use another one?"
+            )
+        if not all_finite(full):
+            raise ValueError("over the whole batch the parameters become inf or NaN in float64.")
+        if not any(bool(x.any()) for x in full):
+            raise ValueError(
+                "over the whole batch no parameter moves. Does the loop train another model than "
+                "the one that it is given, or zero the gradients before the step?"
+            )
+
+    def unclipped(self) -> Diagnosis | None:
+        if self.max_norm is None or self.norm <= self.max_norm * (1 + 1e-6):
+            return None
+        return Diagnosis(
+            "clips nothing",
+            f"gradients of norm {self.norm:.4g} reach the optimizer, and the loop is to clip them "
+            f"to {self.max_norm:g}: what is clipped is not what is stepped with.",
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # parameters, after the "
+            "last backward (and scaler.unscale_), before the step",
+        )
+
+    def cause(self, trial: Trial, splits: Sequence[Split]) -> Diagnosis:
+        """What is wrong with a loop that does not fit."""
+        for functions, found in (
+            (frozenset({BATCH_NORM}), _STATISTICS),
+            (frozenset(DROPOUTS), _DROPOUT),
+        ):
+            if self.fits_without(functions, splits):
+                return found
+        rows = trial.subject.everything()
+        sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
+        split = split_at(rows, itertools.accumulate(sizes))
+        try:
+            result = self.moved(split, trial.subject)
+            if self.steps > 1:
+                return _STEPS
+            each = [trial.whole(part) for part in split]
+        except Exception:
+            return UNKNOWN
+        shares = [len(part) / len(rows) for part in split]
+        factors = fitted(each, result)
+        found = None
+        if factors is not None:
+            certain = sum(x.numel() for x in result) > len(split)
+            linear = fitted(each, trial.whole(rows)) is not None
+            found = mistake(factors, shares, False, certain) or (_BY_ROWS if linear else _CHANGED)
+        elif self.make is not _plain_sgd and self.fits_by_sgd(splits):
+            found = _OPTIMIZER
+        return found or UNKNOWN
+
+    def fits_without(self, functions: frozenset[str], splits: Sequence[Split]) -> bool:
+        """Whether the loop fits where some functions of the model do nothing."""
+        try:
+            return self.trial(self.subject._replace(without=functions)).fits(splits)
+        except Exception:
+            return False
+
+    def fits_by_sgd(self, splits: Sequence[Split]) -> bool:
+        """Whether the gradients that reach an optimizer are right."""
+        plain = _Examination(self.subject, self.model, None, None)
+        try:
+            return plain.trial(self.subject).fits(splits)
+        except Exception:
+            return False
+
+
+def _floor(share: float, narrow: Tensor, wide: Tensor) -> float:
+    """What the loop itself loses; a move that is nothing but rounding is not judged.
+
+    An optimizer that divides by the size of a gradient makes a whole step of one that is zero on
+    paper, such as that of a bias below a softmax.
+    """
+    if not all_finite(narrow):
+        return 0.0
+    lost = float(norm(narrow.double() - wide))
+    return math.inf if lost > 0.1 * float(norm(wide)) else share * lost
+
+
+_STATISTICS = Diagnosis(
+    "batch statistics",
+    "the mean and variance of a microbatch are not the batch's; without batch norm the loop fits.",
+    "norm.eval()  # each batch norm; or GroupNorm; or pa.functional(module, microbatch_size=...)",
+)
+_DROPOUT = Diagnosis(
+    "randomness",
+    "other microbatches get other masks from dropout; without it the loop fits.",
+    "model.eval()  # for the check; or pa.dropout(x, p, keys), with a key for each row",
+)
+_STEPS = Diagnosis(
+    "steps",
+    "the loop calls optimizer.step() more than once in a window: each microbatch is a batch.",
+    "optimizer.step()  # once, after the last microbatch",
+)
+_BY_ROWS = Diagnosis(
+    "weight",
+    "every microbatch counts by its rows, and the loss is a mean over something else: tokens, what "
+    "a mask leaves.",
+    "loss = total / tokens_of_the_window  # counted over all microbatches before the first",
+)
+_CHANGED = Diagnosis(
+    "changed one by one",
+    "the gradient of each microbatch is changed by itself (clipped, projected, compressed), and "
+    "the sum of that is not what the sum of them would become.",
+    "total += grad  # over all microbatches; and then, once, what is done to it",
+)
+_OPTIMIZER = Diagnosis(
+    "optimizer statistics",
+    "the gradients that reach the optimizer are right, and its step is not: it is given squares, "
+    "norms or projections of microbatches, whose sum is not that of the whole gradient's.",
+    "exp_avg_sq += grad**2  # of the sum over all microbatches, once",
+)

@@ -1,0 +1,50 @@
+"""Fixtures for pytest: ``from pureaccum.testing.fixtures import accumulates`` in a ``conftest.py``.
+
+A test that fails prints the report and nothing else. No plugin is installed for it: pytest would
+import torch in every project of the environment.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ._check.check import check_accumulation
+from ._check.training_loop import check_training_loop
+
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "pureaccum.testing.fixtures needs pytest: pip install pytest."
+    ) from error
+
+
+@pytest.fixture
+def accumulates() -> Callable[..., Any]:
+    """A function that fails the test where a loss, or a loop, depends on how a batch is cut.
+
+    The rule: ``check_accumulation``, or ``check_training_loop`` where its second argument is a
+    module; a report that does not fit is the message of the failure, without a traceback.
+
+    Returns:
+        A function with the arguments of the one or the other, which returns the report.
+
+    Example:
+        >>> def test_my_loss(accumulates):
+        ...     accumulates(lambda w, x: ((x @ w) ** 2).mean(), torch.ones(2), torch.ones(4, 2))
+
+    References:
+        ``check_accumulation``, ``check_training_loop``; `Fixtures
+        <https://docs.pytest.org/en/stable/how-to/fixtures.html>`_
+    """
+
+    def check(first: Any, second: Any, *args: Any, **knobs: Any) -> Any:
+        from torch.nn import Module
+
+        of = check_training_loop if isinstance(second, Module) else check_accumulation
+        report = of(first, second, *args, **knobs, raise_on_mismatch=False)
+        if not report.fits:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return check
