@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pureaccum.testing import assert_trees_bitwise_equal
+
 
 pytestmark = pytest.mark.project
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,6 +41,23 @@ def test_the_language_model_learns() -> None:
 def test_a_language_model_of_transformers_learns() -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     check_language_model("Llama")
+
+
+def test_the_digits_are_learned_and_a_run_goes_on(tmp_path: Path) -> None:
+    """Stopped after 200 steps of 300, it comes to the bits that it would have come to."""
+    pytest.importorskip("sklearn", reason="needs scikit-learn")
+    example = runpy.run_path(str(EXAMPLES / "digits.py"))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    want = example["main"](str(whole))
+    assert want["seen"][-1, 2] > 0.9
+    assert want["seen"][-1, 1] < want["seen"][0, 1]
+    example["main"](str(parts), stop=200)
+    got = example["main"](str(parts), resume=True)
+    assert_trees_bitwise_equal(got, want)
+    if (whole / "digits.png").exists():  # with matplotlib
+        assert (whole / "digits.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", ["contrastive", "triplet", "mixture_of_experts"])
