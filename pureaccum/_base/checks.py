@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .containers import open_tree
 from .dtensors import PLAIN, any_sharded, first_partial, is_sharded
 from .torch_internals import transform_active
 from .trees import Tree, flatten, paths
@@ -162,6 +163,8 @@ def read_params(params: Tree, root: str = "params") -> tuple[list[Tensor], optre
         return leaves, spec
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
+            if open_tree(params, root)[1] != spec:  # whose classes are known from now on
+                return read_params(params, root)
             raise TypeError(
                 f"{paths(spec, root)[i]} is a {type(leaf).__name__}; expected a tensor. What is "
                 "not differentiated (a setting, a module) goes in another argument of the "

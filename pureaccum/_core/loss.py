@@ -19,6 +19,7 @@ from .._base import (
     innermost,
     is_sharded,
     local,
+    open_tree,
     replicated,
     select,
     unflatten,
@@ -135,6 +136,9 @@ def read(out: Any, has_aux: bool, several: bool = False) -> tuple[Read, Shape]:
         return Read(total, weight, []), Shape(dtype, weighted, None, [])
     leaves, spec = flatten(aux)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(tensors) < len(leaves):  # a model's outputs, say: a dataclass or a mapping
+        leaves, spec = open_tree(aux, "aux")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return Read(total, weight, tensors), Shape(dtype, weighted, spec, static)
 

@@ -153,6 +153,36 @@ def test_records_are_cut_and_other_lists_are_not(sizes: list[int]) -> None:
         assert part["pair"][2]["ids"] == [[i] for i in rows]
 
 
+@pytest.mark.parametrize("kind", ["mapping", "dataclass"])
+def test_params_and_aux_may_be_any_container(kind: str) -> None:
+    """Of a class that nobody has seen before, too."""
+
+    @dataclass
+    class Fields:
+        x: Any
+        more: Any
+
+        def __getitem__(self, name: str) -> Any:
+            return getattr(self, name)
+
+    cls: Any = Fields if kind == "dataclass" else type("New", (Encoding,), {})
+    items = {"x": torch.ones(ROWS), "more": torch.tensor(2.0)}
+    params = cls(**items) if kind == "dataclass" else cls(items)
+    other: Any = type("Aux", (Encoding,), {})
+
+    def linear(params: Any, x: Tensor) -> Any:
+        out = x * params["more"]
+        return out.mean(), other(rows=out, more=other(count=pa.Weighted(len(x), 1)))
+
+    step = pa.make_step(linear, pa.sgd(1.0), has_aux=True, microbatch_size=2)
+    state, info = step(step.init(params), torch.arange(8.0))
+    assert type(state.params) is cls
+    assert state.params["more"] == 2.0 - 3.5
+    assert type(info.aux) is type(info.aux["more"]) is other
+    assert torch.equal(info.aux["rows"], 2 * torch.arange(8.0))
+    assert info.aux["more"]["count"] == 2.0
+
+
 # Jagged nested tensors -----------------------------------------------------------------------
 
 
