@@ -77,6 +77,7 @@ def scaled(model: Any, optimizer: Any, parts: Any) -> None:
 
 
 def by_rows(model: Any, optimizer: Any, parts: Any) -> None:
+    optimizer.zero_grad()
     rows = sum(len(part["x"]) for part in parts)
     for part in parts:
         (mean(model, part) * len(part["x"]) / rows).backward()
@@ -123,6 +124,7 @@ def test_a_gradient_that_is_zero_on_paper_is_not_judged() -> None:
         for part in parts:
             (model(part["x"]).sum() / rows).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
     assert check_training_loop(by_rows, model, FULL, optimizer=adamw).fits
     assert check_training_loop(constant, shifted, FULL, optimizer=adamw).fits
@@ -135,6 +137,7 @@ def mean_of_means(model: Any, optimizer: Any, parts: Any) -> None:
     for part in parts:
         (mean(model, part) / len(parts)).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def last_window(model: Any, optimizer: Any, parts: Any) -> None:
@@ -142,12 +145,14 @@ def last_window(model: Any, optimizer: Any, parts: Any) -> None:
     for part in parts:
         (mean(model, part) / k).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def added(model: Any, optimizer: Any, parts: Any) -> None:
     for part in parts:
         mean(model, part).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def dropped(model: Any, optimizer: Any, parts: Any) -> None:
@@ -155,6 +160,7 @@ def dropped(model: Any, optimizer: Any, parts: Any) -> None:
     for part in parts[:-1] if len(parts) > 1 else parts:
         (mean(model, part) * len(part["x"]) / rows).backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def zeroed(model: Any, optimizer: Any, parts: Any) -> None:
@@ -165,12 +171,20 @@ def zeroed(model: Any, optimizer: Any, parts: Any) -> None:
     optimizer.step()
 
 
+def added_up(model: Any, optimizer: Any, parts: Any) -> None:
+    rows = sum(len(part["x"]) for part in parts)
+    for part in parts:
+        (mean(model, part) * len(part["x"]) / rows).backward()
+    optimizer.step()
+
+
 def clipped_each(model: Any, optimizer: Any, parts: Any) -> None:
     rows = sum(len(part["x"]) for part in parts)
     for part in parts:
         (mean(model, part) * len(part["x"]) / rows).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0625)
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def stepped_each(model: Any, optimizer: Any, parts: Any) -> None:
@@ -187,6 +201,7 @@ def clips_nothing(model: Any, optimizer: Any, parts: Any) -> None:
     copies = [p.detach() for p in model.parameters()]  # which have no .grad
     torch.nn.utils.clip_grad_norm_(copies, 0.0625)
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def squares(model: Any, optimizer: Any, parts: Any) -> None:
@@ -207,6 +222,7 @@ def squares(model: Any, optimizer: Any, parts: Any) -> None:
         else:
             p.grad = total / (moment.sqrt() + 1e-3)
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def projected(model: Any, optimizer: Any, parts: Any) -> None:
@@ -221,6 +237,7 @@ def projected(model: Any, optimizer: Any, parts: Any) -> None:
         weight.grad = None
     weight.grad = low
     optimizer.step()
+    optimizer.zero_grad()
 
 
 class Fault(NamedTuple):
@@ -261,6 +278,7 @@ FAULTS = {
     "gradients zeroed in every iteration": Fault(
         zeroed, "the usual place of `zero_grad`", "gradients zeroed"
     ),
+    "gradients that are never zeroed": Fault(added_up, "a missing `zero_grad`", "state"),
     "every microbatch clipped": Fault(
         clipped_each,
         "[accelerate #641](https://github.com/huggingface/accelerate/issues/641)",

@@ -191,18 +191,18 @@ class _Examination:
         full = trial.whole(self.subject.everything())
         self.moved((self.subject.everything(),), trial.subject)
         self.check_moved(full)
-        clipped = self.unclipped()
+        alone = [self.unclipped(), self.kept(trial.subject)]  # seen in the whole batch
         worst = worst_of([trial], splits, len(self.names))
-        fits = trial.fits(splits) and clipped is None
-        causes = clipped or (None if fits else self.cause(trial, splits))
+        alike = trial.fits(splits)
+        causes = [it for it in (None if alike else self.cause(trial, splits), *alone) if it]
         dtype = next(p for p in self.model.parameters() if p.requires_grad).dtype
         return Report(
-            fits=fits,
+            fits=not causes,
             leaves=tuple(
                 Leaf(name, error, split, math.nan)
                 for name, (error, _, split) in zip(self.names, worst, strict=True)
             ),
-            diagnoses=() if causes is None else (causes,),
+            diagnoses=tuple(causes),
             rows=self.subject.rows,
             splits=len(splits),
             loss="loop",
@@ -234,6 +234,28 @@ class _Examination:
             "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # parameters, after the "
             "last backward (and scaler.unscale_), before the step",
         )
+
+    def kept(self, subject: Subject) -> Diagnosis | None:
+        """What an earlier window leaves behind: seen where no parameter moves in between."""
+        model = copy.deepcopy(self.model).to(subject.dtype)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        seen: list[list[Tensor]] = []
+
+        def note(*_: Any) -> None:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            seen.append([g.detach().clone() for g in grads])
+
+        optimizer.register_step_pre_hook(note)
+        try:
+            for _ in range(2):
+                microbatches = [subject.arguments(subject.everything())[1]]
+                with subject.running(0), torch.enable_grad():
+                    subject.loss_fn(model, optimizer, microbatches)
+        except Exception:
+            return None  # a loop for another kind of optimizer
+        first, last = (torch.cat([g.flatten() for g in grads]) for grads in (seen[0], seen[-1]))
+        return None if float(norm(last - first)) <= 1e-6 * float(norm(first)) else _KEPT
 
     def cause(self, trial: Trial, splits: Sequence[Split]) -> Diagnosis:
         """What is wrong with a loop that does not fit."""
@@ -306,6 +328,12 @@ _STEPS = Diagnosis(
     "steps",
     "the loop calls optimizer.step() more than once in a window: each microbatch is a batch.",
     "optimizer.step()  # once, after the last microbatch",
+)
+_KEPT = Diagnosis(
+    "state",
+    "a second window of the loop, with the same parameters and the same batch, gives the optimizer "
+    "other gradients: those of the first are still there.",
+    "optimizer.zero_grad()  # before the first microbatch of every window, or after the step",
 )
 _BY_ROWS = Diagnosis(
     "weight",
