@@ -1,5 +1,7 @@
 """What a diagnosis adds to its kind: what is left without the norms, and which of them it names."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,3 +125,19 @@ def test_what_overflows_is_named():
     assert [cause.kind for cause in report.diagnoses] == ["overflow"]
     assert "params['b'] of a microbatch is inf or NaN in float16" in report.diagnoses[0].says
     assert max(leaf.error for leaf in report.leaves) <= 1
+
+
+def test_the_line_that_normalises_data_is_named() -> None:
+    """And not the line that called the loss, or a helper of it."""
+
+    def normalised(gain: torch.Tensor) -> torch.Tensor:
+        return (gain - gain.mean()) / 2.0  # the line
+
+    def loss(w: torch.Tensor, batch: Any) -> torch.Tensor:
+        gain = normalised(batch["gain"])
+        return ((batch["x"] @ w) * gain).mean()
+
+    batch = {"x": torch.linspace(-1, 2, 24).reshape(8, 3).sin(), "gain": torch.arange(8.0) ** 2}
+    report = check_accumulation(loss, torch.ones(3), batch, raise_on_mismatch=False)
+    assert [it.kind for it in report.diagnoses] == ["data statistics"]
+    assert "/ 2.0  # the line" in report.diagnoses[0].says

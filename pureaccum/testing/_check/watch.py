@@ -5,6 +5,7 @@ function is called with, and that no function has returned, is one that the loss
 it holds.
 """
 
+import inspect
 import linecache
 import weakref
 from collections.abc import Generator
@@ -317,7 +318,7 @@ def _random_state() -> Tensor:
 
 def users_line() -> str:
     """The innermost line that is neither torch's nor ours."""
-    for frame, line in walk_stack(None):
+    for frame, line in walk_stack(inspect.currentframe()):  # of None it skips some frames
         file = Path(frame.f_code.co_filename)
         if not any(ours in file.parents for ours in _NOT_THE_USERS):
             text = linecache.getline(str(file), line).strip()
