@@ -1,4 +1,4 @@
-"""``python -m tests.benchmarks [--quick | --full] [--only PART] [--json FILE] [--plot FILE]``.
+"""``python -m tests.benchmarks [--quick | --full] [--only PART] [--row TEXT] [--json FILE]``.
 
 Rule: memory first, in processes of its own, several at a time; then the clock, alone and pinned.
 """
@@ -12,13 +12,13 @@ from time import perf_counter
 
 import torch
 
-from . import clock, memory, plan, plot, ratios, report
+from . import chosen, clock, memory, plan, plot, ratios, report
 from .facts import facts
 from .first_call import first_call
 from .models import SIZES
-from .ranks import KINDS, talk
-from .ranks_of_pairs import pairs_of_ranks
-from .saving import saving
+from .ranks import KINDS, OURS, talk
+from .ranks_of_pairs import APART, PAIRS_OF_RANKS, pairs_of_ranks
+from .saving import MEGABYTES, SAVE, saving
 from .syncs import syncs
 
 
@@ -37,6 +37,8 @@ def main() -> None:
             peaks += plan.coupled_peaks(full, device)
         if options.only in (None, "memory", "samples"):
             peaks += plan.sample_peaks(device)
+        if options.only in (None, "memory", "batch"):
+            peaks += plan.growth_peaks(device)
         if options.only in (None, "memory", "curvature"):
             peaks += plan.curvature_peaks(device)
         if options.only in (None, "time", "curvature"):
@@ -57,6 +59,15 @@ def main() -> None:
     if options.only in (None, "time", "compile"):
         firsts = plan.first_calls(full)
     talks = KINDS if options.only in (None, "time", "ranks") else ()
+    paired = bool(talks)
+    if (text := options.row) is not None:
+        peaks, cells = chosen.peaks(peaks, text), [*chosen.cells(cells, text)]
+        firsts, checks = chosen.ones(firsts, text), chosen.ones(checks, text)
+        saves = [device for device in saves if text in f"{SAVE}, {MEGABYTES} MB of float32"]
+        talks = [kind for kind in talks if text in f"{OURS}, {kind}"]
+        paired = paired and text in f"{APART}, {PAIRS_OF_RANKS}"
+        if not any((peaks, cells, firsts, checks, saves, talks, paired)):
+            raise SystemExit(f"--row: no row has {text!r} in its name or its place.")
 
     begin = perf_counter()
     with report.progress(sum(map(len, (peaks, firsts, checks, cells, saves, talks)))) as done:
@@ -69,7 +80,7 @@ def main() -> None:
         for kind in talks:  # two processes, which need not share a core
             talked[kind] = talk(kind)
             done(f"ranks, {kind}")
-        paired = pairs_of_ranks() if talks else None
+        paired = pairs_of_ranks() if paired else None
         core = clock.pin()
         firsts = run(firsts, first_call, "first call", done)
         checks = run(checks, syncs, "syncs", done)
@@ -150,16 +161,26 @@ def arguments() -> argparse.Namespace:
             "curvature",
             "checkpoint",
             "ranks",
+            "batch",
         ),
         help="leave out the rest; step: only the time of whole steps, programs: of "
         "programs that people have written, compile: of first calls, "
         "microbatch: time and memory of what is computed in microbatches (rows that are coupled, a "
         "head, derivatives of derivatives), and of remat, samples: of single samples' gradients, "
         "and the time of many runs as one, curvature: of products with Hessians and their kin, "
-        "checkpoint: of saving, ranks: what two ranks say to one another in a step, and its time",
+        "checkpoint: of saving, ranks: what two ranks say to one another in a step, and its time, "
+        "batch: memory, the larger the batch",
+    )
+    parser.add_argument(
+        "--row",
+        metavar="TEXT",
+        help="only rows with this text in 'who, where', and what they stand beside: --row "
+        "'tiled head'; --row 'default step, 2 x 16 wide'",
     )
     parser.add_argument("--size", choices=SIZES, help="of the GPT: tiny, on CUDA small by default")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every raw number")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="every raw number, for tests.benchmarks.page"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a figure of the whole steps")
     return parser.parse_args()
 

@@ -18,7 +18,7 @@ from .gradcache import PAIRS, PAIRS_STEPS
 from .head import HEADS
 from .models import Batch, Problem
 from .nests import NESTS
-from .norms import NORMS
+from .norms import NORMS, VIEWS
 from .per_sample import SAMPLES
 from .programs import PROGRAMS
 from .rematerialised import CHAINS
@@ -132,4 +132,4 @@ ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
 CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | PAIRS_STEPS | HEADS | CHAINS | SAMPLES
-CONTENDERS |= PROGRAMS | PRODUCTS
+CONTENDERS |= PROGRAMS | PRODUCTS | VIEWS

@@ -53,6 +53,8 @@ class Model(NamedTuple):
                 name = f"{self.depth} x conv-BN-ReLU {self.width} wide"
             case "resnet":
                 name = f"ResNet-18 {self.width} wide"
+            case "views":
+                name = f"two views, {self.depth} x conv-BN-ReLU {self.width} wide"
             case "towers":
                 name = f"two towers, {self.depth} x {self.width} wide"
             case "chain":
@@ -183,6 +185,12 @@ def norms(model: Model) -> Made:
     return net, F.cross_entropy, images(model, 16)
 
 
+def views(model: Model) -> Made:
+    """With InfoNCE: of each image two views, which find each other."""
+    net = convolutions(model.width, model.depth, AFTER)
+    return net, info_nce, (images(model, 16)[0], images(model, 16)[0])
+
+
 def residual_network(model: Model) -> Made:
     return resnet(model.width, CLASSES), F.cross_entropy, images(model, 32)
 
@@ -239,6 +247,7 @@ MAKE: dict[str, Callable[[Model], Made]] = {
     "digits": digits,
     "norms": norms,
     "resnet": residual_network,
+    "views": views,
     "towers": towers,
     "chain": chain,
     "head": head,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
@@ -30,6 +31,30 @@ def full_batch(problem: Problem) -> Grads:
         return taken(named)
 
     return window
+
+
+def full_views(problem: Problem) -> Grads:
+    """A contrastive loss of two views, by ``.backward()`` on all of them."""
+    net, criterion = problem.net, problem.criterion
+    named = list(net.named_parameters())
+
+    def window(batch: Batch) -> dict[str, Tensor]:
+        criterion(*net(torch.cat(batch)).chunk(2)).backward()
+        return taken(named)
+
+    return window
+
+
+def cut_views(problem: Problem) -> Grads:
+    """The same, with ``pa.functional`` for the network: BatchNorm sees all rows of both views."""
+    criterion, params = problem.criterion, problem.params
+    fn = pa.functional(problem.net, microbatch_size=problem.rows)
+
+    def loss(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        out, _ = fn.apply(params, fn.buffers, torch.cat(batch))
+        return criterion(*out.chunk(2))
+
+    return partial(pa.grad(loss), params)
 
 
 def taken(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
@@ -64,3 +89,7 @@ NORMS: dict[str, Callable[[Problem], Grads]] = {
     EXACT: in_microbatches,
     EXACT_HOST: partial(in_microbatches, keep="host"),
 }
+
+FULL_VIEWS, CUT_VIEWS = "full-batch InfoNCE over BatchNorm", "InfoNCE over BatchNorm"
+
+VIEWS: dict[str, Callable[[Problem], Grads]] = {FULL_VIEWS: full_views, CUT_VIEWS: cut_views}

@@ -23,7 +23,8 @@ from .gradcache import GRADCACHE, OUR_PAIRS, PAIRS, PAIRS_STEPS
 from .head import HAND_HEAD, HEADS, TILED_HEAD, WHOLE_HEAD
 from .models import Model, gpt
 from .nests import NESTS, OF_NEST, PA, REMATTED, named
-from .norms import EXACT, FULL, NORMS
+from .nests import WHOLE as WHOLE_META
+from .norms import EXACT, FULL, NORMS, VIEWS
 from .per_sample import (
     AT_ONCE,
     CLIPPED,
@@ -61,6 +62,7 @@ WIDTHS, ROWS, WINDOWS = (16, 64, 256, 512, 1024, 2048), (16, 64, 256), (1, 4, 16
 
 WEIGHTS, ACTIVATIONS, FLAT = "weight-heavy", "activation-heavy", "flat"
 STEP, COUPLED, SINGLE = "whole step", "coupled", "single samples"
+GROWTH = "growth"  # of memory, with the batch
 
 # Whole steps: with what scaling and clipping add to them, and beside everybody.
 STEPPING = (HAND_STEP, *OUR_STEPS, *SAFE.values())
@@ -88,6 +90,7 @@ FIVE = (
 # Rows that are coupled, a head with many words, derivatives of derivatives; and a chain of which
 # only some activations are kept.
 NORM, RESNET = Model(32, 16, 32, kind="norms"), Model(32, 16, 16, depth=18, kind="resnet")
+PAIRED = Model(32, 16, 32, kind="views")
 TOWERS = Model(512, 32, 128, depth=4, activation="gelu", kind="towers")
 FEW_TOWERS = TOWERS._replace(rows=256, microbatches=8)  # a compiler takes seconds for each
 HEAD = Model(256, 128, 16, depth=1, kind="head")
@@ -179,10 +182,11 @@ def coupled_cells(full: bool, device: str) -> list[Cell]:
     """The races of ``microbatch`` and ``remat``."""
     seconds = 20.0 if full else 3.0
     nests = [tuple(name for name in NESTS if name.startswith(nest)) for nest in OF_NEST]
-    learning = (named("meta-gradient", REMATTED), named("meta-gradient", PA))
+    learning = tuple(named("meta-gradient", maker) for maker in (WHOLE_META, REMATTED, PA))
     return [
         Cell(device, NORM, (FULL, EXACT), seconds),
         Cell(device, RESNET, (FULL, EXACT), seconds),
+        Cell(device, PAIRED, tuple(VIEWS), seconds),
         Cell(device, TOWERS, tuple(PAIRS) if full else (GRADCACHE, OUR_PAIRS), seconds),
         Cell(device, HEAD, tuple(HEADS) if full else (WHOLE_HEAD, HAND_HEAD, TILED_HEAD), seconds),
         *(Cell(device, NESTED, names, seconds) for names in (nests if full else [learning])),
@@ -292,11 +296,26 @@ def coupled_peaks(full: bool, device: str) -> list[Peak]:
     plan: list[Peak] = []
     for model in (NORM, RESNET):
         plan += [Peak(device, COUPLED, model._replace(microbatches=32), name) for name in NORMS]
+    plan += [Peak(device, COUPLED, PAIRED, name) for name in VIEWS]
     plan += [Peak(device, COUPLED, TOWERS, name) for name in PAIRS]
     plan += [Peak(device, COUPLED, FEW_TOWERS, name) for name in PAIRS_STEPS]
     plan += [Peak(device, COUPLED, HEAD, name) for name in HEADS]
     plan += [Peak(device, COUPLED, NESTED, name) for name in NESTS]
     return plan + [Peak(device, COUPLED, CHAIN._replace(rows=2048), name) for name in CHAINS]
+
+
+def growth_peaks(device: str) -> list[Peak]:
+    """The memory of a step, the larger the batch: at once, by the loop, and by us."""
+    models = [gpt("mini", 2, 2**n) for n in range(5)]
+    plan = [Peak(device, GROWTH, at_once(model), HAND_STEP) for model in models]
+    names = HAND_STEP, OUR_STEPS[0]
+    plan += [Peak(device, GROWTH, model, name) for name in names for model in models]
+    return list(dict.fromkeys(plan))
+
+
+def at_once(model: Model) -> Model:
+    """The same batch in one microbatch."""
+    return model._replace(rows=model.rows * model.microbatches, microbatches=1)
 
 
 def sample_peaks(device: str) -> list[Peak]:

@@ -1,6 +1,6 @@
-"""The figure of the whole steps: a panel for each cell, a line for each contender.
+"""Two figures: that of the README, of memory and batch size; and that of the whole steps.
 
-Rule: ratios to the loop written by hand, on a log scale, with their quartiles; who is missing is
+Rule: of whole steps a panel for each cell, a line for each contender; ratios to the loop written by hand, on a log scale, with their quartiles; who is missing is
 named below.
 """
 
@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
 
-from .ratios import Row
+from .models import SIZES
+from .ratios import WHOLE_BATCH, Row
 from .report import brief, digits, whole_steps
 from .rivals import FUNC_ADAMW
 from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_STEPS
@@ -19,6 +20,7 @@ from .steps import COMPILED, COMPILED_HAND, HAND_STEP, OUR_STEPS
 
 OURS, RIVALS, TORCH, FAINT = "#0b62a4", "#c8641b", "#555555", "#bbbbbb"
 ACROSS = 4  # panels side by side
+BESIDE = {"textcoords": "offset points", "va": "center", "fontsize": 9}
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 
 
@@ -71,6 +73,54 @@ def draw(rows: Sequence[Row], facts: dict, path: Path) -> None:
     figure.suptitle("A whole training step, against the loop written by hand", fontweight="bold")
     figure.supxlabel(notes(whole, facts), fontsize=8, color=TORCH)
     figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_growth(rows: Sequence[Row], path: Path) -> None:
+    """The picture of the README: the peak memory of a step, and how many rows its batch has."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    of: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.theirs == WHOLE_BATCH and row.amounts:
+            batch = row.where.rpartition(" ")[2]
+            ours, whole = row.amounts
+            of.setdefault(row.ours, {})[int(batch)] = ours / 1e6
+            of.setdefault(WHOLE_BATCH, {})[int(batch)] = whole / 1e6
+    if not of:
+        return
+    of[HAND_STEP][min(of[WHOLE_BATCH])] = of[WHOLE_BATCH][min(of[WHOLE_BATCH])]  # they are the same
+    matplotlib.rcParams["svg.hashsalt"] = "pureaccum"  # the same file for the same numbers
+    figure, axis = pyplot.subplots(figsize=(7.2, 3.6), layout="constrained")
+    styles = {
+        WHOLE_BATCH: (RIVALS, 2.5, "-", "the whole batch at once"),
+        HAND_STEP: (FAINT, 7, "-", "the usual loop"),
+        OUR_STEPS[0]: (OURS, 2.5, "-", "pureaccum"),
+    }
+    for name, (line, width, style, label) in styles.items():
+        sizes = sorted(of[name])
+        numbers = [of[name][size] for size in sizes]
+        axis.plot(sizes, numbers, style, color=line, linewidth=width, label=label, marker="o")
+    sizes, largest = sorted(of[WHOLE_BATCH]), max(of[WHOLE_BATCH])
+    for name in (WHOLE_BATCH, OUR_STEPS[0]):
+        text = f"{digits(of[name][largest])} MB"
+        axis.annotate(text, (largest, of[name][largest]), (8, 0), **BESIDE, color=styles[name][0])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.set_xlim(sizes[0] * 0.9, largest * 1.5)
+    axis.set_ylim(0, 1.08 * of[WHOLE_BATCH][largest])
+    axis.set_xlabel(f"sequences in a batch, in microbatches of {sizes[0]}")
+    axis.set_ylabel("MB beyond parameters and optimizer")
+    size = SIZES["mini"]
+    axis.set_title(
+        f"A training step of a GPT: {size.depth} layers, {size.width} wide, {size.context} tokens",
+        fontsize=11,
+    )
+    axis.grid(color=FAINT, linewidth=0.5, alpha=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 
 

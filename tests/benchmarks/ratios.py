@@ -24,7 +24,7 @@ from .gradcache import (
 )
 from .head import HAND_HEAD, HEADS, WHOLE_FUNC, WHOLE_HEAD
 from .nests import NESTS, REMATTED, WHOLE
-from .norms import FULL, NORMS
+from .norms import CUT_VIEWS, FULL, FULL_VIEWS, NORMS, VIEWS
 from .per_sample import (
     AT_ONCE,
     CLIPPED,
@@ -40,7 +40,7 @@ from .per_sample import (
     SAMPLES,
     SUM,
 )
-from .plan import COUPLED, FIVE, FLAT, SINGLE, STEP, Cell, One, Peak
+from .plan import COUPLED, FIVE, FLAT, GROWTH, SINGLE, STEP, Cell, One, Peak, at_once
 from .programs import (
     ENSEMBLING,
     HIGHER,
@@ -72,6 +72,10 @@ from .steps import (
 
 # Whose time is of all that a call does, and not of a microbatch.
 AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS | PRODUCTS
+AT_ONE_GO |= VIEWS
+
+
+WHOLE_BATCH = "the whole batch"
 
 
 class Row(NamedTuple):
@@ -105,6 +109,8 @@ def opponents(ours: str) -> tuple[str, ...]:
     """A variant of an engine runs against the engine itself: what does it add?"""
     if ours in NORMS:
         return () if ours == FULL else (FULL,)
+    if ours in VIEWS:
+        return (FULL_VIEWS,) if ours == CUT_VIEWS else ()
     if ours in PAIRS:
         of = {FULL_PAIRS: (), FULL_FUNC: (), GRADCACHE: (FULL_PAIRS,)}
         return of.get(ours, (GRADCACHE, FULL_PAIRS, FULL_FUNC))
@@ -210,6 +216,9 @@ def memory_rows(numbers: Mapping[Peak, dict]) -> Iterator[Row]:
         if peak.regime == SINGLE:
             yield from sample_rows(peak, numbers)
             continue
+        if peak.regime == GROWTH:
+            yield from growth_rows(peak, numbers)
+            continue
         if peak.regime == FLAT:
             other = peak._replace(model=peak.model._replace(microbatches=2))
             where = f"{peak.model.microbatches} microbatches"
@@ -233,6 +242,16 @@ def coupled_rows(peak: Peak, numbers: Mapping[Peak, dict]) -> Iterator[Row]:
             target = targets.coupled_memory_target(peak.contender, theirs, peak.model)
             row = Row(peak.device, "memory", str(peak.model), peak.contender, theirs, target)
             yield compared(row, numbers[peak], numbers[other], "peak")
+
+
+def growth_rows(peak: Peak, numbers: Mapping[Peak, dict]) -> Iterator[Row]:
+    """Everybody beside the loop that takes the batch at once."""
+    batch = peak.model.rows * peak.model.microbatches
+    whole = peak._replace(model=at_once(peak.model), contender=HAND_STEP)
+    if peak != whole:
+        where = f"{peak.model.name}, a batch of {batch}"
+        row = Row(peak.device, "memory", where, peak.contender, WHOLE_BATCH, None)
+        yield compared(row, numbers[peak], numbers[whole], "peak")
 
 
 def sample_rows(peak: Peak, numbers: Mapping[Peak, dict]) -> Iterator[Row]:

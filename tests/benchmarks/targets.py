@@ -22,7 +22,7 @@ from .gradcache import FULL_FUNC, GRADCACHE, OUR_PAIRS, OUR_PAIRS_FUNC
 from .head import TILED_HEAD, WHOLE_HEAD
 from .models import Model
 from .nests import PA, PRIMITIVE, REMATTED, WHOLE, named
-from .norms import EXACT, EXACT_HOST, FULL
+from .norms import CUT_VIEWS, EXACT, EXACT_HOST, FULL, FULL_VIEWS
 from .per_sample import (
     AT_ONCE,
     CLIPPED,
@@ -80,6 +80,7 @@ RANKS = {"collectives": 1.0, "bytes on the wire": 1.0, "seconds": 1.0}
 PAIRS_OF_RANKS_MEMORY, PAIRS_OF_RANKS_DIFFERENCE = 0.6, 1e-12
 # Of what couples its rows, and of what rematerialises: ours against theirs.
 COUPLED_TIME = {
+    (CUT_VIEWS, FULL_VIEWS): 1.7,
     (OUR_PAIRS, GRADCACHE): 1.05,
     (TILED_HEAD, WHOLE_HEAD): 0.7,
     (named("meta-gradient", PA), named("meta-gradient", REMATTED)): 1.0,
@@ -88,6 +89,7 @@ COUPLED_TIME = {
 }
 COUPLED_MEMORY = {
     (EXACT_HOST, FULL): 0.35,
+    (CUT_VIEWS, FULL_VIEWS): 0.5,
     (OUR_PAIRS, GRADCACHE): 1.0,
     (OUR_PAIRS, FULL_FUNC): 0.52,
     (OUR_PAIRS_FUNC, FULL_FUNC): 0.7,
