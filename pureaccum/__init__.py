@@ -79,7 +79,7 @@ from .checkpoint.save_load import save as save
 if _TYPE_CHECKING:
     from . import testing as testing
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _make_public(globals(), __name__)
 
 

@@ -1,10 +1,11 @@
-"""Five ways of training one network on one batch of scanned digits, one step at a time.
+"""Eight ways of training on one batch of scanned digits, one step at a time.
 
-    full batch, float32      all 1,440 rows at once
-    ragged, float32          cut anew in every step, into some 14 microbatches of 1 to 200 rows
-    the usual loop           the same microbatches, ``(loss / k).backward()``
-    full batch, float16      with a loss scale
-    ragged, float16          with a loss scale
+    full batch                 all 1,440 rows at once
+    ragged                     cut anew in every step, into some 14 microbatches of 1 to 200 rows
+    usual loop                 the same microbatches, ``(loss / k).backward()``
+    full batch, ragged, fp16   in float16, with a loss scale
+    BatchNorm, …               a network whose rows are coupled: all at once, 100 rows at a time by
+                               ``pa.functional(net, microbatch_size=100)``, and the usual loop
 
 A step that overflowed is not applied, and is taken again: after equally many applied steps, all
 runs have seen the same. How far an accumulated gradient is from the full batch's, on the parameters
@@ -12,13 +13,13 @@ that a run begins and ends with:
 
     bits     log2 of the largest difference, in units in the last place of the leaf's largest number
     bound    |difference| / (√u (|g_1| + ... + |g_k|)) for each leaf, with u the rounding unit and
-             g_i what microbatch i adds: above 1, half of the digits are wrong
+             g_i what microbatch i adds by itself: above 1, half of the digits are wrong
 """
 
 import math
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,38 @@ Tensors = dict[str, Tensor]
 Microbatches = Callable[[int], list[Tensors]]  # those of a step, after so many applied ones
 BatchLoss = Callable[[Tensors, Tensors], Tensor]
 
-ROWS = 1440
+ROWS, SIZE = 1440, 100  # of the batch, and of a microbatch through BatchNorm
 RATE = 3e-3
 # It begins too high, so that the first steps overflow, and doubles often, so that later ones do.
 SCALE = pa.dynamic_loss_scale(init_scale=2.0**22, growth_interval=12)
+
+
+class Run(NamedTuple):
+    """One way of training: how the batch is cut, by what, in which dtype, with which network."""
+
+    name: str
+    cut: Literal["whole", "ragged", "even"]
+    usual: bool = False  # the loop that everybody writes
+    half: bool = False
+    normed: bool = False
+
+
+RUNS = (
+    Run("full batch", "whole"),
+    Run("ragged", "ragged"),
+    Run("usual loop", "ragged", usual=True),
+    Run("full batch, fp16", "whole", half=True),
+    Run("ragged, fp16", "ragged", half=True),
+    Run("BatchNorm, full batch", "whole", normed=True),
+    Run("BatchNorm, in 100s", "even", normed=True),
+    Run("BatchNorm, usual loop", "even", usual=True, normed=True),
+)
+
+
+def beside(run: Run) -> Run:
+    """The run that takes the full batch with the same network, in the same dtype."""
+    alike = (it for it in RUNS if (it.half, it.normed) == (run.half, run.normed))
+    return next(it for it in alike if it.cut == "whole")
 
 
 class Progress(NamedTuple):
@@ -64,16 +93,23 @@ def digits() -> tuple[Tensors, Tensors]:
     return {"x": x[:ROWS], "y": y[:ROWS]}, {"x": x[ROWS:], "y": y[ROWS:]}
 
 
-def network() -> nn.Module:
+def network(normed: bool = False) -> nn.Module:
     """The network, always with the same parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        # Statistics of the batch, in the test too: there are no running ones to hand on. It takes
+        # away the mean, and with it any bias before it, whose gradient would be rounding alone.
+        norm = [nn.BatchNorm1d(128, track_running_stats=False)] if normed else []
+        first = nn.Linear(64, 128, bias=not normed)
+        return nn.Sequential(first, *norm, nn.ReLU(), nn.Linear(128, 10))
 
 
-def loss_of(net: nn.Module) -> BatchLoss:
-    """The loss, as a function of parameters; cross entropy is in float32, as it should be."""
-    fn = pa.functional(net)
+def loss_of(net: nn.Module, size: int | None = None) -> BatchLoss:
+    """The loss, as a function of parameters; cross entropy is in float32, as it should be.
+
+    With a size the network takes so many rows at a time, and BatchNorm the statistics of all.
+    """
+    fn = pa.functional(net, microbatch_size=size)
 
     def loss(params: Tensors, batch: Tensors) -> Tensor:
         return cross_entropy(fn.apply(params, (), batch["x"])[0].float(), batch["y"])
@@ -81,9 +117,13 @@ def loss_of(net: nn.Module) -> BatchLoss:
     return loss
 
 
-def whole(batch: Tensors) -> Microbatches:
-    """The batch, uncut."""
-    return lambda applied: [batch]
+def microbatches(run: Run, batch: Tensors) -> Microbatches:
+    """What a run's step is given one after the other, after so many applied steps."""
+    if run.cut == "ragged":
+        return ragged(batch)
+    # Rows that meet in a BatchNorm are cut inside of the loss, and not before it.
+    parts = list(pa.microbatches(batch, SIZE)) if run.cut == "even" and run.usual else [batch]
+    return lambda applied: parts
 
 
 def ragged(batch: Tensors) -> Microbatches:
@@ -94,30 +134,31 @@ def ragged(batch: Tensors) -> Microbatches:
         sizes: list[int] = []
         while (left := ROWS - sum(sizes)) > 0:
             sizes.append(min(left, int(torch.randint(1, 201, (), generator=g))))
-        parts = zip(*(batch[name].split(sizes) for name in ("x", "y")), strict=True)
-        return [{"x": x, "y": y} for x, y in parts]
+        return list(pa.microbatches(batch, sizes))
 
     return cut
 
 
-def train(cut: Microbatches, *, half: bool = False) -> Iterator[Progress]:
-    """Train by this package, with one step for a whole batch, ragged microbatches and float16."""
-    net = network()
+def train(run: Run, batch: Tensors) -> Iterator[Progress]:
+    """Train, without end."""
+    return (usual_loop if run.usual else by_step)(run, microbatches(run, batch))
+
+
+def by_step(run: Run, cut: Microbatches) -> Iterator[Progress]:
+    """Train by this package, with one step for all of it."""
+    net = network(run.normed)
     step = pa.make_step(
-        loss_of(net),
+        loss_of(net, SIZE if run.cut == "even" else None),
         pa.adamw(RATE),
-        policy=pa.Policy(compute=torch.float16) if half else None,
-        loss_scale=SCALE if half else None,
+        policy=pa.Policy(compute=torch.float16) if run.half else None,
+        loss_scale=SCALE if run.half else None,
     )
     state = step.init(pa.functional(net).params)
     losses: list[float] = []
 
     def attempt() -> float:
         nonlocal state
-        window = step.begin(state)
-        for part in cut(len(losses)):
-            window = step.update(state, window, part)
-        state, info = step.apply(state, window)
+        state, info = step.window(state, cut(len(losses)))
         if info.applied:
             losses.append(float(info.loss))
         return float(info.scale)
@@ -125,9 +166,9 @@ def train(cut: Microbatches, *, half: bool = False) -> Iterator[Progress]:
     yield from _timed(attempt, losses, lambda: state.params)
 
 
-def usual_loop(cut: Microbatches) -> Iterator[Progress]:
-    """Train as everybody does; with ragged microbatches, short ones weigh too much."""
-    net = network()
+def usual_loop(run: Run, cut: Microbatches) -> Iterator[Progress]:
+    """Train as everybody does: short microbatches weigh too much; each has its own BatchNorm."""
+    net = network(run.normed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
     losses: list[float] = []
 
@@ -177,31 +218,30 @@ class Distance(NamedTuple):
     bound: float  # the error relative to it
 
 
-def worst(
-    loss: BatchLoss,
-    points: list[Tensors],
-    batch: Tensors,
-    parts: list[Tensors],
-    *,
-    half: bool,
-    usual: bool,
-) -> Distance:
-    """The largest distance at some parameters, of this package's sum or of the usual loop's."""
-    of, unit = (_in_half(loss), 2.0**-11) if half else (loss, 2.0**-24)
+def worst(run: Run, points: list[Tensors], batch: Tensors) -> Distance:
+    """The largest distance at some parameters, of this package's gradient or the usual loop's."""
+    net, unit = network(run.normed), 2.0**-11 if run.half else 2.0**-24
+
+    def of(size: int | None) -> BatchLoss:
+        return _in_half(loss_of(net, size)) if run.half else loss_of(net, size)
+
+    parts = ragged(batch)(0) if run.cut == "ragged" else list(pa.microbatches(batch, SIZE))
     sizes = [len(part["x"]) for part in parts]
     found: list[Distance] = []
     for params in points:
-        added = [torch.func.grad(of)(params, part) for part in parts]
-        shares = [1 / len(parts) if usual else size / ROWS for size in sizes]
+        added = [torch.func.grad(of(None))(params, part) for part in parts]
+        shares = [1 / len(parts) if run.usual else size / ROWS for size in sizes]
         terms = [
             {name: share * g for name, g in grads.items()}
             for share, grads in zip(shares, added, strict=True)
         ]
-        if usual:
+        if run.usual:
             grads = {name: torch.stack([term[name] for term in terms]).sum(0) for name in params}
+        elif run.normed:
+            grads = pa.grad(of(SIZE))(params, batch)
         else:
-            grads = pa.grad(of, microbatch_size=sizes)(params, batch)
-        found.append(_distance(grads, torch.func.grad(of)(params, batch), terms, unit))
+            grads = pa.grad(of(None), microbatch_size=sizes)(params, batch)
+        found.append(_distance(grads, torch.func.grad(of(None))(params, batch), terms, unit))
     return Distance(max(it.bits for it in found), max(it.bound for it in found))
 
 

@@ -1,8 +1,9 @@
 """What the demo shows: a line for each run while it trains, a table at the end, and a picture.
 
 On a terminal the lines move; anywhere else they are plain text, printed now and then. rich leaves
-colours out where ``NO_COLOR`` is set. In the picture, loss curves lie on top of each other, and
-memory is drawn against microbatch size.
+colours out where ``NO_COLOR`` is set. In the picture, loss curves lie on top of each other,
+those through BatchNorm so near that their distance is drawn, and memory is drawn against microbatch
+size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,19 @@ import pureaccum as pa
 
 from .._base import tree_map
 from ..checkpoint.files import whole_file
-from ._race import RATE, ROWS, Distance, Progress, Tensors, loss_of, network, ragged, worst
+from ._race import (
+    RATE,
+    ROWS,
+    SIZE,
+    Distance,
+    Progress,
+    Run,
+    Tensors,
+    beside,
+    loss_of,
+    network,
+    worst,
+)
 
 
 # While it trains ----------------------------------------------------------------------------
@@ -37,34 +50,34 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
-def train_all(runs: dict[str, Iterator[Progress]], steps: int) -> dict[str, Progress]:
+def train_all(runs: dict[Run, Iterator[Progress]], steps: int) -> dict[Run, Progress]:
     """Take a step of each run in turn until all have applied so many; where each then stands."""
     console = _console()
     console.print(
         f"A network of 9,610 parameters learns {ROWS:,} handwritten digits, by the full batch and "
-        "by ragged microbatches of 1 to 200 rows. A step that overflows is skipped, and taken "
-        "again.\n"
+        "by ragged microbatches of 1 to 200 rows; another one, with BatchNorm, by the full batch "
+        f"and {SIZE} rows at a time. A step that overflows is skipped, and taken again.\n"
     )
-    at = {name: next(run) for name, run in runs.items()}
-    columns = [TextColumn("{task.description:17}"), BarColumn(bar_width=12)]
+    at = {run: next(steps_of) for run, steps_of in runs.items()}
+    columns = [TextColumn("{task.description:21}"), BarColumn(bar_width=12)]
     columns += [TextColumn("{task.fields[line]}")]
     live = console.is_terminal and not console.is_dumb_terminal
     heading = " ".join(name.rjust(width) for name, width in WIDTHS.items())
-    console.print(" " * (31 if live else 18) + heading)
+    console.print(" " * (35 if live else 22) + heading)
     with Bars(*columns, console=console, disable=not live) as bars:
-        tasks = {name: bars.add_task(name, total=steps, line="") for name in runs}
+        tasks = {run: bars.add_task(run.name, total=steps, line="") for run in runs}
         told = 0
         while any(len(progress.losses) < steps for progress in at.values()):
-            for name, run in runs.items():
-                if len(at[name].losses) < steps:
-                    at[name] = next(run)
-                done = len(at[name].losses)
-                bars.update(tasks[name], completed=done, line=_line(at[name]))
+            for run, steps_of in runs.items():
+                if len(at[run].losses) < steps:
+                    at[run] = next(steps_of)
+                done = len(at[run].losses)
+                bars.update(tasks[run], completed=done, line=_line(at[run]))
             slowest = min(len(progress.losses) for progress in at.values())
             if not live and slowest // EVERY > told:
                 told = slowest // EVERY
-                for name, progress in at.items():
-                    console.print(f"{name:17} {_line(progress)}")
+                for run, progress in at.items():
+                    console.print(f"{run.name:21} {_line(progress)}")
                 console.print()
     return at
 
@@ -88,72 +101,68 @@ def _scale(progress: Progress) -> str:
 class RunSummary(NamedTuple):
     """How a run ended."""
 
-    name: str
-    half: bool  # whether it computed in float16
+    run: Run
     at_last: Progress
     accuracy: float  # the share of unseen rows that it gets right
     distance: Distance | None  # of its gradient from the full batch's, on the same parameters
     apart: float  # its last parameters from the full batch's in the same dtype, relative to them
 
 
-def summaries(at_last: dict[str, Progress], batch: Tensors, test: Tensors) -> list[RunSummary]:
+def summaries(at_last: dict[Run, Progress], batch: Tensors, test: Tensors) -> list[RunSummary]:
     """How all runs ended, with some rows to train on and others to test with."""
-    net = network()
-    fn, loss = pa.functional(net), loss_of(net)
     found: list[RunSummary] = []
-    for name, progress in at_last.items():
-        half = name.endswith("fp16")
-        full = at_last["full batch, fp16" if half else "full batch"]
+    for run, progress in at_last.items():
+        fn, full = pa.functional(network(run.normed)), at_last[beside(run)]
         right = fn.apply(progress.params, (), test["x"])[0].argmax(1) == test["y"]
         difference = {key: x - full.params[key] for key, x in progress.params.items()}
-        points, usual = [fn.params, full.params], name == "usual loop"
         found.append(
             RunSummary(
-                name=name,
-                half=half,
+                run=run,
                 at_last=progress,
                 accuracy=float(right.float().mean()),
                 distance=None
-                if name.startswith("full")
-                else worst(loss, points, batch, ragged(batch)(0), half=half, usual=usual),
+                if run.cut == "whole"
+                else worst(run, [fn.params, full.params], batch),
                 apart=float(pa.global_norm(difference) / pa.global_norm(full.params)),
             )
         )
     return found
 
 
+COLUMNS: dict[str, Callable[[RunSummary], str]] = {
+    "loss\nat last": lambda it: f"{it.at_last.losses[-1]:.5f}",
+    "unseen\nright": lambda it: f"{it.accuracy:.1%}",
+    "steps\nskipped": lambda it: str(it.at_last.attempts - len(it.at_last.losses)),
+    "peak\nMB": lambda it: f"{it.at_last.peak / 1e6:.2f}",
+    "time\ns": lambda it: f"{it.at_last.seconds:.1f}",
+    "params\noff by": lambda it: f"{it.apart:.0e}" if it.distance else "-",
+    "gradient\nbits off": lambda it: _bits(it),
+    "gradient\nerror / bound": lambda it: _bound(it),
+}
+
+
 def conclude(found: Sequence[RunSummary], unequal: int) -> None:
     """Print the table, and how many numbers are unequal where arithmetic is exact."""
     table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("")
-    for it in found:
-        table.add_column(it.name.replace(", ", "\n"), justify="right")
-
-    def row(name: str, cell: Callable[[RunSummary], str]) -> None:
-        table.add_row(name, *(cell(it) for it in found))
-
-    row("loss at last", lambda it: f"{it.at_last.losses[-1]:.5f}")
-    row("right, of unseen digits", lambda it: f"{it.accuracy:.1%}")
-    row("steps skipped", lambda it: str(it.at_last.attempts - len(it.at_last.losses)))
-    row("loss scale at last", lambda it: _scale(it.at_last))
-    row("peak memory", lambda it: f"{it.at_last.peak / 1e6:.2f} MB")
-    row("time", lambda it: f"{it.at_last.seconds:.1f} s")
-    row("last parameters, off by", lambda it: f"{it.apart:.0e}" if it.distance else "-")
-    row("gradient, last bits off", _bits)
-    row("gradient, error / bound", _bound)
+    table.add_column("", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for it, after in zip(found, [*found[1:], None], strict=True):
+        last = after is None or beside(after.run) != beside(it.run)
+        table.add_row(it.run.name, *(cell(it) for cell in COLUMNS.values()), end_section=last)
     console = _console()
     console.print()
     console.print(table)
     console.print(
-        "\nOff: from the full batch in the same dtype; of gradients, on the parameters that the "
-        "runs begin and end with. An error above its bound leaves less than half of the digits "
-        "right. On whole numbers, where arithmetic is exact, the gradient of ragged microbatches "
-        f"differs from the full batch's in {unequal} of 9,472 numbers."
+        "\nOff: from the full batch with the same network and dtype; of gradients, on the "
+        "parameters that the runs begin and end with. An error above its bound leaves less than "
+        "half of the digits right. On whole numbers, where arithmetic is exact, the gradient of "
+        f"ragged microbatches differs from the full batch's in {unequal} of 9,472 numbers."
     )
 
 
 def _bits(it: RunSummary) -> str:
-    return "-" if it.distance is None else f"{it.distance.bits} of {11 if it.half else 24}"
+    return "-" if it.distance is None else f"{it.distance.bits} of {11 if it.run.half else 24}"
 
 
 def _bound(it: RunSummary) -> str:
@@ -174,25 +183,44 @@ STYLES: dict[str, dict[str, Any]] = {  # the wide lines lie below the narrow one
     "ragged": {"color": BLUE, "linewidth": 1.2},
     "ragged, fp16": {"color": ORANGE, "linewidth": 1.2, "linestyle": "--"},
     "usual loop": {"color": GREY, "linewidth": 1},
+    "BatchNorm, usual loop": {"color": GREY, "linewidth": 1},
+    "BatchNorm, in 100s": {"color": BLUE, "linewidth": 1.2},
 }
+LEAST = 1e-8  # the smallest distance that is drawn: none at all has no place on a log scale
 
 
 def draw(found: Sequence[RunSummary], batch: Tensors, path: Path) -> None:
     """Write the picture to a file."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _losses(left, {it.name: it.at_last.losses for it in found})
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    losses = {it.run: it.at_last.losses for it in found}
+    _losses(left, {run: it for run, it in losses.items() if not run.normed})
+    _distances(middle, {run: it for run, it in losses.items() if run.normed})
     _memory(right, batch)
     with whole_file(path) as file:
         figure.savefig(file, format="png", dpi=140)
 
 
-def _losses(axes: Axes, losses: dict[str, Sequence[float]]) -> None:
-    for name, style in STYLES.items():
-        axes.plot(range(1, len(losses[name]) + 1), losses[name], label=name, **style)
+def _losses(axes: Axes, losses: dict[Run, Sequence[float]]) -> None:
+    for run, values in sorted(losses.items(), key=lambda it: [*STYLES].index(it[0].name)):
+        axes.plot(range(1, len(values) + 1), values, label=run.name, **STYLES[run.name])
     axes.set(yscale="log", xlabel="steps applied", ylabel="loss of the whole batch")
     axes.set_title("Ragged microbatches train as the full batch does")
     axes.legend(frameon=False)
+
+
+def _distances(axes: Axes, losses: dict[Run, Sequence[float]]) -> None:
+    """Loss curves are too near to be told apart, so that what is drawn is how near they are."""
+    for run, values in losses.items():
+        if run != beside(run):
+            pairs = zip(values, losses[beside(run)], strict=True)
+            off = [max(LEAST, abs(loss / full - 1)) for loss, full in pairs]
+            axes.plot(range(1, len(off) + 1), off, label=run.name, **STYLES[run.name])
+    axes.set(yscale="log", xlabel="steps applied", ylim=(LEAST, 1))
+    axes.set_ylabel("loss, off from the full batch's by")
+    axes.set_title(f"Through BatchNorm too, {SIZE} rows at a time")
+    axes.legend(frameon=False, loc="center right")
+    axes.grid(color=GREY, alpha=0.3, linewidth=0.5)
 
 
 def _memory(axes: Axes, batch: Tensors) -> None:

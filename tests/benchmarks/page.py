@@ -21,7 +21,7 @@ from .norms import NORMS, VIEWS
 from .per_sample import SAMPLES
 from .programs import OUR_LBFGS, PROGRAMS
 from .ranks import OURS
-from .ranks_of_pairs import APART
+from .ranks_of_pairs import APART, DIFFERENCE
 from .ratios import WHOLE_BATCH, Row
 from .reasons import REASONS
 from .rematerialised import CHAINS
@@ -70,16 +70,15 @@ def write(rows: Sequence[Row], facts: dict) -> None:
 def table(rows: Sequence[Row], only: str, facts: dict) -> str:
     """The date, a matrix of whole steps if there are any, a line for each other row, reasons."""
     reasons: dict[str, str] = {}
-    text = (
-        f"*{facts['date'][:10]}, torch {facts['torch']}: `make bench BENCH='--only {only}'`.*\n\n"
-    )
+    machine = f"{facts['cpu']}, torch {facts['torch'].partition('+')[0]}, Python {facts['python']}"
+    text = f"*{facts['date'][:10]}, {machine}: `make bench BENCH='--only {only}'`.*\n\n"
     whole = [row for row in report.whole_steps(rows) if row.measure == "time"]
     if whole:
         text += matrix(whole, reasons) + "\n"
     left = [row for row in rows if row not in whole and not row.absent]
     order = list(dict.fromkeys((row.ours, row.theirs, row.measure) for row in left))
     left.sort(key=lambda row: order.index((row.ours, row.theirs, row.measure)))
-    text += "| | beside | where | | | to reach |\n|---|---|---|---|---|---|\n"
+    text += "| ours | beside | where | measure | ratio | to reach |\n|---|---|---|---|---|---|\n"
     for row in left:
         target = "" if row.target is None else f"≤ {report.decimal(row.target, 2)}"
         cells = row.ours, row.theirs, row.where, row.measure, number(row, reasons), target
@@ -113,12 +112,21 @@ def goal(row: Row, reasons: dict[str, str]) -> str:
 def number(row: Row, reasons: dict[str, str]) -> str:
     if row.ratio is None:
         return "–" if row.absent else f"failed: {report.brief(row.failure, 60)}"
-    text = f"{report.decimal(row.ratio, 3 if row.ratio < 0.1 else 2)}×"
+    text = amount(row.ratio, row.target if row.reached is False else None)
+    text += "" if row.measure == DIFFERENCE else "×"
     if row.reached is False:
         why = reason(row)
         letter = reasons.setdefault(why, ascii_lowercase[len(reasons)])
         text = f"**{text}** ({letter})"
-    return text if row.quartiles is None else text + " [{:.2f}–{:.2f}]".format(*row.quartiles)
+    return text if row.quartiles is None else f"{text} [{'–'.join(map(amount, row.quartiles))}]"
+
+
+def amount(ratio: float, missed: float | None = None) -> str:
+    """In two places, or in as many as say something, and that what is missed is missed."""
+    places = 2 if ratio >= 0.1 else 3
+    while missed is not None and float(f"{ratio:.{places}f}") <= missed:
+        places += 1
+    return report.decimal(ratio, places)
 
 
 def reason(row: Row) -> str:

@@ -1,7 +1,7 @@
 """Two figures: that of the README, of memory and batch size; and that of the whole steps.
 
-Rule: of whole steps a panel for each cell, a line for each contender; ratios to the loop written by hand, on a log scale, with their quartiles; who is missing is
-named below.
+Rule: of whole steps a panel for each cell, a line for each contender; ratios to the loop written by
+hand, on a log scale, with their quartiles; who is missing is named below.
 """
 
 import math

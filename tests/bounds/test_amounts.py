@@ -12,7 +12,7 @@ from pureaccum.testing.strategies import histories
 from tests.bounds.rounding import UNIT, exact_sum, gamma
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("weights")]
 PARAMS = torch.zeros(())
 
 

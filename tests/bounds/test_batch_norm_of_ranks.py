@@ -21,7 +21,7 @@ from tests.exact.test_exchange import Collectives, cut_by_ranks, near
 from tests.ranks import in_step, on_ranks
 
 
-pytestmark = [pytest.mark.pure, pytest.mark.distributed]
+pytestmark = [pytest.mark.pure, pytest.mark.distributed, pytest.mark.promise("ranks")]
 PROMISED = 1e-10
 
 

@@ -20,7 +20,7 @@ from tests.bounds.coupled import FAMILIES, ROWS, batch_of, params_of, pieces, to
 from tests.draws import examples
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("coupled")]
 BOUND = 1e-10
 MISSED = 1e-4  # at least, by what is no bound but a wrong gradient
 families = pytest.mark.parametrize("name", FAMILIES)

@@ -25,7 +25,7 @@ from pureaccum.curvature import Operator, cg, diagonal, fisher_vp, ggnvp, hvp, t
 from tests.draws import examples
 
 
-pytestmark = pytest.mark.curvature
+pytestmark = [pytest.mark.curvature, pytest.mark.promise("curvature")]
 ROOT_OF_UNIT = 2.0**-26.5
 ROWS, CLASSES = 9, 3
 Tree = dict[str, Tensor]

@@ -17,7 +17,7 @@ from tests.bounds.rounding import UNIT, exact_sum, gamma, ulps
 from tests.draws import examples, generator
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("bounds")]
 REAL = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,

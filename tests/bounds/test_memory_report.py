@@ -16,7 +16,7 @@ from tests.draws import generator
 from tests.faults.refusals import saying
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("one buffer")]
 
 
 def allocated(call: Callable[[], Any], file: Path) -> int:

@@ -16,7 +16,7 @@ from tests.bounds.rounding import UNIT, gamma
 from tests.draws import examples
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("bounds")]
 ROOT_OF_UNIT = float(UNIT[torch.float64]) ** 0.5
 networks = pytest.mark.parametrize("network", list(NETWORKS))
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])

@@ -16,7 +16,7 @@ from pureaccum._core.auto_size import counting
 from tests.purity.calls import ENGINES
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("one buffer")]
 SIDE, ROWS = 512, 4
 LEAF = SIDE * SIDE * 4  # 1 MiB, from which on each is added by itself
 

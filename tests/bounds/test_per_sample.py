@@ -30,7 +30,7 @@ from tests.bounds.rounding import UNIT, gamma
 from tests.draws import examples
 
 
-pytestmark = pytest.mark.samples
+pytestmark = [pytest.mark.samples, pytest.mark.promise("samples")]
 DTYPES = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "float64"])
 ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 

@@ -15,7 +15,7 @@ from pureaccum._pure import keys as random_keys
 from pureaccum._pure.keys import dropout, fold_in, key, normal, split_key, uniform
 
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.promise("keys")]
 SIGMAS = 6.0
 N = 2**16
 SEED = 20

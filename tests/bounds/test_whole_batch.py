@@ -23,7 +23,7 @@ from tests.bounds import resnets
 from tests.draws import examples, generator
 
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.promise("coupled")]
 PROMISED = 1e-10
 Size = int | Sequence[int]
 Loss = Callable[[Any, Any], Tensor]  # of what the module returns, and the batch

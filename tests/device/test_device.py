@@ -22,6 +22,7 @@ pytestmark = [
     *(pytest.mark.core, pytest.mark.optim, pytest.mark.pure),
     *(pytest.mark.samples, pytest.mark.distributed, pytest.mark.step),
     pytest.mark.skipif(bool(reason_against()), reason=reason_against()),
+    pytest.mark.promise("launches"),
 ]
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -27,7 +27,7 @@ from tests.draws import generator
 from tests.states import STATES, batch_of, first_state, full_step
 
 
-pytestmark = pytest.mark.checkpoint
+pytestmark = [pytest.mark.checkpoint, pytest.mark.promise("disk")]
 
 
 # Without those of which torch itself cannot copy or print tensors, or warns.

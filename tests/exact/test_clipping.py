@@ -21,7 +21,7 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 
 
-pytestmark = pytest.mark.samples
+pytestmark = [pytest.mark.samples, pytest.mark.promise("samples")]
 ENGINES = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 BAD = [torch.nan, torch.inf, -torch.inf]
 chunks = st.none() | st.integers(1, 7)

@@ -28,7 +28,7 @@ from tests.laws.exactly import (
 )
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("compiled")]
 EAGER = {"backend": "eager"}
 LR = 0.25
 # A form follows from how large the gradients are and from how many microbatches there are; the

@@ -13,7 +13,7 @@ from tests.draws import examples, few, generator
 from tests.laws.exactly import integers
 
 
-pytestmark = [pytest.mark.core, pytest.mark.testing]
+pytestmark = [pytest.mark.core, pytest.mark.testing, pytest.mark.promise("bits")]
 
 
 def squared(w, batch):

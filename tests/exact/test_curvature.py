@@ -19,7 +19,7 @@ from tests.draws import examples, generator, slices, take
 from tests.ranks import in_step, on_ranks
 
 
-pytestmark = pytest.mark.curvature
+pytestmark = [pytest.mark.curvature, pytest.mark.promise("curvature")]
 Tree = dict[str, Tensor]
 PRODUCTS = ["hessian", "gauss-newton", "fisher"]
 REDUCTIONS = ["sum", "weighted", "mean"]  # of as many rows as is a power of two

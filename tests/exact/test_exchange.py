@@ -22,7 +22,7 @@ from tests.draws import generator
 from tests.ranks import in_step, on_ranks
 
 
-pytestmark = [pytest.mark.core, pytest.mark.distributed]
+pytestmark = [pytest.mark.core, pytest.mark.distributed, pytest.mark.promise("ranks")]
 Tensors = dict[str, Tensor]
 
 

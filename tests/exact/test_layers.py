@@ -29,7 +29,7 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 
 
-pytestmark = pytest.mark.samples
+pytestmark = [pytest.mark.samples, pytest.mark.promise("samples")]
 WIDTH = 3
 
 

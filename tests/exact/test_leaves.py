@@ -19,7 +19,11 @@ from tests.exact.linear_loss import (
 )
 
 
-pytestmark = [pytest.mark.core, pytest.mark.parametrize("engine", ["func", "autograd"])]
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.parametrize("engine", ["func", "autograd"]),
+    pytest.mark.promise("bits"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

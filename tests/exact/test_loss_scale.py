@@ -18,7 +18,7 @@ from pureaccum._step.loss_scale import LossScale
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("loss scale")]
 FINITE = torch.tensor(True)
 
 

@@ -24,7 +24,7 @@ from tests.draws import examples, few, generator, powers_of_two
 from tests.laws.exactly import integers
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("bits")]
 WIDTH = 2
 LIMIT = 2**21  # times 3 for a mask; a tie of maxima halves a gradient, and counts twice
 KINDS = ("sum", "mean", "weighted")

@@ -18,7 +18,7 @@ from pureaccum.testing.strategies import KINDS, History, reduction, seeds
 from tests.draws import examples, generator
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("bits")]
 MOST = {torch.bfloat16: 15, torch.float16: 127}  # in a row; 16 rows stay below 2**8, 2**11
 narrow = pytest.mark.parametrize("dtype", list(MOST))
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])

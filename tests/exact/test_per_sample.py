@@ -20,7 +20,11 @@ from tests.laws.exactly import integers
 
 
 # of embedding bags, which take vmap's slow path
-pytestmark = [pytest.mark.samples, pytest.mark.filterwarnings("ignore:There is a performance drop")]
+pytestmark = [
+    pytest.mark.samples,
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+    pytest.mark.promise("samples"),
+]
 engines = pytest.mark.parametrize("engine", ["vmap", "autograd"])
 models, chunks = few.flatmap(losses), st.none() | st.integers(1, 14)
 

@@ -18,7 +18,7 @@ from pureaccum.testing.strategies import compositions
 from tests.draws import examples, slices
 
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.promise("keys")]
 WORD = 2**32 - 1
 DTYPES = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 words = st.integers(0, WORD)

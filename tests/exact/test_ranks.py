@@ -23,7 +23,7 @@ from tests.draws import few, generator, powers_of_two
 from tests.ranks import in_step, on_ranks
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.step]
+pytestmark = [pytest.mark.distributed, pytest.mark.step, pytest.mark.promise("ranks")]
 kinds = st.sampled_from(KINDS)
 
 

@@ -23,7 +23,7 @@ from tests.draws import examples, take
 from tests.states import a_row, batch_of, first_state, full_step
 
 
-pytestmark = [pytest.mark.checkpoint, pytest.mark.step]
+pytestmark = [pytest.mark.checkpoint, pytest.mark.step, pytest.mark.promise("disk")]
 STEPS, PARTS = 5, 3
 CUTS = [slice(0, 4), slice(4, 8), slice(8, 10)]
 

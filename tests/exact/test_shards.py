@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.checkpoint,
     pytest.mark.distributed,
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
+    pytest.mark.promise("disk"),
 ]
 SEEDS = range(4)
 WORLDS = (1, 2, 3, 4)

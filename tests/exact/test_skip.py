@@ -27,7 +27,7 @@ from tests.exact.linear_loss import (
 )
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("skip")]
 
 
 class Faulty(NamedTuple):

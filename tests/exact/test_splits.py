@@ -14,7 +14,7 @@ from pureaccum.testing.strategies import KINDS, ExactModel, histories, losses, r
 from tests.draws import examples, few, powers_of_two
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("bits")]
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 
 

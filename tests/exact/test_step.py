@@ -21,7 +21,7 @@ from tests.laws.exactly import copied, same
 from tests.tables import each_once
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("applied")]
 scales = st.integers(-10, 60).map(lambda e: 2.0**e)
 rates = st.integers(-8, 3).map(lambda e: 2.0**e)
 kinds = pytest.mark.parametrize("kind", KINDS)

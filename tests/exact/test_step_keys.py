@@ -18,7 +18,7 @@ from tests.draws import examples, generator, take
 from tests.laws.exactly import integers
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("keys")]
 ROWS = 8
 FEATURES = 4
 kinds = pytest.mark.parametrize("kind", ["mean", "sum", "weighted"])

@@ -17,7 +17,7 @@ from tests.draws import generator
 from tests.ranks import run_on_ranks
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.step]
+pytestmark = [pytest.mark.distributed, pytest.mark.step, pytest.mark.promise("ranks")]
 W = torch.tensor([1.0, -2.0, 4.0])
 FN = pa.functional(nn.BatchNorm1d(3, affine=False, momentum=0.25, dtype=torch.float64))
 

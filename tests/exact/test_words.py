@@ -22,7 +22,7 @@ from tests.draws import examples, generator
 from tests.laws.exactly import integers
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("bits")]
 ROWS = 8
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
 

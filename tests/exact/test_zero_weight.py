@@ -14,7 +14,7 @@ from tests.exact.linear_loss import LARGE
 from tests.laws.exactly import integers
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("weights")]
 ROWS = 8
 engines = pytest.mark.parametrize("engine", ["func", "autograd"])
 policies = pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])

@@ -11,7 +11,7 @@ import pureaccum as pa
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("errors")]
 Aux = Callable[[Tensor], Any]
 ELSE = ("'sum'", "'mean'", "'stack'", "'last'")
 NOT_REDUCED: dict[str, tuple[str, Aux, type[Exception], tuple[str, ...]]] = {

@@ -30,7 +30,7 @@ from tests.faults.refusals import (
 from tests.tables import each_once
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("errors")]
 X = make_batch()["x"]
 UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "fewer rows": (

@@ -22,7 +22,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, make_batch, refused, saying, squares
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("compiled")]
 EAGER = {"backend": "eager"}
 IN_PLACE = {"backend": "aot_eager"}
 

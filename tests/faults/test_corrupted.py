@@ -23,7 +23,7 @@ from tests.faults.programs import told_by
 from tests.faults.refusals import saying
 
 
-pytestmark = pytest.mark.checkpoint
+pytestmark = [pytest.mark.checkpoint, pytest.mark.promise("disk")]
 TREE = {
     "epoch": 3,
     "image": torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),

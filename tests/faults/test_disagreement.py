@@ -22,7 +22,7 @@ from tests.draws import generator
 from tests.ranks import cases_on_ranks
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.step]
+pytestmark = [pytest.mark.distributed, pytest.mark.step, pytest.mark.promise("ranks")]
 PARAMS = {"a": torch.ones(2), "w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
 BATCH = torch.randint(1, 9, (8, 2), generator=generator(0)).float()
 LARGE = 2**16  # more numbers than travel in a first collective

@@ -19,7 +19,7 @@ from pureaccum.testing import unchanged
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squares
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("donation")]
 X = torch.ones(2)
 USES: dict[str, Callable[[Tensor], Any]] = {
     "+": lambda t: t + 1,

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.skipif(
         not hasattr(os, "fork"), reason="runs are forks of one process: not on Windows"
     ),
+    pytest.mark.promise("disk"),
 ]
 KILLS = 3 * min(100, settings.default.max_examples)  # 24 in dev, 75 in ci
 

@@ -13,7 +13,7 @@ from tests.faults.refusals import PARAMS, Loss, make_batch, refused, squares
 from tests.tables import each_once
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("errors")]
 MAKERS: dict[str, Callable[..., Any]] = {
     "grad": pa.grad,
     "grad_and_value": pa.grad_and_value,

@@ -19,7 +19,7 @@ from tests.faults.refusals import (
 from tests.tables import each_once
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("errors")]
 
 
 def rows(params: Any, batch: Any) -> Any:

@@ -10,7 +10,7 @@ import pureaccum as pa
 from tests.faults.refusals import Loss, refused, saying
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("errors")]
 W = torch.tensor([1.0, -2.0])
 X = torch.arange(8.0).reshape(4, 2)
 

@@ -11,7 +11,7 @@ from pureaccum.testing import check_accumulation
 from tests.faults.refusals import PARAMS, make_batch, refused, squares
 
 
-pytestmark = [pytest.mark.core, pytest.mark.step]
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.promise("errors")]
 
 
 class Case(NamedTuple):

@@ -10,7 +10,7 @@ from pureaccum._base import check_same_structure
 from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("errors")]
 W = PARAMS["w"]
 NOT_DIFFERENTIABLE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "int": (W.int(), (" is torch.int32", "floating-point or complex", "another argument")),

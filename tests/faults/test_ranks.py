@@ -18,7 +18,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.ranks import End, on_ranks, run_on_ranks
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.step]
+pytestmark = [pytest.mark.distributed, pytest.mark.step, pytest.mark.promise("ranks")]
 
 
 def loss(w: Any, x: Any) -> Any:

@@ -20,7 +20,7 @@ from tests.faults.refusals import refused
 from tests.optimizers import Copies, Count, by_name, clones, make_params, unread
 
 
-pytestmark = [pytest.mark.optim, pytest.mark.step]
+pytestmark = [pytest.mark.optim, pytest.mark.step, pytest.mark.promise("applied")]
 
 
 # The optimizer of a learning rate; one of two in a partition.

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.checkpoint,
     pytest.mark.distributed,
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
+    pytest.mark.promise("disk"),
 ]
 TREE: dict[str, Any] = {
     "w": torch.arange(24.0).reshape(8, 3) + 1,

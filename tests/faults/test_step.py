@@ -13,7 +13,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import PARAMS, Loss, make_batch, refused, saying, squares
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("errors")]
 BATCH = make_batch(4)
 BUFFERS = {"n": torch.tensor([1.0, 2.0])}
 ANOTHER = "A state of another configuration?"

@@ -22,7 +22,7 @@ from tests.purity.calls import (
 )
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("donation")]
 PARAMS = make_params()
 SPOILED = ("given up with donate=True", "failed in the middle", "state that was not donated")
 engines = pytest.mark.parametrize("engine", ENGINES)

@@ -14,7 +14,7 @@ from tests.faults.refusals import PARAMS, Loss, Tensors, make_batch, squares
 from tests.purity.calls import ENGINES, NONFINITE
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("applied")]
 BAD = (-1.0, -0.5, -1e300, torch.nan, torch.inf, -torch.inf)
 engines = pytest.mark.parametrize("engine", ENGINES)
 modes = pytest.mark.parametrize("nonfinite", NONFINITE)

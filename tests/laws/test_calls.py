@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pureaccum as pa
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("launches")]
 HOUSE = str(Path(pa.__file__).parent)
 BATCH = {"x": torch.ones(32, 8), "y": torch.ones(32, 4)}
 NET = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))

@@ -24,7 +24,7 @@ from pureaccum.testing.strategies import KINDS, losses, reduction
 from tests.draws import examples
 
 
-pytestmark = pytest.mark.testing
+pytestmark = [pytest.mark.testing, pytest.mark.promise("check")]
 W = torch.tensor([1.0, -2.0, 0.5])
 X = torch.linspace(-1, 2, 24).reshape(8, 3)
 models = st.integers(2, 12).flatmap(losses)

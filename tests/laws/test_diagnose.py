@@ -11,7 +11,7 @@ from torch.func import functional_call
 from pureaccum.testing import check_accumulation
 
 
-pytestmark = pytest.mark.testing
+pytestmark = [pytest.mark.testing, pytest.mark.promise("check")]
 X = torch.linspace(-1, 2, 24).reshape(8, 3).sin()
 NET = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
 PARAMS = {name: p.detach() for name, p in NET.named_parameters()}

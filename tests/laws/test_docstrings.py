@@ -17,7 +17,7 @@ import pureaccum as pa
 from pureaccum.testing import mutants, strategies
 
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.project, pytest.mark.promise("pages")]
 KNOBS = ["batch_argnums", "has_aux", "reduction", "aux_reduction", "microbatch_size", "nonfinite"]
 LINK = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>`]*)?")
 

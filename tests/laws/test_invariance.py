@@ -25,7 +25,7 @@ from tests.laws.exactly import (
 )
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("bounds")]
 
 
 def accumulated(loss: Loss, params: Any, parts: Any, **knobs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from pureaccum.testing import AccumulationMismatch, check_training_loop, unchanged
 
 
-pytestmark = pytest.mark.testing
+pytestmark = [pytest.mark.testing, pytest.mark.promise("check")]
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 NORMED = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))

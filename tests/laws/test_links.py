@@ -8,12 +8,13 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.project, pytest.mark.promise("pages")]
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "examples" / "guide").glob("*.md")),
     ROOT / ".github" / "SECURITY.md",
+    ROOT / "examples" / "README.md",
 ]
 FENCED = re.compile(r"^(```+|~~~+).*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^][]|\[[^][]*\])*\]\(\s*([^()\s]*)[^()]*\)|^\[[^]^]+\]:\s*(\S+)", re.M)

@@ -7,7 +7,7 @@ import pureaccum as pa
 from pureaccum.testing import check_accumulation
 
 
-pytestmark = pytest.mark.testing
+pytestmark = [pytest.mark.testing, pytest.mark.promise("check")]
 W, X = torch.tensor([1.0, -2.0, 0.5, 3.0]), torch.linspace(-1, 2, 48).reshape(12, 4).sin()
 BATCH = {"x": X, "mask": torch.tensor([1, 2, 1, 3, 1, 1, 2, 1, 1, 1, 2, 1])}
 

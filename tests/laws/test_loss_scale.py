@@ -19,7 +19,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.laws.exactly import copied
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("loss scale")]
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 NO_BOUNDS = {"min_scale": SMALLEST, "max_scale": LARGEST}
 

@@ -27,7 +27,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.exactly import copied
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("monoid")]
 MOST = 256  # microbatches in a state: 256 * 3 rows * 2 * 3 * 315 * 7 < 2**24
 
 

@@ -16,7 +16,7 @@ from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import generator
 
 
-pytestmark = [pytest.mark.core, pytest.mark.step]
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.promise("weights")]
 ROWS = 7
 WORDS = {"accuracy": "concat", "each": {"nll": "sum"}, "top": "max", "least": "min", "seen": "sum"}
 

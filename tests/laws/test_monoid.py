@@ -15,7 +15,7 @@ from pureaccum.testing.strategies import Fault, faults, merge_along, merge_trees
 from tests.laws.exactly import Loss, folded, losses, make_batch, make_params, sizes
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("monoid")]
 
 
 class World:

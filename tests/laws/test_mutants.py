@@ -18,7 +18,7 @@ from pureaccum.testing.mutants import MUTANTS, plant
 from tests.laws.planted import run_tests
 
 
-pytestmark = pytest.mark.testing
+pytestmark = [pytest.mark.testing, pytest.mark.promise("mutants")]
 ROOT = Path(__file__).parents[2]
 
 

@@ -10,7 +10,7 @@ from tests.laws.pairs import FEATURES, RANKS, REFUSED, check, page, pairs
 from tests.ranks import cases_on_ranks
 
 
-pytestmark = [pytest.mark.step, pytest.mark.distributed]
+pytestmark = [pytest.mark.step, pytest.mark.distributed, pytest.mark.promise("together")]
 ALONE = [(name,) for name in FEATURES if name not in RANKS]
 PAGE = Path(__file__).parents[2] / "examples" / "guide" / "together.md"
 

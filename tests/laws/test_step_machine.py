@@ -27,7 +27,7 @@ from tests.draws import examples, generator
 from tests.laws.exactly import copied
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("applied")]
 ROOT_U64 = 2.0**-26.5
 EPS = 1e-3
 SCHEDULE = pa.join_schedules([pa.linear_warmup(0.1, 3, 0.01), pa.cosine_decay(0.1, 7, 0.01)], [3])

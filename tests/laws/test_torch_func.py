@@ -17,7 +17,7 @@ from tests.laws.exactly import integers, same
 from tests.parity.models import MODELS, problem
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("torch.func")]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,7 +19,7 @@ from tests.faults.refusals import refused
 from tests.laws.exactly import RATIO, ROWS, copied, full_batch, make_batch, make_params
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("weights")]
 
 
 def _gradient(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:

@@ -24,7 +24,7 @@ from tests.laws.zoo import (  # noqa: F401
 from tests.laws.zoo.species import ROWS, ZOO, Species
 
 
-pytestmark = pytest.mark.testing
+pytestmark = [pytest.mark.testing, pytest.mark.promise("check")]
 
 
 def residents(fit: bool) -> list[Any]:

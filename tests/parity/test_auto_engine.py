@@ -17,7 +17,7 @@ from tests.laws.zoo import fits_networks, fits_programs, fits_sums  # noqa: F401
 from tests.laws.zoo.species import ZOO, Species
 
 
-pytestmark = [pytest.mark.core, pytest.mark.step]
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.promise("engines")]
 SUMS = [it for it in ZOO if not it.kind]
 OTHER_FORMULA = {"totals_without_a_weight"}  # the cross entropy
 

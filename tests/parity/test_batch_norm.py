@@ -22,7 +22,7 @@ from tests.bounds.rounding import UNIT, gamma
 from tests.draws import examples, generator
 
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.promise("coupled")]
 ROWS, CHANNELS = 12, 3
 SHAPES = {"1d": (), "3d": (5,), "2d": (4, 3)}
 FACTOR = 4.0  # as many roundings as that, where torch has one

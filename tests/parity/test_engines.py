@@ -18,7 +18,7 @@ from tests.draws import examples
 from tests.parity.models import MODELS, Problem, problem
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("engines")]
 
 
 def by_hand(given_: Problem, loss: Any, parts: Any, weights: Any) -> Any:

@@ -13,13 +13,14 @@ import torch
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.project, pytest.mark.promise("pages")]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_every_example_is_short_and_tested() -> None:
-    tests = Path(__file__).read_text()
+    tests, page = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for path in sorted(EXAMPLES.glob("*.py")):
+        assert f"[{path.name}]({path.name})" in page, path.name
         assert len(path.read_text().splitlines()) < 150, path.name
         assert re.search(rf'"{path.stem}(\.py)?"', tests), f"no test here names {path.name}"
 

@@ -20,7 +20,7 @@ from tests.faults.refusals import refused
 from tests.optimizers import Torchs, clones, leaves, normal
 
 
-pytestmark = pytest.mark.optim
+pytestmark = [pytest.mark.optim, pytest.mark.promise("optimizers")]
 STEPS = 7
 CLASSES: dict[str, Any] = {
     name: cls

@@ -25,7 +25,7 @@ from tests.draws import examples, generator, slices, take
 from tests.optimizers import leaves
 
 
-pytestmark = pytest.mark.optim
+pytestmark = [pytest.mark.optim, pytest.mark.promise("optimizers")]
 SIZES = [3, 1, 4, 2, 3]  # five ragged microbatches
 ROWS = sum(SIZES)
 WIDE = {

@@ -20,7 +20,7 @@ from tests.draws import examples, generator
 from tests.optimizers import COMBINATIONS, Torchs, clones, leaves, normal
 
 
-pytestmark = pytest.mark.optim
+pytestmark = [pytest.mark.optim, pytest.mark.promise("optimizers")]
 STEPS = 10
 NAMES = {
     "momentum": "momentum_buffer",

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from pureaccum._base import torch_internals
 
 
-pytestmark = pytest.mark.base
+pytestmark = [pytest.mark.base, pytest.mark.promise("private")]
 
 
 def test_the_wrappers_of_transforms_come_off() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from pureaccum._base import torch_internals
 
 
-pytestmark = pytest.mark.base
+pytestmark = [pytest.mark.base, pytest.mark.promise("private")]
 
 
 def test_a_transform_is_seen_at_every_level() -> None:

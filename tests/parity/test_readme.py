@@ -18,7 +18,7 @@ import pytest
 import torch
 
 
-pytestmark = pytest.mark.project
+pytestmark = [pytest.mark.project, pytest.mark.promise("pages")]
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "examples" / "guide").glob("*.md"))]

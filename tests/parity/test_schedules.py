@@ -17,7 +17,7 @@ from tests.draws import examples
 from tests.optimizers import Copies
 
 
-pytestmark = pytest.mark.optim
+pytestmark = [pytest.mark.optim, pytest.mark.promise("optimizers")]
 rates = st.floats(1e-8, 1e3)
 lengths = st.integers(1, 40)
 COUNTS = torch.arange(12)

@@ -15,7 +15,7 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import generator
 
 
-pytestmark = [pytest.mark.step, pytest.mark.optim]
+pytestmark = [pytest.mark.step, pytest.mark.optim, pytest.mark.promise("optimizers")]
 
 
 def network() -> nn.Module:

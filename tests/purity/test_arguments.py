@@ -23,7 +23,7 @@ from tests.purity.calls import (
 )
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("purity")]
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 
 

@@ -12,7 +12,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.exactly import copied
 
 
-pytestmark = [pytest.mark.core, pytest.mark.step]
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.promise("donation")]
 X = torch.arange(12.0).view(6, 2) - 5
 
 

@@ -13,7 +13,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.calls import ENGINES, NONFINITE, make_batch, make_params, mean_loss
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("donation")]
 PARAMS, BATCH = make_params(), make_batch(2)
 OPERATIONS = ("init", "update", "donated update", "merge", "finalize", "donated finalize")
 

@@ -16,7 +16,7 @@ from tests.faults.refusals import refused
 from tests.laws.exactly import copied
 
 
-pytestmark = [pytest.mark.pure, pytest.mark.step]
+pytestmark = [pytest.mark.pure, pytest.mark.step, pytest.mark.promise("frozen")]
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
 

@@ -15,7 +15,7 @@ from tests.parity.test_functional import MODULES, every_module, own, policies, t
 from tests.purity.calls import BoomError
 
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.promise("purity")]
 
 
 # torch cannot map them, or warns that it is slow

@@ -29,7 +29,7 @@ from tests.purity.networks import Checkpointed, Tied
 from tests.purity.test_functional import Twice
 
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.promise("threads")]
 T = TypeVar("T")
 Job = Callable[[], Any]
 

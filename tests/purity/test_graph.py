@@ -21,7 +21,7 @@ from tests.purity.calls import (
 )
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("purity")]
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 KINDS = {
     "parameters": lambda p: {k: torch.nn.Parameter(x) for k, x in p.items()},

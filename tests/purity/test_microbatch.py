@@ -23,7 +23,7 @@ from tests.draws import examples
 from tests.purity.calls import BoomError, Explodes
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("purity")]
 ROWS = 6
 
 

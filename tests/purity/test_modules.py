@@ -13,7 +13,7 @@ from tests.purity.calls import CALLS, ENGINES, BoomError, combinations
 from tests.purity.networks import call, inputs, make, other_params, switch
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("purity")]
 Tensors = dict[str, Tensor]
 NAMES = ("linear", "lstm", "parametrized", "batch norm", "tied", "nested")
 some_calls = pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.optimizers import (
 )
 
 
-pytestmark = pytest.mark.optim
+pytestmark = [pytest.mark.optim, pytest.mark.promise("applied")]
 EVERY = pytest.mark.parametrize("kind", KINDS)
 # from_torch has to know whether a step is applied; the others need not.
 UNREAD = pytest.mark.parametrize("kind", [kind for kind in KINDS if "from_torch" not in kind])

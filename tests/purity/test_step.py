@@ -23,7 +23,7 @@ from tests.purity.calls import (
 )
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("purity")]
 GIVEN_UP = r"given up with donate=True.*Use the returned state"
 OPTIMIZERS: dict[str, Any] = {
     "sgd": pa.sgd(0.1),

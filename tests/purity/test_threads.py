@@ -14,7 +14,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.purity.networks import by_hand, call, inputs, make, other_params, square, switch
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("threads")]
 REPEATS = 15
 
 

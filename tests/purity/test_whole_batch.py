@@ -15,7 +15,7 @@ from tests.bounds import resnets
 from tests.draws import generator
 
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.promise("purity")]
 X = torch.randn(6, 4, generator=generator(0))
 
 

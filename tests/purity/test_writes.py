@@ -17,7 +17,7 @@ from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import saying
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("writes")]
 OURS = "in place, and what is given or captured is only lent to it"
 SAID = "in place, and what is given|would mutate a captured Tensor"
 TORCHS = "would mutate a captured Tensor"  # torch.func, before anybody else can look

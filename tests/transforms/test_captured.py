@@ -21,7 +21,7 @@ from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 BOUND = 2.0**-26  # sqrt(u) of float64: half of its digits, for what is ill-conditioned
 ROWS = 5
 Body = Callable[[Tensor, Tensor], Tensor]  # (captured, rows) -> rows

@@ -20,7 +20,7 @@ from tests.transforms.test_compiled_step import counting, pair
 from tests.transforms.test_step import leaves
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("compiled")]
 STEPS = 11  # torch compiles the same code no more than eight times
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 

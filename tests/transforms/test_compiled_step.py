@@ -28,7 +28,7 @@ from tests.transforms.test_step import (
 )
 
 
-pytestmark = pytest.mark.step
+pytestmark = [pytest.mark.step, pytest.mark.promise("compiled")]
 EAGER = {"backend": "eager"}
 
 

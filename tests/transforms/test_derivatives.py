@@ -17,7 +17,7 @@ from tests.laws.exactly import SUM, WEIGHTED, Loss, full_batch, make_batch, make
 from tests.transforms.problems import TRANSFORMS, Problem, jvp, make, problems, tangent
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 each = pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
 
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 import pureaccum as pa
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 SQRT_U = 2.0**-26
 
 

@@ -17,7 +17,7 @@ from tests.faults.refusals import saying
 from tests.laws.exactly import integers
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 RANDOM = generator(0)
 W, V = integers(RANDOM, 3, bound=2).double(), integers(RANDOM, 3, bound=2).double()
 X = integers(RANDOM, 4, 3, bound=2).double()

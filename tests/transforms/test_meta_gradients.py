@@ -25,7 +25,7 @@ from tests.draws import examples, generator
 from tests.transforms.problems import U64, Problem, tangent
 
 
-pytestmark = [pytest.mark.core, pytest.mark.step]
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.promise("closure")]
 ROWS, STEPS = 5, 3
 map_ = optree.tree_map
 

@@ -27,7 +27,7 @@ from tests.laws.exactly import integers
 from tests.transforms.problems import TRANSFORMS
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 BOUND = 2.0**-26  # sqrt(u) of float64
 ROWS = 5
 cuts = st.integers(1, ROWS + 1) | compositions(ROWS)

@@ -17,7 +17,7 @@ import pureaccum as pa
 from pureaccum._core.auto_size import counting
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 WIDTH, SIZE, LAYERS = 48, 16, 6
 Params = list[Tensor]
 Loss = Callable[[Params, Tensor], Tensor]

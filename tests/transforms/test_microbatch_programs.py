@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import pureaccum as pa
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 BOUND = 1e-10
 Cut = Callable[..., Any]
 PROGRAMS: dict[str, Callable[[Cut], Any]] = {}

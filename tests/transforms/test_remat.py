@@ -30,7 +30,7 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
 
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.promise("closure")]
 W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
 x = X[0]
 
