@@ -4,8 +4,8 @@ A table for each has words of torch and what they mean. torch's own message alwa
 anyone who knows it.
 """
 
+import os
 import re
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
@@ -42,7 +42,7 @@ MEANINGS = {  # words of the compiler about a line, and what they mean for it: t
 }
 RAISED = re.compile(r"""raised exception \w+\((["'])(.*?)\1\)""")
 OURS = Path(__file__).parents[1]
-STANDARD = sysconfig.get_path("stdlib")
+STANDARD = os.path.dirname(os.__file__)
 LIBRARIES = (
     *(str(Path(library.__file__ or "").parent) for library in (torch, optree)),
     str(OURS),
