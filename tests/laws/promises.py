@@ -109,16 +109,16 @@ def held() -> dict[str, list[Path]]:
 def marked(source: str) -> Iterator[str]:
     """The promises that a file's markers name, of all its tests or of one."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.promise":
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "promise":
             yield ast.literal_eval(node.args[0])
 
 
 def promises() -> str:
     """The list of the page: each promise, and what each of its files says that it holds."""
-    lines = []
+    files, lines = held(), []
     for name, sentence in PROMISES.items():
         lines.append(f"- **{sentence}**")
-        for path in held()[name]:
+        for path in files[name]:
             where = path.relative_to(ROOT).as_posix()
             docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             says = docstring.split("\n")[0].rstrip(".").replace("``", "`")
