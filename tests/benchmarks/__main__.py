@@ -146,7 +146,7 @@ def named(item: plan.Cell | plan.Peak | plan.One) -> dict:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", action="store_true", help="about thirteen minutes (the default)")
+    length.add_argument("--quick", action="store_true", help="about half an hour (the default)")
     length.add_argument("--full", action="store_true", help="every width, row count and window")
     parser.add_argument(
         "--only",
