@@ -51,14 +51,14 @@ class Run(NamedTuple):
 
 
 RUNS = (
-    Run("full batch", "whole"),
-    Run("ragged", "ragged"),
-    Run("usual loop", "ragged", usual=True),
-    Run("full batch, fp16", "whole", half=True),
-    Run("ragged, fp16", "ragged", half=True),
-    Run("BatchNorm, full batch", "whole", normed=True),
-    Run("BatchNorm, in 100s", "even", normed=True),
-    Run("BatchNorm, usual loop", "even", usual=True, normed=True),
+    Run(name="full batch", cut="whole"),
+    Run(name="ragged", cut="ragged"),
+    Run(name="usual loop", cut="ragged", usual=True),
+    Run(name="full batch, fp16", cut="whole", half=True),
+    Run(name="ragged, fp16", cut="ragged", half=True),
+    Run(name="BatchNorm, full batch", cut="whole", normed=True),
+    Run(name="BatchNorm, in 100s", cut="even", normed=True),
+    Run(name="BatchNorm, usual loop", cut="even", usual=True, normed=True),
 )
 
 

@@ -71,8 +71,8 @@ class StepInfo(NamedTuple):
         weight: What the loss was divided by: rows, or what ``Weighted`` says; 0 for sums.
         microbatches: How many microbatches there were.
         skipped: How many of them ``nonfinite="skip"`` left out.
-        applied: Whether the step was applied: its gradients and learning rates were finite, and
-            anything had a weight.
+        applied: Whether the step was applied: its gradients, loss and learning rates were finite,
+            and anything had a weight.
         scale: The loss scale that it was computed with.
         aux: What the loss returned beside its value, reduced; ``()`` without ``has_aux``.
         noise: How much the microbatches' gradients scatter, for ``noise_scale`` and

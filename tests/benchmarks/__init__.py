@@ -2,8 +2,8 @@
 
 ``python -m tests.benchmarks`` takes about half an hour (``--quick``), a part of it (``--only step``)
 some minutes, and one row (``--row 'tiled head'``) less than one; ``--full`` takes every width, row
-count and window. ``--json FILE`` keeps every raw number, of which ``python -m tests.benchmarks.page
-FILE`` makes the tables and the picture of the guide; ``--plot FILE`` draws the whole steps.
+count and window. ``--json FILE`` keeps every raw number, and ``tests.benchmarks.page FILE`` makes
+the tables and the picture of the guide of it; ``--plot FILE`` draws the whole steps.
 
 Rule: ratios only, both sides in one run. Nothing here fails on a slow day: a target that is missed
 is a line of the table and not an exit status.
