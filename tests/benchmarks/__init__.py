@@ -1,7 +1,7 @@
 """What microbatching costs, beside the loop that a user would have written by hand.
 
-``python -m tests.benchmarks`` takes about half an hour (``--quick``), a part of it (``--only step``)
-some minutes, and one row (``--row 'tiled head'``) less than one; ``--full`` takes every width, row
+``python -m tests.benchmarks`` takes about half an hour (``--quick``), a part (``--only step``) some
+minutes, and one row (``--row 'tiled head'``) less than one; ``--full`` takes every width, row
 count and window. ``--json FILE`` keeps every raw number, and ``tests.benchmarks.page FILE`` makes
 the tables and the picture of the guide of it; ``--plot FILE`` draws the whole steps.
 
