@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, settings
 
 
-settings.register_profile("dev", max_examples=8, deadline=None, print_blob=True)
+settings.register_profile("dev", max_examples=5, deadline=None, print_blob=True)
 settings.register_profile(
     "ci", max_examples=25, deadline=None, print_blob=True, derandomize=True, database=None
 )

@@ -60,7 +60,10 @@ def on_ranks(*worlds: int) -> Callable[[Any], Any]:
             assert not failed, "\n\n".join(failed)
 
         run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-        marked = pytest.mark.parametrize("world", worlds)(run)
+        # Where two ranks are asked, more of them are for the profiles that run everything.
+        slow = [world for world in worlds if world > 2 and 2 in worlds]
+        some = [pytest.param(it, marks=pytest.mark.slow if it in slow else ()) for it in worlds]
+        marked = pytest.mark.parametrize("world", some)(run)
         marked.in_rank = test
         return marked
 

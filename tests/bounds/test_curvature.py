@@ -309,7 +309,9 @@ def test_threads() -> None:
 # What is drawn ----------------------------------------------------------------------------------
 
 
-@KIND
+@pytest.mark.parametrize(
+    "kind", [it if it == "fisher" else pytest.param(it, marks=pytest.mark.slow) for it in KINDS]
+)
 def test_estimates_are_as_near_as_they_say(kind: str) -> None:
     problem = Problem("norm")
     of = partial(problem.products(microbatch_size=4)[kind], problem.params, problem.batch)

@@ -269,7 +269,10 @@ NETWORKS = {
 }
 
 
-@ways
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(it, marks=pytest.mark.slow if it == "torch.func" else ()) for it in WAYS],
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_of_other_shapes_are_the_full_batch_s(name, way):
     make, batch = NETWORKS[name]

@@ -218,7 +218,10 @@ def over_tokens(w: Tensor, batch: Any) -> pa.Weighted:
     return pa.Weighted(total, batch["ends"][-1])
 
 
-@pytest.mark.parametrize("how", ["step", "donated", "compiled", "accumulator", "value"])
+@pytest.mark.parametrize(
+    "how",
+    ["step", "donated", "accumulator", "value", pytest.param("compiled", marks=pytest.mark.slow)],
+)
 @given(seeds(), compositions(ROWS))
 def test_microbatches_of_a_stream_need_no_rows(how: str, seed: int, sizes: list[int]) -> None:
     """Lists of images of several sizes, packed sequences and 0-d tensors: nothing is cut."""

@@ -83,7 +83,7 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
     ("kind", "form"),
     [
         ("mean", "scan"),
-        ("sum", "scan"),
+        pytest.param("sum", "scan", marks=pytest.mark.slow),
         pytest.param("weighted", "scan", marks=pytest.mark.slow),
         pytest.param("sum", "unrolled", marks=pytest.mark.slow),
         ("weighted", "unrolled"),
@@ -164,13 +164,10 @@ def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
     return pa.Weighted(total, batch["mask"].sum()), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "nonfinite", "keys"),
-    [
-        ("scan", "propagate", False),
-        pytest.param("scan", "skip", True, marks=pytest.mark.slow),
-        pytest.param("loop", "skip", False, marks=pytest.mark.slow),
-    ],
+    [("scan", "propagate", False), ("scan", "skip", True), ("loop", "skip", False)],
 )
 def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, keys: bool) -> None:
     """Whole and ragged batches, of which some microbatches are bad, the last among them."""

@@ -51,7 +51,13 @@ def teacher(seed: int) -> dict[str, Tensor]:
     return {"w": integers(seed, 2), "rows": torch.ones(ROWS, requires_grad=True)}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(it, marks=pytest.mark.slow if it == "compiled and donated" else ())
+        for it in FORMS
+    ],
+)
 @given(
     seeds(), st.sampled_from([[6], [4, 2], [2, 2, 2], [1, 5]]), st.sampled_from([2.0, -3.0, 0.5])
 )

@@ -56,7 +56,10 @@ def begun(kind: str) -> tuple[Any, pa.TrainState]:
     return step, step.init(W, FN.buffers if "buffers" in knobs else None)
 
 
-@pytest.mark.parametrize("kind", KNOBS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(it, marks=pytest.mark.slow if it == "compiled" else ()) for it in KNOBS],
+)
 @given(data=st.data())
 def test_a_window_of_two_is_the_window_of_all(kind, data):
     step, state = begun(kind)

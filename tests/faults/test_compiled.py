@@ -109,12 +109,17 @@ def keeps(params: Any, batch: Any) -> Tensor:
     ("loss", "line", "why"),
     [
         (branches, "if value > 100", "torch.where takes both sides"),
-        (prints, 'print("the loss")', "return what is to be printed as aux"),
-        (logs, 'LOG.info("the loss")', "return what is to be logged as aux"),
-        (gets_a_logger, 'logging.getLogger("mine")', ""),
         (lists, 'batch["x"].tolist()', "keep it a tensor"),
-        (opens, "with open(__file__):", "a graph computes on tensors"),
-        (keeps, "KEPT.append(value.detach())", "return it as aux"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (prints, 'print("the loss")', "return what is to be printed as aux"),
+                (logs, 'LOG.info("the loss")', "return what is to be logged as aux"),
+                (gets_a_logger, 'logging.getLogger("mine")', ""),
+                (opens, "with open(__file__):", "a graph computes on tensors"),
+                (keeps, "KEPT.append(value.detach())", "return it as aux"),
+            )
+        ),
     ],
 )
 def test_the_line_that_does_not_compile_is_named(loss: Any, line: str, why: str) -> None:

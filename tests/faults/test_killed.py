@@ -19,6 +19,7 @@ pytestmark = [
 KILLS = 3 * min(100, settings.default.max_examples)  # 24 in dev, 75 in ci
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_goes_on(tmp_path: Path) -> None:
     """A training run finds a whole file, and ends as one that was not killed."""
     counts = told_by("killed", tmp_path, KILLS)

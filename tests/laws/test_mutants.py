@@ -324,10 +324,13 @@ KILLERS = {
 }
 
 
-# Under the profile ci every third: what this tests is the other tests.
+# Under the profile dev every tenth: what this tests is the other tests.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if i % 3 else ()) for i, name in enumerate(KILLERS)],
+    [
+        pytest.param(name, marks=pytest.mark.slow if i % 10 else ())
+        for i, name in enumerate(KILLERS)
+    ],
 )
 def test_the_fault_is_found(name: str, tmp_path: Path) -> None:
     plant(name, tmp_path)

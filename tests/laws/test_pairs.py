@@ -16,12 +16,21 @@ PAGE = Path(__file__).parents[2] / "examples" / "guide" / "together.md"
 
 
 @pytest.mark.parametrize(
-    "pair", [*ALONE, *(it for it in pairs() if not RANKS & {*it})], ids="+".join
+    "pair",
+    [
+        *(pytest.param(it, id=it[0]) for it in ALONE),
+        *(
+            pytest.param(it, id="+".join(it), marks=pytest.mark.slow if "compile" in it else ())
+            for it in pairs()
+            if not RANKS & {*it}
+        ),
+    ],
 )
 def test_two_features_go_together(pair: tuple[str, ...]) -> None:
     check(pair)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
 def test_two_features_go_together_on_ranks() -> None:
     """One test, since processes are started once for all pairs."""

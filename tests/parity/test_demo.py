@@ -30,6 +30,7 @@ def the_demo() -> Any:
     return _demo
 
 
+@pytest.mark.slow
 def test_the_demo_shows_what_it_claims(capsys: pytest.CaptureFixture[str]) -> None:
     """All of it but for the steps, of which two are enough for all kinds of distance."""
     _demo = the_demo()

@@ -44,7 +44,7 @@ def test_aux_that_is_a_parameter_is_that_before_the_step(rows: int, compile: Any
     assert_trees_bitwise_equal(info.aux, w)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_aux_that_is_a_buffer_is_that_before_the_microbatch(donate: bool) -> None:
     """Also where the window is written to, which a stream that does not donate copies first."""
 

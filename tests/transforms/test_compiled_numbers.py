@@ -90,7 +90,7 @@ def alike(got: Any, want: Any, dtype: torch.dtype) -> None:
         assert (x - y).double().norm() <= bound * y.double().norm() if bound else torch.equal(x, y)
 
 
-IN_SHORT = ("a float, microbatches together", "an int that is divided", "aux")
+IN_SHORT = ("a float, microbatches together", "an int that is divided")
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_number_may_change_in_every_form_of_a_step(form: str) -> None:
     assert len(graphs) == {"loop": 3, "stream": 2}[form]
 
 
-@pytest.mark.parametrize("form", ["whole", "stream"])
-@pytest.mark.parametrize("dtypes", [(F32, F64), (BF16, F32)])
+@pytest.mark.parametrize("form", ["whole", pytest.param("stream", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtypes", [(F32, F64), pytest.param((BF16, F32), marks=pytest.mark.slow)])
 def test_a_number_is_as_wide_as_what_it_meets(form: str, dtypes: Any) -> None:
     """Whatever this step has met before: 0.1 is not that of a narrower state."""
 
@@ -218,6 +218,7 @@ def test_a_bool_chooses_the_code() -> None:
     assert len(graphs) == 2
 
 
+@pytest.mark.slow
 def test_of_several_numbers_each_is_what_it_can_be() -> None:
     settings, graphs = counting()
 
@@ -232,6 +233,7 @@ def test_of_several_numbers_each_is_what_it_can_be() -> None:
     assert len(graphs) == 2
 
 
+@pytest.mark.slow
 def test_trying_the_loss_out_draws_no_random_numbers() -> None:
     """The first call, which does that, leaves the generator where the second one does."""
     ours, _ = pair(lambda w, b: F.dropout(rows(w, b), 0.5).mean() * b["t"], pa.sgd(0.01))

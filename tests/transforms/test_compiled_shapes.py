@@ -57,13 +57,9 @@ class Ones(nn.Module):
         return self.one * x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "size", "table"),
-    [
-        pytest.param("scan", 2, 0, marks=pytest.mark.slow),
-        ("unrolled", None, 0),
-        pytest.param("loop", 2, ROWS, marks=pytest.mark.slow),
-    ],
+    ("form", "size", "table"), [("scan", 2, 0), ("unrolled", None, 0), ("loop", 2, ROWS)]
 )
 def test_dropout_compiles_at_any_number_of_lengths_and_widths(
     form: str, size: Any, table: int

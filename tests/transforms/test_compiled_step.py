@@ -96,6 +96,7 @@ FULL = pair(
 )
 
 
+@pytest.mark.slow
 @examples(1 / 3)
 @given(
     st.integers(0, 100),
@@ -401,7 +402,9 @@ def test_nothing_changes_but_what_is_returned() -> None:
         assert not any(x.requires_grad or x.is_inference() for x in leaves(again))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.slow)]
+)
 def test_a_stream_may_run_in_any_mode(mode: Any) -> None:
     """What is cloned in between is no inference tensor."""
     ours, eager = pair(lambda p, b: (p["w"] ** 2).sum() * b["x"].mean(), pa.sgd(0.1))

@@ -84,7 +84,10 @@ def test_the_hessian_vector_product_that_the_documentation_names(problem: Proble
     problem.compare(ours, product(problem.whole), terms)
 
 
-@pytest.mark.parametrize(("loss", "nonfinite"), [(SUM, "propagate"), (WEIGHTED, "skip")])
+@pytest.mark.parametrize(
+    ("loss", "nonfinite"),
+    [(SUM, "propagate"), pytest.param(WEIGHTED, "skip", marks=pytest.mark.slow)],
+)
 def test_an_accumulation_compiles_into_one_graph(loss: Loss, nonfinite: str) -> None:
     gradient = pa.grad_and_value(
         loss.call, microbatch_size=3, reduction=loss.reduction, nonfinite=nonfinite

@@ -147,7 +147,10 @@ def grows(nest: str, form: Any, cut: bool) -> bool:
     return peak(nest, here, 64) > 1.1 * peak(nest, here, 4) + of_themselves
 
 
-@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize(
+    "nest",
+    [pytest.param(it, marks=pytest.mark.slow if i % 2 else ()) for i, it in enumerate(NESTS)],
+)
 @pytest.mark.parametrize(
     "form", [rows, *(pytest.param(f, marks=pytest.mark.slow) for f in (sums, captured))]
 )
