@@ -4,6 +4,7 @@
 night.
 """
 
+import gc
 import os
 
 import pytest
@@ -31,6 +32,7 @@ settings.load_profile(PROFILE)
 
 torch.set_num_threads(1)
 torch.sparse.check_sparse_tensor_invariants.disable()  # torch warns unless told one or the other
+gc.disable()  # until all tests are imported, of which nothing is garbage
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
