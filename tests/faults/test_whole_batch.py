@@ -112,7 +112,25 @@ def autocast(self: Any, x: Any) -> Any:
         return x @ x.T
 
 
-@pytest.mark.parametrize("func", [no_grad, autocast])
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Any) -> Any:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * 3 * ctx.saved_tensors[0] ** 2
+
+
+def function(self: Any, x: Any) -> Any:
+    return Cube.apply(x)  # which enters no_grad
+
+
+@pytest.mark.parametrize("func", [no_grad, autocast, function])
 def test_modes_that_forward_enters_are_refused(func):
     refuses(Of(func), "module (Of)", "under no_grad or autocast, which is not recorded")
 
