@@ -558,6 +558,11 @@ def saved_tensors_hooks_allowed() -> bool:
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore
 
 
+def saved_tensors_hooks_active() -> bool:
+    """Whether one has been entered."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore
+
+
 # What can be seen of a computation ----------------------------------------------------------
 
 

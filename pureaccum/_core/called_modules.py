@@ -28,6 +28,15 @@ origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictiona
 # are parts of others.
 ALONE = threading.RLock()
 
+
+class Watch(threading.local):
+    """How many around this call in this thread remember its modules, or hold them for it."""
+
+    depth = 0
+
+
+watch = Watch()
+
 # By module and name, a copy of the table that was there.
 HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
 
@@ -83,11 +92,13 @@ def remembering(
                 then = held[owner, name][1]
                 ambiguous.update([(owner, x) for x in then if then[x] is not now.get(x)])
 
-    watch = register_module_forward_pre_hook(before)
+    hook = register_module_forward_pre_hook(before)
+    watch.depth += 1
     try:
         yield held
     finally:
-        watch.remove()
+        watch.depth -= 1
+        hook.remove()
         for key, (place, then) in held.items():
             if place[2] == "_parameters":
                 # A tensor for each name: torch would take one for all of them for tied weights.
@@ -118,10 +129,12 @@ def holding(held: HeldTensors) -> Generator[None]:
     """Let every module hold again what it held when it was called."""
     with ALONE if held else nullcontext():
         own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]
+        watch.depth += 1
         try:
             for (_, attributes, name), tensors in held.values():
                 attributes[name] = tensors
             yield
         finally:
+            watch.depth -= 1
             for attributes, name, tensors in own:
                 attributes[name] = tensors

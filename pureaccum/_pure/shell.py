@@ -14,13 +14,16 @@ a second time, and the recomputation sees what the first run saw.
 
 A module whose attributes lead back to itself (a bound method, a closure), or whose code Python
 cannot share (scripted, compiled), would compute with its own tensors in a shell. It is called
-itself, with the other tensors put in for the length of the call, by one thread at a time.
+itself, with the other tensors put in for the length of the call, by one thread at a time. There a
+recomputation would see the module's own tensors: a checkpoint is refused, except where the engine
+looks after it (see called_modules.py).
 """
 
 import inspect
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -40,10 +43,13 @@ from .._base import (
     is_cache,
     is_compiled_module,
     restore,
+    saved_tensors_hooks_active,
+    saved_tensors_hooks_allowed,
+    saved_tensors_hooks_refused,
     seeing,
     tree_leaves,
 )
-from .._core import ALONE, origins
+from .._core import ALONE, origins, watch
 
 
 Vars = dict[str, Any]
@@ -76,7 +82,7 @@ class Places(NamedTuple):
     slots: dict[str, list[Slot]]  # all places of each tensor, by its first name
     idle: Idle
     safe_modes: set[bool]  # modes in which a shell was seen to use no tensor of the module's own
-    leads_back: set[bool]  # not empty where one did
+    leads_back: set[str]  # what did: its "code", or a "name"
 
 
 def places_of(module: nn.Module) -> Places:
@@ -100,7 +106,7 @@ def places_of(module: nn.Module) -> Places:
         slots={names[tensor]: its for tensor, its in slots.items()},
         idle=Idle(),
         safe_modes=set(),
-        leads_back={True} if scripted else set(),
+        leads_back={"code"} if scripted else set(),
     )
 
 
@@ -195,10 +201,34 @@ def call_module(
             places.safe_modes.add(training)
             return result
         except LeadsBackError:
-            places.leads_back.add(True)
+            places.leads_back.add("name")
             restore(random)
-    with ALONE:
+    with ALONE, _nothing_run_again(places, tensors, args, kwargs):
         return _call_itself(places, tensors, args, kwargs)
+
+
+def _nothing_run_again(
+    places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> AbstractContextManager[None]:
+    """Refuse what the backward pass would run again, when the module has its own tensors back.
+
+    It makes itself known by saved-tensor hooks. Those around the call are none of its business, nor
+    are those of the compiler, which takes a checkpoint into its graph.
+    """
+    looked_after = watch.depth or saved_tensors_hooks_active() or "code" in places.leads_back
+    if looked_after or not torch.is_grad_enabled() or not saved_tensors_hooks_allowed():
+        return nullcontext()
+    own = [own_tensor(places, name) for name in places.slots.keys() - tensors.keys()]
+    given = tree_leaves(([*tensors.values()], own, args, kwargs))
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in given):
+        return nullcontext()
+    return saved_tensors_hooks_refused(
+        f"forward of module ({type(places.modules[0]).__name__}) saves tensors through hooks, as "
+        "torch.utils.checkpoint does, and reaches the module by an attribute (a bound method, a "
+        "closure) or a global name, so that the backward pass would run a part of it again with "
+        "the module's own tensors. Take the gradient by grad_and_value or make_step, which put "
+        "the right ones there; or reach the module by self alone."
+    )
 
 
 class LeadsBackError(BaseException):
@@ -254,6 +284,11 @@ def _call_shell(
         for table, between in shell.filled:
             table.update(between)
         places.idle.shells.append(shell)
+    else:  # a recomputation will write to the buffers again, but not to those that are returned
+        for name in wanted:
+            again = None if held[name] is None else held[name].clone()
+            for table, key in slots[name]:
+                table[key] = again
     return out, held
 
 
@@ -297,7 +332,7 @@ def _take_shell(places: Places, shell: Shell | None) -> Shell | None:
     modules = {*map(id, places.modules)}
     theirs = contents_of([*map(vars, places.modules), *places.kept.dicts])
     if any(_leads_back(module, modules) for module in places.modules):
-        places.leads_back.add(True)
+        places.leads_back.add("name")
         return None
     shell = shell or Shell(places)
     ours = [*map(vars, shell.modules)]

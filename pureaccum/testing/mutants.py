@@ -136,6 +136,12 @@ MUTANTS: dict[str, Mutant] = {
         "if any(id(x) in own for x in tree_leaves((args, kwargs))):",
         "if False:",
     ),
+    "what cannot be run again": Mutant(
+        "A recomputation of a module that leads back to itself uses the module's own parameters.",
+        "_pure/shell.py",
+        "if not any(isinstance(x, Tensor) and x.requires_grad for x in given):",
+        "if True:",
+    ),
     "writes not watched": Mutant(
         "A write of a loss is not noticed before it happens.",
         "_core/writes.py",

@@ -98,6 +98,18 @@ def test_a_recomputation_sees_the_tensors_of_its_own_call(calls: int) -> None:
         assert_trees_bitwise_equal(got, want)
 
 
+def test_a_recomputation_writes_to_no_buffer_that_was_returned() -> None:
+    net = Again()
+    net.layer.append(nn.BatchNorm1d(2))
+    fn = pa.functional(net)
+    leaves = {k: x.clone().requires_grad_() for k, x in fn.params.items()}
+    out, new_buffers = fn.apply(leaves, fn.buffers, X)
+    returned = {k: x.clone() for k, x in new_buffers.items()}
+    out.square().sum().backward()
+    assert_trees_bitwise_equal(new_buffers, returned)
+    assert new_buffers["layer.2.num_batches_tracked"] == 1
+
+
 WAYS_BACK = {
     "bound method": lambda net: net.__setattr__("act", net.scaled),
     "closure": lambda net: net.__setattr__("act", lambda x: x * net.weight),
@@ -144,3 +156,34 @@ def test_a_module_that_leads_back_to_itself_sees_what_it_is_given(way: str) -> N
             for k, p in net.named_parameters():
                 p.copy_(own[k])
     HELD.clear()
+
+
+@pytest.mark.parametrize("way", ["bound method", "closure"])
+def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way: str) -> None:
+    """It would see the module's own tensors; the engine puts back those that were given."""
+    net = LeadingBack()
+    WAYS_BACK[way](net)
+    fn = pa.functional(net)
+    params = {k: (x + 1).requires_grad_() for k, x in fn.params.items()}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return fn.apply(params, (), x)[0].square().mean()
+
+    want = torch.autograd.grad(loss(params, X), [*params.values()])
+    once_more = checkpoint(loss, params, X, use_reentrant=False)  # around a call, not in it
+    got = torch.autograd.grad(once_more, [*params.values()])
+    assert_trees_bitwise_equal(got, want)
+
+    net.forward = lambda x: net.layer(checkpoint(net.act, x, use_reentrant=False))
+    with saying(RuntimeError, "module (LeadingBack) saves tensors through hooks", "make_step"):
+        loss(params, X)
+    own = {k: x.detach() for k, x in params.items()}
+    for engine in ("autograd", "auto"):
+        grads, _ = pa.grad_and_value(loss, microbatch_size=3, engine=engine)(own, X)
+        assert_trees_bitwise_equal([grads[k] for k in params], [*want])
+    with torch.no_grad():
+        value = loss(params, X)
+    for p in net.parameters():
+        p.requires_grad_(False)
+    fn = pa.functional(net)  # nothing of it is recorded now
+    assert torch.equal(fn.apply(own, (), X)[0].square().mean(), value)
