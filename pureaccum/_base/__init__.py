@@ -143,7 +143,7 @@ from .torch_internals import over_rows as over_rows
 from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import patience as patience
 from .torch_internals import recorded_at as recorded_at
-from .torch_internals import saved_tensors_hooks_active as saved_tensors_hooks_active
+from .torch_internals import saved_tensors_hooks as saved_tensors_hooks
 from .torch_internals import saved_tensors_hooks_allowed as saved_tensors_hooks_allowed
 from .torch_internals import saved_tensors_hooks_refused as saved_tensors_hooks_refused
 from .torch_internals import scan as scan

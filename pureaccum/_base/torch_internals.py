@@ -558,9 +558,9 @@ def saved_tensors_hooks_allowed() -> bool:
     return torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore
 
 
-def saved_tensors_hooks_active() -> bool:
-    """Whether one has been entered."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore
+def saved_tensors_hooks() -> tuple[Any, ...] | None:
+    """Those that were entered last, of those that have not been left."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
 
 
 # What can be seen of a computation ----------------------------------------------------------

@@ -28,15 +28,6 @@ origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictiona
 # are parts of others.
 ALONE = threading.RLock()
 
-
-class Watch(threading.local):
-    """How many around this call in this thread remember its modules, or hold them for it."""
-
-    depth = 0
-
-
-watch = Watch()
-
 # By module and name, a copy of the table that was there.
 HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
 
@@ -92,13 +83,11 @@ def remembering(
                 then = held[owner, name][1]
                 ambiguous.update([(owner, x) for x in then if then[x] is not now.get(x)])
 
-    hook = register_module_forward_pre_hook(before)
-    watch.depth += 1
+    watch = register_module_forward_pre_hook(before)
     try:
         yield held
     finally:
-        watch.depth -= 1
-        hook.remove()
+        watch.remove()
         for key, (place, then) in held.items():
             if place[2] == "_parameters":
                 # A tensor for each name: torch would take one for all of them for tied weights.
@@ -108,6 +97,24 @@ def remembering(
                     if (place[0], name) in ambiguous
                 }
                 held[key] = (place, then | refusing)
+
+
+class Looking(threading.local):
+    """How many losses this thread runs, or runs again, with all that their modules held."""
+
+    depth = 0
+
+    @contextmanager
+    def after(self) -> Generator[None]:
+        """Say that what a module called inside holds will be there when it is run again."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+looking = Looking()
 
 
 @contextmanager
@@ -129,12 +136,10 @@ def holding(held: HeldTensors) -> Generator[None]:
     """Let every module hold again what it held when it was called."""
     with ALONE if held else nullcontext():
         own = [(attributes, name, attributes[name]) for (_, attributes, name), _ in held.values()]
-        watch.depth += 1
         try:
             for (_, attributes, name), tensors in held.values():
                 attributes[name] = tensors
             yield
         finally:
-            watch.depth -= 1
             for attributes, name, tensors in own:
                 attributes[name] = tensors

@@ -36,7 +36,7 @@ from .._base import (
     transform_active,
     without_history,
 )
-from .called_modules import holding, remembering
+from .called_modules import holding, looking, remembering
 from .exchange import Backward, begun, inside_of, running_again
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, Weighing, nothing_like
@@ -224,7 +224,7 @@ def _by_autograd(
     backward.outer, backward.plain, here.backward = here.backward, True, backward
     try:
         if wrt.remembers:
-            with remembering() as held:
+            with remembering() as held, looking.after():
                 out = loss(leaves, *args)
         else:
             out = loss(leaves, *args)
@@ -241,6 +241,7 @@ def _by_autograd(
         with (
             nullcontext() if held is None else holding(held),
             nullcontext() if held is None else running_again(backward),
+            nullcontext() if held is None else looking.after(),
         ):
             grads = hooked_gradients(
                 total, leaves, cotangent, hooks, wrt.layouts, again=wrt.several

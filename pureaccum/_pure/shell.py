@@ -43,13 +43,13 @@ from .._base import (
     is_cache,
     is_compiled_module,
     restore,
-    saved_tensors_hooks_active,
+    saved_tensors_hooks,
     saved_tensors_hooks_allowed,
     saved_tensors_hooks_refused,
     seeing,
     tree_leaves,
 )
-from .._core import ALONE, origins, watch
+from .._core import ALONE, looking, origins
 
 
 Vars = dict[str, Any]
@@ -209,26 +209,35 @@ def call_module(
 
 def _nothing_run_again(
     places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[Any]:
     """Refuse what the backward pass would run again, when the module has its own tensors back.
 
-    It makes itself known by saved-tensor hooks. Those around the call are none of its business, nor
-    are those of the compiler, which takes a checkpoint into its graph.
+    It makes itself known by saved-tensor hooks, of which those around the call are none of its
+    business, nor are those of the compiler, which takes a checkpoint into its graph.
     """
-    looked_after = watch.depth or saved_tensors_hooks_active() or "code" in places.leads_back
+    looked_after = looking.depth or "code" in places.leads_back
     if looked_after or not torch.is_grad_enabled() or not saved_tensors_hooks_allowed():
         return nullcontext()
     own = [own_tensor(places, name) for name in places.slots.keys() - tensors.keys()]
     given = tree_leaves(([*tensors.values()], own, args, kwargs))
     if not any(isinstance(x, Tensor) and x.requires_grad for x in given):
         return nullcontext()
-    return saved_tensors_hooks_refused(
+    refused = (
         f"forward of module ({type(places.modules[0]).__name__}) saves tensors through hooks, as "
         "torch.utils.checkpoint does, and reaches the module by an attribute (a bound method, a "
         "closure) or a global name, so that the backward pass would run a part of it again with "
-        "the module's own tensors. Take the gradient by grad_and_value or make_step, which put "
-        "the right ones there; or reach the module by self alone."
+        "the module's own tensors. Take the gradient by make_step, or grad with "
+        "engine='autograd', which put the right ones there; or reach the module by self alone."
     )
+    around = saved_tensors_hooks()
+    if around is None:
+        return saved_tensors_hooks_refused(refused)
+
+    def look(*_: Any) -> None:
+        if saved_tensors_hooks() != around:
+            raise RuntimeError(refused)
+
+    return seeing(before=look)  # slower; torch refuses none without those that are around
 
 
 class LeadsBackError(BaseException):
