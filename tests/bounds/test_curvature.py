@@ -309,9 +309,8 @@ def test_threads() -> None:
 # What is drawn ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", [it if it == "fisher" else pytest.param(it, marks=pytest.mark.slow) for it in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_estimates_are_as_near_as_they_say(kind: str) -> None:
     problem = Problem("norm")
     of = partial(problem.products(microbatch_size=4)[kind], problem.params, problem.batch)

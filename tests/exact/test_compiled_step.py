@@ -294,7 +294,8 @@ def test_an_overflow_in_a_group_lowers_the_loss_scale() -> None:
 # A stream ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
 def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
     """In microbatches of any size; a window that was not donated can be gone on with."""
     ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)

@@ -122,9 +122,8 @@ def test_a_batch_that_is_not_cut_has_the_same_metrics(transform: Any, seed: int)
     check(w, batch, metrics | {"seen": metrics["seen"]})
 
 
-@pytest.mark.parametrize(
-    "size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 7))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 2, 7])
 def test_a_compiled_step_has_the_same_metrics(size: int) -> None:
     w, batch = torch.tensor(2.0), tokens(1)
     for way in (by_step, by_window):

@@ -142,7 +142,8 @@ def test_a_step_with_large_gradients_is_the_eager_one() -> None:
 # Buffers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffers", [pytest.param("sequential", marks=pytest.mark.slow), "pooled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("buffers", ["sequential", "pooled"])
 def test_buffers_of_a_compiled_step_are_those_of_the_eager_one(buffers: Any) -> None:
     """In a scan; then a batch that is not applied, which leaves them as they were."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
