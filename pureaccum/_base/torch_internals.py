@@ -559,7 +559,7 @@ def saved_tensors_hooks_allowed() -> bool:
 
 
 def saved_tensors_hooks() -> tuple[Any, ...] | None:
-    """Those that were entered last, of those that have not been left."""
+    """The innermost ones that are entered, as a pair of functions; None where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
 
 

@@ -46,7 +46,6 @@ from .buckets import group_of as group_of
 from .buckets import meet as meet
 from .buckets import sum_over_ranks_ as sum_over_ranks_
 from .called_modules import ALONE as ALONE
-from .called_modules import looking as looking
 from .called_modules import origins as origins
 from .engines import Engine as Engine
 from .engines import Pull as Pull

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import Place, Refusing, tensor_places
+from .._base import BUFFERS, Place, Refusing, tensor_places
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -99,22 +99,14 @@ def remembering(
                 held[key] = (place, then | refusing)
 
 
-class Looking(threading.local):
-    """How many losses this thread runs, or runs again, with all that their modules held."""
-
-    depth = 0
-
-    @contextmanager
-    def after(self) -> Generator[None]:
-        """Say that what a module called inside holds will be there when it is run again."""
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-
-
-looking = Looking()
+def with_own_buffers(held: HeldTensors) -> HeldTensors:
+    """The same with copies of all buffers, since what is run again writes to them again."""
+    buffers = [x for (_, name), (_, then) in held.items() if name == BUFFERS for x in then.values()]
+    copies = {id(x): x.clone() for x in buffers if x is not None}
+    return {
+        key: (place, {name: copies.get(id(x), x) for name, x in then.items()})
+        for key, (place, then) in held.items()
+    }
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from .._base import (
     transform_active,
     without_history,
 )
-from .called_modules import holding, looking, remembering
+from .called_modules import holding, remembering, with_own_buffers
 from .exchange import Backward, begun, inside_of, running_again
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, Weighing, nothing_like
@@ -221,10 +221,11 @@ def _by_autograd(
 ) -> Forward:
     leaves, held = wrt.leaves, None
     backward = Backward()  # of no level, and as ``inside_of`` says it: each microbatch pays for it
+    backward.restores = wrt.remembers
     backward.outer, backward.plain, here.backward = here.backward, True, backward
     try:
         if wrt.remembers:
-            with remembering() as held, looking.after():
+            with remembering() as held:
                 out = loss(leaves, *args)
         else:
             out = loss(leaves, *args)
@@ -239,9 +240,8 @@ def _by_autograd(
         if not total.requires_grad:
             return [None] * len(leaves)
         with (
-            nullcontext() if held is None else holding(held),
+            nullcontext() if held is None else holding(with_own_buffers(held)),
             nullcontext() if held is None else running_again(backward),
-            nullcontext() if held is None else looking.after(),
         ):
             grads = hooked_gradients(
                 total, leaves, cotangent, hooks, wrt.layouts, again=wrt.several

@@ -293,6 +293,7 @@ class Backward:
         plain: Whether plain autograd records it: to that, what keeps no graph is a constant.
         times: What its gradients are still to be multiplied by; None until that is known.
         group: The ranks that were reached from inside of it, if any were.
+        restores: Whether modules hold again, while it runs, what they held when they were called.
     """
 
     outer: "Backward | None" = None
@@ -300,6 +301,7 @@ class Backward:
     plain: bool = False
     times: Any = None
     group: Any = None
+    restores: bool = False
 
 
 _NO_LEVEL = -1  # of transforms: None is that of plain autograd

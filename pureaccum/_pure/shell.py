@@ -15,8 +15,8 @@ a second time, and the recomputation sees what the first run saw.
 A module whose attributes lead back to itself (a bound method, a closure), or whose code Python
 cannot share (scripted, compiled), would compute with its own tensors in a shell. It is called
 itself, with the other tensors put in for the length of the call, by one thread at a time. There a
-recomputation would see the module's own tensors: a checkpoint is refused, except where the engine
-looks after it (see called_modules.py).
+checkpoint is refused, which would be recomputed with the module's own tensors, except in a loss
+whose engine puts the right ones back.
 """
 
 import inspect
@@ -40,6 +40,7 @@ from .._base import (
     CHILDREN,
     PARAMETERS,
     generators,
+    here,
     is_cache,
     is_compiled_module,
     restore,
@@ -49,7 +50,7 @@ from .._base import (
     seeing,
     tree_leaves,
 )
-from .._core import ALONE, looking, origins
+from .._core import ALONE, origins
 
 
 Vars = dict[str, Any]
@@ -82,7 +83,7 @@ class Places(NamedTuple):
     slots: dict[str, list[Slot]]  # all places of each tensor, by its first name
     idle: Idle
     safe_modes: set[bool]  # modes in which a shell was seen to use no tensor of the module's own
-    leads_back: set[str]  # what did: its "code", or a "name"
+    leads_back: set[str]  # what leads back to the module: its "code", or a "name"
 
 
 def places_of(module: nn.Module) -> Places:
@@ -210,13 +211,11 @@ def call_module(
 def _nothing_run_again(
     places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> AbstractContextManager[Any]:
-    """Refuse what the backward pass would run again, when the module has its own tensors back.
-
-    It makes itself known by saved-tensor hooks, of which those around the call are none of its
-    business, nor are those of the compiler, which takes a checkpoint into its graph.
-    """
-    looked_after = looking.depth or "code" in places.leads_back
-    if looked_after or not torch.is_grad_enabled() or not saved_tensors_hooks_allowed():
+    """Refuse what the backward pass would run again, when the module has its own tensors back."""
+    # Saved-tensor hooks show it. A compiler too has them, and takes a checkpoint into its graph.
+    allowed = torch.is_grad_enabled() and saved_tensors_hooks_allowed()
+    restored = here.backward is not None and here.backward.restores
+    if not allowed or restored or "code" in places.leads_back:
         return nullcontext()
     own = [own_tensor(places, name) for name in places.slots.keys() - tensors.keys()]
     given = tree_leaves(([*tensors.values()], own, args, kwargs))
@@ -224,10 +223,10 @@ def _nothing_run_again(
         return nullcontext()
     refused = (
         f"forward of module ({type(places.modules[0]).__name__}) saves tensors through hooks, as "
-        "torch.utils.checkpoint does, and reaches the module by an attribute (a bound method, a "
-        "closure) or a global name, so that the backward pass would run a part of it again with "
-        "the module's own tensors. Take the gradient by make_step, or grad with "
-        "engine='autograd', which put the right ones there; or reach the module by self alone."
+        "torch.utils.checkpoint does, and reaches the module by more than self (a bound method, a "
+        "closure, a global name), so that the backward pass would run a part of it again with its "
+        "own tensors. Take the gradient by make_step, or by grad with engine='autograd', which put "
+        "the right ones there; or reach the module by self alone."
     )
     around = saved_tensors_hooks()
     if around is None:

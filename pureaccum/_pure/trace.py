@@ -236,8 +236,8 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self.modes:
             raise TypeError(
-                "it computes under no_grad or autocast, which is not recorded (a "
-                "torch.autograd.Function does: call it in a function under torch.fx.wrap)"
+                "it computes under no_grad or autocast, which is not recorded (so "
+                "does a torch.autograd.Function: call it in a function under torch.fx.wrap)"
             )
         return super().create_node(*args, **kwargs)
 

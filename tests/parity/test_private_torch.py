@@ -244,6 +244,16 @@ def test_whether_saved_tensors_hooks_are_allowed_is_seen() -> None:
     assert torch_internals.saved_tensors_hooks_allowed()
 
 
+def test_the_innermost_saved_tensors_hooks_are_seen() -> None:
+    pairs = [(lambda x: x, lambda x: x) for _ in range(2)]
+    assert torch_internals.saved_tensors_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(*pairs[0]):
+        assert torch_internals.saved_tensors_hooks() == pairs[0]
+        with torch.autograd.graph.saved_tensors_hooks(*pairs[1]):
+            assert torch_internals.saved_tensors_hooks() == pairs[1]
+        assert torch_internals.saved_tensors_hooks() == pairs[0]
+
+
 # The compiler -----------------------------------------------------------------------------
 
 

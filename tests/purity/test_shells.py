@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
-from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import saying
 
 
@@ -99,16 +99,32 @@ def test_a_recomputation_sees_the_tensors_of_its_own_call(calls: int) -> None:
         assert_trees_bitwise_equal(got, want)
 
 
-def test_a_recomputation_writes_to_no_buffer_that_was_returned() -> None:
+@pytest.mark.parametrize("leads_back", [False, True])
+def test_a_recomputation_writes_to_no_buffer_that_was_returned(leads_back: bool) -> None:
+    """Neither under plain .backward() nor in the engine."""
     net = Again()
     net.layer.append(nn.BatchNorm1d(2))
     fn = pa.functional(net)
-    leaves = {k: x.clone().requires_grad_() for k, x in fn.params.items()}
-    out, new_buffers = fn.apply(leaves, fn.buffers, X)
-    returned = {k: x.clone() for k, x in new_buffers.items()}
-    out.square().sum().backward()
-    assert_trees_bitwise_equal(new_buffers, returned)
-    assert new_buffers["layer.2.num_batches_tracked"] == 1
+    with torch.no_grad():
+        want = fn.apply(fn.params, fn.buffers, X)[1]
+    assert want["layer.2.num_batches_tracked"] == 1
+    if leads_back:
+        net.others = [net]
+        fn = pa.functional(net)
+
+    def loss(params: Any, x: Tensor) -> tuple[Tensor, Any]:
+        out, new_buffers = fn.apply(params, fn.buffers, x)
+        return out.square().mean(), new_buffers
+
+    knobs: Any = {"has_aux": True, "aux_reduction": "last", "engine": "autograd"}
+    with unchanged(net):
+        _, (_, new_buffers) = pa.grad_and_value(loss, microbatch_size=3, **knobs)(fn.params, X)
+    assert_trees_bitwise_equal(new_buffers, want)
+    if not leads_back:
+        params = {k: x.clone().requires_grad_() for k, x in fn.params.items()}
+        value, new_buffers = loss(params, X)
+        value.backward()
+        assert_trees_bitwise_equal(new_buffers, want)
 
 
 WAYS_BACK = {
@@ -179,6 +195,9 @@ def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way: st
     for wrap in (lambda f: f, pa.remat, lambda f: partial(checkpoint, f, use_reentrant=False)):
         with saying(RuntimeError, "module (LeadingBack) saves tensors through hooks", "make_step"):
             torch.autograd.grad(wrap(loss)(params, X), [*params.values()])
+    step = pa.make_step(pa.remat(loss), pa.sgd(1.0), microbatch_size=3)
+    with saying(RuntimeError, "module (LeadingBack) saves tensors through hooks"):
+        step(step.init(fn.params), X)
     own = {k: x.detach() for k, x in params.items()}
     for engine in ("autograd", "auto"):
         grads, _ = pa.grad_and_value(loss, microbatch_size=3, engine=engine)(own, X)
