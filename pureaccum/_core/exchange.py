@@ -52,7 +52,7 @@ from .._base import (
 )
 from .batches import parts_of_batch
 from .buckets import buckets_of, group_of, meet
-from .recomputation import exchanged, note_made, wait_for_cotangents
+from .recomputation import exchanged, note_made
 
 
 def exchange(kind: "Kind", tree: Tree, group: Any) -> Tree:
@@ -116,7 +116,6 @@ class Exchange:
         """Apply it to tensors, differentiably."""
         if not tensors:
             return []
-        wait_for_cotangents()
         note_reached(self.group)
         found: Any = _Exchange.apply(self, *exchanged(tensors))
         note_made(found)

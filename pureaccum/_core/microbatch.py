@@ -28,20 +28,18 @@ from .._base import (
     generators,
     in_backward,
     innermost,
-    mapped_levels,
     positions,
     restore,
     rows_over,
     transform_active,
     transform_depth,
     unflatten,
-    wants_gradient,
 )
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker
 from .gathered import WHOLE, Cut, Rows, to_host
-from .outputs import NotEarlyError, Outputs, Whole, known_gradient, with_gradient
+from .outputs import Outputs, Whole
 from .recomputation import Again, UnseenError, exchanged, note_made, original
 from .reductions import check_reduce
 from .rule import FollowedError, Form, Outs, Pieces, attach, run
@@ -275,24 +273,16 @@ def call_microbatched(
             return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
         devices = {x.device for x in tensors}
         again, before = Again(devices), generators(devices)
-        remade = partial(_remade, body, again, cuts, outputs)
-        early: list[Tensor] | None = None
 
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
             outs, keeps = guarded_body(p, operands, again.finding(operands))
             again.check(outs)
             return outs, keeps
 
-        def enough(outs: list[Tensor]) -> bool:
-            nonlocal early
-            if outputs.is_wide_total(outs):
-                early = _early(remade, again, len(outs), [*tensors, *again.captured])
-            return early is not None
-
         try:
-            outs = run(begun(first), [x.detach() for x in tensors], enough=enough)
+            outs = run(begun(first), [x.detach() for x in tensors])
             operands = [*tensors, *again.captured]
-            outs = _attached(remade, outs, operands) if early is None else early
+            outs = _attached(body, again, cuts, outputs, outs, operands)
         except (UnseenError, FollowedError):
             restore(before)
             outputs.begin()
@@ -308,73 +298,31 @@ def _itself(body: Any) -> Any:
     return body
 
 
-def _remade(
+def _attached(
     body: Callable[..., Outs],
     again: Again,
     cuts: Sequence[Cut],
     outputs: Outputs | Whole,
-    found: Sequence[int],
-) -> Pieces:
-    """The pieces again, as functions of the arguments and of what is captured, for some outputs."""
+    outs: list[Tensor],
+    operands: Sequence[Tensor],
+) -> list[Tensor]:
+    """Outputs that were computed, made a function of the arguments and of what is captured."""
+    found = [i for i, x in enumerate(outs) if continuous(x)]
+    if not found:
+        return outs
     form, count = outputs.form, len(cuts)
     assert form is not None
 
     def rerun(p: int, operands: Sequence[Tensor]) -> Outs:
-        own, captured = operands[:count], operands[count:]
-        if p < len(again.drawn):
-            its, keeps = body(p, own, again.as_then(p, captured), again=True)
-        else:
-            its, keeps = body(p, own, again.finding(own, captured))
-            again.check(its)
+        its, keeps = body(p, operands[:count], again.as_then(p, operands[count:]), again=True)
         return [its[i] for i in found], keeps
 
     its = Form(
-        operands=(*cuts, *(WHOLE for _ in again.captured)),
+        operands=(*cuts, *(WHOLE for _ in operands[count:])),
         outs=tuple(form.outs[i] for i in found),
         groups=tuple(form.groups[i] for i in found),
     )
-    return Pieces(rerun, its, outputs.sizes)
-
-
-def _attached(
-    remade: Callable[[Sequence[int]], Pieces], outs: list[Tensor], operands: Sequence[Tensor]
-) -> list[Tensor]:
-    """Outputs that were computed, made a function of the operands."""
-    found = [i for i, x in enumerate(outs) if continuous(x)]
-    if found:
-        attached = attach(remade(found), operands, [outs[i] for i in found])
-        note_made(attached)
-        for i, x in zip(found, attached, strict=True):
-            outs[i] = x
-    return outs
-
-
-def _early(
-    remade: Callable[[Sequence[int]], Pieces], again: Again, count: int, operands: Sequence[Tensor]
-) -> list[Tensor] | None:
-    """The outputs, with their gradient taken on the way; None where none can be taken."""
-    wrt = [i for i, x in enumerate(operands) if continuous(x) and wants_gradient(x)]
-    narrow = again.mode.late or any(operands[i].dtype.itemsize < 4 for i in wrt)
-    if narrow or not (wrt and torch.is_grad_enabled()):
-        return None
-    if forward_ad_active() and any(map(mapped_levels, operands)):
-        return None  # torch has no vmap of a Function that forward AD goes through
-    random = generators(again.devices)
-    pieces, total = with_gradient(remade(range(count)), wrt)
-    try:
-        computed = run(pieces, [x.detach() for x in operands])
-        if again.mode.late:  # as a later piece has shown
-            raise NotEarlyError
-    except (UnseenError, NotEarlyError):
-        restore(random)
-        del again.drawn[1:], again.met[1:]
-        again.mode.unseen = False
-        return None
-    attached = attach(pieces, operands, computed)
-    outs, grads = attached[:count], attached[count:]
-    if total:
-        pairs = zip(wrt, grads, strict=True)
-        its, grads = zip(*[(operands[i], g) for i, g in pairs if i in pieces.reached], strict=True)
-        outs[total[0]] = known_gradient(outs[total[0]], grads, its)
-    note_made(outs)
-    return outs
+    attached = attach(Pieces(rerun, its, outputs.sizes), operands, [outs[i] for i in found])
+    note_made(attached)
+    rest = iter(attached)
+    return [next(rest) if continuous(x) else x for x in outs]

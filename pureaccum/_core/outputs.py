@@ -5,15 +5,6 @@
 
 Sums and rows are differentiated by the rule in rule.py. Anything else (a largest number, whatever a
 user's reducer keeps) has a value and no derivative.
-
-Where one number is all that comes out, its gradient costs no second forward pass:
-
-    total, gradients = sums over pieces of (f, its gradient)
-    in the backward pass: cotangent * gradients
-
-Gradients are outputs like any other: their own derivatives are those of the rule. They are taken
-for a cotangent of 1, with which half precision would lose digits: so nothing below float32 is taken
-early.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +30,7 @@ from .._base import (
 from .gathered import Cut, Rows
 from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
 from .reductions import below, is_reducer, reducer_of, replaced
-from .rule import Form, Outs, Pieces, pulled
+from .rule import Form, Outs
 
 
 class Taken(NamedTuple):
@@ -73,10 +64,6 @@ class Whole:
 
     def begin(self) -> None:
         """Forget what was taken."""
-
-    def is_wide_total(self, _outs: Sequence[Tensor]) -> bool:
-        """No: a rematerialised function keeps no gradient either."""
-        return False
 
     def take(self, _p: int, out: Tree, again: bool = False) -> Outs:
         """The tensors of the output."""
@@ -120,15 +107,6 @@ class Outputs:
         # What is below each word in the first microbatch.
         self.likes: dict[int, tuple[list[Any], Any]] = {}
         self.states: dict[tuple[int, int], Any] = {}  # of outputs without a derivative
-
-    def is_wide_total(self, outs: Sequence[Tensor]) -> bool:
-        """Whether several pieces have no outputs but numbers, and none in half precision."""
-        if not any(map(continuous, outs)):
-            return False
-        likes = [like for its, _ in self.likes.values() for like in its]
-        dtypes = [x.total if isinstance(x, Weighted) else getattr(x, "dtype", None) for x in likes]
-        wide = all(d is None or d.itemsize >= 4 for d in dtypes)
-        return len(self.sizes) > 1 and wide and not self.states and all(x.dim() == 0 for x in outs)
 
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """The tensors of one microbatch, and whether they count."""
@@ -327,66 +305,3 @@ _NO_GRADIENT = (
     "'stack', 'last' and Weighted have one. The largest of rows that are concatenated has one: "
     "reduce='concat', and .amax() of the result. As a constant it is x.detach()."
 )
-
-
-# The gradient of a total, taken while the total is computed ---------------------------------
-
-
-class NotEarlyError(BaseException):
-    """More than one output has a gradient. Only the caller that asked for it may catch this."""
-
-
-def with_gradient(f: Pieces, wrt: Sequence[int]) -> tuple[Pieces, list[int]]:
-    """A function with the gradients of its only output that has any.
-
-    The list tells which output that is, once the function has been run.
-    """
-    total: list[int] = []
-
-    def only(outs: Sequence[Tensor]) -> Sequence[int]:
-        for i, x in enumerate(outs):
-            if x.requires_grad and i not in total:
-                total.append(i)
-        if len(total) > 1:
-            raise NotEarlyError
-        return total or [i for i, x in enumerate(outs) if continuous(x)][:1]
-
-    def call(p: int, operands: Sequence[Tensor]) -> Outs:
-        sums = pieces.gathered[len(f.form.outs) :]
-        outs, grads, keeps = pulled(f, p, operands, wrt, only, sums=sums)
-        group = f.form.groups[total[0]] if total else 0
-        pieces.form = form._replace(groups=(*f.form.groups, *[group] * len(wrt)))
-        return [*outs, *pieces.gradients(operands, wrt, grads)], keeps
-
-    form = f.form._replace(outs=(*f.form.outs, *(f.form.operands[i] for i in wrt)))
-    pieces = Pieces(call, form, f.sizes)
-    return pieces, total
-
-
-def known_gradient(total: Tensor, grads: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
-    """A total as a function of operands, of which its gradients are known."""
-    return _Known.apply(len(grads), total, *grads, *operands)
-
-
-class _Known(Function):
-    """The total, called with (the number of gradients, total, *gradients, *operands)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(_n: int, total: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
-        return total.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.n = inputs[0]
-        ctx.save_for_backward(*inputs[2 : 2 + ctx.n])
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:  # pyright: ignore
-        scaled = [cotangent.to(g.device, g.dtype) * g for g in ctx.saved_tensors]
-        return (None, None, *[None] * ctx.n, *scaled)
-
-    @staticmethod
-    def jvp(_ctx: Any, _n: Any, tangent: Tensor, *_: Any) -> Any:  # pyright: ignore
-        return tangent  # the rule has computed it from the tangents of the operands

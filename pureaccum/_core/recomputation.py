@@ -61,8 +61,6 @@ class Again:
         self.held: HeldTensors = {}
         self.modules: Modules = {}
         self.mode = _Finding()
-        # Under float16 autocast, compiled and scripted functions compute in it unseen.
-        self.mode.late = any(on and dtype == torch.float16 for _, on, dtype in self.casts)
 
     @property
     def captured(self) -> list[Tensor]:
@@ -70,15 +68,10 @@ class Again:
         return [found.from_outside for found in self.mode.found]
 
     @contextmanager
-    def finding(
-        self, made: Iterable[Tensor], captured: Sequence[Tensor] | None = None
-    ) -> Generator[None]:
-        """Around the first call for the next piece, which is given ``made``.
-
-        ``captured`` are tensors in place of the captured ones; then there may be no others.
-        """
+    def finding(self, made: Iterable[Tensor]) -> Generator[None]:
+        """Around the first call for the next piece, which is given ``made``."""
         self.mode.note(made)
-        self.mode.met, self.mode.instead = set(), captured
+        self.mode.met = set()
         with noted(self.devices) as drawn, remembering(self.held, self.modules), _active(self.mode):
             yield
         self.mode.look()
@@ -147,14 +140,6 @@ def exchanged(tensors: list[Tensor]) -> list[Tensor]:
     return given
 
 
-def wait_for_cotangents() -> None:
-    """Say that what runs now cannot be differentiated before its cotangent is known."""
-    mode = getattr(_here, "mode", None)
-    while mode is not None:
-        mode.late = True
-        mode = mode.outer
-
-
 @contextmanager
 def _active(mode: "_Mode") -> Generator[None]:
     before, _here.mode = getattr(_here, "mode", None), mode
@@ -172,7 +157,6 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.outer: _Mode | None = None
-        self.late = False  # whether a gradient has to wait for its cotangent: float16, other ranks
         self.made: dict[int, bool] = {}  # by id, whether autograd had recorded it by then
         self.met: set[int] = set()
         self.used: set[int] = set()  # by the operation that runs now
@@ -234,7 +218,6 @@ class _Finding(_Mode):
         self.begun = sequence_number()
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
-        self.instead: Sequence[Tensor] | None = None  # what is given for them, if anything is
         self.settled = 0  # how many of them were used
         self.others: dict[int, ReferenceType[Tensor]] = {}  # captured tensors that are not followed
         self.unseen = False  # whether a Function was given something captured, and no operation
@@ -257,7 +240,7 @@ class _Finding(_Mode):
                 self.wraps = self.wraps or is_wrapped(own)
                 self.others[id(x)] = ref(x)  # pyright: ignore
                 return own
-            if self.instead is not None or above or recorded_at(own) >= self.begun:
+            if above or recorded_at(own) >= self.begun:
                 raise UnseenError  # it is inside of another transform, or was made unseen
             self.foreign.add(memory_of(own))
             with down_to(self.level):
@@ -266,7 +249,7 @@ class _Finding(_Mode):
             note_made([self.found[-1].detached], self)
             at = self.places[id(x)] = len(self.found) - 1
         self.used.add(at)
-        instead = self.found[at].detached if self.instead is None else self.instead[at]
+        instead = self.found[at].detached
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
 
     def is_unseen(self, x: Tensor) -> bool:
@@ -288,7 +271,6 @@ class _Finding(_Mode):
 
     def note(self, made: Iterable[Tensor]) -> None:
         self.made.update({id(x): x.grad_fn is not None for x in made})
-        self.late = self.late or any(x.dtype == torch.float16 for x in made)
         if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign
 

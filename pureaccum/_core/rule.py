@@ -57,14 +57,6 @@ class Pieces:
         self.gathered: list[Gathered] = []  # what has come out so far
         self.reached: set[int] = set()  # the operands that have had a gradient
 
-    def gradients(
-        self, operands: Sequence[Tensor], wrt: Sequence[int], grads: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """The gradients of a piece, zero where there is none."""
-        pairs = [*zip(wrt, grads, strict=True)]
-        self.reached.update(i for i, g in pairs if g is not None)
-        return [nothing_like(operands[i]) if g is None else g for i, g in pairs]
-
 
 def applied(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
     """The outputs for all pieces of some operands, differentiable where anything records."""
@@ -80,26 +72,14 @@ def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> lis
     return list(_Attach.apply(f, len(operands), *operands, *outs))
 
 
-def run(
-    f: Pieces,
-    operands: Sequence[Tensor],
-    *,
-    recorded: bool = False,
-    enough: Callable[[list[Tensor]], bool] = lambda _: False,
-) -> list[Tensor]:
-    """The loop itself, unless the outputs of the first piece are enough.
-
-    Where transforms are to see all of it (``recorded``), nothing is written in place.
-    """
+def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> list[Tensor]:
+    """The loop itself. Where transforms are to see all of it (``recorded``), it writes nothing."""
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     f.gathered = _gathered(f, recorded)
     with cutting(len(f.sizes)):
         for p in range(len(f.sizes)):
             outs, _ = f.call(p, [column[p] for column in columns])
-            if p == 0:
-                if enough(outs):
-                    return []
-                f.gathered = f.gathered or _gathered(f, recorded)
+            f.gathered = f.gathered or _gathered(f, recorded)  # the first may tell the form
             for so_far in f.gathered:
                 so_far.take(outs.pop(0))  # each is freed before the next is copied
     gathered, f.gathered = f.gathered, []
@@ -138,10 +118,10 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
             its = [n for n, i in enumerate(used) if f.form.groups[i] == group]
             tops, cs = [used[n] for n in its], [cotangents[n] for n in its]
             sums = pieces.gathered[len(found) : len(found) + len(wrt)]
-            _, grads, keeps = pulled(
-                f, p, given, wrt, lambda _outs, tops=tops: tops, cs, sums, backward
-            )
-            found += pieces.gradients(given, wrt, grads)
+            grads, keeps = pulled(f, p, given, wrt, tops, cs, sums, backward)
+            pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
+            pairs = zip(wrt, grads, strict=True)
+            found += [nothing_like(given[i]) if g is None else g for i, g in pairs]
         return found, keeps
 
     form = Form(
@@ -177,45 +157,39 @@ def pulled(
     p: int,
     given: Sequence[Tensor],
     wrt: Sequence[int],
-    used: Callable[[Sequence[Tensor]], Sequence[int]],
-    cotangents: Sequence[Tensor] = (),
-    sums: Sequence[Gathered] = (),
-    backward: Backward | None = None,
-) -> tuple[Sequence[Tensor], Sequence[Tensor | None], Keeps]:
-    """The outputs of a piece, and the gradients of some operands, by default for cotangents of 1.
+    used: Sequence[int],
+    cotangents: Sequence[Tensor],
+    sums: Sequence[Gathered],
+    backward: Backward | None,
+) -> tuple[list[Tensor | None], Keeps]:
+    """The gradients of some operands of a piece, of which one group of outputs is used.
 
-    The outputs that are used are of one group. Outside of transforms, plain autograd computes them:
-    with the formulas, hence the bits, of ``.backward()``. Large gradients are added to their sums
-    as they come, so that no two of a piece exist at once.
+    Outside of transforms, plain autograd computes them: with the formulas, hence the bits, of
+    ``.backward()``. Large gradients are added to their sums as they come, so that no two of a piece
+    exist at once.
     """
-    at: Sequence[int] = ()
+    group = f.form.groups[used[0]]
     if transform_active():
 
-        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-            nonlocal at
+        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
             with pulled_by(backward):
                 outs, keeps = f.call(p, filled(given, wrt, some))
-            at = used(outs)
-            return tuple(outs[i] for i in at), (outs, keeps)
+            return tuple(outs[i] for i in used), keeps
 
-        tops, pull, (outs, keeps) = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
-        ones = cotangents or map(torch.ones_like, tops)
-        group = _group(f, at)
-        grads = [selected(g, keeps, group) for g in pull(tuple(ones), retain_graph=False)]
-        return outs, grads, keeps
+        _, pull, keeps = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
+        grads = pull(tuple(cotangents), retain_graph=False)
+        return [selected(g, keeps, group) for g in grads], keeps
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
         inputs = [x.view_as(x) for x in given] if record else without_history(given)
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
         with pulled_by(backward):
             outs, keeps = f.call(p, inputs)
-        at = used(outs)
-        tops, group = [outs[i] for i in at], _group(f, at)
-    pairs = zip(tops, cotangents or map(torch.ones_like, tops), strict=True)
+    pairs = zip((outs[i] for i in used), cotangents, strict=True)
     pairs = [(x, c) for x, c in pairs if x.requires_grad]
-    outs = outs if record else without_history(outs)
+    found: list[Tensor | None] = [None] * len(xs)
     if not pairs:
-        return outs, [None] * len(xs), keeps
+        return found, keeps
     sums = () if record else sums  # what is recorded is not written to
     adding = {n: so_far for n, so_far in enumerate(sums) if so_far.sums and xs[n].nbytes >= LARGE}
 
@@ -228,15 +202,10 @@ def pulled(
         xs[n].register_hook(partial(add, so_far))
     tops, given = zip(*pairs, strict=True)
     grads: Any = torch.autograd.grad(tops, xs, given, create_graph=record, allow_unused=True)
-    found: list[Tensor | None] = [None] * len(xs)
     for n, g in enumerate(grads):
         if g is not None:
             found[n] = g if n in adding else selected(g, keeps, group)
-    return outs, found, keeps
-
-
-def _group(f: Pieces, used: Sequence[int]) -> int:
-    return f.form.groups[used[0]] if used else 0
+    return found, keeps
 
 
 def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:

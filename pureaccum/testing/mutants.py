@@ -504,12 +504,6 @@ MUTANTS: dict[str, Mutant] = {
         "return torch.where(keep.to(x.device), x, 0.0)",
         "return x * keep.to(x.device, x.dtype)",
     ),
-    "a gradient taken early in float16": Mutant(
-        "A total computed in float16 is pulled with 1, and scaled afterwards.",
-        "_core/recomputation.py",
-        "self.late or any(x.dtype == torch.float16 for x in made)",
-        "self.late",
-    ),
     "a cast kept": Mutant(
         "The gradients of a cast are summed, and rounded to its dtype.",
         "_core/recomputation.py",

@@ -187,8 +187,8 @@ def test_a_cast_that_was_written_to_is_a_tensor_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "in a later microbatch"])
-def test_no_gradient_is_taken_early_in_float16(later: bool) -> None:
-    """A loss scale has to ride on the cotangent: what is pulled with 1 is lost before it comes."""
+def test_a_loss_scale_rides_on_the_cotangent(later: bool) -> None:
+    """A gradient pulled with 1 is lost in float16 before the scale multiplies it."""
 
     def of(w: Tensor, x: Tensor) -> Tensor:
         product = w * x if later and x < 2 else (w.half() * x.half()).float()

@@ -227,9 +227,6 @@ KILLERS = {
     "NaN * 0 of a piece without weight": (
         "exact/test_words.py::test_several_weighted_means_are_each_the_full_batch_s"
     ),
-    "a gradient taken early in float16": (
-        "exact/test_narrow.py::test_no_gradient_is_taken_early_in_float16"
-    ),
     "a cast kept": "exact/test_narrow.py::test_a_cast_gives_way_to_its_master",
     "a write to a cast undone": (
         "exact/test_narrow.py::test_a_cast_that_was_written_to_is_a_tensor_of_its_own"

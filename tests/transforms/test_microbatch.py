@@ -327,7 +327,7 @@ class Product(torch.autograd.Function):
 
 @pytest.mark.parametrize(("reduce", "out"), [("sum", Tensor.sum), ("concat", Tensor.clone)])
 def test_no_gradient_is_taken_of_what_needs_none(reduce: str, out: Any) -> None:
-    """Neither on the way, of a sum, nor in the backward pass."""
+    """Of the operands of a microbatch, only those that need a gradient are differentiated."""
     f = pa.microbatch(lambda w, x: out(Product.apply(w, x)), microbatch_size=2, reduce=reduce)
     w = torch.tensor(2.0, requires_grad=True)
     Product.asked.clear()
