@@ -109,6 +109,7 @@ from .torch_internals import any_tangent as any_tangent
 from .torch_internals import as_members as as_members
 from .torch_internals import at_top_level as at_top_level
 from .torch_internals import below_vmap as below_vmap
+from .torch_internals import compares_layouts as compares_layouts
 from .torch_internals import compile_anew as compile_anew
 from .torch_internals import differentiating as differentiating
 from .torch_internals import down_to as down_to

@@ -33,6 +33,7 @@ name                               what for                                check
 ``torch._higher_order_ops.scan``   a loop in compiled code                 2.11, 2.13, 2.15
 ``torch._dynamo``                  dims that vary; the compiler's errors   2.11, 2.13, 2.15
 ``torch._inductor.exc``            the compiler's errors                   2.11, 2.13, 2.15
+``aten._has_same_storage_numel``   what forward AD asks of a tangent       2.13
 ``torch.utils._python_dispatch``   see every operation                     2.11, 2.13, 2.15
 ``._should_skip_dynamo``           … and import no compiler for it         2.11, 2.13
 ``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
@@ -683,6 +684,12 @@ class Telling(TorchDispatchMode):
                 raise
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+def compares_layouts(func: Any) -> bool:
+    """Whether an operation only compares layouts, as forward AD does with a value and a tangent."""
+    aten = torch.ops.aten
+    return func in (aten.is_same_size.default, aten._has_same_storage_numel.default)
 
 
 # Ranks ---------------------------------------------------------------------------------------

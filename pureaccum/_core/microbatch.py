@@ -85,8 +85,9 @@ def microbatch(
             sample along ``dim``. All others are handed to every microbatch whole.
         batch_argnames: The same by name; where all batches are, ``batch_argnums`` is ``()``.
         reduce: What becomes of each output: ``"concat"`` for leaves with one row per sample along
-            ``dim``; ``"sum"``; ``"mean"``, over rows; ``"max"`` and ``"min"``, number by number;
-            ``"stack"``, one entry per microbatch along a new dim 0; ``"last"``; or a ``Reducer``.
+            ``dim``; ``"sum"``; ``"mean"``, over rows; ``"stack"``, one entry per microbatch along a
+            new dim 0; ``"max"`` and ``"min"``, ``amax`` and ``amin`` of such entries; ``"last"``;
+            or a ``Reducer``, which has no derivative and raises where one is used.
             One of them, or a tree of them that is a prefix of the output. A ``Weighted`` anywhere
             in the output becomes total / weight of the whole batch, whatever stands here.
         dim: Along which dim the rows of every batch argument lie, and those of the output.

@@ -3,8 +3,10 @@
     take    the outputs of one microbatch, as tensors that are summed or laid end to end
     finish  the tree of outputs for the whole batch
 
-Sums and rows are differentiated by the rule in rule.py. Anything else (a largest number, whatever a
-user's reducer keeps) has a value and no derivative.
+Sums, rows and what the last microbatch gives are differentiated by the rule in rule.py. The largest
+and the smallest number are ``amax`` and ``amin`` of one row a microbatch, in plain code. What a
+user's reducer keeps is a value without a derivative: it may be ignored, compared or detached under
+any transform, and whatever uses its derivative raises.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,16 +22,22 @@ from .._base import (
     NOWHERE,
     Over,
     Tree,
+    compares_layouts,
     continuous,
     flatten,
+    followed,
+    forward_ad_active,
     paths,
     sum_dtype,
+    transform_level,
+    tree_leaves,
     tree_map,
     unflatten,
+    wants_gradient,
 )
 from .gathered import Cut, Rows
 from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
-from .reductions import below, is_reducer, reducer_of, replaced
+from .reductions import Reducer, below, is_reducer, replaced
 from .rule import Form, Outs
 
 
@@ -106,7 +114,8 @@ class Outputs:
         self.words: list[Any] = []
         # What is below each word in the first microbatch.
         self.likes: dict[int, tuple[list[Any], Any]] = {}
-        self.states: dict[tuple[int, int], Any] = {}  # of outputs without a derivative
+        self.states: dict[int, Any] = {}  # of the users' reducers
+        self.followed: list[Tensor] = []  # what they were given that transforms differentiate
 
     def take(self, p: int, out: Tree, again: bool = False) -> Outs:
         """The tensors of one microbatch, and whether they count."""
@@ -121,7 +130,7 @@ class Outputs:
         for n, (word, part) in enumerate(pairs):
             if is_reducer(word):
                 if not again:
-                    self.reduce_leaf(p, (n, 0), word, part)
+                    self.reduce_part(p, n, word, part)
                 continue
             values, spec = optree.tree_flatten(part, is_weighted, namespace=NAMESPACE)
             if p == 0 and not again:
@@ -150,7 +159,7 @@ class Outputs:
             taken.cuts.extend(("whole", "whole"))
             taken.groups.extend((len(taken.keeps), 0))
             return
-        if isinstance(x, (bool, int, float)) and word in ("sum", "mean", "max", "min"):
+        if _is_number(x, word):
             x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
         if not isinstance(x, Tensor):
             if x != like:
@@ -171,16 +180,12 @@ class Outputs:
             )
         if word == "concat":
             cut = Rows(self.dim % x.dim(), host=self.host, over=self.over)
-        elif word == "stack":
+        elif word in ("stack", "max", "min"):
             x, cut = x.unsqueeze(0), Rows(0, each=True)
         elif word == "last":
             cut = "last"
             if again and p + 1 < len(self.sizes):
                 x = torch.zeros_like(x)
-        elif word in ("max", "min"):
-            if not again:
-                self.reduce_leaf(p, at, word, x)
-            return
         elif word == "mean" and len(self.sizes) > 1:  # that of one microbatch stays, to the bit
             x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
         elif not continuous(x):
@@ -197,12 +202,15 @@ class Outputs:
                 del shape[self.dim]
         return shapes[0] == shapes[1] and x.dtype == like.dtype
 
-    def reduce_leaf(self, p: int, at: tuple[int, int], word: Any, part: Tree) -> None:
-        """Reduce a leaf of one microbatch that has no derivative."""
-        reducer, part = reducer_of(word), tree_map(lambda x: torch.as_tensor(x).detach(), part)
-        before = self.states[at] if p else reducer.init(part)
+    def reduce_part(self, p: int, n: int, reducer: Reducer, part: Tree) -> None:
+        """Add what one microbatch gives to the state of a user's reducer."""
+        part = tree_map(torch.as_tensor, part)
+        if not torch.compiler.is_dynamo_compiling():  # which differentiates the loop as it stands
+            self.followed += filter(_is_differentiated, tree_leaves(part))
+            part = tree_map(torch.detach, part)
+        before = self.states[n] if p else reducer.init(part)
         weight = torch.tensor([float(self.sizes[p])], dtype=torch.float64)
-        self.states[at] = reducer.update(before, tree_map(lambda x: x.unsqueeze(0), part), weight)
+        self.states[n] = reducer.update(before, tree_map(lambda x: x.unsqueeze(0), part), weight)
 
     # At the end -----------------------------------------------------------------------------
 
@@ -212,32 +220,24 @@ class Outputs:
         rest = iter(outs)
         for n, word in enumerate(self.words):
             if is_reducer(word):
-                result = word.finalize(self.states[n, 0])
-                parts.append(
-                    tree_map(lambda x: _without_gradient("a Reducer", x, operands), result)
-                )
+                result = word.finalize(self.states[n])
+                by = [*operands, *self.followed]
+                parts.append(tree_map(lambda x, by=by: _without_gradient(x, by), result))
             else:
                 its, spec = self.likes[n]
-                done = [
-                    self.finish_leaf((n, i), like, rest, operands) for i, like in enumerate(its)
-                ]
-                parts.append(unflatten(spec, done))
+                parts.append(unflatten(spec, [self.finish_leaf(word, x, rest) for x in its]))
         return replaced(self.reduce, parts)
 
-    def finish_leaf(
-        self, at: tuple[int, int], like: Any, rest: Iterator[Tensor], operands: Sequence[Tensor]
-    ) -> Any:
+    def finish_leaf(self, word: str, like: Any, rest: Iterator[Tensor]) -> Any:
         """One leaf for the whole batch."""
-        word = self.words[at[0]]
         if isinstance(like, Weighted):
             total, weight = next(rest), next(rest)
             return mean_value(total, divisor(weight)).to(like.total)
-        if at in self.states:
-            return _without_gradient(repr(word), self.states[at], operands)
-        numbers = isinstance(like, (bool, int, float)) and word in ("sum", "mean")
-        if not isinstance(like, Look) and not numbers:
+        if not isinstance(like, Look) and not _is_number(like, word):
             return like
         x = next(rest)
+        if word in ("max", "min"):
+            return x.amax(0) if word == "max" else x.amin(0)
         if word == "mean" and len(self.sizes) > 1:
             x = x / sum(self.sizes)
             if isinstance(like, Look) and (like.dtype.is_floating_point or like.dtype.is_complex):
@@ -269,39 +269,74 @@ def _look(x: Any) -> Any:
     return Look(x.shape, x.dtype) if isinstance(x, Tensor) else x
 
 
-def _without_gradient(what: str, x: Any, operands: Sequence[Tensor]) -> Any:
-    """A value that has no gradient, and says so when one is asked for."""
+def _is_differentiated(x: Tensor) -> bool:
+    """Whether a tensor is followed, though what a function is given is not: through a capture."""
+    tangents = forward_ad_active() and followed(x, transform_level() or 0)[0]
+    return tangents or wants_gradient(x)
+
+
+def _is_number(x: Any, word: str) -> bool:
+    """Whether a leaf is a Python number that a word makes a tensor of."""
+    return isinstance(x, (bool, int, float)) and word in ("sum", "mean", "max", "min")
+
+
+# What has no derivative -------------------------------------------------------------------------
+
+
+def _without_gradient(x: Any, operands: Sequence[Tensor]) -> Any:
+    """A value that has no gradient, and says so where one is used."""
     if not isinstance(x, Tensor) or not continuous(x) or torch.compiler.is_dynamo_compiling():
         return x
-    return _Refusing.apply(what, x, *operands)
+    return _Refusing.apply(False, x, *operands)
 
 
 class _Refusing(Function):
-    """The identity in its first tensor, which raises when it is differentiated."""
+    """A value, or a tangent like it, whose derivatives by the operands raise where they are used.
+
+    A cotangent arrives only where it is used. A tangent always comes out, so it is a tensor with
+    which nothing can be computed; as a function of the operands it refuses too.
+    """
 
     @staticmethod
-    def forward(_what: str, x: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
-        return x.detach()
+    def forward(tangent: bool, x: Tensor, *_: Tensor) -> Tensor:  # pyright: ignore
+        x = x.detach().contiguous()  # so that its tangent is laid out as it is
+        return torch.full_like(x, torch.nan).as_subclass(_Unreadable) if tangent else x
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.what = inputs[0]
+        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # pyright: ignore
-        raise RuntimeError(_NO_GRADIENT.format(ctx.what))
+        raise RuntimeError(_NO_GRADIENT)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:  # pyright: ignore
-        raise RuntimeError(_NO_GRADIENT.format(ctx.what))
+    def jvp(ctx: Any, _tangent: Any, _x: Any, *tangents: Tensor | None) -> Any:  # pyright: ignore
+        moving = [t for t in tangents if t is not None]
+        return _Refusing.apply(True, *ctx.saved_tensors, *moving)
 
     @staticmethod
-    def vmap(_info: Any, in_dims: Any, what: str, x: Tensor, *operands: Tensor) -> Any:  # pyright: ignore
-        return _Refusing.apply(what, x, *operands), in_dims[1]
+    def vmap(_info: Any, in_dims: Any, tangent: bool, *tensors: Tensor) -> Any:  # pyright: ignore
+        return _Refusing.apply(tangent, *tensors), in_dims[1]
+
+
+class _Unreadable(Tensor):
+    """A tangent with which nothing can be computed. It may be handed on, and so may its views."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if compares_layouts(func):  # as forward AD does with every tangent
+            return True
+        if not func.is_view:
+            raise RuntimeError(_NO_GRADIENT)
+        x, *rest = args
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return tree_map(lambda view: view.as_subclass(cls), func(like, *rest, **(kwargs or {})))
 
 
 _NO_GRADIENT = (
-    "a gradient was asked of {} over microbatches, which has none; 'concat', 'sum', 'mean', "
-    "'stack', 'last' and Weighted have one. The largest of rows that are concatenated has one: "
-    "reduce='concat', and .amax() of the result. As a constant it is x.detach()."
+    "a gradient was asked of a Reducer over microbatches, which has none; 'concat', 'sum', 'mean', "
+    "'max', 'min', 'stack', 'last' and Weighted have one. What a reducer of your own computes has "
+    "one where it is plain code over rows: reduce='concat' or 'stack'. As a constant it is "
+    "x.detach()."
 )

@@ -56,7 +56,8 @@ class Reducer(NamedTuple):
             are stacked along a new dim 0, and a weight for each: its rows, its samples, or what
             ``Weighted`` says.
         merge: One state of two.
-        finalize: The result, from a state.
+        finalize: The result, from a state. That of a microbatched function may be ignored, compared
+            or detached under every transform; whatever uses its derivative raises.
 
     Example:
         >>> import torch

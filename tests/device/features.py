@@ -364,12 +364,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 for name, function in FUNCTIONS.items():
     CASES[name] = partial(Case, function, given)
-for word in ("stack", "mean", "sum", "last"):
+for word in ("stack", "mean", "sum", "max", "min", "last"):
     CASES[f"microbatch, {word}"] = partial(
         Case, torch.func.grad(partial(reduced, word=word)), given
     )
-for word in ("max", "min"):  # which have no derivative
-    CASES[f"microbatch, {word}"] = partial(Case, partial(reduced, word=word), given)
 SAMPLES: Iterable[dict[str, Any]] = (
     {"reduce": "concat"},
     {"reduce": "sum"},

@@ -123,6 +123,31 @@ def test_the_largest_and_the_smallest_of_all_rows_are_found(word: str, cut: Any,
     func = lambda w, x: {"float": (f := getattr(rows(w, x), "a" + word)(0)), "int": f.long()}  # noqa: E731
     got = pa.microbatch(func, microbatch_size=cut, reduce=word)(w, x)
     assert_trees_bitwise_equal(got, func(w, x))
+    x[ROWS // 2] = torch.nan
+    got = pa.microbatch(lambda w, x: func(w, x)["float"], microbatch_size=cut, reduce=word)(w, x)
+    assert got.isnan().all()
+
+
+@pytest.mark.parametrize("word", ["max", "min"])
+@given(cuts, seeds())
+def test_microbatches_that_tie_share_the_gradient_of_the_largest(
+    word: str, cut: Any, seed: int
+) -> None:
+    """Evenly, as those of torch's amax and amin do; halves and quarters are exact."""
+    w, x = data(seed)
+    sizes = rows_of(cut)
+    func = lambda w, x: (rows(w, x) % 3).sum(0)  # noqa: E731
+    parts = lambda w, x: torch.stack([func(w, part) for part in x.split(sizes)])  # noqa: E731
+    whole = lambda w, x: getattr(parts(w, x), "a" + word)(0)  # noqa: E731
+    assume(all(n in (1, 2, 4, 8) for n in (parts(w, x) == whole(w, x)).sum(0).tolist()))
+    micro = pa.microbatch(func, microbatch_size=sizes, reduce=word)
+    both, v = (0, 1), (w.flip(0), x.flip(0))
+    for of in (
+        lambda f: torch.func.grad(lambda w, x: square(f(w, x)), both)(w, x),
+        lambda f: torch.func.jvp(f, (w, x), v),
+        lambda f: torch.func.hessian(lambda w: square(f(w, x)))(w),
+    ):
+        assert_trees_bitwise_equal(of(micro), of(whole))
 
 
 @given(cuts, seeds())

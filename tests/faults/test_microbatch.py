@@ -1,5 +1,6 @@
 """What ``pa.microbatch`` cannot cut, add up or differentiate is refused in words that help."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -148,7 +149,11 @@ def test_a_constant_that_varies_is_refused() -> None:
 
 GRADIENTS = {
     "grad": lambda f: torch.func.grad(lambda w: f(w).sum())(W),
-    "jvp": lambda f: torch.func.jvp(f, (W,), (W,)),
+    "jvp": lambda f: torch.func.jvp(f, (W,), (W,))[1].sum(),
+    "jvp, read": lambda f: repr(torch.func.jvp(f, (W,), (W,))),
+    "gradient of a tangent": lambda f: torch.func.grad(
+        lambda w: torch.func.jvp(f, (w,), (W,))[1].view(2)[0]
+    )(W),
     "backward": lambda f: f(W.clone().requires_grad_()).sum().backward(),
     "vmap of grad": lambda f: torch.func.vmap(torch.func.grad(lambda w: f(w).sum()))(
         torch.stack([W, W])
@@ -162,20 +167,29 @@ BEST = pa.Reducer(
 )
 
 
-@pytest.mark.parametrize("by", GRADIENTS)
-@pytest.mark.parametrize("reduce", ["max", "min", BEST], ids=["max", "min", "Reducer"])
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_gradient_of_what_has_none_is_refused(by: str, reduce: Any, captured: bool) -> None:
-    """Whether what it would be taken for is given or captured."""
+@torch.jit.script
+def scripted(w: Tensor, x: Tensor) -> Tensor:
+    return x * w
+
+
+@pytest.mark.parametrize(
+    ("by", "way"),
+    [
+        *itertools.product(GRADIENTS, ("given", "captured")),
+        # torch runs no scripted function under forward AD or vmap
+        *itertools.product(("grad", "backward"), ("captured in a script",)),
+    ],
+)
+def test_a_gradient_of_what_has_none_is_refused(by: str, way: str) -> None:
+    """Whether what it would be taken for is given or captured, and where it is used or read."""
 
     def f(w: Tensor) -> Tensor:
-        if captured:
-            func = lambda x: rows(w, x).amax(0)  # noqa: E731
-            return micro(func, batch_argnums=0, reduce=reduce)(X)
-        return micro(lambda w, x: rows(w, x).amax(0), reduce=reduce)(w, X)
+        if way == "given":
+            return micro(lambda w, x: rows(w, x).amax(0), reduce=BEST)(w, X)
+        of = scripted if way == "captured in a script" else rows
+        return micro(lambda x: of(w, x).amax(0), batch_argnums=0, reduce=BEST)(X)
 
-    name = "a Reducer" if reduce is BEST else repr(reduce)
-    with saying(RuntimeError, f"a gradient was asked of {name}", "'concat'", "detach()"):
+    with saying(RuntimeError, "a gradient was asked of a Reducer", "'concat'", "detach()"):
         GRADIENTS[by](f)
     assert (torch.func.grad(lambda w: (f(w).detach() * w).sum())(W) == f(W)).all()
 

@@ -523,3 +523,35 @@ def test_a_vmap_is_left_and_entered_by_hand() -> None:
     with pytest.raises(RuntimeError, match="randomness"):
         torch_internals.over_rows(lambda row: [torch.rand_like(row)], [x], "error")
     assert torch_internals.transform_level() is None
+
+
+def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used() -> None:
+    asked: set[Any] = set()
+
+    class Tangent(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), _kwargs: Any = None):
+            asked.add(func)
+            assert torch_internals.compares_layouts(func)
+            return True
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x.detach().contiguous()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.ones(2).as_subclass(Tangent)
+
+    def beside(x: torch.Tensor) -> torch.Tensor:
+        return x.sum() + Constant.apply(x).detach().sum()  # type: ignore[union-attr]
+
+    x = torch.ones(2)
+    assert torch.func.jvp(beside, (x,), (x,))[1] == 2
+    assert asked
+    assert not torch_internals.compares_layouts(torch.ops.aten.equal.default)
