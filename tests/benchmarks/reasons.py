@@ -8,7 +8,6 @@ reason is another one for time than for memory.
 from .contenders import HAND, TORCH_FUNC
 from .curvature import GGNVP, HVP, THEIR_GGNVP, THEIR_HVP
 from .gradcache import GRADCACHE, OUR_PAIRS
-from .head import TILED_HEAD, WHOLE_HEAD
 from .nests import PA, PRIMITIVE, WHOLE, named
 from .norms import CUT_VIEWS, EXACT, FULL, FULL_VIEWS
 from .per_sample import CLIPPED, GHOST, HOOKS
@@ -92,10 +91,6 @@ REASONS: dict[tuple[str, ...], str] = {
     (OUR_PAIRS, GRADCACHE): (
         "microbatches of 32 rows are a matter of Python, of which the rule has some 0.5 ms for "
         "each: it watches what is captured, and keeps grad mode, autocast and random numbers."
-    ),
-    (TILED_HEAD, WHOLE_HEAD): (
-        "the products with 8,192 words are all of the time, and are computed as often by both; the "
-        "target came from a prototype that wrote the gradients out by formula (0.71 to 0.75)."
     ),
     (REMAT, CHECKPOINT): "the first pass watches what is captured.",
     (REMAT_BACKWARD, CHECKPOINT): "the first pass watches what is captured.",
