@@ -7,9 +7,10 @@ What a loss returns (``loss``) weighs something (``weights``); ``engines`` go fo
 ``microbatch`` is the primitive, whose derivatives follow the ``rule`` and whose ``outputs`` are put
 together by the words of ``reductions``; ``remat`` is the same with one piece. A function that is
 run again sees what it saw (``recomputation``, ``called_modules``), and writes to nothing that is
-not its own (``writes``).
+not its own (``writes``). Results have a ``history`` that plain autograd follows.
 """
 
+from .accumulator import NO_GRAPH as NO_GRAPH
 from .accumulator import AccumState as AccumState
 from .accumulator import Accumulator as Accumulator
 from .accumulator import accumulator as accumulator
@@ -59,6 +60,10 @@ from .exchange import exchange as exchange
 from .exchange import gather_one as gather_one
 from .exchange import inside_of as inside_of
 from .exchange import onlooker as onlooker
+from .history import follow as follow
+from .history import followed as followed
+from .history import look as look
+from .history import refusing as refusing
 from .loss import Reduction as Reduction
 from .loss import Weighted as Weighted
 from .loss import counts as counts
@@ -79,6 +84,7 @@ from .microbatch_gradient import check_rule as check_rule
 from .precision import Policy as Policy
 from .precision import check_precision as check_precision
 from .precision import under as under
+from .recomputation import captures_are_sought as captures_are_sought
 from .recomputation import cast as cast
 from .reductions import AuxState as AuxState
 from .reductions import Reducer as Reducer

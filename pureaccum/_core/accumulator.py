@@ -39,6 +39,7 @@ from .._base import (
 )
 from .batches import Batch, read_microbatch
 from .engines import Engine, Loss, Wrt, prepare, run_window
+from .history import refusing
 from .loss import Reduction, divisor, mean_value
 from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule
 from .weights import Microbatch, NoRowsError, divided, settle
@@ -210,7 +211,14 @@ def accumulator(
         grads = divided(resolved(sums), by, own=own)
         return unflatten(spec, hand_over(tree_leaves(state), grads) if own else grads), value
 
-    return Accumulator(init, update, merge, finalize)
+    return Accumulator(init, *(refusing(f, *NO_GRAPH) for f in (update, merge, finalize)))
+
+
+NO_GRAPH = (
+    "what an accumulator has summed",
+    "grad and grad_and_value of a batch at hand are followed by .backward(), and torch.func's "
+    "transforms follow an accumulator too. As constants they are x.detach().",
+)
 
 
 def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:

@@ -10,7 +10,7 @@ in engines.py.
 """
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import BUFFERS, Place, Refusing, tensor_places
+from .._base import BUFFERS, PARAMETERS, Place, Refusing, tensor_places
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -66,11 +66,10 @@ def remembering(
     thread = threading.get_ident()
 
     def before(module: torch.nn.Module, _args: object) -> None:
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or threading.get_ident() != thread
-            or module in origins
-        ):
+        if torch.compiler.is_dynamo_compiling() or threading.get_ident() != thread:
+            return
+        if module in origins:  # its mode is that of the module that it stands for
+            seen.setdefault(origins[module], Called(origins[module].training, []))
             return
         if module not in seen:
             seen[module] = Called(module.training, tensor_places(module))
@@ -97,6 +96,16 @@ def remembering(
                     if (place[0], name) in ambiguous
                 }
                 held[key] = (place, then | refusing)
+
+
+def hold(held: HeldTensors, seen: Modules, modules: Iterable[torch.nn.Module]) -> None:
+    """Note what modules hold now by themselves, and what mode they are in."""
+    for module in modules:
+        attributes = vars(module)
+        seen[module] = Called(module.training, [])
+        for name in (PARAMETERS, BUFFERS):
+            if attributes.get(name):
+                held[module, name] = (module, attributes, name), attributes[name].copy()
 
 
 def with_own_buffers(held: HeldTensors) -> HeldTensors:

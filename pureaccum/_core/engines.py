@@ -29,7 +29,6 @@ from .._base import (
     landed,
     local,
     refuse_sharded,
-    refuse_without_graph,
     restore,
     saved_tensors_hooks_refused,
     sum_layouts,
@@ -38,6 +37,7 @@ from .._base import (
 )
 from .called_modules import holding, remembering, with_own_buffers
 from .exchange import Backward, begun, inside_of, running_again
+from .history import look
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, Weighing, nothing_like
 from .writes import Known
@@ -90,8 +90,6 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
                 "engine='func' and 'auto' can."
             )
         return as_they_are(leaves)
-    if here.backward is not None:
-        refuse_without_graph("a gradient that is summed over microbatches")
     layouts = sum_layouts(leaves)
     parts = leaves if layouts is None else [local(leaf) for leaf in leaves]
     by_func = engine == "func" or (engine == "auto" and (forward_ad_active() or known.by_func))
@@ -103,7 +101,7 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
         large=large,
         adding=range(len(leaves)) if large and leaves[0].device.type == "cpu" else large,
         records=not by_func or _records(leaves),
-        detach=_without_history if forward_ad_active() else Tensor.detach,
+        detach=detaching(),
         layouts=layouts,
         weighings={},
         auto=engine == "auto",
@@ -125,8 +123,9 @@ def _records(leaves: list[Tensor]) -> bool:
     return leaves[0].device.type == "cpu"
 
 
-def _without_history(x: Tensor) -> Tensor:
-    return without_history([x])[0]
+def detaching() -> Callable[[Tensor], Tensor]:
+    """How a tensor is detached: a tangent goes along, if there are any."""
+    return (lambda x: without_history([x])[0]) if forward_ad_active() else Tensor.detach
 
 
 def as_they_are(leaves: list[Tensor]) -> Wrt:
@@ -273,8 +272,14 @@ def alone(seen: Read, wrt: Wrt) -> Read:
     """What a loss returned, without what was recorded of it, and as all ranks know it."""
     if type(seen.total) is not Tensor:
         seen = known_to_all_ranks(seen)
-    if (detach := wrt.detach) is None:
-        return seen
+    return seen if wrt.detach is None else without_graph(seen, wrt.detach, wrt.leaves)
+
+
+def without_graph(
+    seen: Read, detach: Callable[[Tensor], Tensor], leaves: Sequence[Tensor] = ()
+) -> Read:
+    """What a loss of leaves returned, detached, once its caller has looked at what it depends on."""
+    look(in_one_list(seen), leaves)
     total, weight, aux = seen
     kept = weight if isinstance(weight, tuple) else detach(weight)
     return Read(detach(total), kept, [*map(detach, aux)])

@@ -15,15 +15,14 @@ from .._base import (
     Tree,
     check_argnums,
     flatten,
-    here,
     positions,
-    refuse_without_graph,
     transform_active,
     tree_map,
     with_all_terms,
 )
 from .auto_size import Size, automatic
 from .batches import Batch, check_sizes, cutting, read_microbatch
+from .history import followed, refusing
 from .loss import Reduction, counts, is_pair, known_to_all_ranks, mean_of, read, settled
 from .microbatch import Arguments, call_microbatched
 from .microbatch_gradient import Rule, check_rule
@@ -48,7 +47,7 @@ def value(  # noqa: D417
     policy: Policy | None = None,
     stream: bool = False,
 ) -> Callable[..., Any]:
-    """The loss over a whole batch in the memory of one microbatch, without gradients.
+    """The loss over a whole batch in the memory of one microbatch.
 
     The rule: total / weight, summed as in ``grad_and_value``: to evaluate, or for a line search.
     With a size, or a stream, nothing is recorded for a later backward pass: see
@@ -92,60 +91,72 @@ def value(  # noqa: D417
         check_precision(policy)
     run = func if policy is None else _under(policy, func, has_aux)
 
-    @wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        given = Given("args", *flatten(dict(enumerate(args))))
-        if size is None and not stream:
-            with guarding(known, given) as guarded:
-                out = guarded(lambda: run(*args, **kwargs))()
-            seen, shape = read(out, has_aux)
-            total, weight, _ = known_to_all_ranks(seen)
-            loss = with_all_terms([mean_of(total, weight)])[0].to(shape.dtype)
-            return (loss, settled(out[1])) if has_aux else loss
-        if here.backward is not None and not transform_active():
-            refuse_without_graph("a value that is summed over microbatches")
-        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
+    def judged(*args: Any, **kwargs: Any) -> Counted:
+        out = run(*args, **kwargs)
+        seen, _ = read(out, has_aux)
+        keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
+        return Counted(out, keep)
 
-        def given_to(part: Tree) -> list[Any]:
-            return [part.get(i, arg) for i, arg in enumerate(args)]
-
-        def judged(*args: Any, **kwargs: Any) -> Counted:
-            out = run(*args, **kwargs)
-            seen, _ = read(out, has_aux)
-            keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
-            return Counted(out, keep)
+    def each_of(args: tuple[Any, ...], kwargs: Any) -> Callable[[Tree], Any]:
+        """What the loss returns for a microbatch of the batch arguments."""
 
         def one_of(part: Tree) -> Any:
+            given = [part.get(i, arg) for i, arg in enumerate(args)]
             if transform_active():  # a function of one piece, of which nothing is kept
-                return call_microbatched(
-                    judged, Arguments.of(given_to(part), kwargs), Whole(), None
-                )
-            return run(*given_to(part), **kwargs)
+                return call_microbatched(judged, Arguments.of(given, kwargs), Whole(), None)
+            return run(*given, **kwargs)
 
-        last: list[Batch] = []
+        return one_of
 
-        def of_stream() -> Iterator[tuple[Any, int, int | None]]:
-            for part in parts_of_streams(batch, size, "value", stream=True):
-                last[:] = [its := read_microbatch(part, "args")]
-                with guarding(known, given, Given("args", its.leaves, its.spec)) as guarded:
-                    out = guarded(one_of)(part)
-                yield out, its.rows or 0, its.rows
+    def at_once(*args: Any, **kwargs: Any) -> Any:
+        with guarding(known, _given(args)) as guarded:
+            out = guarded(lambda: run(*args, **kwargs))()
+        seen, shape = read(out, has_aux)
+        total, weight, _ = known_to_all_ranks(seen)
+        loss = with_all_terms([mean_of(total, weight)])[0].to(shape.dtype)
+        return (loss, settled(out[1])) if has_aux else loss
 
-        if stream:
-            try:
-                result, aux = evaluate(of_stream(), rule, aux_reduction)
-            except NoRowsError as error:
-                raise last[0].problem or error from None
-        else:
-            cut = read_cut(batch, size, has_aux)
-            with guarding(known, given) as guarded:
-                one = guarded(one_of)
-                outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
-                with cutting(len(cut.sizes), sized=cut.size is not None):
-                    result, aux = evaluate(outs, rule, aux_reduction)
+    def over_batch(*args: Any, **kwargs: Any) -> Any:
+        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
+        cut = read_cut(batch, size, has_aux)
+        with guarding(known, _given(args)) as guarded:
+            one = guarded(each_of(args, kwargs))
+            outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
+            with cutting(len(cut.sizes), sized=cut.size is not None):
+                result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
 
-    return wrapped
+    def over_stream(*args: Any, **kwargs: Any) -> Any:
+        batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
+        last: list[Batch] = []
+
+        def outs() -> Iterator[tuple[Any, int, int | None]]:
+            for part in parts_of_streams(batch, size, "value", stream=True):
+                last[:] = [its := read_microbatch(part, "args")]
+                given = _given(args), Given("args", its.leaves, its.spec)
+                with guarding(known, *given) as guarded:
+                    out = guarded(each_of(args, kwargs))(part)
+                yield out, its.rows or 0, its.rows
+
+        try:
+            result, aux = evaluate(outs(), rule, aux_reduction)
+        except NoRowsError as error:
+            raise last[0].problem or error from None
+        return (result, aux) if has_aux else result
+
+    if stream:
+        return wraps(func)(refusing(over_stream, "the value over a stream", _GONE))
+    return wraps(func)(at_once if size is None else followed(over_batch, known))
+
+
+def _given(args: tuple[Any, ...]) -> Given:
+    return Given("args", *flatten(dict(enumerate(args))))
+
+
+_GONE = (
+    "The stream is gone by then: take the value of each batch, and add these up. As a constant it is "
+    "value.detach()."
+)
 
 
 def _under(policy: Policy, func: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

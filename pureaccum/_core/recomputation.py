@@ -39,7 +39,8 @@ from .._base import (
     version,
     versions,
 )
-from .called_modules import HeldTensors, Modules, holding, in_modes, remembering
+from .called_modules import HeldTensors, Modules, hold, holding, in_modes, remembering
+from .writes import Known
 
 
 _here = threading.local()
@@ -77,6 +78,17 @@ class Again:
         self.mode.look()
         self.drawn.append(drawn)
         self.met.append(self.mode.met)
+
+    @contextmanager
+    def keeping(self, known: Known) -> Generator[None]:
+        """Around a first call of a loss that captures nothing that is followed."""
+        with noted(self.devices) as drawn:
+            yield
+        self.drawn.append(drawn)
+        self.met.append(set())
+        self.mode.others = dict(enumerate(known.captured))
+        self.mode.look()
+        hold(self.held, self.modules, (x for at in known.modules if (x := at()) is not None))
 
     def check(self, outs: Iterable[Tensor]) -> None:
         """Raise where an output depends on something captured that no operation was seen to use."""
@@ -119,6 +131,11 @@ NOT_FOUND_AGAIN = (
     "Python's or numpy's generator), or it makes the tensor in a scripted function. Pass the "
     "tensor as an argument."
 )
+
+
+def captures_are_sought() -> bool:
+    """Whether a function runs here whose captured tensors are looked for in its operations."""
+    return getattr(_here, "mode", None) is not None
 
 
 def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:

@@ -4,7 +4,7 @@ The same monoid as ``accumulator``, for a batch that is at hand as a whole.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .._base import (
 from .auto_size import Size, automatic
 from .batches import check_sizes
 from .engines import Engine
+from .history import followed
 from .loss import Reduction, Shape, divisor, join_aux, mean_of, read, settled
 from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .reductions import check_reduce
@@ -63,9 +64,10 @@ def grad_and_value(
             G, T, W = G + dt / dparams, T + t, W + w    # in float32 at least, float64, float64
         return G / W, T / W                             # of a sum: G, T
 
-    With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, results carry
-    no outer graph: torch.func's transforms differentiate through it, and so does all of this
-    package that differentiates a loss which calls it; to plain ``.backward()`` it is a constant.
+    With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, torch.func's
+    transforms differentiate through it, and plain ``.backward()`` follows what requires grad of what
+    ``func`` is given and captures: each microbatch is computed again then, and until then the results
+    keep their arguments alive (``.detach()`` lets go of them).
     Where the batch fits into one microbatch they are the same bits, but for the few operations
     (silu, mish, GroupNorm, LSTM on a CPU, binary_cross_entropy_with_logits) for which torch.func
     takes another formula: then they are those of ``.backward()``.
@@ -111,8 +113,7 @@ def grad_and_value(
     known = known_of(func)
     torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
-    @wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def by_rule(rule: Rule, *args: Any, **kwargs: Any) -> Any:
         at, cut_at = (
             positions(wrt, len(args), "argnums"),
             positions(batches, len(args), "batch_argnums"),
@@ -154,7 +155,10 @@ def grad_and_value(
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
 
-    return wrapped
+    call = partial(by_rule, rule)
+    if not torch_does:  # torch records what it does by itself
+        call = followed(call, known, partial(by_rule, rule._replace(engine="auto")))
+    return wraps(func)(call)
 
 
 def grad(  # noqa: D417

@@ -30,7 +30,7 @@ from .._base import (
 )
 from .accumulator import AccumState, amounts_of, plain_sum
 from .batches import Batch, cut_batch, cutting, read_batch, rows_to_cut, sizes_of_batch
-from .engines import Wrt, prepare, run_window
+from .engines import Wrt, detaching, prepare, run_window, without_graph
 from .exchange import any_rank, inside_of, onlooker
 from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch
@@ -158,25 +158,26 @@ def evaluate(
 
     Args:
         outs: What the loss returns for each microbatch, the rows that it holds, and the rows that
-            its mean counts for. They are asked for where nothing is recorded.
+            its mean counts for.
         rule: How the values are summed.
         aux_reduction: What becomes of aux.
     """
     seen: list[Microbatch] = []
     aux: AuxState | None = None
-    with nullcontext() if transform_active() else torch.no_grad():
-        for out, rows, counts in outs:
-            seen_, shape = read(out, rule.has_aux)
-            entry = enter(known_to_all_ranks(seen_), shape, counts, rule.reduction)
-            seen.append(entry._replace(aux=()))
-            if rule.has_aux:
-                aux = fold_aux(aux, entry, rows, aux_reduction, skipping=False)
-        if not seen:
-            return torch.tensor(0.0 if rule.reduction == "sum" else torch.nan), None
-        total, weight, _ = settle(seen)
-        by = divisor(weight, rule.reduction == "sum" and not seen[-1].weighted)
-        value = scalar(mean_value(total, by), seen[-1].dtype, seen[-1].value.device)
-        return value, None if aux is None else finish_aux(aux)
+    for out, rows, counts in outs:
+        seen_, shape = read(out, rule.has_aux)
+        if not transform_active():
+            seen_ = without_graph(seen_, detaching())
+        entry = enter(known_to_all_ranks(seen_), shape, counts, rule.reduction)
+        seen.append(entry._replace(aux=()))
+        if rule.has_aux:
+            aux = fold_aux(aux, entry, rows, aux_reduction, skipping=False)
+    if not seen:
+        return torch.tensor(0.0 if rule.reduction == "sum" else torch.nan), None
+    total, weight, _ = settle(seen)
+    by = divisor(weight, rule.reduction == "sum" and not seen[-1].weighted)
+    value = scalar(mean_value(total, by), seen[-1].dtype, seen[-1].value.device)
+    return value, None if aux is None else finish_aux(aux)
 
 
 def _speculate(job: Accumulation) -> Accumulated:

@@ -45,6 +45,7 @@ from .._core import (
     Wrt,
     alone,
     as_they_are,
+    captures_are_sought,
     check_size,
     cut_batch,
     cutting,
@@ -195,7 +196,10 @@ def _chunks(
     recorded = (
         how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     )
-    short = how.shortcut if how.engine == "vmap" and at_top_level() and not recorded else None
+    if how.engine != "vmap" or recorded or not at_top_level() or captures_are_sought():
+        short = None  # where others look at operations, layers would not be seen
+    else:
+        short = how.shortcut
     for part in cut_batch(batch, size):
         chunk = None
         if short is not None and not known.unseen:

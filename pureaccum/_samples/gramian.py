@@ -9,7 +9,7 @@ since <a ⊗ d, a' ⊗ d'> = <a, a'> <d, d'>.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from .._base import (
     refuse_sharded,
     tree_leaves,
 )
-from .._core import Batch, cut_batch, known_of, need_rows, read_batch, rows_to_cut
+from .._core import Batch, cut_batch, followed, known_of, need_rows, read_batch, rows_to_cut
 from .by_layers import with_factors
 from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
 from .outer_products import Outer, inner_products
@@ -53,8 +53,8 @@ def gramian(
     the products of two of them are those of what the layers are given, times those of cotangents. A
     function that does with its parameters what cannot be followed has the gradients of a block of
     samples written out, as under transforms and by ``engine="autograd"``; the matrix is the same up
-    to rounding, and finding out calls the function once more. The matrix carries no outer graph:
-    differentiate through it with torch.func's transforms.
+    to rounding, and finding out calls the function once more. Torch.func's transforms differentiate
+    through it, and so does ``.backward()``.
 
     Args:
         func: The loss of one sample, as for ``per_sample_grad``, or what a network gives for it: a
@@ -110,8 +110,7 @@ def gramian(
     check_disjoint(wrt, batches)
     alone, known = not isinstance(argnums, tuple), known_of(func)
 
-    @wraps(func)
-    def wrapped(*args: Any, other: Tree = None, **kwargs: Any) -> Tensor:
+    def by(how: Sampling, *args: Any, other: Tree = None, **kwargs: Any) -> Tensor:
         at = positions(wrt, len(args), "argnums")
         cut_at = positions(batches, len(args), "batch_argnums")
         refuse_sharded(tree_leaves([*args, *kwargs.values(), other]), "an argument", _DTENSORS)
@@ -141,7 +140,8 @@ def gramian(
         with outside_inference_mode():
             return _matrix(parts, others, (rows, columns), how.chunk_size or 0, block)
 
-    return wrapped
+    plain = partial(by, how._replace(engine="vmap"))
+    return wraps(func)(followed(partial(by, how), known, plain))
 
 
 _DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."

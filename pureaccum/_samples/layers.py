@@ -199,10 +199,12 @@ class Layers(TorchFunctionMode):
 
     def all_of(self, totals: Tensor) -> bool:
         """Whether the graph of what the loss gave ends nowhere but here."""
-        own = {
-            id(x) for x in (self.token, *self.given, *(copy for copy, _ in self.copies.values()))
-        }
-        return own.issuperset(map(id, ends_of(totals)))
+        return {*map(id, self.own)}.issuperset(map(id, ends_of(totals)))
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The tensors here in which graphs may end."""
+        return [self.token, *self.given, *(copy for copy, _ in self.copies.values())]
 
     # Backwards -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ a microbatch of its own.
 """
 
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -46,16 +46,19 @@ from .._base import (
     whole,
 )
 from .._core import (
+    NO_GRAPH,
     AccumState,
     Accumulator,
     check_squares,
     counts,
     divisor,
     empty,
+    followed,
     is_reducer,
     known_of,
     mean_value,
     read_state,
+    refusing,
 )
 from .by_layers import with_shortcut
 from .chunks import (
@@ -99,8 +102,8 @@ def per_sample_grad(
     a function that returns several numbers, a tensor of any shape, it is ``vmap(jacrev)``: a
     sample's gradient is its Jacobian, in which the dims of the output stand before those of a
     parameter, and a chunk takes one pass forwards and one vmapped pass back. With ``reduce``, no
-    more than ``chunk_size`` gradients exist at a time. With a ``chunk_size``, results carry no
-    outer graph: differentiate through it with torch.func's transforms. A sample's gradient is what
+    more than ``chunk_size`` gradients exist at a time. Torch.func's
+    transforms differentiate through it, and so does ``.backward()``. A sample's gradient is what
     it adds to the sum over its batch: that of its loss, or of the total of ``Weighted``. So a mean
     is the gradient of the full batch.
 
@@ -169,8 +172,7 @@ def per_sample_grad(
     check_disjoint(wrt, batches)
     alone, known = not isinstance(argnums, tuple), known_of(func)
 
-    @wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def by(how: Sampling, *args: Any, **kwargs: Any) -> Any:
         at = positions(wrt, len(args), "argnums")
         given, over = args, NOWHERE
         if any_sharded(tree_leaves([*args, *kwargs.values()])):
@@ -193,7 +195,10 @@ def per_sample_grad(
                 beside[:] = [tree_map(lambda *x: close_rows(torch.cat(x), over), *beside)]
             return with_beside(result, beside, how)
 
-    return wrapped
+    call = partial(by, how)
+    if not (how.carries_graph and engine == "vmap"):  # torch records what it does by itself
+        call = followed(call, known, partial(by, how._replace(engine="vmap")))
+    return wraps(func)(call)
 
 
 def per_sample_accumulator(  # noqa: D417
@@ -296,7 +301,7 @@ def per_sample_accumulator(  # noqa: D417
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value
 
-    return Accumulator(init, update, merge, finalize)
+    return Accumulator(init, *(refusing(f, *NO_GRAPH) for f in (update, merge, finalize)))
 
 
 # DTensors: each rank takes the samples that it has, with whole parameters ----------------------

@@ -88,7 +88,7 @@ def compiling(eager: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
     """Decorate a method of a step that compiles itself; under transforms ``eager`` stands in."""
 
     def of(method: Callable[..., Any]) -> Callable[..., Any]:
-        return recording(method, lambda step, *args, **kw: eager(step.plan, *args, **kw))
+        return recording(method, eager)
 
     return of
 

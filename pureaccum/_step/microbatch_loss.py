@@ -32,7 +32,6 @@ from .._base import (
     put_back,
     rows_like,
     seeing,
-    transform_active,
     unflatten,
 )
 from .._core import Batch, Given, LossOfPart, Microbatch, cut_batch, is_pair, need_rows, read, under
@@ -98,15 +97,10 @@ def keys_of(
 
 
 def sharing(plan: Plan, shared: tuple[Any, ...]) -> Plan:
-    """The plan of one call, in which the loss is given more than the batch.
-
-    A step at top level keeps no graph: what requires a gradient would only record one.
-    """
+    """The plan of one call, in which the loss is given more than the batch."""
     if not shared:
         return plan
     leaves, spec = open_tree(shared)
-    if not transform_active():
-        leaves = [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
     return plan._replace(shared=unflatten(spec, leaves))
 
 

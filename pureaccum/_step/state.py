@@ -1,8 +1,8 @@
 """What a training step takes, gives and is made of, and how it checks what it is given."""
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .._base import (
     refuse_autocast_cache,
     transform_active,
 )
-from .._core import AccumState, Known, Policy, Rule, check_belongs, group_of
+from .._core import AccumState, Known, Policy, Rule, check_belongs, follow, group_of
 from .._optim import Optimizer
 from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
@@ -201,27 +201,29 @@ def size_of(plan: Plan) -> int | None:
 # Checks at the entry -------------------------------------------------------------------------
 
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def recording(
-    function: Callable[P, T], under_transforms: Callable[P, T] | None = None
-) -> Callable[P, T]:
-    """Run a function outside inference mode, in which autograd would record nothing.
+def recording(function: Callable[..., T], eager: Callable[..., T] | None = None) -> Callable[..., T]:
+    """Let plain autograd follow a function of a step, and its state, outside inference mode.
 
-    Under a transform or a compiler the mode stays, and ``under_transforms`` may stand in.
+    Args:
+        function: Given what the step was made of first, a plan or something that has one.
+        eager: The same of a plan, where another function stands in for ``function`` wherever its
+            results are followed: under a transform or a compiler, and by plain autograd.
     """
-    stand_in = under_transforms or function
+    plain = eager or function
 
     @wraps(function)
-    def entered(*args: P.args, **kwargs: P.kwargs) -> T:
+    def entered(made: Any, *args: Any, **kwargs: Any) -> T:
+        plan: Plan = made if eager is None else made.plan
         if transform_active():
-            return stand_in(*args, **kwargs)
+            return plain(plan, *args, **kwargs)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+                return function(made, *args, **kwargs)
+        kept = partial(plain, plan._replace(donate=False))
+        return follow(partial(function, made), kept, plan.known, args, kwargs, captured=False)
 
     return entered
 

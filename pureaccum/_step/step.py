@@ -13,13 +13,16 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._base import (
     Tree,
     check_int,
     check_state,
+    outside_inference_mode,
+    paths,
     read_params,
+    refuse_without_graph,
     transform_active,
     tree_map,
     without_history,
@@ -51,7 +54,7 @@ from .buffers import Threading, begin_buffers, check_policy
 from .compiled import CompiledStep, check_compilable
 from .loss_scale import LossScale
 from .ranks import agreement_of, check_same
-from .state import Plan, Step, StepInfo, TrainState, check_buffers, recording
+from .state import Plan, Step, StepInfo, TrainState, check_buffers
 from .whole_step import (
     folded_in_sums,
     step_in_sums,
@@ -327,14 +330,33 @@ def _looked_at(state: TrainState, batch: Tree, *_: Any) -> tuple[Tree, Tree]:
     return batch, state.params
 
 
-@recording
 def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> TrainState:
-    """The first state; it shares no memory with what it is made of."""
-    leaves, _ = read_params(params)
+    """The first state; it shares no memory with what it is made of, and has no history."""
+    leaves, spec = read_params(params)
+    if torch.is_grad_enabled() and not transform_active():
+        _check_beginning(leaves, spec)
+    with outside_inference_mode():
+        return _begun(plan, params, leaves[0].device, buffers, seed)
+
+
+def _check_beginning(leaves: list[Tensor], spec: Any) -> None:
+    """Check that params may be copied without their history, as those of a module are."""
+    for i, x in enumerate(leaves):
+        if x.requires_grad and not isinstance(x, nn.Parameter):
+            refuse_without_graph("the first state of a run")
+            raise ValueError(
+                f"{paths(spec, 'params')[i]} requires grad and is no parameter of a module; a run "
+                "begins with numbers. Expected x.detach(). To differentiate a step with respect to "
+                "it, put it into the state: state._replace(params=params)."
+            )
+
+
+def _begun(
+    plan: Plan, params: Tree, device: torch.device, buffers: Tree, seed: int
+) -> TrainState:
     check_buffers(plan, buffers)
     begin_buffers(plan.buffers, buffers)  # names what is no tensor
     buffers = () if buffers is None else buffers
-    device = leaves[0].device
     seeded = key(seed, device)
     if plan.agreed is not None:
         group_of(plan.group)

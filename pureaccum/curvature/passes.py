@@ -33,9 +33,12 @@ from .._core import (
     accumulator,
     check_size,
     exchange,
+    followed,
     grad_and_value,
     is_auto,
+    known_of,
     parts_of_streams,
+    refusing,
 )
 
 
@@ -139,6 +142,15 @@ def _varying(state: AccumState, args: Tree) -> AccumState:
             number = real_parts(x).sum().to(zero)
             zero = zero + torch.where(torch.zeros_like(number, dtype=torch.bool), number, 0.0)
     return tree_map(lambda x: x + zero.to(x.device, x.dtype), state)
+
+
+def with_history(
+    product: Callable[..., Any], along: Callable[..., Any], stream: bool
+) -> Callable[..., Any]:
+    """A product of the gradients of ``along`` that plain autograd follows, but over a stream."""
+    if stream:
+        return refusing(product, "a product over a stream", "The stream is gone by then.")
+    return followed(product, known_of(along))
 
 
 def nan_of_nothing(product: Tree, value: Tensor) -> Tree:

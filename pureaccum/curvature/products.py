@@ -28,7 +28,7 @@ from .._base import (
 )
 from .._core import Reduction, Weighted, quotient, read, sane
 from .derivatives import constants, gradient, inner, pushed
-from .passes import check_vector, gradients_over, nan_of_nothing
+from .passes import check_vector, gradients_over, nan_of_nothing, with_history
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -95,7 +95,6 @@ def hvp(
     both = gradients_over(along, (0, -1), *over)
     alone = gradients_over(func, (0,), *over)
 
-    @wraps(func)
     def product(params: Tree, *args: Any) -> tuple[Tree, Tree]:
         check_vector(params, args)
         if torch.compiler.is_compiling():  # compilers make least of the derivative along a vector
@@ -110,7 +109,7 @@ def hvp(
             (found, grads), value = both(params, *args)
         return grads, nan_of_nothing(found, value)
 
-    return product
+    return wraps(func)(with_history(product, along, stream))
 
 
 def ggnvp(  # noqa: D417
@@ -185,7 +184,7 @@ def ggnvp(  # noqa: D417
         return _standing_for(total, weight, inner(constants(bent, again), its))
 
     over = batch_argnums, microbatch_size, reduction, stream, group
-    return _of_constants(forward, gradients_over(along, (0,), *over))
+    return _of_constants(forward, along, gradients_over(along, (0,), *over), stream)
 
 
 def fisher_vp(  # noqa: D417
@@ -260,13 +259,14 @@ def fisher_vp(  # noqa: D417
         return _standing_for(fixed.sum(dtype=wide), weight, number)
 
     over = batch_argnums, microbatch_size, reduction, stream, group
-    return _of_constants(losses, gradients_over(along, (0,), *over))
+    return _of_constants(losses, along, gradients_over(along, (0,), *over), stream)
 
 
-def _of_constants(func: Callable[..., Any], summed: Callable[..., Any]) -> Product:
+def _of_constants(
+    func: Callable[..., Any], along: Callable[..., Any], summed: Callable[..., Any], stream: bool
+) -> Product:
     """A product whose constants come of params that are given again where a transform is around."""
 
-    @wraps(func)
     def product(params: Tree, *args: Any) -> Tree:
         check_vector(params, args)
         tensors = (x for x in flatten((params, args))[0] if isinstance(x, Tensor))
@@ -279,7 +279,7 @@ def _of_constants(func: Callable[..., Any], summed: Callable[..., Any]) -> Produ
         (found,), value = summed(params, *args, again)
         return nan_of_nothing(found, value)
 
-    return product
+    return wraps(func)(with_history(product, along, stream))
 
 
 # One number per microbatch -------------------------------------------------------------------

@@ -1,0 +1,328 @@
+"""Results that plain autograd follows, at no cost until a gradient is asked for.
+
+    outs = call(arguments without history)        # nothing is recorded
+    its backward pass: torch.func.vjp(call, arguments)(cotangents)
+
+Under torch.func the call is a composition of microbatched functions. So its backward pass takes the
+memory of one microbatch; and it is a call like the first one, of the arguments and the cotangents,
+which makes every order of derivatives one rule. Only the arguments are kept, and autograd compares
+their versions.
+
+What a loss captures is followed too. That there is something shows in what the loss returns: with
+nothing recorded of its arguments, it requires grad all the same. Then the call is made again, under
+the watch of recomputation.py, which makes arguments of what is captured.
+
+What cannot be followed is refused: its results raise when a backward pass reaches them.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from functools import partial, wraps
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from .._base import (
+    Refusing,
+    Tree,
+    continuous,
+    ends_of,
+    flatten,
+    generators,
+    here,
+    innermost,
+    mark,
+    refuse_without_graph,
+    restore,
+    transform_active,
+    tree_leaves,
+    unflatten,
+    without_history,
+)
+from .exchange import Backward, pulled_by, recorded_here
+from .microbatch import Arguments
+from .recomputation import Again, UnseenError, exchanged, note_made
+from .writes import Known
+
+
+Call = Callable[..., Any]
+Look = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # at what a loss returned, its leaves
+
+
+class CapturedError(BaseException):
+    """A loss captures what requires grad. Only the caller that asked for it may catch this."""
+
+
+class _Here(threading.local):
+    """What looks at losses in this thread, and which backward pass was around when it began to."""
+
+    look: Look | None = None
+    inside_of: Backward | None = None
+
+
+_here = _Here()
+
+
+def look(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Let whoever called a loss look at what it returned, before its history is dropped."""
+    if _here.look is not None:
+        _here.look(tensors, leaves)
+
+
+def looking(look: Look | None, call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Call something, and look at what the losses in it return."""
+    before = _here.look, _here.inside_of
+    _here.look, _here.inside_of = look, here.backward
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _here.look, _here.inside_of = before
+
+
+def _passed_on(call: Call, args: Any, kwargs: Any) -> Any:
+    """A call whose results are part of those of another one, which is followed as a whole."""
+    if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
+        arguments = Arguments.of(args, kwargs)
+        tensors = exchanged(arguments.tensors)
+        look(tensors, ())
+        args, kwargs = arguments.filled(tensors)
+    return call(*args, **kwargs)
+
+
+def captured_in(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> Generator[Tensor]:
+    """The tensors that require grad in which a graph ends, but for the leaves of the loss."""
+    own = {id(x) for x in leaves}
+    for x in map(innermost, tensors):
+        if x.requires_grad:
+            ends = ends_of(x) if x.grad_fn is not None else (x,)
+            yield from (end for end in ends if id(end) not in own)
+
+
+def refuse_captured(known: Known, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Raise where a loss captures what requires grad, and is no parameter of a module.
+
+    Of the microbatches of a call only the first is looked at: to follow a graph takes some time.
+    """
+    _here.look = None
+    there = [x for at in known.captured if (x := at()) is not None and not isinstance(x, Refusing)]
+    for x in (*filter(_requires_grad, there), *captured_in(tensors, leaves)):
+        if not isinstance(x, nn.Parameter):
+            raise RuntimeError(
+                f"the loss of a step captures a tensor of shape {tuple(x.shape)} and {x.dtype} "
+                "that requires grad. A step is followed with respect to its state, its batch and "
+                "what is shared, and takes the parameters of other modules for constants. Pass the "
+                "tensor as a shared argument, step(state, batch, tensor), or capture "
+                "tensor.detach(), a constant."
+            )
+
+
+def _stop(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    if next(captured_in(tensors, leaves), None) is not None:
+        raise CapturedError
+
+
+def followed(call: Call, known: Known, plain: Call | None = None) -> Call:
+    """Let plain autograd follow the results of a call, and what the loss in it captures.
+
+    Args:
+        call: A function of trees of tensors, whose results keep no history.
+        known: What is known of the loss.
+        plain: The same function as torch.func's transforms follow it; by default ``call`` itself.
+    """
+
+    @wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if transform_active():
+            return call(*args, **kwargs)
+        return follow(call, plain or call, known, args, kwargs)
+
+    return wrapped
+
+
+def follow(
+    call: Call, plain: Call, known: Known, args: Any, kwargs: Any, captured: bool = True
+) -> Any:
+    """The results of a call, which plain autograd follows.
+
+    ``captured`` says whether what the loss captures is followed too: see ``refuse_captured``.
+    """
+    if not torch.is_grad_enabled():
+        return looking(None, call, *args, **kwargs)
+    if _here.look is not None and _here.inside_of is here.backward:
+        return _passed_on(call, args, kwargs)
+    stop = _stop if captured else partial(refuse_captured, known)
+    captures = captured and known.captures
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not captures and not any(map(_requires_grad, given)):
+        before = generators({x.device for x in given}) if captured else []
+        try:
+            return looking(stop, call, *args, **kwargs)
+        except CapturedError:
+            restore(before)
+            captures = known.captures = True
+    return _followed(plain, captures, stop, known, args, kwargs)
+
+
+def _followed(call: Call, captures: bool, stop: Look, known: Known, args: Any, kwargs: Any) -> Any:
+    arguments = Arguments.of(args, kwargs)
+    filled, tensors = arguments.filled, exchanged(arguments.tensors)
+    own, count = without_history(tensors), len(tensors)
+    remembered = Again({x.device for x in tensors})
+    before = generators(remembered.devices)
+
+    def first(stop: Look | None) -> Any:
+        args, kwargs = filled(own)
+        result = looking(stop, call, *args, **kwargs)
+        if stop is not None:  # it may depend on something captured by itself
+            stop([x for x in tree_leaves(result) if isinstance(x, Tensor)], ())
+        return result
+
+    try:
+        with remembered.finding(own) if captures else remembered.keeping(known):
+            result = first(stop)
+        if captures:
+            remembered.check(x for x in tree_leaves(result) if isinstance(x, Tensor))
+    except (CapturedError, UnseenError):
+        restore(before)
+        if captures:
+            return refused(first(None), _UNSEEN)
+        known.captures = True
+        return _followed(call, True, stop, known, args, kwargs)
+
+    def repeated(*operands: Tensor) -> list[Tensor]:
+        with remembered.as_then(0, operands[count:]):
+            args, kwargs = filled(operands[:count])
+            return [x for x in tree_leaves(call(*args, **kwargs)) if _has_derivative(x)]
+
+    return _attached(result, repeated, [*tensors, *remembered.captured])
+
+
+_requires_grad = attrgetter("requires_grad")
+_UNSEEN = (
+    "a loss captures what requires grad by an autograd Function, or makes it unseen, and so its "
+    "derivative cannot be followed. Pass the tensor as an argument; as a constant it is x.detach()."
+)
+
+
+def refusing(call: Call, what: str, why: str) -> Call:
+    """Let the results of a call raise when a backward pass of plain autograd reaches them.
+
+    Inside of a loss of ours the engine is told at once, which may have another way.
+    """
+
+    @wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if transform_active():
+            return call(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return looking(None, call, *args, **kwargs)
+        if _here.look is not None and _here.inside_of is here.backward:
+            return _passed_on(call, args, kwargs)
+        if here.backward is not None:
+            refuse_without_graph(what)
+        leaves, spec = flatten((args, kwargs))
+        captured: list[Tensor] = []
+
+        def note(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+            captured.extend(() if captured else captured_in(tensors, own))
+
+        at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+        given = leaves.copy()
+        for i in at:
+            given[i] = leaves[i].detach()
+        try:
+            args, kwargs = unflatten(spec, given)
+            result = looking(note, call, *args, **kwargs)
+        finally:
+            for i in at:  # what was given up, the caller may not use either
+                if isinstance(given[i], Refusing):
+                    mark([leaves[i]], type(given[i]))
+        return refused(result, f"a gradient was asked of {what}, which keeps no graph. {why}") if at or captured else result
+
+    return wrapped
+
+
+def refused(result: Tree, why: str) -> Tree:
+    """A result that raises when a backward pass reaches it. It keeps nothing of what it is from."""
+
+    def repeated(_: Tensor) -> list[Tensor]:
+        raise RuntimeError(why)
+
+    return _attached(result, repeated, [torch.empty(0, requires_grad=True)])
+
+
+def _has_derivative(x: Any) -> bool:
+    return isinstance(x, Tensor) and continuous(x)
+
+
+def _attached(
+    result: Tree, repeated: Callable[..., list[Tensor]], operands: Sequence[Tensor]
+) -> Tree:
+    """A result as a function of operands, of which ``repeated`` computes its tensors again."""
+    if not any(x.requires_grad for x in operands):
+        return result
+    leaves, spec = flatten(result)
+    at = [i for i, x in enumerate(leaves) if _has_derivative(x)]
+    outs = [leaves[i] for i in at]
+    distinct = {id(x): x for x in outs}
+    if len(distinct) < len(outs):  # autograd counts an output once
+        outs = [distinct.pop(id(x)) if id(x) in distinct else x.clone() for x in outs]
+    made = _Followed.apply(repeated, outs, *operands)
+    note_made(made)
+    for i, x in zip(at, made, strict=True):
+        leaves[i] = x
+    return unflatten(spec, leaves)
+
+
+class _Followed(Function):
+    """Tensors that were computed, as what ``repeated`` makes of the operands."""
+
+    @staticmethod
+    def forward(ctx: Any, repeated: Any, outs: list[Tensor], *operands: Tensor) -> Any:  # pyright: ignore
+        ctx.repeated, ctx.pulled = repeated, recorded_here()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:  # pyright: ignore
+        operands: tuple[Tensor, ...] = ctx.saved_tensors
+        used = [i for i, c in enumerate(cotangents) if c is not None]
+        wrt = [i for i in range(len(operands)) if ctx.needs_input_grad[2 + i]]
+        pull = _pulling(ctx.repeated, ctx.pulled, len(operands), wrt, used)
+        given = [*operands, *(cotangents[i] for i in used)]
+        with torch.no_grad():
+            found = pull(*without_history(given))
+        if torch.is_grad_enabled():
+            found = _attached(found, pull, given)
+        grads: list[Tensor | None] = [None] * (2 + len(operands))
+        for i, g in zip(wrt, found, strict=True):
+            grads[2 + i] = g
+        return tuple(grads)
+
+
+def _pulling(
+    repeated: Callable[..., list[Tensor]],
+    backward: Backward | None,
+    count: int,
+    wrt: Sequence[int],
+    used: Sequence[int],
+) -> Callable[..., list[Tensor]]:
+    """The gradients of some operands, from all operands and the cotangents of some outputs."""
+
+    def pull(*given: Tensor) -> list[Tensor]:
+        def of(*some: Tensor) -> list[Tensor]:
+            operands = [*given[:count]]
+            for i, x in zip(wrt, some, strict=True):
+                operands[i] = x
+            with pulled_by(backward):
+                outs = repeated(*operands)
+            return [outs[i] for i in used]
+
+        _, vjp = torch.func.vjp(of, *(given[i] for i in wrt))  # pyright: ignore
+        return [*vjp([*given[count:]], retain_graph=False)]
+
+    return pull
