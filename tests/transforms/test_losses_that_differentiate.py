@@ -1,7 +1,8 @@
-"""Losses that call what keeps no graph at top level: gradients of their own, steps, values.
+"""Losses that call what gives derivatives of its own: gradients, values, steps, products.
 
-Whatever differentiates such a loss gives the bits of torch.func, on whole numbers, or refuses: to
-plain autograd each of these is a constant, and a gradient would silently lack a term.
+Whatever differentiates such a loss gives the bits of torch.func, on whole numbers. Sums over a
+stream, the first state of a run and an optimizer keep no graph: these refuse plain autograd, to
+which they would be constants, so that a gradient would silently lack a term.
 """
 
 from collections.abc import Callable
@@ -100,21 +101,32 @@ def test_what_a_loss_calls_is_differentiated(name: str, by: str) -> None:
         assert torch.equal(BY[by](loss), want)
 
 
-def microbatched(loss: Callable[..., Tensor]) -> None:
+def microbatched(loss: Callable[..., Tensor]) -> Tensor:
     w = W.clone().requires_grad_()
     pa.microbatch(loss, microbatch_size=2, reduce="mean")(w, X).backward()
+    assert w.grad is not None
+    return w.grad
 
 
+BY_AUTOGRAD: dict[str, Callable[[Callable[..., Tensor]], Tensor]] = {
+    "grad": lambda loss: pa.grad(loss, microbatch_size=2, engine="autograd")(W, X),
+    "per_sample_grad": lambda loss: pa.per_sample_grad(
+        loss, engine="autograd", reduce="mean", keep_batch_dim=True
+    )(W, X),
+    "microbatch": microbatched,
+}
+WITHOUT_GRAPH = ("accumulator", "make_step", "sgd")
+
+
+@pytest.mark.parametrize("by", BY_AUTOGRAD)
 @pytest.mark.parametrize("name", CALLED)
-def test_or_refused_where_plain_autograd_is_asked_for(name: str) -> None:
+def test_by_plain_autograd_too_or_refused(name: str, by: str) -> None:
     loss = loss_of(CALLED[name])
-    for differentiate in (
-        lambda: pa.grad(loss, microbatch_size=2, engine="autograd")(W, X),
-        lambda: pa.per_sample_grad(loss, engine="autograd")(W, X),
-        lambda: microbatched(loss),
-    ):
+    if name in WITHOUT_GRAPH:
         with saying(RuntimeError, "keeps no graph", "engine='func'", "torch.no_grad()"):
-            differentiate()
+            BY_AUTOGRAD[by](loss)
+    else:
+        assert torch.equal(BY_AUTOGRAD[by](loss), torch.func.grad(loss)(W, X))
 
 
 @pytest.mark.parametrize("name", CALLED)
