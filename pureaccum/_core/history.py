@@ -240,7 +240,11 @@ def refusing(call: Call, what: str, why: str) -> Call:
             for i in at:  # what was given up, the caller may not use either
                 if isinstance(given[i], Refusing):
                     mark([leaves[i]], type(given[i]))
-        return refused(result, f"a gradient was asked of {what}, which keeps no graph. {why}") if at or captured else result
+        return (
+            refused(result, f"a gradient was asked of {what}, which keeps no graph. {why}")
+            if at or captured
+            else result
+        )
 
     return wrapped
 

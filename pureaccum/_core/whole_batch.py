@@ -4,7 +4,6 @@ A batch that fits into one microbatch passes through untouched: its weight is 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import optree

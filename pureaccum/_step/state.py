@@ -204,7 +204,9 @@ def size_of(plan: Plan) -> int | None:
 T = TypeVar("T")
 
 
-def recording(function: Callable[..., T], eager: Callable[..., T] | None = None) -> Callable[..., T]:
+def recording(
+    function: Callable[..., T], eager: Callable[..., T] | None = None
+) -> Callable[..., T]:
     """Let plain autograd follow a function of a step, and its state, outside inference mode.
 
     Args:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._base import (
     Tree,
@@ -340,20 +340,19 @@ def _init(plan: Plan, params: Tree, buffers: Tree = None, seed: int = 0) -> Trai
 
 
 def _check_beginning(leaves: list[Tensor], spec: Any) -> None:
-    """Check that params may be copied without their history, as those of a module are."""
+    """Check that params may be copied as numbers, as those of a module are."""
     for i, x in enumerate(leaves):
-        if x.requires_grad and not isinstance(x, nn.Parameter):
+        if x.requires_grad:
             refuse_without_graph("the first state of a run")
+        if x.grad_fn is not None:
             raise ValueError(
-                f"{paths(spec, 'params')[i]} requires grad and is no parameter of a module; a run "
-                "begins with numbers. Expected x.detach(). To differentiate a step with respect to "
-                "it, put it into the state: state._replace(params=params)."
+                f"{paths(spec, 'params')[i]} was computed from what requires grad "
+                f"({x.grad_fn.name()}), and a run begins with numbers. Expected x.detach(). To "
+                "differentiate a step with respect to it: state._replace(params=params)."
             )
 
 
-def _begun(
-    plan: Plan, params: Tree, device: torch.device, buffers: Tree, seed: int
-) -> TrainState:
+def _begun(plan: Plan, params: Tree, device: torch.device, buffers: Tree, seed: int) -> TrainState:
     check_buffers(plan, buffers)
     begin_buffers(plan.buffers, buffers)  # names what is no tensor
     buffers = () if buffers is None else buffers

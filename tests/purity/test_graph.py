@@ -1,4 +1,4 @@
-"""With a size, results belong to no graph, and nothing of the computation outlives it."""
+"""With a size, results know what they were computed from, and nothing else outlives a call."""
 
 import weakref
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
 from tests.purity.calls import (
     CALLS,
     ENGINES,
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.core, pytest.mark.promise("purity")]
 every_call = pytest.mark.parametrize(("name", "knobs"), combinations())
 KINDS = {
     "parameters": lambda p: {k: torch.nn.Parameter(x) for k, x in p.items()},
-    "of a graph": lambda p: {k: x.requires_grad_() * 2 for k, x in p.items()},
+    "of a graph": lambda p: {k: x.requires_grad_() * 1 for k, x in p.items()},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -36,23 +37,36 @@ def has_graph(tree: Any) -> list[Tensor]:
 
 @every_call
 @every_kind
-def test_results_require_no_grad(name: str, knobs: Any, kind: Any) -> None:
-    assert not has_graph(CALLS[name].run(mean_loss, kind(make_params()), make_batch(), **knobs))
+def test_a_history_changes_no_bit_and_there_is_none_under_no_grad(
+    name: str, knobs: Any, kind: Any
+) -> None:
+    plain = CALLS[name].run(mean_loss, make_params(), make_batch(), **knobs)
+    assert not has_graph(plain)
+    result = CALLS[name].run(mean_loss, kind(make_params()), make_batch(), **knobs)
+    assert has_graph(result)
+    assert_trees_bitwise_equal(optree.tree_map(torch.detach, result), plain)
+    with torch.no_grad():
+        assert not has_graph(CALLS[name].run(mean_loss, kind(make_params()), make_batch(), **knobs))
 
 
 @every_call
-def test_results_require_no_grad_where_the_loss_captures_a_parameter(name: str, knobs: Any) -> None:
+def test_so_it_is_where_the_loss_captures_a_parameter(name: str, knobs: Any) -> None:
     params, captured = make_params(), torch.nn.Parameter(torch.ones(2))
 
     def loss(params: Tensors, batch: Tensors) -> Tensor:
         return mean_loss(params | {"w": params["w"] * captured}, batch)
 
-    assert not has_graph(CALLS[name].run(loss, params, make_batch(), **knobs))
+    result = CALLS[name].run(loss, params, make_batch(), **knobs)
+    assert has_graph(result)
+    with torch.no_grad():
+        plain = CALLS[name].run(loss, params, make_batch(), **knobs)
+    assert not has_graph(plain)
+    assert_trees_bitwise_equal(optree.tree_map(torch.detach, result), plain)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("reduction", ["concat", "sum", "mean", "last"])
-def test_aux_requires_no_grad_whatever_it_is_made_from(engine: Any, reduction: str) -> None:
+def test_so_it_is_with_aux_whatever_it_is_made_from(engine: Any, reduction: str) -> None:
     """From params, from the batch, or from a captured parameter."""
     params = KINDS["parameters"](make_params())
     captured = torch.nn.Parameter(torch.ones(2))
@@ -64,15 +78,18 @@ def test_aux_requires_no_grad_whatever_it_is_made_from(engine: Any, reduction: s
         return mean_loss(params, batch), [rows.sum(), captured.sum(), batch["y"].sum()]
 
     knobs: Any = {"engine": engine, "aux_reduction": reduction, "microbatch_size": 2}
-    result = pa.grad_and_value(loss, has_aux=True, **knobs)(params, make_batch())
-    assert not has_graph(result)
-    assert not has_graph(
-        pa.value(loss, has_aux=True, microbatch_size=2, aux_reduction=reduction)(
-            params, make_batch()
-        )
-    )
     acc = pa.accumulator(loss, has_aux=True, engine=engine)
-    assert not has_graph(acc.update(acc.init(params), params, make_batch()))
+    for call in (
+        pa.grad_and_value(loss, has_aux=True, **knobs),
+        pa.value(loss, has_aux=True, microbatch_size=2, aux_reduction=reduction),
+        lambda params, batch: acc.update(acc.init(params), params, batch),
+    ):
+        result = call(params, make_batch())
+        with torch.no_grad():
+            plain = call(params, make_batch())
+        assert has_graph(result)
+        assert not has_graph(plain)
+        assert_trees_bitwise_equal(optree.tree_map(torch.detach, result), plain)
 
 
 @every_call
