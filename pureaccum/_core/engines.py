@@ -278,7 +278,7 @@ def alone(seen: Read, wrt: Wrt) -> Read:
 def without_graph(
     seen: Read, detach: Callable[[Tensor], Tensor], leaves: Sequence[Tensor] = ()
 ) -> Read:
-    """What a loss of leaves returned, detached, once its caller has looked at what it depends on."""
+    """What a loss returned, detached, once its caller has looked at what it depends on."""
     look(in_one_list(seen), leaves)
     total, weight, aux = seen
     kept = weight if isinstance(weight, tuple) else detach(weight)

@@ -154,8 +154,8 @@ def _given(args: tuple[Any, ...]) -> Given:
 
 
 _GONE = (
-    "The stream is gone by then: take the value of each batch, and add these up. As a constant it is "
-    "value.detach()."
+    "The stream is gone by then: take the value of each batch, and add these up. As a constant "
+    "it is value.detach()."
 )
 
 
