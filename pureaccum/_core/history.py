@@ -240,11 +240,9 @@ def refusing(call: Call, what: str, why: str) -> Call:
             for i in at:  # what was given up, the caller may not use either
                 if isinstance(given[i], Refusing):
                     mark([leaves[i]], type(given[i]))
-        return (
-            refused(result, f"a gradient was asked of {what}, which keeps no graph. {why}")
-            if at or captured
-            else result
-        )
+        if not (at or captured):
+            return result
+        return refused(result, f"a gradient was asked of {what}, which keeps no graph. {why}")
 
     return wrapped
 
@@ -297,7 +295,7 @@ class _Followed(Function):
         used = [i for i, c in enumerate(cotangents) if c is not None]
         wrt = [i for i in range(len(operands)) if ctx.needs_input_grad[2 + i]]
         pull = _pulling(ctx.repeated, ctx.pulled, len(operands), wrt, used)
-        given = [*operands, *(cotangents[i] for i in used)]
+        given = [*operands, *(c for c in cotangents if c is not None)]
         with torch.no_grad():
             found = pull(*without_history(given))
         if torch.is_grad_enabled():

@@ -65,10 +65,10 @@ def grad_and_value(
         return G / W, T / W                             # of a sum: G, T
 
     With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, torch.func's
-    transforms differentiate through it, and plain ``.backward()`` follows what requires grad of what
-    ``func`` is given and captures: each microbatch is computed again then, and until then the results
-    keep their arguments alive (``.detach()`` lets go of them).
-    Where the batch fits into one microbatch they are the same bits, but for the few operations
+    transforms differentiate through it, and plain ``.backward()`` follows what requires grad, of
+    what ``func`` is given and of what it captures: it computes each microbatch again, and until
+    then results keep their arguments alive (``.detach()`` lets go of them). Where the batch fits
+    into one microbatch they are the same bits, but for the few operations
     (silu, mish, GroupNorm, LSTM on a CPU, binary_cross_entropy_with_logits) for which torch.func
     takes another formula: then they are those of ``.backward()``.
 
