@@ -60,10 +60,10 @@ from .exchange import exchange as exchange
 from .exchange import gather_one as gather_one
 from .exchange import inside_of as inside_of
 from .exchange import onlooker as onlooker
-from .history import follow as follow
-from .history import followed as followed
-from .history import look as look
-from .history import refusing as refusing
+from .history import call_with_history as call_with_history
+from .history import look_at as look_at
+from .history import refusing_backward as refusing_backward
+from .history import with_history as with_history
 from .loss import Reduction as Reduction
 from .loss import Weighted as Weighted
 from .loss import counts as counts

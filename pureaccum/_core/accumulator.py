@@ -39,7 +39,7 @@ from .._base import (
 )
 from .batches import Batch, read_microbatch
 from .engines import Engine, Loss, Wrt, prepare, run_window
-from .history import refusing
+from .history import refusing_backward
 from .loss import Reduction, divisor, mean_value
 from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule
 from .weights import Microbatch, NoRowsError, divided, settle
@@ -211,7 +211,7 @@ def accumulator(
         grads = divided(resolved(sums), by, own=own)
         return unflatten(spec, hand_over(tree_leaves(state), grads) if own else grads), value
 
-    return Accumulator(init, *(refusing(f, *NO_GRAPH) for f in (update, merge, finalize)))
+    return Accumulator(init, *(refusing_backward(f, *NO_GRAPH) for f in (update, merge, finalize)))
 
 
 NO_GRAPH = (

@@ -37,7 +37,7 @@ from .._base import (
 )
 from .called_modules import holding, remembering, with_own_buffers
 from .exchange import Backward, begun, inside_of, running_again
-from .history import look
+from .history import look_at
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, Weighing, nothing_like
 from .writes import Known
@@ -279,7 +279,7 @@ def without_graph(
     seen: Read, detach: Callable[[Tensor], Tensor], leaves: Sequence[Tensor] = ()
 ) -> Read:
     """What a loss returned, detached, once its caller has looked at what it depends on."""
-    look(in_one_list(seen), leaves)
+    look_at(in_one_list(seen), leaves)
     total, weight, aux = seen
     kept = weight if isinstance(weight, tuple) else detach(weight)
     return Read(detach(total), kept, [*map(detach, aux)])

@@ -22,7 +22,7 @@ from .._base import (
 )
 from .auto_size import Size, automatic
 from .batches import Batch, check_sizes, cutting, read_microbatch
-from .history import followed, refusing
+from .history import refusing_backward, with_history
 from .loss import Reduction, counts, is_pair, known_to_all_ranks, mean_of, read, settled
 from .microbatch import Arguments, call_microbatched
 from .microbatch_gradient import Rule, check_rule
@@ -145,8 +145,8 @@ def value(  # noqa: D417
         return (result, aux) if has_aux else result
 
     if stream:
-        return wraps(func)(refusing(over_stream, "the value over a stream", _GONE))
-    return wraps(func)(at_once if size is None else followed(over_batch, known))
+        return wraps(func)(refusing_backward(over_stream, "the value over a stream", _GONE))
+    return wraps(func)(at_once if size is None else with_history(over_batch, known))
 
 
 def _given(args: tuple[Any, ...]) -> Given:

@@ -66,7 +66,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def look(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+def look_at(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     """Let whoever called a loss look at what it returned, before its history is dropped."""
     if _here.look is not None:
         _here.look(tensors, leaves)
@@ -87,7 +87,7 @@ def _passed_on(call: Call, args: Any, kwargs: Any) -> Any:
     if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
         arguments = Arguments.of(args, kwargs)
         tensors = exchanged(arguments.tensors)
-        look(tensors, ())
+        look_at(tensors, ())
         args, kwargs = arguments.filled(tensors)
     return call(*args, **kwargs)
 
@@ -124,7 +124,7 @@ def _stop(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         raise CapturedError
 
 
-def followed(call: Call, known: Known, plain: Call | None = None) -> Call:
+def with_history(call: Call, known: Known, plain: Call | None = None) -> Call:
     """Let plain autograd follow the results of a call, and what the loss in it captures.
 
     Args:
@@ -137,12 +137,12 @@ def followed(call: Call, known: Known, plain: Call | None = None) -> Call:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if transform_active():
             return call(*args, **kwargs)
-        return follow(call, plain or call, known, args, kwargs)
+        return call_with_history(call, plain or call, known, args, kwargs)
 
     return wrapped
 
 
-def follow(
+def call_with_history(
     call: Call, plain: Call, known: Known, args: Any, kwargs: Any, captured: bool = True
 ) -> Any:
     """The results of a call, which plain autograd follows.
@@ -207,7 +207,7 @@ _UNSEEN = (
 )
 
 
-def refusing(call: Call, what: str, why: str) -> Call:
+def refusing_backward(call: Call, what: str, why: str) -> Call:
     """Let the results of a call raise when a backward pass of plain autograd reaches them.
 
     Inside of a loss of ours the engine is told at once, which may have another way.

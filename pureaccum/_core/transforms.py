@@ -32,7 +32,7 @@ from .._base import (
 from .auto_size import Size, automatic
 from .batches import check_sizes
 from .engines import Engine
-from .history import followed
+from .history import with_history
 from .loss import Reduction, Shape, divisor, join_aux, mean_of, read, settled
 from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .reductions import check_reduce
@@ -157,7 +157,7 @@ def grad_and_value(
 
     call = partial(by_rule, rule)
     if not torch_does:  # torch records what it does by itself
-        call = followed(call, known, partial(by_rule, rule._replace(engine="auto")))
+        call = with_history(call, known, partial(by_rule, rule._replace(engine="auto")))
     return wraps(func)(call)
 
 

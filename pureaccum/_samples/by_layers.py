@@ -22,7 +22,7 @@ from .._base import (
     saved_tensors_hooks_refused,
     unflatten,
 )
-from .._core import cutting, in_one_list, inside_of, join_aux, look, onlooker, read, read_again
+from .._core import cutting, in_one_list, inside_of, join_aux, look_at, onlooker, read, read_again
 from .chunks import (
     OF_EACH,
     Chunk,
@@ -103,7 +103,7 @@ def _by_layers(
     wanted = needs_norms(how)
     if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
-    look([total, *rest], layers.own)
+    look_at([total, *rest], layers.own)
     layers.pull(total, see, _each_number(total) if numbers else None)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []

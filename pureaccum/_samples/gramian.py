@@ -27,7 +27,7 @@ from .._base import (
     refuse_sharded,
     tree_leaves,
 )
-from .._core import Batch, cut_batch, followed, known_of, need_rows, read_batch, rows_to_cut
+from .._core import Batch, cut_batch, known_of, need_rows, read_batch, rows_to_cut, with_history
 from .by_layers import with_factors
 from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
 from .outer_products import Outer, inner_products
@@ -141,7 +141,7 @@ def gramian(
             return _matrix(parts, others, (rows, columns), how.chunk_size or 0, block)
 
     plain = partial(by, how._replace(engine="vmap"))
-    return wraps(func)(followed(partial(by, how), known, plain))
+    return wraps(func)(with_history(partial(by, how), known, plain))
 
 
 _DTENSORS = "a Gramian is taken of what one rank has, such as x.full_tensor()."

@@ -53,12 +53,12 @@ from .._core import (
     counts,
     divisor,
     empty,
-    followed,
     is_reducer,
     known_of,
     mean_value,
     read_state,
-    refusing,
+    refusing_backward,
+    with_history,
 )
 from .by_layers import with_shortcut
 from .chunks import (
@@ -197,7 +197,7 @@ def per_sample_grad(
 
     call = partial(by, how)
     if not (how.carries_graph and engine == "vmap"):  # torch records what it does by itself
-        call = followed(call, known, partial(by, how._replace(engine="vmap")))
+        call = with_history(call, known, partial(by, how._replace(engine="vmap")))
     return wraps(func)(call)
 
 
@@ -301,7 +301,7 @@ def per_sample_accumulator(  # noqa: D417
         result = reducer.finalize(state.grads, state.weight)
         return result, state.total.clone() if reduce == "sum" else value
 
-    return Accumulator(init, *(refusing(f, *NO_GRAPH) for f in (update, merge, finalize)))
+    return Accumulator(init, *(refusing_backward(f, *NO_GRAPH) for f in (update, merge, finalize)))
 
 
 # DTensors: each rank takes the samples that it has, with whole parameters ----------------------

@@ -19,7 +19,7 @@ from .._base import (
     refuse_autocast_cache,
     transform_active,
 )
-from .._core import AccumState, Known, Policy, Rule, check_belongs, follow, group_of
+from .._core import AccumState, Known, Policy, Rule, call_with_history, check_belongs, group_of
 from .._optim import Optimizer
 from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
@@ -225,7 +225,9 @@ def recording(
             with torch.inference_mode(False):
                 return function(made, *args, **kwargs)
         kept = partial(plain, plan._replace(donate=False))
-        return follow(partial(function, made), kept, plan.known, args, kwargs, captured=False)
+        return call_with_history(
+            partial(function, made), kept, plan.known, args, kwargs, captured=False
+        )
 
     return entered
 

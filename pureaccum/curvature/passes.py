@@ -33,12 +33,12 @@ from .._core import (
     accumulator,
     check_size,
     exchange,
-    followed,
     grad_and_value,
     is_auto,
     known_of,
     parts_of_streams,
-    refusing,
+    refusing_backward,
+    with_history,
 )
 
 
@@ -144,13 +144,13 @@ def _varying(state: AccumState, args: Tree) -> AccumState:
     return tree_map(lambda x: x + zero.to(x.device, x.dtype), state)
 
 
-def with_history(
+def with_history_of(
     product: Callable[..., Any], along: Callable[..., Any], stream: bool
 ) -> Callable[..., Any]:
     """A product of the gradients of ``along`` that plain autograd follows, but over a stream."""
     if stream:
-        return refusing(product, "a product over a stream", "The stream is gone by then.")
-    return followed(product, known_of(along))
+        return refusing_backward(product, "a product over a stream", "The stream is gone by then.")
+    return with_history(product, known_of(along))
 
 
 def nan_of_nothing(product: Tree, value: Tensor) -> Tree:

@@ -28,7 +28,7 @@ from .._base import (
 )
 from .._core import Reduction, Weighted, quotient, read, sane
 from .derivatives import constants, gradient, inner, pushed
-from .passes import check_vector, gradients_over, nan_of_nothing, with_history
+from .passes import check_vector, gradients_over, nan_of_nothing, with_history_of
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -109,7 +109,7 @@ def hvp(
             (found, grads), value = both(params, *args)
         return grads, nan_of_nothing(found, value)
 
-    return wraps(func)(with_history(product, along, stream))
+    return wraps(func)(with_history_of(product, along, stream))
 
 
 def ggnvp(  # noqa: D417
@@ -279,7 +279,7 @@ def _of_constants(
         (found,), value = summed(params, *args, again)
         return nan_of_nothing(found, value)
 
-    return wraps(func)(with_history(product, along, stream))
+    return wraps(func)(with_history_of(product, along, stream))
 
 
 # One number per microbatch -------------------------------------------------------------------
