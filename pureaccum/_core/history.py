@@ -295,11 +295,13 @@ class _Followed(Function):
         used = [i for i, c in enumerate(cotangents) if c is not None]
         wrt = [i for i in range(len(operands)) if ctx.needs_input_grad[2 + i]]
         pull = _pulling(ctx.repeated, ctx.pulled, len(operands), wrt, used)
-        given = [*operands, *(c for c in cotangents if c is not None)]
-        with torch.no_grad():
-            found = pull(*without_history(given))
+        given = [c for c in cotangents if c is not None]
         if torch.is_grad_enabled():
-            found = _attached(found, pull, given)
+            with torch.no_grad():
+                found = pull(*without_history([*operands, *given]))
+            found = _attached(found, pull, [*operands, *given])
+        else:  # torch's older vmap cannot detach cotangents
+            found = pull(*without_history(operands), *given)
         grads: list[Tensor | None] = [None] * (2 + len(operands))
         for i, g in zip(wrt, found, strict=True):
             grads[2 + i] = g

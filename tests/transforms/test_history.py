@@ -6,6 +6,7 @@ is exact, and so are its derivatives. The other side is torch.func's transform o
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -444,6 +445,40 @@ def test_inside_of_a_microbatched_function() -> None:
         lambda w: number(sum(torch.func.grad(mean)(w, part, C) for part in X.split(4)))  # type: ignore[arg-type]
     )(W)
     assert torch.equal(w.grad, want)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_autograd_functional(vectorize: bool) -> None:
+    """torch.autograd.functional goes by plain autograd, and maps cotangents where it vectorizes."""
+    functional = torch.autograd.functional
+    want = torch.func.hessian(lambda w: mean(w, X, C))(W)
+    value = pa.value(lambda w, x: mean(w, x, C), microbatch_size=3)
+    grad = pa.grad(lambda w, x: mean(w, x, C), microbatch_size=3)
+    assert torch.equal(functional.hessian(lambda w: value(w, X), W, vectorize=vectorize), want)
+    assert torch.equal(functional.jacobian(lambda w: grad(w, X), W, vectorize=vectorize), want)
+
+
+@pytest.mark.parametrize("name", ["value", "grad", "hvp"])
+def test_a_backward_pass_takes_the_memory_of_one_microbatch(name: str) -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    def of_one(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        out = rows(w, x, c)
+        made.append(weakref.ref(out))
+        alive.append(sum(x() is not None for x in made))
+        return (out * C).mean()
+
+    w = W.clone().requires_grad_()
+    loss = lambda w, x: of_one(w, x, C)  # noqa: E731
+    calls: dict[str, Callable[[], Tensor]] = {
+        "value": lambda: pa.value(loss, microbatch_size=1)(w, X),
+        "grad": lambda: number(pa.grad(loss, microbatch_size=1)(w, X)),
+        "hvp": lambda: number(hvp(loss, microbatch_size=1)(w, X, V)[1]),
+    }
+    (found,) = torch.autograd.grad(calls[name](), w, create_graph=True)
+    number(found).backward()
+    assert max(alive) <= 2
 
 
 def test_in_several_threads() -> None:
