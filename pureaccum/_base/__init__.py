@@ -146,7 +146,6 @@ from .torch_internals import patience as patience
 from .torch_internals import recorded_at as recorded_at
 from .torch_internals import saved_tensors_hooks as saved_tensors_hooks
 from .torch_internals import saved_tensors_hooks_allowed as saved_tensors_hooks_allowed
-from .torch_internals import saved_tensors_hooks_refused as saved_tensors_hooks_refused
 from .torch_internals import scan as scan
 from .torch_internals import seeing as seeing
 from .torch_internals import sequence_number as sequence_number

@@ -285,9 +285,15 @@ def refuse_autocast_cache(leaves: list[Tensor]) -> None:
 
 
 class Here(threading.local):
-    """What this thread is inside of: a backward pass of ours that is recorded, see exchange.py."""
+    """What this thread is inside of.
+
+    Attributes:
+        backward: A backward pass of ours that is recorded: see exchange.py.
+        look: What looks at losses before their history is dropped: see history.py.
+    """
 
     backward: Any = None
+    look: Any = None
 
 
 here = Here()

@@ -495,9 +495,9 @@ def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
     return any(id(x) in wanted for x in ends_of(total)) or any(total is x for x in leaves)
 
 
-def ends_of(total: Tensor) -> Generator[Tensor]:
+def ends_of(total: Tensor) -> list[Tensor]:
     """The tensors in which the graph of a tensor ends, and to which autograd adds gradients."""
-    below, seen = [total.grad_fn], set[Any]()
+    below, seen, ends = [total.grad_fn], set[Any](), list[Tensor]()
     while below:
         node = below.pop()
         if node is None or node in seen:
@@ -505,8 +505,9 @@ def ends_of(total: Tensor) -> Generator[Tensor]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            yield variable
-        below.extend(parent for parent, _ in node.next_functions)
+            ends.append(variable)
+        below.extend([parent for parent, _ in node.next_functions])
+    return ends
 
 
 def tensor_hooks(x: Tensor) -> list[Any]:
@@ -527,31 +528,6 @@ def hooks_of_all_modules() -> dict[str, list[Any]]:
     """The hooks that ``register_module_forward_hook`` and its like registered."""
     known = vars(torch.nn.modules.module).items()
     return {k: list(v.values()) for k, v in known if k.startswith("_global") and v and "hooks" in k}
-
-
-class saved_tensors_hooks_refused:
-    """``torch.autograd.graph.disable_saved_tensors_hooks``, in a third of its time."""
-
-    __slots__ = ("before", "message")
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-    def __enter__(self) -> None:
-        autograd = torch._C._autograd  # pyright: ignore
-        self.before = autograd._saved_tensors_hooks_get_disabled_error_message()
-        try:
-            autograd._saved_tensors_hooks_disable(self.message)
-        except BaseException:  # there are some, and torch has refused further ones all the same
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        autograd = torch._C._autograd  # pyright: ignore
-        if self.before is None:
-            autograd._saved_tensors_hooks_enable()
-        else:
-            autograd._saved_tensors_hooks_disable(self.before)
 
 
 def saved_tensors_hooks_allowed() -> bool:

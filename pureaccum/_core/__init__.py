@@ -61,7 +61,6 @@ from .exchange import gather_one as gather_one
 from .exchange import inside_of as inside_of
 from .exchange import onlooker as onlooker
 from .history import call_with_history as call_with_history
-from .history import look_at as look_at
 from .history import refusing_backward as refusing_backward
 from .history import with_history as with_history
 from .loss import Reduction as Reduction

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from .._base import (
     Layout,
@@ -30,14 +31,12 @@ from .._base import (
     local,
     refuse_sharded,
     restore,
-    saved_tensors_hooks_refused,
     sum_layouts,
     transform_active,
     without_history,
 )
 from .called_modules import holding, remembering, with_own_buffers
 from .exchange import Backward, begun, inside_of, running_again
-from .history import look_at
 from .loss import Read, Shape, in_one_list, known_to_all_ranks, read, read_again
 from .weights import LARGE, Weighing, nothing_like
 from .writes import Known
@@ -92,7 +91,8 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
         return as_they_are(leaves)
     layouts = sum_layouts(leaves)
     parts = leaves if layouts is None else [local(leaf) for leaf in leaves]
-    by_func = engine == "func" or (engine == "auto" and (forward_ad_active() or known.by_func))
+    dual = forward_ad_active()
+    by_func = engine == "func" or (engine == "auto" and (dual or known.by_func))
     large = [i for i, part in enumerate(parts) if part.nbytes >= LARGE]
     wrt = Wrt(
         leaves=without_history(leaves),
@@ -101,7 +101,7 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
         large=large,
         adding=range(len(leaves)) if large and leaves[0].device.type == "cpu" else large,
         records=not by_func or _records(leaves),
-        detach=detaching(),
+        detach=detached if dual else Tensor.detach,
         layouts=layouts,
         weighings={},
         auto=engine == "auto",
@@ -123,9 +123,8 @@ def _records(leaves: list[Tensor]) -> bool:
     return leaves[0].device.type == "cpu"
 
 
-def detaching() -> Callable[[Tensor], Tensor]:
-    """How a tensor is detached: a tangent goes along, if there are any."""
-    return (lambda x: without_history([x])[0]) if forward_ad_active() else Tensor.detach
+def detached(x: Tensor) -> Tensor:
+    return without_history([x])[0]
 
 
 def as_they_are(leaves: list[Tensor]) -> Wrt:
@@ -269,18 +268,17 @@ def hooked_gradients(
 
 
 def alone(seen: Read, wrt: Wrt) -> Read:
-    """What a loss returned, without what was recorded of it, and as all ranks know it."""
+    """What a loss returned, without what was recorded of it, and as all ranks know it.
+
+    Whoever follows the results of the call looks at it first: see history.py.
+    """
     if type(seen.total) is not Tensor:
         seen = known_to_all_ranks(seen)
-    return seen if wrt.detach is None else without_graph(seen, wrt.detach, wrt.leaves)
-
-
-def without_graph(
-    seen: Read, detach: Callable[[Tensor], Tensor], leaves: Sequence[Tensor] = ()
-) -> Read:
-    """What a loss returned, detached, once its caller has looked at what it depends on."""
-    look_at(in_one_list(seen), leaves)
+    if (detach := wrt.detach) is None:
+        return seen
     total, weight, aux = seen
+    if here.look is not None:
+        here.look((total, weight, *aux), wrt.leaves)
     kept = weight if isinstance(weight, tuple) else detach(weight)
     return Read(detach(total), kept, [*map(detach, aux)])
 
@@ -307,7 +305,7 @@ def run_window(window: Callable[[Wrt], T], wrt: Wrt) -> T:
             if known.recomputes:
                 return window(wrt._replace(remembers=True))
             try:
-                with saved_tensors_hooks_refused(_WANTED):
+                with disable_saved_tensors_hooks(_WANTED):
                     result = window(wrt)
                 if known.recomputes is None:  # another thread may know better
                     known.recomputes = False

@@ -16,16 +16,18 @@ What cannot be followed is refused: its results raise when a backward pass reach
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._base import (
+    NAMESPACE,
     Refusing,
     Tree,
     continuous,
@@ -49,7 +51,7 @@ from .writes import Known
 
 
 Call = Callable[..., Any]
-Look = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # at what a loss returned, its leaves
+Look = Callable[[Sequence[Any], Sequence[Tensor]], None]  # at what a loss returned, its leaves
 
 
 class CapturedError(BaseException):
@@ -57,29 +59,22 @@ class CapturedError(BaseException):
 
 
 class _Here(threading.local):
-    """What looks at losses in this thread, and which backward pass was around when it began to."""
+    """The backward pass that was around when ``here.look`` began to look."""
 
-    look: Look | None = None
     inside_of: Backward | None = None
 
 
 _here = _Here()
 
 
-def look_at(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Let whoever called a loss look at what it returned, before its history is dropped."""
-    if _here.look is not None:
-        _here.look(tensors, leaves)
-
-
 def looking(look: Look | None, call: Call, *args: Any, **kwargs: Any) -> Any:
     """Call something, and look at what the losses in it return."""
-    before = _here.look, _here.inside_of
-    _here.look, _here.inside_of = look, here.backward
+    before = here.look, _here.inside_of
+    here.look, _here.inside_of = look, here.backward
     try:
         return call(*args, **kwargs)
     finally:
-        _here.look, _here.inside_of = before
+        here.look, _here.inside_of = before
 
 
 def _passed_on(call: Call, args: Any, kwargs: Any) -> Any:
@@ -87,28 +82,31 @@ def _passed_on(call: Call, args: Any, kwargs: Any) -> Any:
     if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs))):
         arguments = Arguments.of(args, kwargs)
         tensors = exchanged(arguments.tensors)
-        look_at(tensors, ())
+        here.look(tensors, ())
         args, kwargs = arguments.filled(tensors)
     return call(*args, **kwargs)
 
 
-def captured_in(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> Generator[Tensor]:
-    """The tensors that require grad in which a graph ends, but for the leaves of the loss."""
-    own = {id(x) for x in leaves}
-    for x in map(innermost, tensors):
-        if x.requires_grad:
-            ends = ends_of(x) if x.grad_fn is not None else (x,)
-            yield from (end for end in ends if id(end) not in own)
+def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that require grad in which graphs end, but for the leaves of the loss."""
+    found: list[Tensor] = []
+    for x in outs:
+        if isinstance(x, Tensor):
+            x = x if x.grad_fn is not None else innermost(x)
+            if x.requires_grad:
+                found += ends_of(x) if x.grad_fn is not None else [x]
+    own = {*map(id, leaves)}
+    return [x for x in found if id(x) not in own]
 
 
-def refuse_captured(known: Known, tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     """Raise where a loss captures what requires grad, and is no parameter of a module.
 
     Of the microbatches of a call only the first is looked at: to follow a graph takes some time.
     """
-    _here.look = None
+    here.look = None
     there = [x for at in known.captured if (x := at()) is not None and not isinstance(x, Refusing)]
-    for x in (*filter(_requires_grad, there), *captured_in(tensors, leaves)):
+    for x in (*filter(_requires_grad, there), *captured_in(outs, leaves)):
         if not isinstance(x, nn.Parameter):
             raise RuntimeError(
                 f"the loss of a step captures a tensor of shape {tuple(x.shape)} and {x.dtype} "
@@ -119,8 +117,8 @@ def refuse_captured(known: Known, tensors: Sequence[Tensor], leaves: Sequence[Te
             )
 
 
-def _stop(tensors: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    if next(captured_in(tensors, leaves), None) is not None:
+def _stop(outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+    if captured_in(outs, leaves):
         raise CapturedError
 
 
@@ -151,18 +149,23 @@ def call_with_history(
     """
     if not torch.is_grad_enabled():
         return looking(None, call, *args, **kwargs)
-    if _here.look is not None and _here.inside_of is here.backward:
+    if here.look is not None and _here.inside_of is here.backward:
         return _passed_on(call, args, kwargs)
     stop = _stop if captured else partial(refuse_captured, known)
     captures = captured and known.captures
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if not captures and not any(map(_requires_grad, given)):
+    leaves = optree.tree_leaves((args, kwargs), namespace=NAMESPACE)
+    given = [x for x in leaves if isinstance(x, Tensor)]
+    if not (captures or any(map(_requires_grad, given))):
         before = generators({x.device for x in given}) if captured else []
+        outer = here.look, _here.inside_of
+        here.look, _here.inside_of = stop, here.backward
         try:
-            return looking(stop, call, *args, **kwargs)
+            return call(*args, **kwargs)
         except CapturedError:
             restore(before)
             captures = known.captures = True
+        finally:
+            here.look, _here.inside_of = outer
     return _followed(plain, captures, stop, known, args, kwargs)
 
 
@@ -177,7 +180,7 @@ def _followed(call: Call, captures: bool, stop: Look, known: Known, args: Any, k
         args, kwargs = filled(own)
         result = looking(stop, call, *args, **kwargs)
         if stop is not None:  # it may depend on something captured by itself
-            stop([x for x in tree_leaves(result) if isinstance(x, Tensor)], ())
+            stop(tree_leaves(result), ())
         return result
 
     try:
@@ -219,15 +222,15 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
             return call(*args, **kwargs)
         if not torch.is_grad_enabled():
             return looking(None, call, *args, **kwargs)
-        if _here.look is not None and _here.inside_of is here.backward:
+        if here.look is not None and _here.inside_of is here.backward:
             return _passed_on(call, args, kwargs)
         if here.backward is not None:
             refuse_without_graph(what)
         leaves, spec = flatten((args, kwargs))
         captured: list[Tensor] = []
 
-        def note(tensors: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-            captured.extend(() if captured else captured_in(tensors, own))
+        def note(outs: Sequence[Any], own: Sequence[Tensor]) -> None:
+            captured.extend(() if captured else captured_in(outs, own))
 
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
         given = leaves.copy()

@@ -29,9 +29,9 @@ from .._base import (
 )
 from .accumulator import AccumState, amounts_of, plain_sum
 from .batches import Batch, cut_batch, cutting, read_batch, rows_to_cut, sizes_of_batch
-from .engines import Wrt, detaching, prepare, run_window, without_graph
+from .engines import Wrt, alone, as_they_are, detached, prepare, run_window
 from .exchange import any_rank, inside_of, onlooker
-from .loss import Reduction, divisor, known_to_all_ranks, mean_value, read
+from .loss import Reduction, divisor, mean_value, read
 from .microbatch_gradient import Rule, add_microbatch
 from .reductions import AuxState, finish_aux, fold_aux
 from .weights import Microbatch, divided, enter, power_of_two, settle
@@ -163,11 +163,10 @@ def evaluate(
     """
     seen: list[Microbatch] = []
     aux: AuxState | None = None
+    wrt = as_they_are([])._replace(detach=None if transform_active() else detached)
     for out, rows, counts in outs:
         seen_, shape = read(out, rule.has_aux)
-        if not transform_active():
-            seen_ = without_graph(seen_, detaching())
-        entry = enter(known_to_all_ranks(seen_), shape, counts, rule.reduction)
+        entry = enter(alone(seen_, wrt), shape, counts, rule.reduction)
         seen.append(entry._replace(aux=()))
         if rule.has_aux:
             aux = fold_aux(aux, entry, rows, aux_reduction, skipping=False)

@@ -33,6 +33,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
 from .._base import (
@@ -46,7 +47,6 @@ from .._base import (
     restore,
     saved_tensors_hooks,
     saved_tensors_hooks_allowed,
-    saved_tensors_hooks_refused,
     seeing,
     tree_leaves,
 )
@@ -230,7 +230,7 @@ def _nothing_run_again(
     )
     around = saved_tensors_hooks()
     if around is None:
-        return saved_tensors_hooks_refused(refused)
+        return disable_saved_tensors_hooks(refused)
 
     def look(*_: Any) -> None:
         if saved_tensors_hooks() != around:

@@ -11,18 +11,19 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from .._base import (
     LARGEST_INT,
     Tree,
     generators,
+    here,
     over_rows,
     read_tensors,
     restore,
-    saved_tensors_hooks_refused,
     unflatten,
 )
-from .._core import cutting, in_one_list, inside_of, join_aux, look_at, onlooker, read, read_again
+from .._core import cutting, in_one_list, inside_of, join_aux, onlooker, read, read_again
 from .chunks import (
     OF_EACH,
     Chunk,
@@ -103,7 +104,8 @@ def _by_layers(
     wanted = needs_norms(how)
     if how.carries_graph and torch.is_grad_enabled() and not layers.all_of(total):
         raise Unfit("the loss depends on more than its leaves, and so do gradients")
-    look_at([total, *rest], layers.own)
+    if here.look is not None:
+        here.look([total, *rest], layers.own)
     layers.pull(total, see, _each_number(total) if numbers else None)
 
     of_parts = [_norm_of(norms, leaves, its, total) for its in parts] if wanted else []
@@ -139,7 +141,7 @@ def _totals(
         return in_one_list(seen._replace(aux=aux))
 
     with (
-        saved_tensors_hooks_refused("saved tensor hooks are not followed"),
+        disable_saved_tensors_hooks("saved tensor hooks are not followed"),
         inside_of(onlooker()) as reached,
         cutting(LARGEST_INT),  # a sample is no batch
         torch.enable_grad(),
