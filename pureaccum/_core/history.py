@@ -153,7 +153,8 @@ def call_with_history(
         return _passed_on(call, args, kwargs)
     stop = _stop if captured else partial(refuse_captured, known)
     captures = captured and known.captures
-    leaves = optree.tree_leaves((args, kwargs), namespace=NAMESPACE)
+    called: Any = args, kwargs
+    leaves = optree.tree_leaves(called, namespace=NAMESPACE)
     given = [x for x in leaves if isinstance(x, Tensor)]
     if not (captures or any(map(_requires_grad, given))):
         before = generators({x.device for x in given}) if captured else []
