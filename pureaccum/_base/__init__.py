@@ -96,11 +96,13 @@ from .states import Spoiled as Spoiled
 from .states import copies as copies
 from .states import hand_over as hand_over
 from .states import loadable as loadable
+from .states import made_with as made_with
 from .states import make_public as make_public
 from .states import mark as mark
 from .states import stack as stack
 from .states import taken as taken
 from .states import unstack as unstack
+from .states import with_settings as with_settings
 from .torch_internals import BUFFERS as BUFFERS
 from .torch_internals import CHILDREN as CHILDREN
 from .torch_internals import PARAMETERS as PARAMETERS

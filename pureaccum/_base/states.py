@@ -6,6 +6,7 @@ its tensors raises an error that says so.
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +18,16 @@ from .trees import Tree, at_once, flatten, paths, unflatten
 
 
 C = TypeVar("C", bound=type)
+
+
+made_with: "WeakKeyDictionary[Tensor, dict[str, Any]]" = WeakKeyDictionary()
+
+
+def with_settings(x: Tensor, settings: dict[str, Any]) -> Tensor:
+    """A tensor of a new state, and a note of what that was made with, which no state holds."""
+    if not torch.compiler.is_dynamo_compiling():
+        made_with[x] = settings
+    return x
 
 
 # Files ---------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from .._base import (
     tree_leaves,
     tree_map,
     unflatten,
+    with_settings,
 )
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
 from .update import Applied, Optimizer, Ready, optimizer_of
@@ -100,7 +101,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             return make(params, **given)  # pyright: ignore[reportArgumentType]
         return make(params, **settings)
 
-    def first_step(leaves: list[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    def first_step(leaves: list[Tensor]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
         """What the class keeps for each leaf after a step on copies; its settings before that."""
         copies = [x.detach().clone() for x in leaves]
         ones = [torch.ones_like(x) for x in copies]
@@ -110,7 +111,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         optimizer.step()
         kinds = seen.setdefault(_likeness(leaves), {})
         kept = [_encoded(dict(optimizer.state[x]), (i,), kinds) for i, x in enumerate(copies)]
-        return kept, group
+        return kept, group, optimizer.defaults
 
     def init(params: Tree) -> TorchState:
         """The state before the first step, in the structure that it has after that step."""
@@ -119,8 +120,8 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         if isinstance(lr, (int, float)):
             check_held(lr, leaves, spec)
         with _plainly():
-            per_leaf, group = first_step(leaves)
-            count = torch.zeros((), dtype=torch.int64, device="cpu")
+            per_leaf, group, settings = first_step(leaves)
+            count = with_settings(torch.zeros((), dtype=torch.int64, device="cpu"), settings)
             return TorchState(count, tree_map(torch.zeros_like, per_leaf), group)
 
     def check(state: Any, params: Flat, root: str) -> None:
@@ -281,9 +282,5 @@ def _numbers(optimizer: torch.optim.Optimizer, lr: Any) -> dict[str, Any]:
         name: value
         for name, value in group.items()
         if name not in ours
-        and all(type(x) in (int, float) or isinstance(x, Tensor) for x in _each(value))
+        and {*map(type, value if isinstance(value, tuple) else [value])} <= {int, float, Tensor}
     }
-
-
-def _each(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple) else [value]

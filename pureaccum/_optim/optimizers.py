@@ -96,7 +96,9 @@ def sgd(
     References:
         `torch.optim.SGD <https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html>`_
     """
-    return by_method(_sgd(lr, momentum, dampening, weight_decay, nesterov, maximize, fused))
+    settings: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    settings |= {"nesterov": nesterov, "maximize": maximize}
+    return by_method(_sgd(lr, **settings, fused=fused), settings)
 
 
 def _sgd(
@@ -117,6 +119,8 @@ def _sgd(
             f"nesterov=True came with momentum={momentum!r} and dampening={dampening!r}; it needs "
             "a momentum above zero and no dampening."
         )
+    knobs: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    knobs |= {"nesterov": nesterov, "maximize": maximize}
 
     def formula(
         grad: Tensor, numbers: tuple[Tensor, Any], param: Tensor, *rest: Tensor
@@ -169,11 +173,7 @@ def _sgd(
             fused=fused,
             found_inf=found_inf,
             lr=_in_float32(rate),
-            weight_decay=weight_decay,
-            momentum=momentum,
-            dampening=dampening,
-            nesterov=nesterov,
-            maximize=maximize,
+            **knobs,
         )
         if rest and momenta is not rest[0]:
             for mine, first in zip(rest[0], momenta, strict=True):
@@ -236,8 +236,9 @@ def adam(
         Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2014;
         `torch.optim.Adam <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html>`_
     """
-    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
-    return by_method(_adam(*knobs, decoupled=False))
+    settings: Any = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+    method = _adam(lr, **settings, maximize=maximize, fused=fused, decoupled=False)
+    return by_method(method, settings | {"maximize": maximize, "decoupled_weight_decay": False})
 
 
 def adamw(
@@ -280,8 +281,9 @@ def adamw(
         <https://arxiv.org/abs/1711.05101>`_, 2017;
         `torch.optim.AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_
     """
-    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
-    return by_method(_adam(*knobs, decoupled=True))
+    settings: Any = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+    method = _adam(lr, **settings, maximize=maximize, fused=fused, decoupled=True)
+    return by_method(method, settings | {"maximize": maximize, "decoupled_weight_decay": True})
 
 
 def _adam(

@@ -4,10 +4,9 @@
     ready     check that the state fits; ask the schedule for the learning rate
     step      the next columns, by torch's kernel or by the formula, as trees again
 
-At eager top level the arithmetic is torch's own kernel, in place on copies, or on the state
-itself where that was donated. Kernels read numbers on the host and have no derivative with
-respect to the learning rate, so under a transform or a compiler the same formula runs in plain
-tensor operations.
+At eager top level torch's own kernel does the arithmetic, in place on copies, or on a donated state
+itself. Kernels read numbers on the host and have no derivative with respect to the learning rate,
+so under a transform or a compiler the same formula runs in plain tensor operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,6 +44,7 @@ from .._base import (
     tree_leaves,
     tree_map,
     unflatten,
+    with_settings,
 )
 from .schedules import Schedule, check_held, check_kept, is_sound, rate_at
 
@@ -169,12 +169,13 @@ class Method(NamedTuple):
     owner: str
 
 
-def by_method(method: Method) -> Optimizer:
-    """An optimizer of ours."""
-    return optimizer_of(partial(_init, method), partial(_ready, method), partial(_check, method))
+def by_method(method: Method, settings: dict[str, Any]) -> Optimizer:
+    """An optimizer of ours; ``settings`` are what torch calls its other arguments."""
+    init = partial(_init, method, settings)
+    return optimizer_of(init, partial(_ready, method), partial(_check, method))
 
 
-def _init(method: Method, params: Tree) -> Any:
+def _init(method: Method, settings: dict[str, Any], params: Tree) -> Any:
     """The state before the first step: zeros in the dtypes of the parameters, as in torch."""
     leaves, spec = read_params(params)
     lr: Any = ()
@@ -185,7 +186,7 @@ def _init(method: Method, params: Tree) -> Any:
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     zeros = partial(torch.zeros_like, requires_grad=False)
     trees = {name: tree_map(zeros, params) if kept else () for name, kept in method.trees}
-    return method.state(steps=steps, lr=lr, **trees)
+    return method.state(steps=with_settings(steps, settings), lr=lr, **trees)
 
 
 def _check(method: Method, state: Any, params: Flat, root: str) -> Columns:

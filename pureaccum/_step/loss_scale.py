@@ -20,6 +20,7 @@ from .._base import (
     loadable,
     tree_map,
     tree_set,
+    with_settings,
 )
 
 
@@ -127,10 +128,8 @@ def dynamic_loss_scale(
         `torch.amp.GradScaler <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
     init_scale = _check_scale("init_scale", init_scale)
-    min_scale, max_scale = (
-        _check_scale("min_scale", min_scale),
-        _check_scale("max_scale", max_scale),
-    )
+    min_scale = _check_scale("min_scale", min_scale)
+    max_scale = _check_scale("max_scale", max_scale)
     why = "the scale grows by it"
     growth_factor = _check_between("growth_factor", growth_factor, 1.0, math.inf, why)
     why = "the scale shrinks by it"
@@ -154,7 +153,9 @@ def dynamic_loss_scale(
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
         """The first state, complete."""
-        return _state(init_scale, hysteresis, device)
+        settings: Any = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        settings["growth_interval"] = growth_interval
+        return _state(init_scale, hysteresis, device, settings)
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         """The next state, by whether every gradient was finite."""
@@ -202,7 +203,7 @@ def static_loss_scale(scale: float) -> LossScale:
 
     def init(device: torch.device | str | None = None) -> LossScaleState:
         """The first state, complete."""
-        return _state(scale, 0, device)
+        return _state(scale, 0, device, {})
 
     def update(state: LossScaleState, finite: Tensor) -> LossScaleState:
         """The same state, in memory of its own."""
@@ -220,10 +221,10 @@ def static_loss_scale(scale: float) -> LossScale:
 _OWNER = "the loss scale"
 
 
-def _state(scale: float, hysteresis: int, device: torch.device | str | None) -> LossScaleState:
+def _state(scale: float, hysteresis: int, device: Any, settings: Any) -> LossScaleState:
     """The first state, filled where it lives: nothing is copied from the host."""
     return LossScaleState(
-        torch.full((), scale, dtype=torch.float32, device=device),
+        with_settings(torch.full((), scale, dtype=torch.float32, device=device), settings),
         torch.full((), 0, dtype=torch.int32, device=device),
         torch.full((), hysteresis, dtype=torch.int32, device=device),
     )

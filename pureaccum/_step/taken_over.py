@@ -6,6 +6,7 @@
 torch numbers parameters in the order of its groups; names say which of ours each of them is.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,18 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import check_int, check_state, flatten, tree_set, unflatten
+from .._base import check_int, check_state, flatten, made_with, tree_set, unflatten
 from .._optim import AdamState, SGDState, TorchState
 from .loss_scale import scale_of_scaler
 from .state import TrainState
 
 
+SETTINGS = {  # of torch, which decide what a state means; others' d changes, unlike Adafactor's
+    name
+    for cls in (torch.amp.GradScaler, *vars(torch.optim).values())
+    if isinstance(cls, type)
+    for name in inspect.signature(cls).parameters
+} - {"params", "lr", "d", "foreach", "fused", "capturable", "differentiable"}
 KEPT = {  # what torch calls the trees of our states
-    AdamState: {
-        "exp_avg": "exp_avg",
-        "exp_avg_sq": "exp_avg_sq",
-        "max_exp_avg_sq": "max_exp_avg_sq",
-    },
+    AdamState: {tree: tree for tree in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")},
     SGDState: {"momentum": "momentum_buffer"},
 }
 
@@ -51,10 +54,10 @@ def import_state(
     learning rates that stand in the state are those of the groups, and steps are counted on.
 
     Parameters are taken over by ``step.init(pa.functional(model).params)``. Settings that stand in
-    no state (betas, weight decay, a growth interval) are those that ours were made with.
+    no state (betas, weight decay, a growth interval) have to be those that ours were made with.
 
     Args:
-        state: A state of ``step.init``, whose params are a dict by the names of a module.
+        state: What ``step.init`` returned, whose params are a dict by the names of a module.
         optimizer: The ``state_dict()`` of a SGD, Adam or AdamW, or of the class of ``from_torch``.
         scaler: The ``state_dict()`` of a ``torch.amp.GradScaler``.
         names: The names of the optimizer's parameters, in the order in which it was given them.
@@ -85,7 +88,7 @@ def import_state(
         steps = check_int(steps, "steps", "a number of applied steps, an int of at least 0", 0)
     if optimizer is not None:
         theirs = _by_name(optimizer, names)
-        ours = _names_of(state)
+        ours = _names_of(state.params)
         _check_names(theirs, ours)
         if steps is None:
             steps = max((int(x.kept.get("step", 0)) for x in theirs.values()), default=0) or None
@@ -97,7 +100,9 @@ def import_state(
             state = tree_set(state, {".applied": count, ".attempts": count})
         state = state._replace(opt_state=opt_state)
     if scaler is not None:
-        state = state._replace(loss_scale=scale_of_scaler(state.loss_scale, scaler))
+        new = scale_of_scaler(state.loss_scale, scaler)
+        _check_settings(state.loss_scale.scale, scaler, "the GradScaler", "state.loss_scale")
+        state = state._replace(loss_scale=new)
     return state
 
 
@@ -139,9 +144,11 @@ def export_state(
         <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html>`_
     """
     check_state(state, TrainState, "export_state")
+    if optimizer is None and scaler is None:
+        raise ValueError("neither optimizer nor scaler came; expected a state_dict() to fill.")
     made: dict[str, dict[str, Any]] = {}
     if optimizer is not None:
-        theirs, ours = _by_name(optimizer, names), _names_of(state)
+        theirs, ours = _by_name(optimizer, names), _names_of(state.params)
         _check_names(theirs, ours)
         groups = [dict(group) for group in optimizer["param_groups"]]
         kept: dict[int, Any] = {}
@@ -170,12 +177,9 @@ def export_state(
 
 
 def _by_name(state_dict: Any, names: Sequence[str] | None) -> dict[str, Theirs]:
-    if isinstance(state_dict, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(state_dict).__name__}; expected its state_dict(), a dict."
-        )
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= {*state_dict}:
-        raise TypeError("optimizer is no state_dict of torch's: 'state' and 'param_groups'.")
+        came = type(state_dict).__name__
+        raise TypeError(f"optimizer is a {came}; expected its state_dict(), with 'param_groups'.")
     groups: list[dict[str, Any]] = state_dict["param_groups"]
     order = [(number, group) for group in groups for number in group["params"]]
     named = [name for group in groups for name in group.get("param_names", ())]
@@ -196,9 +200,8 @@ def _by_name(state_dict: Any, names: Sequence[str] | None) -> dict[str, Theirs]:
     return {name: Theirs(number, kept.get(number, {}), group) for name, (number, group) in pairs}
 
 
-def _names_of(state: TrainState) -> list[str]:
-    spec = flatten(state.params)[1]
-    return [".".join(map(str, path)) for path in spec.paths()]
+def _names_of(tree: Any) -> list[str]:
+    return [".".join(map(str, path)) for path in flatten(tree)[1].paths()]
 
 
 def _check_names(theirs: dict[str, Theirs], ours: list[str]) -> None:
@@ -227,22 +230,22 @@ def _visited(
     if isinstance(node, State):
         return visit(node, _own_names(node) or names, root)
     if isinstance(node, dict):
-        shares = _shares(node, names, root)
-        return {
-            label: _visited(its, shares[label], f"{root}[{label!r}]", visit)
-            for label, its in node.items()
-        }
-    if type(node) is tuple:
-        each = enumerate(node)
-        return tuple(_visited(its, names, f"{root}[{i}]", visit) for i, its in each)
-    return node
+        shares = _shares(node, names, root).items()
+        return {x: _visited(node[x], its, f"{root}[{x!r}]", visit) for x, its in shares}
+    if type(node) is tuple and node:  # of a chain
+        *maps, last = node
+        return (*maps, _visited(last, names, f"{root}[{len(maps)}]", visit))
+    raise ValueError(
+        f"{root} is a {type(node).__name__}, which torch has no counterpart of; expected a state "
+        "of sgd, adam, adamw or from_torch, or of a chain or partition of these."
+    )
 
 
 def _own_names(node: Any) -> list[str] | None:
     """The names of the leaves that a state is of, if it says."""
     if isinstance(node, (AdamState, SGDState)):
         held = [x for field in KEPT[type(node)] if (x := getattr(node, field)) != ()]
-        return [".".join(map(str, path)) for path in flatten(held[0])[1].paths()] if held else None
+        return _names_of(held[0]) if held else None
     its = node if type(node) is tuple else node.values() if isinstance(node, dict) else ()
     found = [names for x in its if (names := _own_names(x)) is not None]
     return [name for names in found for name in names] if found else None
@@ -273,6 +276,8 @@ def _imported(
 ) -> State:
     """A state of ours with what torch has for its leaves."""
     its = [theirs[name] for name in names]
+    for name, it in zip(names, its, strict=True):
+        _check_settings(node.steps, it.group, f"the optimizer of {name!r}", root)
     count = _count(names, its, root, steps)
     counts.add(count)
     changes: dict[str, Any] = {"steps": torch.full_like(node.steps, count)}
@@ -283,6 +288,19 @@ def _imported(
     for field, key in KEPT[type(node)].items():
         changes[field] = _tree(getattr(node, field), key, names, its, f"{root}.{field}", count)
     return node._replace(**changes)
+
+
+def _check_settings(x: Tensor, theirs: Mapping[str, Any], whose: str, root: str) -> None:
+    """Check that torch's settings are those of the new state that a tensor is of."""
+    ours = made_with.get(x, {})
+    for key in sorted(SETTINGS & {*theirs, *ours}):
+        if flatten(theirs.get(key))[0] != flatten(ours.get(key))[0]:
+            a, b = (f"{key}={of[key]!r}" if key in of else f"no {key}" for of in (theirs, ours))
+            raise ValueError(
+                f"{whose} has {a}, and {root} was made with {b}; expected the same, since a state "
+                "means something else to another optimizer or setting. Make ours with torch's; "
+                "and give import_state what step.init returned: a copy of it does not tell."
+            )
 
 
 def _count(names: list[str], its: list[Theirs], root: str, otherwise: int | None) -> int:
@@ -314,12 +332,6 @@ def _rate(names: list[str], its: list[Theirs], root: str) -> float:
 def _tree(held: Any, key: str, names: list[str], its: list[Theirs], root: str, count: int) -> Any:
     """A tree of the state, of what torch calls ``key``."""
     leaves, spec = flatten(held)
-    for name, it in zip(names, its, strict=True):
-        if not leaves and isinstance(it.kept.get(key), Tensor):
-            raise ValueError(
-                f"torch keeps {key!r} for {name!r}, and {root} holds nothing. An optimizer with "
-                "other settings (momentum, amsgrad)?"
-            )
     for i, (old, name, it) in enumerate(zip(leaves, names, its, strict=False)):
         new = it.kept.get(key)
         if new is None and count == 0:

@@ -1,8 +1,12 @@
 """A run of torch's goes on here, and a run of ours there, with the same bits."""
 
 import copy
-from typing import Any
+import io
+import re
+from functools import cache
+from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from hypothesis import given
@@ -209,6 +213,12 @@ def uneven() -> Any:
     return state_dict
 
 
+def without(key: str, cls: Any = torch.optim.AdamW) -> Any:
+    state_dict = a_run(cls)
+    del state_dict["state"][3][key]
+    return state_dict
+
+
 def of_two_rates() -> Any:
     state_dict = a_run()
     group = state_dict["param_groups"][0]
@@ -235,15 +245,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
         a_run(torch.optim.SGD, momentum=0.5),
         {"optimizer": pa.sgd(0.5)},
         ValueError,
-        r"keeps 'momentum_buffer' for '0.weight', and state.opt_state.momentum holds nothing",
+        r"of '0.weight' has momentum=0.5, and state.opt_state was made with momentum=0.0",
     ),
     "none of amsgrad": (
         a_run(),
         {"optimizer": pa.adamw(0.5, amsgrad=True)},
         ValueError,
-        "keeps None as 'max_exp_avg_sq' for '0.weight'",
+        "of '0.weight' has amsgrad=False, and state.opt_state was made with amsgrad=True",
     ),
-    "amsgrad of none": (a_run(amsgrad=True), {}, ValueError, "'max_exp_avg_sq' for '0.weight'"),
+    "amsgrad of none": (a_run(amsgrad=True), {}, ValueError, "has amsgrad=True, .* amsgrad=False"),
+    "a moment that is missing": (
+        without("exp_avg_sq"),
+        {},
+        ValueError,
+        "keeps None as 'exp_avg_sq' for '2.bias'",
+    ),
     "other shapes": (
         renamed(a_run(), [NAMES[2], NAMES[1], NAMES[0], NAMES[3]]),
         {},
@@ -256,7 +272,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
         a_run(torch.optim.Adagrad),
         {"optimizer": pa.from_torch(torch.optim.RMSprop, lr=0.5)},
         ValueError,
-        r"keeps \['step', 'sum'\] for '0.weight'",
+        "of '0.weight' has no alpha, and state.opt_state was made with alpha=0.99",
+    ),
+    "something else": (
+        without("square_avg", torch.optim.RMSprop),
+        {"optimizer": pa.from_torch(torch.optim.RMSprop, lr=0.5)},
+        ValueError,
+        r"keeps \['step'\] for '2.bias', and state.opt_state \['square_avg', 'step'\]",
     ),
     "the optimizer itself": (
         torch.optim.SGD([torch.ones(1)], lr=0.5),
@@ -276,6 +298,177 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     state = pa.make_step(loss, knobs.pop("optimizer", pa.adamw(0.5))).init(FN.params)
     with unchanged(state), pytest.raises(error, match=words):
         pa.import_state(state, optimizer=state_dict, **knobs)
+
+
+# Settings, which no state holds ---------------------------------------------------------------
+
+CLASSES = [  # but SparseAdam, whose gradients are sparse, and LBFGS, which takes a closure
+    cls
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and name not in ("Optimizer", "SparseAdam", "LBFGS")
+]
+OURS = {
+    torch.optim.SGD: pa.sgd(0.1),
+    torch.optim.Adam: pa.adam(0.1),
+    torch.optim.AdamW: pa.adamw(0.1),
+}
+EACH = [(cls, pa.from_torch(cls, lr=0.1)) for cls in CLASSES] + [*OURS.items()]
+MATRIX = {"weight": torch.ones(2, 3)}  # Muon takes no vectors
+
+
+def state_of(optimizer: Any) -> Any:
+    return pa.make_step(lambda p, x: (p["weight"] * x).mean(), optimizer).init(MATRIX)
+
+
+@cache
+def a_step_of(cls: Any) -> Any:
+    weight = nn.Parameter(MATRIX["weight"].clone())
+    optimizer = cls([("weight", weight)], lr=0.5)
+    weight.square().sum().backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (*value[:-1], another(value[-1]))
+    return "another" if value is None else value + 0.125
+
+
+@pytest.mark.parametrize(("cls", "optimizer"), EACH, ids=lambda x: getattr(x, "__name__", ""))
+def test_each_setting_of_torch_has_to_be_ours(cls: Any, optimizer: Any) -> None:
+    """But those that say how to compute, and the rate, which schedules change."""
+    state, state_dict = state_of(optimizer), a_step_of(cls)
+    steps = {"steps": 1}
+    pa.import_state(state, optimizer=state_dict, **steps)
+    (group,) = state_dict["param_groups"]
+    free = {"params", "param_names", "lr", "foreach", "fused", "capturable", "differentiable"}
+    for key in {*group} - free:
+        other = group | {key: another(group[key])}
+        came = re.escape(f"has {key}={other[key]!r}")
+        if key == "d":  # others change theirs as they go
+            assert pa.import_state(state, optimizer=state_dict | {"param_groups": [other]})
+            continue
+        with (
+            unchanged(state),
+            pytest.raises(ValueError, match=f"'weight' {came}.*made with {key}="),
+        ):
+            pa.import_state(state, optimizer=state_dict | {"param_groups": [other]}, **steps)
+        if group[key] is None:
+            continue
+        of_old_torch = {k: x for k, x in group.items() if k != key}
+        with pytest.raises(ValueError, match=f"has no {key}.*made with {key}="):
+            pa.import_state(state, optimizer=state_dict | {"param_groups": [of_old_torch]}, **steps)
+    for key in free - {"params", "param_names", "lr"}:
+        pa.import_state(state, optimizer=state_dict | {"param_groups": [group | {key: True}]})
+    marked = group | {"name": "decay", "lr_scale": 0.5, "initial_lr": 3.0, "lr": 7.0}
+    pa.import_state(state, optimizer=state_dict | {"param_groups": [marked]}, **steps)
+
+
+@pytest.mark.parametrize(("cls", "optimizer"), EACH, ids=lambda x: getattr(x, "__name__", ""))
+def test_the_state_of_another_optimizer_is_refused(cls: Any, optimizer: Any) -> None:
+    state = state_of(optimizer)
+    for other in CLASSES:
+        if other is not cls:
+            with unchanged(state), pytest.raises(ValueError, match="'weight'"):
+                pa.import_state(state, optimizer=a_step_of(other), steps=1)
+
+
+@pytest.mark.parametrize("betas", [(0.25, 0.5), [0.25, 0.5], [torch.tensor(0.25), 0.5]])
+@pytest.mark.parametrize("decay", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_settings_are_compared_as_numbers(betas: Any, decay: Any) -> None:
+    """Whatever they are written as: ints, tensors, lists such as a file of JSON has."""
+    ours = pa.adamw(0.1, betas=(0.25, 0.5), weight_decay=0)
+    state = state_of(pa.chain(pa.clip_by_global_norm(1.0), ours))
+    state_dict = a_step_of(torch.optim.AdamW)
+    (group,) = state_dict["param_groups"]
+    group = group | {"betas": betas, "weight_decay": decay}
+    pa.import_state(state, optimizer=state_dict | {"param_groups": [group]})
+    group |= {"weight_decay": decay + 0.5}
+    with pytest.raises(
+        ValueError, match=r"has weight_decay=.*, and state\.opt_state\[1\] was made"
+    ):
+        pa.import_state(state, optimizer=state_dict | {"param_groups": [group]})
+
+
+COPIES: dict[str, Any] = {
+    "a copy": copy.deepcopy,
+    "clones": lambda state: optree.tree_map(torch.clone, state),
+    "a step later": lambda state: pa.make_step(
+        lambda p, x: (p["weight"] * x).mean(), pa.adamw(0.1)
+    )(state, torch.ones(2, 3))[0],
+    "from a file": lambda state: torch.load(saved(state), weights_only=True),
+}
+
+
+def saved(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_only_what_init_returned_knows_its_settings(name: str) -> None:
+    """A copy is refused: it may be a state of any settings."""
+    state = state_of(pa.adamw(0.1))
+    with pytest.raises(ValueError, match=r"what step\.init returned"):
+        pa.import_state(COPIES[name](state), optimizer=a_step_of(torch.optim.AdamW))
+    state = pa.tree_set(state, lr=0.25)
+    assert pa.import_state(state, optimizer=a_step_of(torch.optim.AdamW)).applied == 1
+
+
+class Bare(NamedTuple):
+    """An optimizer of one's own, with a state that torch knows nothing of."""
+
+    def init(self, params: Any) -> Any:
+        return optree.tree_map(torch.zeros_like, params)
+
+    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+        return params, state
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "alone": (Bare(), r"state\.opt_state\['weight'\] is a Tensor"),
+    "in a chain": (pa.chain(pa.clip_by_global_norm(1.0), Bare()), r"opt_state\[1\]"),
+    "of a label": (pa.partition({"all": Bare()}, lambda path: "all"), r"opt_state\['all'\]"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_that_torch_does_not_have_is_refused(name: str) -> None:
+    optimizer, words = OTHERS[name]
+    state = state_of(optimizer)
+    for call in (pa.import_state, pa.export_state):
+        with pytest.raises(ValueError, match=f"{words}.*sgd, adam, adamw or from_torch"):
+            call(state, optimizer=a_step_of(torch.optim.AdamW))
+
+
+def test_a_state_needs_something_to_be_exported_into() -> None:
+    state = state_of(pa.sgd(0.1))
+    with pytest.raises(ValueError, match="neither optimizer nor scaler came"):
+        pa.export_state(state)
+    assert pa.import_state(state) is state
+
+
+@pytest.mark.parametrize("key", ["growth_factor", "backoff_factor", "growth_interval"])
+def test_the_settings_of_a_scaler_have_to_be_ours(key: str) -> None:
+    settings: Any = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
+    scaler = torch.amp.GradScaler("cpu", **settings).state_dict()
+
+    def import_into(loss_scale: Any) -> Any:
+        step = pa.make_step(loss, pa.sgd(0.5), loss_scale=loss_scale)
+        return pa.import_state(step.init(FN.params), scaler=scaler)
+
+    import_into(pa.dynamic_loss_scale(min_scale=0.5, hysteresis=2, **settings))
+    other = settings | {key: another(settings[key]) if key != "growth_interval" else 8}
+    words = f"GradScaler has {key}={settings[key]}, and state.loss_scale was made with {key}="
+    with pytest.raises(ValueError, match=re.escape(words)):
+        import_into(pa.dynamic_loss_scale(**other))
+    with pytest.raises(ValueError, match="made with no backoff_factor"):
+        import_into(pa.static_loss_scale(8.0))
 
 
 def test_steps_of_what_is_frozen_here_are_refused() -> None:
