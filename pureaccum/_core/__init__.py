@@ -81,7 +81,6 @@ from .microbatch_gradient import Rule as Rule
 from .microbatch_gradient import add_microbatch as add_microbatch
 from .microbatch_gradient import check_rule as check_rule
 from .precision import Policy as Policy
-from .precision import check_precision as check_precision
 from .precision import under as under
 from .recomputation import captures_are_sought as captures_are_sought
 from .recomputation import cast as cast

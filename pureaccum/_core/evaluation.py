@@ -27,7 +27,7 @@ from .loss import Reduction, counts, is_pair, known_to_all_ranks, mean_of, read,
 from .microbatch import Arguments, call_microbatched
 from .microbatch_gradient import Rule, check_rule
 from .outputs import Counted, Whole
-from .precision import Policy, check_precision, under
+from .precision import Policy, under
 from .reductions import check_reduce
 from .streams import parts_of_streams
 from .weights import NoRowsError
@@ -87,8 +87,6 @@ def value(  # noqa: D417
     check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = known_of(func)
-    if policy is not None:
-        check_precision(policy)
     run = func if policy is None else _under(policy, func, has_aux)
 
     def judged(*args: Any, **kwargs: Any) -> Counted:

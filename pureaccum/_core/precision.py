@@ -86,8 +86,8 @@ class Policy(NamedTuple):
         return _cast(tree, self.output)
 
 
-def check_precision(policy: Any) -> None:
-    """Check that a policy is one, and that its dtypes go together."""
+def check_precision(policy: Any) -> Policy:
+    """The policy itself, if it is one, and its dtypes go together."""
     if not isinstance(policy, Policy):
         raise TypeError(f"policy is {policy!r}; expected pureaccum.Policy(compute=...) or None.")
     for name, dtype in policy._asdict().items():
@@ -98,12 +98,21 @@ def check_precision(policy: Any) -> None:
             f"Policy(compute={policy.compute}, autocast={policy.autocast}): expected one of the "
             "two. compute casts everything; autocast lets torch choose, operation by operation."
         )
+    return policy
+
+
+def _checked(make: Any) -> Any:
+    return wraps(make)(lambda *args, **named: check_precision(make(*args, **named)))
+
+
+Policy.__new__ = _checked(Policy.__new__)
 
 
 def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """A loss that is computed as a policy says."""
     if policy is None:
         return loss_fn
+    check_precision(policy)  # which _replace may have made
 
     @wraps(loss_fn)
     def loss(params: Tree, *rest: Tree, **named: Any) -> Any:

@@ -35,7 +35,6 @@ from .._core import (
     Rule,
     Search,
     by_memory,
-    check_precision,
     check_reduce,
     check_rule,
     check_sizes,
@@ -203,8 +202,6 @@ def make_step(
             f"loss_scale is {loss_scale!r}; expected dynamic_loss_scale(), static_loss_scale(...) "
             "or None."
         )
-    if policy is not None:
-        check_precision(policy)
     if group is not None:
         _check_shared(group, buffers)
     plan = Plan(

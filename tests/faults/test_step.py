@@ -1,6 +1,10 @@
 """What a step refuses, in words that name what came; the state is good for a step afterwards."""
 
+import copy
+import inspect
+import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -76,24 +80,39 @@ def test_what_is_no_optimizer_is_refused_by_a_step(optimizer: Any, came: str) ->
         make(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        (torch.bfloat16, ["policy is torch.bfloat16", "Policy(compute=...)"]),
-        (pa.Policy(compute=torch.int8), ["Policy(compute=torch.int8)", "floating-point"]),
-        (pa.Policy(param="half"), ["Policy(param='half')", "floating-point dtype or None"]),
-        (pa.Policy(autocast=True), ["Policy(autocast=True)", "floating-point dtype or None"]),
-    ],
-)
-def test_a_policy_holds_dtypes(policy: Any, words: list[str]) -> None:
+def test_a_policy_is_one() -> None:
+    for takes in (make, partial(pa.value, squares)):
+        with refused(TypeError, "policy is torch.bfloat16", "Policy(compute=...)"):
+            takes(policy=torch.bfloat16)
+
+
+@pytest.mark.parametrize("field", pa.Policy._fields)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, "bf16", True, 16])
+def test_a_policy_holds_dtypes_from_its_construction_on(field: str, dtype: Any) -> None:
+    words = f"Policy({field}={dtype!r})", "floating-point dtype or None"
     with refused(TypeError, *words):
-        make(policy=policy)
+        pa.Policy(**{field: dtype})
+    with refused(TypeError, *words):
+        pa.Policy(*[dtype if field == own else None for own in pa.Policy._fields])
+    replaced = pa.Policy()._replace(**{field: dtype})
+    for takes in (make, partial(pa.value, squares)):
+        with refused(TypeError, *words):
+            takes(policy=replaced)
 
 
 def test_a_policy_computes_in_one_way() -> None:
-    policy = pa.Policy(compute=torch.bfloat16, autocast=torch.float16)
     with refused(ValueError, "compute=torch.bfloat16", "autocast=torch.float16", "one of the two"):
-        make(policy=policy)
+        pa.Policy(compute=torch.bfloat16, autocast=torch.float16)
+
+
+def test_a_policy_is_copied_as_it_is() -> None:
+    policy = pa.Policy(torch.float64, None, output=None, autocast=torch.bfloat16)
+    assert policy == (torch.float64, None, None, torch.bfloat16)
+    copies = copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))
+    assert all(type(x) is pa.Policy and x == policy for x in copies)
+    names = {"param": torch.float32, "compute": None, "output": torch.float32, "autocast": None}
+    signature = inspect.signature(pa.Policy).parameters
+    assert {name: x.default for name, x in signature.items()} == names
 
 
 @pytest.mark.parametrize(
