@@ -86,6 +86,7 @@ from .generators import restore as restore
 from .named_leaves import tree_get as tree_get
 from .named_leaves import tree_set as tree_set
 from .refusals import CompileError as CompileError
+from .refusals import add_once as add_once
 from .refusals import advise_on_curvature as advise_on_curvature
 from .refusals import advise_on_vjp as advise_on_vjp
 from .refusals import attempt as attempt

@@ -226,14 +226,14 @@ def advise_on_vjp(error: RuntimeError) -> None:
     """Add to an error of torch.func's vjp what to do with a loss that it refuses."""
     for words, why, way_out in ADVICE:
         if words in str(error):
-            _add_once(error, f"torch.func cannot differentiate this loss, which {why}. {way_out}")
+            add_once(error, f"torch.func cannot differentiate this loss, which {why}. {way_out}")
             return
 
 
 def advise_on_curvature(error: RuntimeError) -> None:
     """Add to an error of torch what to do where it has no second derivative."""
     if "derivative" in str(error) and "not implemented" in str(error):
-        _add_once(
+        add_once(
             error,
             "torch has no second derivative of this operation, which curvature needs. "
             "scaled_dot_product_attention has one by its formula: with "
@@ -242,7 +242,8 @@ def advise_on_curvature(error: RuntimeError) -> None:
         )
 
 
-def _add_once(error: RuntimeError, advice: str) -> None:
+def add_once(error: Exception, advice: str) -> None:
+    """Add advice to an error that may come through here more than once."""
     note = f"pureaccum: {advice}"
     if note not in getattr(error, "__notes__", ()):  # from a transform inside another one
         error.add_note(note)

@@ -40,7 +40,7 @@ from .._base import (
 from .batches import Batch, read_microbatch
 from .engines import Engine, Loss, Wrt, prepare, run_window
 from .history import refusing_backward
-from .loss import Reduction, divisor, mean_value
+from .loss import Reduction, advising, divisor, mean_value
 from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule
 from .weights import Microbatch, NoRowsError, divided, settle
 from .writes import Given, LateWriteError, guarding, known_of
@@ -169,7 +169,7 @@ def accumulator(
     batches = check_argnums(batch_argnums, "batch_argnums")
     _check_not_params(batches, batch_argnums)
 
-    known = known_of(loss_fn)
+    known, told = known_of(loss_fn), advising(loss_fn, *batches)
 
     def init(params: Tree) -> AccumState:
         """The identity: a state of zeros."""
@@ -191,7 +191,7 @@ def accumulator(
         refuse_autocast_cache(leaves)
 
         def loss(leaves: list[Tensor]) -> Any:
-            return loss_fn(unflatten(spec, leaves), *args)
+            return told(unflatten(spec, leaves), *args)
 
         given = known, Given("params", leaves, spec), Given("batch", *read[:2])
         new, entry = updated(state, loss, leaves, spec, read, rule, given, donate=donate)

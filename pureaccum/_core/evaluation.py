@@ -23,7 +23,7 @@ from .._base import (
 from .auto_size import Size, automatic
 from .batches import Batch, check_sizes, cutting, read_microbatch
 from .history import refusing_backward, with_history
-from .loss import Reduction, counts, is_pair, known_to_all_ranks, mean_of, read, settled
+from .loss import Reduction, advising, counts, is_pair, known_to_all_ranks, mean_of, read, settled
 from .microbatch import Arguments, call_microbatched
 from .microbatch_gradient import Rule, check_rule
 from .outputs import Counted, Whole
@@ -87,7 +87,8 @@ def value(  # noqa: D417
     check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = known_of(func)
-    run = func if policy is None else _under(policy, func, has_aux)
+    told = advising(func, *batches)
+    run = told if policy is None else _under(policy, told, has_aux)
 
     def judged(*args: Any, **kwargs: Any) -> Counted:
         out = run(*args, **kwargs)

@@ -5,6 +5,9 @@ itself says what it is a mean over. Either is read as a total and a weight, beca
 weights add up where means do not.
 """
 
+import re
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -14,6 +17,7 @@ from torch import Tensor
 from .._base import (
     NAMESPACE,
     Tree,
+    add_once,
     any_sharded,
     flatten,
     innermost,
@@ -22,6 +26,7 @@ from .._base import (
     open_tree,
     replicated,
     select,
+    tree_leaves,
     unflatten,
     with_all_terms,
 )
@@ -245,6 +250,38 @@ def settled(aux: Tree) -> Tree:
         return mean_of(*terms_of(x, "aux")).to(dtype_of_mean(x)) if is_weighted(x) else x
 
     return optree.tree_map(mean, aux, is_leaf=is_weighted, namespace=NAMESPACE)
+
+
+def advising(func: Callable[..., Any], *batches: int | str, wrt: tuple[int, ...] = (0,)) -> Any:
+    """A loss whose errors tell of an argument that may have to be cut, and of a pair."""
+
+    @wraps(func)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            cut = [kwargs.get(i) if isinstance(i, str) else args[i:][:1] for i in batches]
+            rows, own = _rows_said(error, cut), {*batches, *wrt}
+            whole = [(i, x) for i, x in enumerate(args) if own.isdisjoint((i, i - len(args)))]
+            for i, x in (*whole, *((i, x) for i, x in kwargs.items() if i not in own)):
+                if rows and (more := _rows_said(error, x) - rows):
+                    add_once(
+                        error,
+                        f"argument {i!r} has {max(more)} rows, which go to each microbatch whole. "
+                        "For rows of the batch set batch_argnums; of a step, put them into it.",
+                    )
+            if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
+                pair = "out, new_buffers = fn.apply(params, buffers, x)"
+                add_once(error, f"what functional(module).apply returns is a pair: {pair}.")
+            raise
+
+    return called
+
+
+def _rows_said(error: Exception, tree: Tree) -> set[int]:
+    """The rows of tensors, where an error says how many."""
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.dim()]
+    return {len(x) for x in tensors} & {int(n) for n in re.findall(r"\d+", str(error))}
 
 
 def _numbers(loss: Any, what: str, several: bool, weighted: bool = False) -> Tensor:

@@ -39,6 +39,7 @@ from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker
 from .gathered import WHOLE, Cut, Rows, to_host
+from .loss import advising
 from .outputs import Outputs, Whole
 from .recomputation import Again, UnseenError, exchanged, note_made, original
 from .reductions import check_reduce
@@ -128,7 +129,7 @@ def microbatch(
             return its, [args, kwargs]
 
         return wraps(func)(by_memory(of_size, look, root="args").run)
-    size = check_sizes(microbatch_size)
+    size, told = check_sizes(microbatch_size), advising(func, *at, *names)
 
     @wraps(func)
     def microbatched(*args: Any, **kwargs: Any) -> Tree:
@@ -142,7 +143,7 @@ def microbatch(
         over = next((cut.over for cut in arguments.cuts if isinstance(cut, Rows)), NOWHERE)
         outputs = Outputs(reduce, sizes, dim, device, over)
         with cutting(len(sizes), sized=True):
-            return call_microbatched(func, arguments, outputs, known)
+            return call_microbatched(told, arguments, outputs, known)
 
     return microbatched
 

@@ -33,7 +33,7 @@ from .auto_size import Size, automatic
 from .batches import check_sizes
 from .engines import Engine
 from .history import with_history
-from .loss import Reduction, Shape, divisor, join_aux, mean_of, read, settled
+from .loss import Reduction, Shape, advising, divisor, join_aux, mean_of, read, settled
 from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .reductions import check_reduce
 from .weights import divided, term_of, weigh
@@ -111,6 +111,7 @@ def grad_and_value(
     check_reduce(aux_reduction, "aux_reduction")
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = known_of(func)
+    told = advising(func, *batches, wrt=wrt)
     torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
     def by_rule(rule: Rule, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +127,7 @@ def grad_and_value(
             for replaced in (unflatten(spec, leaves), part):
                 for i, arg in replaced.items():
                     given[i] = arg
-            return func(*given, **kwargs)
+            return told(*given, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
         if torch_does and not any_sharded(leaves):

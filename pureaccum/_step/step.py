@@ -34,6 +34,7 @@ from .._core import (
     Reduction,
     Rule,
     Search,
+    advising,
     by_memory,
     check_reduce,
     check_rule,
@@ -205,7 +206,7 @@ def make_step(
     if group is not None:
         _check_shared(group, buffers)
     plan = Plan(
-        loss_fn=under(policy, loss_fn),
+        loss_fn=under(policy, advising(loss_fn, 1)),
         optimizer=as_optimizer(optimizer),
         has_aux=has_aux,
         size=size,
