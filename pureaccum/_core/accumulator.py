@@ -292,22 +292,25 @@ def updated(
                     guarded(loss), (), wrt, sums, batch.rows, rule, before=before, label=label
                 )
 
+        added = False
         try:
             grads, entry = run_window(window, wrt)
+            added = True
+            grads = closed(grads, layouts)
+            if in_place and donate:
+                grads = [x.detach() for x in grads]
+            new = counted(state, [entry], rule, unflatten(spec, grads))
         except BaseException as error:
-            if type(sums[0]) is Spoiled or (isinstance(error, LateWriteError) and before is None):
+            late = added or isinstance(error, LateWriteError)
+            if type(sums[0]) is Spoiled or (late and in_place and donate):
                 mark(held, Spoiled)
             if batch.problem is not None:
                 if isinstance(error, NoRowsError):
                     raise batch.problem from None
                 error.add_note(f"The microbatch has no rows: {batch.problem}")
             raise
-        grads = closed(grads, layouts)
         if in_place and donate:
-            grads = hand_over(held, grads)
-        new = counted(state, [entry], rule, unflatten(spec, grads))
-        if in_place and donate:
-            mark(tree_leaves(state._replace(grads=())))
+            mark(tree_leaves(state))
     return new, entry
 
 

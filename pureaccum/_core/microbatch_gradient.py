@@ -172,30 +172,28 @@ def add_microbatch(
             small = dict(enumerate(all_of_them)) if watched or squares else {}
             if all_of_them:
                 add_gradients_(sums, all_of_them, how)
+        if squares:
+            norms |= {i: norm(grad) for i, grad in small.items()}
+            entry = with_squares(entry, [norms.get(i) for i in range(len(sums))], how, wrt.unit)
+        if not watched:
+            return sums, entry
+        flags |= {i: finite(grad) for i, grad in small.items()}
+        entry = judged(entry, flags.values(), how.keep, wrt.layouts)
+        ok = entry.finite
+        assert ok is not None
+        if rule.nonfinite == "raise":
+            if not ok:
+                where = [i for i, flag in sorted(flags.items()) if not flag]
+                raise FloatingPointError(_not_finite(label, where))
+        elif before is not None:
+            entry = without_skipped(entry, ok)
+            if not known(ok):
+                for new, old in zip(sums, before, strict=True):
+                    torch.where(ok.to(new.device), new, old, out=new)
     except BaseException:
         if begun and before is None and not first:
             mark(sums, Spoiled)
         raise
-    if squares:
-        norms |= {i: norm(grad) for i, grad in small.items()}
-        entry = with_squares(entry, [norms.get(i) for i in range(len(sums))], how, wrt.unit)
-    if not watched:
-        return sums, entry
-    flags |= {i: finite(grad) for i, grad in small.items()}
-    entry = judged(entry, flags.values(), how.keep, wrt.layouts)
-    ok = entry.finite
-    assert ok is not None
-    if rule.nonfinite == "raise":
-        if not ok:
-            if before is None and not first:
-                mark(sums, Spoiled)
-            where = [i for i, flag in sorted(flags.items()) if not flag]
-            raise FloatingPointError(_not_finite(label, where))
-    elif before is not None:
-        entry = without_skipped(entry, ok)
-        if not known(ok):
-            for new, old in zip(sums, before, strict=True):
-                torch.where(ok.to(new.device), new, old, out=new)
     return sums, entry
 
 
@@ -297,10 +295,14 @@ def _collected(
         grads, entry, weighing = pulled(wrt.leaves).tree
         if len(sums) == 0:
             sums = zeros_for_sums(wrt.leaves, wrt.at_least)
-        for i in range(len(grads)):
-            if (grad := grads[i]) is not None:
-                add_gradient_(sums[i], grad, weighing)
-            grads[i] = None
+        try:
+            for i in range(len(grads)):
+                if (grad := grads[i]) is not None:
+                    add_gradient_(sums[i], grad, weighing)
+                grads[i] = None
+        except BaseException:
+            mark(sums, Spoiled)
+            raise
         return sums, entry
 
     dtypes = [x.dtype for x in sums]

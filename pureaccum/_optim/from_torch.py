@@ -175,11 +175,12 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 optimizer.step()
                 per_leaf = [_encoded(dict(optimizer.state[x]), (), {}) for x in work]
                 _check_same(cls, per_leaf, kept.per_leaf)
-            except Exception:
+                numbers_ = _encoded(_numbers(optimizer, lr), (), {})
+                kept = TorchState(state.steps + 1, per_leaf, numbers_)
+            except BaseException:
                 if donate:
                     mark([*given, *tree_leaves(state)], Spoiled)
                 raise
-            kept = TorchState(state.steps + 1, per_leaf, _encoded(_numbers(optimizer, lr), (), {}))
         if donate:
             mark([*given, *tree_leaves(state)])
         return unflatten(spec, [x.detach() for x in work]), kept

@@ -236,7 +236,10 @@ def _step(
     held = isinstance(method.lr, float)  # whether the rate is in the state
     given_up = [*chain(*columns), state.steps, *([state.lr] if held else [])] if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
-    step = state.steps + 1
+    # What the next state holds beside the columns is made before anything is written.
+    step, lr = state.steps + 1, state.lr.clone() if held else ()
+    more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)
+    count = step if applied is True else state.steps + more
     given = terms, columns, step, rate, applied
     if active or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
         new = by_formula(method, *given)
@@ -246,9 +249,6 @@ def _step(
         foreach = not method.fused and columns[0][0].device.type != "cpu"
         with torch.no_grad():
             new = by_kernel(method, *given, given_up, foreach)
-    if applied is not True:
-        step = state.steps + (applied if applied is False else moved(applied, state.steps.device))
-    lr = state.lr.clone() if held else ()
     mark(given_up)
     if layouts is not None:
         new = [closed(column, layouts) for column in new]
@@ -257,7 +257,7 @@ def _step(
     changed = dict(zip(names, later, strict=True))
     trees = {name: changed.get(name, ()) for name, _ in method.trees}
     # not _replace, from which torch 2.11's compiler returns broken tuples
-    return new_params, method.state(steps=step, lr=lr, **trees)
+    return new_params, method.state(steps=count, lr=lr, **trees)
 
 
 def _on_this_rank(

@@ -23,7 +23,16 @@ from .._base import (
     restore,
     unflatten,
 )
-from .._core import cutting, in_one_list, inside_of, join_aux, onlooker, read, read_again
+from .._core import (
+    cutting,
+    in_one_list,
+    inside_of,
+    is_out_of_memory,
+    join_aux,
+    onlooker,
+    read,
+    read_again,
+)
 from .chunks import (
     OF_EACH,
     Chunk,
@@ -70,10 +79,10 @@ def _chunk_by_layers(
     drawn = generators({x.device for x in leaves}) if how.randomness != "error" else []
     try:
         return _by_layers(call, leaves, spec, part, how, parts, at_least, factors)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError):  # its own, or what vmap refuses of copies and not of leaves
-        restore(drawn)
+    except (RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        restore(drawn)  # its own, or what vmap refuses of copies and not of leaves
         return None
 
 

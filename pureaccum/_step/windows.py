@@ -170,15 +170,20 @@ def updated_window(
         unit=unit,
     )
     carried = window.buffers, window.rows
-    after, entry = onwards(plan, carried, entry, rows)
-    if plan.donate and not transform_active():
-        if plan.has_aux:
-            given_up = state.params, state.buffers, window.buffers
-            entry = entry._replace(aux=apart(entry.aux, given_up))
-        new, carried_spec = flatten(after)
-        after = unflatten(carried_spec, hand_over(tree_leaves(carried), new))
-    else:  # no two states may share a tensor
-        after = tree_map(torch.clone, after)
+    try:
+        after, entry = onwards(plan, carried, entry, rows)
+        if plan.donate and not transform_active():
+            if plan.has_aux:
+                given_up = state.params, state.buffers, window.buffers
+                entry = entry._replace(aux=apart(entry.aux, given_up))
+            new, carried_spec = flatten(after)
+            after = unflatten(carried_spec, hand_over(tree_leaves(carried), new))
+        else:  # no two states may share a tensor
+            after = tree_map(torch.clone, after)
+    except BaseException:
+        if plan.donate and not transform_active():  # the sums are given up already
+            mark(tree_leaves(window.accum), Spoiled)
+        raise
     return StepWindow(accum, *after), entry, rows
 
 
@@ -352,20 +357,16 @@ def finished(
     donate = plan.donate and in_place
     if donate and plan.has_aux:
         info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
+    # Made before anything that was given up is written: memory may run out here.
+    counts: Any = {"key": state.key.clone(), "attempts": state.attempts + 1}
+    counts["applied"] = state.applied + applied.to(state.applied.device)
+    counts["samples"] = state.samples + carried[1]
     params, opt_state = ready.apply(closed(parts, layouts), told, donate, length)
     new = TrainState(
-        params=params,
-        buffers=buffers,
-        opt_state=opt_state,
-        loss_scale=scaling,
-        key=state.key.clone(),
-        attempts=state.attempts + 1,
-        applied=state.applied + applied.to(state.applied.device),
-        samples=state.samples + carried[1],
+        params=params, buffers=buffers, opt_state=opt_state, loss_scale=scaling, **counts
     )
     if donate:  # params and opt_state were given up to the optimizer
-        counts = state.key, state.attempts, state.applied, state.samples
-        mark(tree_leaves((state.buffers, state.loss_scale, counts)))
+        mark(tree_leaves(state._replace(params=(), opt_state=())))
     return new, info
 
 
