@@ -66,6 +66,7 @@ from .history import refusing_backward as refusing_backward
 from .history import with_history as with_history
 from .loss import Reduction as Reduction
 from .loss import Weighted as Weighted
+from .loss import advise_on_arguments as advise_on_arguments
 from .loss import advising as advising
 from .loss import counts as counts
 from .loss import divisor as divisor

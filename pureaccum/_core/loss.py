@@ -260,22 +260,29 @@ def advising(func: Callable[..., Any], *batches: int | str, wrt: tuple[int, ...]
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            cut = [kwargs.get(i) if isinstance(i, str) else args[i:][:1] for i in batches]
-            rows, own = _rows_said(error, cut), {*batches, *wrt}
-            whole = [(i, x) for i, x in enumerate(args) if own.isdisjoint((i, i - len(args)))]
-            for i, x in (*whole, *((i, x) for i, x in kwargs.items() if i not in own)):
-                if rows and (more := _rows_said(error, x) - rows):
-                    add_once(
-                        error,
-                        f"argument {i!r} has {max(more)} rows, which go to each microbatch whole. "
-                        "For rows of the batch set batch_argnums; of a step, put them into it.",
-                    )
-            if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
-                pair = "out, new_buffers = fn.apply(params, buffers, x)"
-                add_once(error, f"what functional(module).apply returns is a pair: {pair}.")
+            advise_on_arguments(error, args, kwargs, batches, wrt)
             raise
 
     return called
+
+
+def advise_on_arguments(
+    error: Exception, args: Any, kwargs: Any, batches: Any = (1,), wrt: tuple[int, ...] = (0,)
+) -> None:
+    """Add to the error of a loss what may be the matter with what it was given."""
+    cut = [kwargs.get(i) if isinstance(i, str) else args[i:][:1] for i in batches]
+    rows, own = _rows_said(error, cut), {*batches, *wrt}
+    whole = [(i, x) for i, x in enumerate(args) if own.isdisjoint((i, i - len(args)))]
+    for i, x in (*whole, *((i, x) for i, x in kwargs.items() if i not in own)):
+        if rows and (more := _rows_said(error, x) - rows):
+            add_once(
+                error,
+                f"argument {i!r} has {max(more)} rows, which go to each microbatch whole. For rows "
+                "of the batch set batch_argnums; of a step, put them into it.",
+            )
+    if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
+        pair = "out, new_buffers = fn.apply(params, buffers, x)"
+        add_once(error, f"what functional(module).apply returns is a pair: {pair}.")
 
 
 def _rows_said(error: Exception, tree: Tree) -> set[int]:

@@ -34,7 +34,19 @@ from .._base import (
     seeing,
     unflatten,
 )
-from .._core import Batch, Given, LossOfPart, Microbatch, cut_batch, is_pair, need_rows, read, under
+from .._core import (
+    Batch,
+    Given,
+    LossOfPart,
+    Microbatch,
+    advise_on_arguments,
+    advising,
+    cut_batch,
+    is_pair,
+    need_rows,
+    read,
+    under,
+)
 from .._pure import fold_in
 from .buffers import advance_buffers, begin_buffers, collect_buffers, watching
 from .state import Plan, TrainState, size_of
@@ -54,7 +66,17 @@ def caller(
     """
     loss_fn, shared = plan.loss_fn, plan.shared
     if plan.buffers is None and not plan.keys and (plan.policy is None or not plan.has_aux):
-        return lambda leaves, part, rows, carried: loss_fn(unflatten(spec, leaves), part, *shared)
+
+        def plainly(leaves: list[Tensor], part: Tree, rows: int, carried: Any) -> Any:
+            params = unflatten(spec, leaves)
+            try:
+                return loss_fn(params, part, *shared)
+            except Exception as error:
+                advise_on_arguments(error, (params, part, *shared), {})
+                raise
+
+        return plainly
+    loss_fn = advising(loss_fn, 1)
     attempt = fold_in(state.key, state.attempts) if plan.keys else None
     first = state.samples if first is None else first
 

@@ -34,7 +34,6 @@ from .._core import (
     Reduction,
     Rule,
     Search,
-    advising,
     by_memory,
     check_reduce,
     check_rule,
@@ -206,7 +205,7 @@ def make_step(
     if group is not None:
         _check_shared(group, buffers)
     plan = Plan(
-        loss_fn=under(policy, advising(loss_fn, 1)),
+        loss_fn=under(policy, loss_fn),
         optimizer=as_optimizer(optimizer),
         has_aux=has_aux,
         size=size,
