@@ -24,7 +24,6 @@ from tests.laws.zoo.species import ZOO, Species
 
 pytestmark = [
     *(pytest.mark.base, pytest.mark.core, pytest.mark.optim, pytest.mark.step),
-    pytest.mark.promise("bits"),
 ]
 SIZE = 5
 

@@ -12,7 +12,7 @@ from tests.faults.allocator import SHARES, needs_a_compiler, run
 
 pytestmark = [
     *(pytest.mark.core, pytest.mark.optim, pytest.mark.step),
-    pytest.mark.promise("errors"),
+    pytest.mark.promise("donation"),
     needs_a_compiler,
 ]
 
