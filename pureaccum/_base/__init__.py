@@ -114,6 +114,7 @@ from .torch_internals import at_top_level as at_top_level
 from .torch_internals import below_vmap as below_vmap
 from .torch_internals import compares_layouts as compares_layouts
 from .torch_internals import compile_anew as compile_anew
+from .torch_internals import custom_functions as custom_functions
 from .torch_internals import differentiating as differentiating
 from .torch_internals import down_to as down_to
 from .torch_internals import ends_of as ends_of
@@ -143,6 +144,7 @@ from .torch_internals import may_be_differentiated as may_be_differentiated
 from .torch_internals import members_of as members_of
 from .torch_internals import memory_of as memory_of
 from .torch_internals import module_vars as module_vars
+from .torch_internals import nodes_of as nodes_of
 from .torch_internals import over_rows as over_rows
 from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import patience as patience

@@ -290,10 +290,14 @@ class Here(threading.local):
     Attributes:
         backward: A backward pass of ours that is recorded: see exchange.py.
         look: What looks at losses before their history is dropped: see history.py.
+        first: Of a product of curvature that is to be compared, its arguments: see passes.py.
+        compares: Whether such products are compared.
     """
 
     backward: Any = None
     look: Any = None
+    first: Any = None
+    compares: bool = True
 
 
 here = Here()

@@ -12,6 +12,7 @@ name                               what for                                check
 ``forward_ad._set_fwd_grad_...``   forward AD inside a Function's rules    2.11, 2.13, 2.15
 ``forward_ad._current_level``      is torch's forward AD going on?         2.11, 2.13
 ``Node._sequence_nr``              was it recorded before?                 2.11, 2.13
+``Node._forward_cls``              which Function recorded it?             2.13
 ``torch._C.DisableTorchFunction``  what modes are not to see               2.11, 2.13
 ``torch._C._DisableTorchDispatch`` what modes are not to see               2.11, 2.13
 ``torch._foreach_add_``            one call for many small leaves          2.11, 2.13, 2.15
@@ -497,17 +498,28 @@ def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
 
 def ends_of(total: Tensor) -> list[Tensor]:
     """The tensors in which the graph of a tensor ends, and to which autograd adds gradients."""
-    below, seen, ends = [total.grad_fn], set[Any](), list[Tensor]()
+    variables = [getattr(node, "variable", None) for node in nodes_of([total])]
+    return [x for x in variables if x is not None]
+
+
+def nodes_of(outs: Iterable[Tensor]) -> list[Any]:
+    """What autograd recorded on the way to some tensors."""
+    below, seen, nodes = [x.grad_fn for x in outs], set[Any](), list[Any]()
     while below:
         node = below.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            ends.append(variable)
+        nodes.append(node)
         below.extend([parent for parent, _ in node.next_functions])
-    return ends
+    return nodes
+
+
+def custom_functions(outs: Iterable[Tensor]) -> list[str]:
+    """The autograd Functions, but ours, on the way to some tensors, by their names."""
+    functions = (getattr(node, "_forward_cls", None) for node in nodes_of(outs))
+    names = (f"{x.__module__}.{x.__qualname__}" for x in functions if x is not None)
+    return [*dict.fromkeys(x for x in names if not x.startswith("pureaccum."))]
 
 
 def tensor_hooks(x: Tensor) -> list[Any]:

@@ -49,6 +49,9 @@ from .buckets import meet as meet
 from .buckets import sum_over_ranks_ as sum_over_ranks_
 from .called_modules import ALONE as ALONE
 from .called_modules import origins as origins
+from .differences import Claim as Claim
+from .differences import Miss as Miss
+from .differences import misses as misses
 from .engines import Engine as Engine
 from .engines import Pull as Pull
 from .engines import Wrt as Wrt
@@ -83,7 +86,9 @@ from .microbatch_gradient import Nonfinite as Nonfinite
 from .microbatch_gradient import Rule as Rule
 from .microbatch_gradient import add_microbatch as add_microbatch
 from .microbatch_gradient import check_rule as check_rule
+from .precision import InDtype as InDtype
 from .precision import Policy as Policy
+from .precision import cast_tree as cast_tree
 from .precision import under as under
 from .recomputation import captures_are_sought as captures_are_sought
 from .recomputation import cast as cast
@@ -124,4 +129,5 @@ from .writes import Known as Known
 from .writes import guarding as guarding
 from .writes import known_of as known_of
 from .writes import knows as knows
+from .writes import remember as remember
 from .writes import unguarded as unguarded

@@ -31,12 +31,12 @@ from .._base import (
     Refusing,
     Tree,
     continuous,
-    ends_of,
     flatten,
     generators,
     here,
     innermost,
     mark,
+    nodes_of,
     refuse_without_graph,
     restore,
     transform_active,
@@ -94,7 +94,8 @@ def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
         if isinstance(x, Tensor):
             x = x if x.grad_fn is not None else innermost(x)
             if x.requires_grad:
-                found += ends_of(x) if x.grad_fn is not None else [x]
+                ends = [getattr(node, "variable", None) for node in nodes_of([x])]
+                found += [end for end in ends if end is not None] if ends else [x]
     own = {*map(id, leaves)}
     return [x for x in found if id(x) not in own]
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .._base import Tree, tree_leaves, tree_map
 from .recomputation import cast
@@ -136,3 +137,79 @@ def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     return tree_map(
         lambda x: cast(x, dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
     )
+
+
+# In another dtype ------------------------------------------------------------------------
+
+
+def cast_tree(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Copies of a tree's tensors, those of floating-point numbers in ``dtype``."""
+    becomes = _becomes(dtype) if dtype else {}
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().to(becomes.get(x.dtype, x.dtype), copy=True)
+
+    return tree_map(copy, tree)
+
+
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+_CASTS = {"float", "double", "half", "bfloat16"}
+
+
+def _becomes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What each other floating-point or complex dtype becomes."""
+    becomes = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])
+    return {old: new for old, new in becomes.items() if old != new}
+
+
+class InDtype(TorchFunctionMode):
+    """Whatever floating-point number is touched inside takes part in one dtype.
+
+    An argument, a captured constant, the weights of a frozen module, a cast such as ``x.float()``,
+    or a ``dtype=``. What is written to a captured tensor is written to a copy, which is forgotten.
+    A call that is ``left_out`` returns its first argument.
+    """
+
+    def __init__(self, dtype: torch.dtype, left_out: Callable[..., bool] | None = None) -> None:
+        super().__init__()
+        self.dtype, self.becomes, self.left_out = dtype, _becomes(dtype), left_out
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in ("__get__", "__set__"):
+            out = func(*args, **kwargs)
+            return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
+        if name.startswith("_amp_"):
+            return _narrowly(func, args)
+        args = tree_map(self.recast, args)
+        kwargs = {key: tree_map(self.recast, arg) for key, arg in kwargs.items()}
+        if self.left_out is not None and self.left_out(name, args, kwargs):
+            return args[0] if args else kwargs["input"]
+        if name in _CASTS:
+            return args[0].to(self.dtype)
+        return func(*args, **kwargs)
+
+    def recast(self, x: Any) -> Any:
+        """A tensor or a dtype, in the dtype; everything else as it is."""
+        if isinstance(x, torch.dtype):
+            return self.becomes.get(x, x)
+        if not isinstance(x, Tensor) or x.dtype not in self.becomes:
+            return x
+        if id(x) not in self.copies:  # one copy for the whole call, so that it can be written to
+            with torch.enable_grad():  # whatever the mode in which it is first used
+                self.copies[id(x)] = x, x.to(self.becomes[x.dtype])
+        return self.copies[id(x)][1]
+
+
+def _narrowly(func: Any, args: Any) -> Any:
+    """A kernel of a GradScaler, which takes its scale and its flags in float32 alone."""
+    narrow = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+    out = func(*narrow)
+    for x, y in zip(args, narrow, strict=True):
+        if x is not y:
+            x.copy_(y)
+    return out

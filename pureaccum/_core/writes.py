@@ -128,6 +128,11 @@ def knows(known: Known, *given: Given) -> bool:
     return _kind(known, given) in known.kinds
 
 
+def remember(known: Known, *given: Given) -> None:
+    """Know batches of this kind from now on."""
+    known.kinds.add(_kind(known, given))
+
+
 def _itself(loss: F) -> F:
     return loss
 

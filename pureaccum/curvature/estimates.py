@@ -20,6 +20,7 @@ from .._base import (
     check_fits,
     check_int,
     flatten,
+    here,
     loadable,
     read_params,
     real_parts,
@@ -51,7 +52,9 @@ class Estimate(NamedTuple):
     error: Tree
 
 
-def diagonal(product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, samples: int) -> Estimate:
+def diagonal(
+    product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, samples: int, check: bool = True
+) -> Estimate:
     """Estimate the diagonal of a symmetric matrix from its products with random signs.
 
     The rule, for signs z drawn from the key::
@@ -69,6 +72,8 @@ def diagonal(product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, sample
         key: A key for this estimate alone; the same key draws the same signs.
         samples: How many products to take, one after the other; an estimate of more samples begins
             with those of fewer.
+        check: Whether one product is compared with differences, once a loss and kind, if it is
+            made by ``hvp``, ``ggnvp`` or ``fisher_vp``.
 
     Returns:
         An ``Estimate`` of trees like ``like``, float32 at least.
@@ -87,12 +92,12 @@ def diagonal(product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, sample
     def sample(signs: list[Tensor], found: list[Tensor]) -> list[Tensor]:
         return [_by_parts(z, x) for z, x in zip(signs, found, strict=True)]
 
-    means, errors = _estimate(product, leaves, spec, key, samples, sample)
+    means, errors = _estimate(product, leaves, spec, key, samples, check, sample)
     return Estimate(unflatten(spec, means), unflatten(spec, errors))
 
 
 def trace(  # noqa: D417
-    product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, samples: int
+    product: Callable[[Tree], Tree], like: Tree, *, key: Tensor, samples: int, check: bool = True
 ) -> Estimate:
     """Estimate the trace of a symmetric matrix from its products with random signs.
 
@@ -103,7 +108,7 @@ def trace(  # noqa: D417
     It is unbiased; its variance is twice the sum of the squares of all that is off the diagonal.
 
     Args:
-        product, like, key, samples: As for ``diagonal``.
+        product, like, key, samples, check: As for ``diagonal``.
 
     Returns:
         An ``Estimate`` of two numbers, in float64.
@@ -122,7 +127,7 @@ def trace(  # noqa: D417
     def sample(signs: list[Tensor], found: list[Tensor]) -> list[Tensor]:
         return [inner(signs, found, torch.float64)]
 
-    (mean,), (error,) = _estimate(product, leaves, spec, key, samples, sample)
+    (mean,), (error,) = _estimate(product, leaves, spec, key, samples, check, sample)
     return Estimate(mean, error)
 
 
@@ -132,6 +137,7 @@ def _estimate(
     spec: object,
     key: Tensor,
     samples: int,
+    check: bool,
     sample: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The mean of what samples give, and its standard error."""
@@ -140,7 +146,11 @@ def _estimate(
     spread: list[Tensor] = []  # of real numbers: Σ (x - mean)² after each sample
     for i in range(samples):
         signs = [_signs(fold_in(fold_in(key, i), n), x) for n, x in enumerate(leaves)]
-        found, found_spec = flatten(product(unflatten(spec, signs)))  # pyright: ignore
+        before, here.compares = here.compares, here.compares and check
+        try:
+            found, found_spec = flatten(product(unflatten(spec, signs)))  # pyright: ignore
+        finally:
+            here.compares = before
         names = "what product gave", "like"
         check_fits(found, found_spec, leaves, spec, names, "product(v) is like v.")  # pyright: ignore
         seen = sample(signs, found)

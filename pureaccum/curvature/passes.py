@@ -6,18 +6,27 @@ state += gradient of one number of the part
 return sum of all ranks' states, divided once
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from .._base import (
     Tree,
     advise_on_curvature,
+    at_top_level,
     check_argnums,
     check_fits,
     flatten,
+    here,
+    in_backward,
+    outside_inference_mode,
     paths,
     positions,
     read_params,
@@ -29,15 +38,28 @@ from .._base import (
 )
 from .._core import (
     AccumState,
+    Claim,
+    Given,
+    InDtype,
+    Known,
+    Miss,
     Reduction,
     accumulator,
+    cast_tree,
     check_size,
+    cut_batch,
     exchange,
     grad_and_value,
     is_auto,
     known_of,
+    knows,
+    misses,
     parts_of_streams,
+    read,
+    read_batch,
     refusing_backward,
+    remember,
+    unguarded,
     with_history,
 )
 
@@ -174,3 +196,146 @@ def check_vector(params: Tree, args: tuple[Any, ...]) -> None:
             raise TypeError(
                 f"{paths(spec, 'v')[i]} is {x.dtype}; params has {leaf.dtype} there. {cause}"
             )
+
+
+# Compared with differences -------------------------------------------------------------------
+#
+# A custom Function that makes its gradient in its forward pass has no second derivative, and nobody
+# says so: autograd takes that gradient for a constant. So, after the first product of a loss and
+# kind, the one of a few rows is computed once more, near by and in float64, beside gradients.
+
+
+class WrongProductError(ArithmeticError):
+    """A product is not the derivative of gradients."""
+
+
+_verdicts: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, Known]]" = WeakKeyDictionary()
+
+
+def noting(along: Callable[..., Any]) -> Callable[..., Any]:
+    """Note the arguments of the first call where a product is to be compared."""
+
+    def noted(*args: Any) -> Any:
+        if not torch.compiler.is_compiling() and here.first == []:
+            here.first.append(args)
+        return along(*args)
+
+    return noted
+
+
+def compared(
+    product: Callable[..., Any],
+    along: Callable[..., Any],
+    forward: Callable[..., Any],
+    loss: Callable[..., Any],
+    batch_argnums: int | tuple[int, ...],
+    check: bool,
+) -> Callable[..., Any]:
+    """A product that raises where it is not the derivative of gradients.
+
+    Args:
+        product: What is compared: of params, the arguments that follow, and a vector.
+        along: The number of a microbatch whose gradient that is, by ``noting``.
+        forward: What it takes as linear, of params and the arguments that follow.
+        loss: What it takes the second derivative of, of what forward gives, and of these.
+        batch_argnums: As for ``hvp``.
+        check: As for ``hvp``.
+    """
+
+    @wraps(product)
+    def called(params: Tree, *args: Any) -> Any:
+        check_vector(params, args)
+        (leaves, spec), (rest, rest_spec) = flatten(params), flatten(args)
+        if not check or not _can_be_compared([*leaves, *rest]):
+            return product(params, *args)
+        shapes: Any = (spec, *(x.shape for x in leaves))
+        given = Given("params", leaves, shapes), Given("args", rest, rest_spec)
+        try:
+            known = _verdicts.setdefault(forward, WeakKeyDictionary()).setdefault(loss, Known())
+        except TypeError:  # one has no hash, or takes no weak reference
+            known = Known()
+        if knows(known, *given):
+            return product(params, *args)
+        before, here.first = here.first, list[Any]()
+        try:
+            out, first = product(params, *args), here.first
+        finally:
+            here.first = before
+        if first:
+            found = _misses(
+                along, forward, loss, params, first[0][1:], len(args) - 1, batch_argnums
+            )
+            wrong = {i: x for i, x in (found or {}).items() if i}
+            if wrong and not (0 in found and found[0].functions):  # whose derivative is by design
+                raise WrongProductError(_sentence(wrong, paths(spec, "params")))
+            if found is not None:
+                known.modules = known_of(along).modules
+                remember(known, *given)
+        return out
+
+    return called
+
+
+def _can_be_compared(leaves: list[Any]) -> bool:
+    """Not under what looks on or differentiates, nor where ranks would part ways."""
+    if not here.compares or here.backward or not at_top_level() or in_backward():
+        return False
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return False
+    return {type(x) for x in leaves if isinstance(x, Tensor)} <= {Tensor, nn.Parameter}
+
+
+def _misses(
+    along: Any, forward: Any, loss: Any, params: Tree, args: Any, count: int, batch_argnums: Any
+) -> dict[int, Miss] | None:
+    """Of a few rows, or all where a loss takes no fewer; in its own dtypes where it has to be."""
+
+    def number(*args: Any) -> Tensor:
+        return read(along(*args), False)[0].total
+
+    whole = gradients_over(number, (0,), batch_argnums, None, "sum", False, None)
+
+    def few(args: Sequence[Any]) -> list[Any]:
+        at = [i - 1 for i in positions(check_argnums(batch_argnums, ""), count + 1, "")]
+        rows = next(iter(cut_batch(read_batch([args[i] for i in at]), 4))) if at else []
+        return [dict(zip(at, rows, strict=True)).get(i, x) for i, x in enumerate(args)]
+
+    def in_dtype(dtype: torch.dtype | None, args: Sequence[Any]) -> dict[int, Miss] | None:
+        args, (_, *last) = args[:count], args[count:]
+        claim = Claim(
+            forward=lambda params: forward(params, *args),
+            loss=lambda out: read(loss(out, *args), False)[0].total,
+            product=lambda params, v: whole(params, *args, v, *last)[0][0],
+            around=nullcontext if dtype is None else lambda: InDtype(dtype),
+        )
+        return misses(claim, cast_tree(params, dtype))
+
+    found: dict[int, Miss] | None = {}
+    for rows, dtype in itertools.product((few, list), (torch.float64, None)):
+        try:
+            with torch.enable_grad(), outside_inference_mode(), unguarded():
+                found = in_dtype(dtype, cast_tree(rows(args), dtype))
+        except Exception:  # it runs in its own dtype alone, or takes no fewer rows
+            continue
+        if found is not None:
+            break
+    return found
+
+
+def _sentence(found: dict[int, Miss], names: list[str]) -> str:
+    place, worst = max(found.items(), key=lambda item: item[1].missing / item[1].bound)
+    cause = (
+        f"{', '.join(worst.functions)}, a custom Function: one that makes its gradient in its "
+        "forward pass has no second derivative, and autograd takes that gradient for a constant. "
+        "Compute it in backward, of saved inputs, or use the plain formula."
+        if worst.functions
+        else "something that depends on params and is computed under no_grad() or not by torch, a "
+        "hook on a gradient, or a second derivative that is wrong in torch. Use a plain formula."
+    )
+    more = f" and {len(found) - 1} more leaves" * (len(found) > 1)
+    return (
+        f"the product is not the derivative of the gradient in {names[place - 1]}{more}: its norm "
+        f"is {worst.came:.3g} there and that of central differences is {worst.expected:.3g}, which "
+        f"are {worst.missing:.2g} apart, where {worst.bound:.1g} could be rounding. Likely cause: "
+        f"{cause} check=False takes the product as it is."
+    )

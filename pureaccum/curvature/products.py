@@ -28,7 +28,7 @@ from .._base import (
 )
 from .._core import Reduction, Weighted, quotient, read, sane
 from .derivatives import constants, gradient, inner, pushed
-from .passes import check_vector, gradients_over, nan_of_nothing, with_history_of
+from .passes import compared, gradients_over, nan_of_nothing, noting, with_history_of
 
 
 _OUTPUTS = "A loss is a function of outputs and of the arguments, which it gets beside them."
@@ -43,6 +43,7 @@ def hvp(
     reduction: Reduction = "mean",
     stream: bool = False,
     group: Any = None,
+    check: bool = True,
 ) -> Product:
     """Multiply the Hessian of a loss over a whole batch by a vector.
 
@@ -65,6 +66,7 @@ def hvp(
             one pass over them, and each batch is cut into microbatches.
         group: A process group, each rank of which has some rows of the batch, or none; every rank
             gets the whole product.
+        check: Whether one product is compared with differences, once a loss and kind.
 
     Returns:
         ``product(params, *args, v) -> (grads, Hv)``, with ``v`` and both results like params.
@@ -80,6 +82,7 @@ def hvp(
         <https://doi.org/10.1162/neco.1994.6.1.147>`_, 1994.
     """
 
+    @noting
     def along(params: Tree, *rest: Any) -> Any:
         *args, v = rest
         leaves, spec = flatten(params)
@@ -96,7 +99,6 @@ def hvp(
     alone = gradients_over(func, (0,), *over)
 
     def product(params: Tree, *args: Any) -> tuple[Tree, Tree]:
-        check_vector(params, args)
         if torch.compiler.is_compiling():  # compilers make least of the derivative along a vector
             *rest, v = args
 
@@ -109,7 +111,8 @@ def hvp(
             (found, grads), value = both(params, *args)
         return grads, nan_of_nothing(found, value)
 
-    return wraps(func)(with_history_of(product, along, stream))
+    product = wraps(func)(with_history_of(product, along, stream))
+    return compared(product, along, _itself, func, batch_argnums, check)
 
 
 def ggnvp(  # noqa: D417
@@ -121,6 +124,7 @@ def ggnvp(  # noqa: D417
     reduction: Reduction = "mean",
     stream: bool = False,
     group: Any = None,
+    check: bool = True,
 ) -> Product:
     """Multiply the generalized Gauss-Newton matrix of a loss over a whole batch by a vector.
 
@@ -136,7 +140,7 @@ def ggnvp(  # noqa: D417
     Args:
         forward: ``forward(params, *args)`` gives outputs, any pytree of tensors.
         loss: ``loss(outputs, *args)`` gives a scalar loss or ``Weighted``.
-        batch_argnums, microbatch_size, reduction, stream, group: As for ``hvp``.
+        batch_argnums, microbatch_size, reduction, stream, group, check: As for ``hvp``.
 
     Returns:
         ``product(params, *args, v) -> Gv``, like params.
@@ -153,6 +157,7 @@ def ggnvp(  # noqa: D417
     """
     known: list[bool] = []
 
+    @noting
     def along(params: Tree, *rest: Any) -> Any:
         *args, v, again = rest
         (leaves, of_params), (moving, _) = flatten(params), flatten(v)
@@ -184,7 +189,8 @@ def ggnvp(  # noqa: D417
         return _standing_for(total, weight, inner(constants(bent, again), its))
 
     over = batch_argnums, microbatch_size, reduction, stream, group
-    return _of_constants(forward, along, gradients_over(along, (0,), *over), stream)
+    product = _of_constants(forward, along, gradients_over(along, (0,), *over), stream)
+    return compared(product, along, forward, loss, batch_argnums, check)
 
 
 def fisher_vp(  # noqa: D417
@@ -195,6 +201,7 @@ def fisher_vp(  # noqa: D417
     reduction: Reduction = "mean",
     stream: bool = False,
     group: Any = None,
+    check: bool = True,
 ) -> Product:
     """Multiply the Fisher matrix of a batch by a vector, without the gradients of its samples.
 
@@ -221,7 +228,7 @@ def fisher_vp(  # noqa: D417
     Args:
         losses: ``losses(params, *args)`` gives the loss of each row, a tensor of shape (rows,): the
             negative log-likelihood. Or ``Weighted`` of two such: totals, and weights.
-        batch_argnums, microbatch_size, stream, group: As for ``hvp``.
+        batch_argnums, microbatch_size, stream, group, check: As for ``hvp``.
         reduction: Whether the samples' matrices are averaged, ``"mean"``, or added, ``"sum"``.
 
     Returns:
@@ -238,6 +245,7 @@ def fisher_vp(  # noqa: D417
     """
     known: list[bool] = []
 
+    @noting
     def along(params: Tree, *rest: Any) -> Any:
         *args, v, again = rest
         (leaves, of_params), (moving, _) = flatten(params), flatten(v)
@@ -259,7 +267,8 @@ def fisher_vp(  # noqa: D417
         return _standing_for(fixed.sum(dtype=wide), weight, number)
 
     over = batch_argnums, microbatch_size, reduction, stream, group
-    return _of_constants(losses, along, gradients_over(along, (0,), *over), stream)
+    product = _of_constants(losses, along, gradients_over(along, (0,), *over), stream)
+    return compared(product, along, losses, _half_of_squares, batch_argnums, check)
 
 
 def _of_constants(
@@ -268,7 +277,6 @@ def _of_constants(
     """A product whose constants come of params that are given again where a transform is around."""
 
     def product(params: Tree, *args: Any) -> Tree:
-        check_vector(params, args)
         tensors = (x for x in flatten((params, args))[0] if isinstance(x, Tensor))
         if not transform_active() and any_tangent(tensors):
             raise RuntimeError(
@@ -280,6 +288,17 @@ def _of_constants(
         return nan_of_nothing(found, value)
 
     return wraps(func)(with_history_of(product, along, stream))
+
+
+def _itself(params: Tree, *_: Any) -> Tree:
+    """What a Hessian takes as linear: it is Gauss-Newton's matrix of no network."""
+    return params
+
+
+def _half_of_squares(losses: Any, *_: Any) -> Tensor:
+    """What has the Fisher matrix for Gauss-Newton's."""
+    total, *weights = _of_rows(losses)
+    return (quotient(total**2, weights[0].detach()) if weights else total**2).sum() / 2
 
 
 # One number per microbatch -------------------------------------------------------------------

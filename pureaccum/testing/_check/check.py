@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..._base import all_finite, check_choice, flatten, paths, read_params
 from ..._core import Batch, Reduction, need_rows, read_batch, rows_to_cut
-from .diagnosis import UNKNOWN, Case, diagnose
+from .diagnosis import UNKNOWN, Case, diagnose, wrong_derivatives
 from .kept import names_of
 from .loop import Loop, of_loop, run_loop, trial_of_loop
 from .report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
@@ -51,6 +51,7 @@ def check_accumulation(
     splits: int | Sequence[Sequence[int]] = 8,
     weights: str | None = None,
     reference: Reference = "float64",
+    finite_differences: bool = False,
     seed: int = 0,
     raise_on_mismatch: bool = True,
 ) -> Report:
@@ -81,6 +82,9 @@ def check_accumulation(
             ``"['tokens'][1]"``: batches with random rows of it set to zero are then tried, too.
         reference: The dtype to compare in, ``"float64"``; or ``"native"``, for a loss that runs in
             its own dtype alone, with ``√u`` of that dtype for a bound (6 % for bfloat16).
+        finite_differences: Whether the loss's gradient, and the derivative of that, are compared
+            with central differences: both sides may be wrong alike, where torch is. Kinks and what
+            is detached count as neither.
         seed: The seed of the splits, and of the random numbers that the loss sees.
         raise_on_mismatch: False returns the report even where the loss does not fit.
 
@@ -125,7 +129,7 @@ def check_accumulation(
         if masked is not None:
             subjects += [redrawn(subject, masked, random) for _ in range(3)]
         with preserving_random(seen.generators):
-            report = _examine(subjects, seen, loop, read, reference)
+            report = _examine(subjects, seen, loop, read, reference, finite_differences)
     if raise_on_mismatch and not report.fits:
         raise AccumulationMismatch(report)
     return report
@@ -142,6 +146,7 @@ def assert_accumulates(  # noqa: D417
     splits: int | Sequence[Sequence[int]] = 8,
     weights: str | None = None,
     reference: Reference = "float64",
+    finite_differences: bool = False,
     seed: int = 0,
 ) -> None:
     """Raise ``AccumulationMismatch`` where a loss may not be cut into microbatches.
@@ -149,8 +154,8 @@ def assert_accumulates(  # noqa: D417
     The rule: ``check_accumulation(loss_fn, params, batch, ...)``, without the report.
 
     Args:
-        loss_fn, params, batch, has_aux, reduction, loop, splits, weights, reference, seed: As for
-            ``check_accumulation``.
+        loss_fn, params, batch, has_aux, reduction, loop, splits, weights, reference,
+            finite_differences, seed: As for ``check_accumulation``.
 
     Raises:
         AccumulationMismatch: Where the loss does not fit; ``error.report`` says why.
@@ -176,6 +181,7 @@ def assert_accumulates(  # noqa: D417
         splits=splits,
         weights=weights,
         reference=reference,
+        finite_differences=finite_differences,
         seed=seed,
     )
 
@@ -256,6 +262,7 @@ def _examine(
     loop: Loop | None,
     splits: list[Split],
     reference: Reference,
+    finite_differences: bool,
 ) -> Report:
     """Try all splits of one loss on some batches, find the causes, and then try the loop."""
     subject, names = subjects[0], ["value", *paths(flatten(subjects[0].params)[1], "params")]
@@ -283,6 +290,8 @@ def _examine(
         shown=list(dict.fromkeys(split for _, trial, split in worst if split and trial is bad)),
     )
     causes = diagnose(case)
+    if finite_differences and not causes:
+        causes = tuple(wrong_derivatives(first.subject))
     if loop is not None:
         with _advising(reference):
             run_loop(loop, first.subject, splits[0])  # what it raises comes through

@@ -7,13 +7,16 @@ are noted, and each microbatch is told these in place of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._base import tree_leaves, tree_map
-from ..._core import Reduction
+from ..._base import flatten, paths, tree_leaves, tree_map, unflatten
+from ..._core import Claim, Miss, Reduction, misses, read
+from ...curvature import hvp
 from .kept import Kept
 from .report import Diagnosis, Split
 from .rows import of_rows
@@ -295,3 +298,40 @@ def _over_rows(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
         return True
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     return any(each % max(input.dim(), 1) == 0 for each in dims)
+
+
+# Derivatives, beside differences ---------------------------------------------------------
+
+
+def wrong_derivatives(subject: Subject) -> Iterator[Diagnosis]:
+    """What is not the derivative of the loss, or not that of its gradient, by differences."""
+    seed, (leaves, spec) = next(subject.seeds), flatten(subject.params)
+    _, batch = subject.arguments(subject.everything())
+
+    def total(params: Any) -> Tensor:
+        return read(subject.loss_fn(params, batch), subject.has_aux)[0].total
+
+    def missed(params: Any, whole: Callable[[Any], Any]) -> dict[int, Miss]:
+        def product(params: Any, v: Any) -> Any:
+            try:
+                return hvp(lambda x: total(whole(x)), batch_argnums=(), check=False)(params, v)[1]
+            except RuntimeError:  # there is no second derivative, and torch says so
+                return tree_map(lambda x: torch.full_like(x, torch.nan), v)
+
+        return misses(Claim(whole, total, product, partial(subject.running, seed)), params) or {}
+
+    def of_leaf(i: int) -> dict[int, Miss]:
+        return missed(leaves[i], lambda x: unflatten(spec, [*leaves[:i], x, *leaves[i + 1 :]]))
+
+    found, names = missed(subject.params, lambda params: params), paths(spec, "params")
+    where, what = [names[i - 1] for i in found if i], "its gradient"
+    if 0 in found and found[0].bound:
+        where, what = [name for i, name in enumerate(names) if 0 in of_leaf(i)], "the loss"
+    if where:
+        by = ", ".join(found[min(found)].functions) or "an operation of torch itself"
+        yield Diagnosis(
+            "wrong derivative",
+            f"central differences of {what} differ from the derivative that is computed for it, in "
+            f"{_listed(where)}; likely by {by}.",
+            "...  # a plain formula in its place; torch.autograd.gradgradcheck tells what is wrong",
+        )

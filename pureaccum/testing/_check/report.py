@@ -45,9 +45,10 @@ class Diagnosis(NamedTuple):
         kind: ``"batch statistics"``, ``"randomness"``, ``"state"``, ``"batch coupling"``,
             ``"data statistics"``, ``"several means"``, ``"mean of means"``, ``"weight"``,
             ``"sum as mean"``, ``"mean as sum"``, ``"constant term"``, ``"overflow"``,
-            ``"raises"``; of a loop also ``"gradients zeroed"``, ``"tail dropped"``, ``"factor"``
-            and ``"wrong weights"``; of one with an optimizer ``"steps"``, ``"clips nothing"``,
-            ``"changed one by one"`` and ``"optimizer statistics"``; or ``"unknown"``.
+            ``"raises"``, ``"wrong derivative"``; of a loop also ``"gradients zeroed"``, ``"tail
+            dropped"``, ``"factor"`` and ``"wrong weights"``; of one with an optimizer ``"steps"``,
+            ``"clips nothing"``, ``"changed one by one"`` and ``"optimizer statistics"``; or
+            ``"unknown"``.
         says: What the experiment showed.
         mend: The line of code that mends it.
 

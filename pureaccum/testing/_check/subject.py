@@ -6,9 +6,7 @@ Whatever the loss wrote to or assigned is put back after each call. Each call be
 numbers of its own, so that a loss that draws cannot hide it.
 
 In another dtype than it was written for, whatever floating-point number the loss touches takes
-part in that dtype: an argument, a captured constant, the weights of a frozen module, a cast such
-as ``x.float()``, a ``dtype=`` or the default one. What it writes to a captured tensor there, it
-writes to a copy, which is forgotten.
+part in that dtype, and the default dtype is that one, too.
 """
 
 import itertools
@@ -20,10 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..._base import tree_map, unflatten
-from ..._core import AccumState, Batch, Reduction, accumulator, unguarded
+from ..._core import AccumState, Batch, InDtype, Reduction, accumulator, cast_tree, unguarded
 from .kept import Kept
 from .report import Indices, Split
 
@@ -152,79 +149,13 @@ def reseed(seed: int, generators: Sequence[torch.Generator] = ()) -> None:
 @contextmanager
 def computing_in(dtype: torch.dtype, without: Iterable[str] = ()) -> Generator[None]:
     """Run what is inside in ``dtype``; functions ``without`` return their first argument."""
-    default = torch.get_default_dtype()
+    default, names = torch.get_default_dtype(), frozenset(without)
     torch.set_default_dtype(dtype)
     try:
-        with _InDtype(dtype, frozenset(without)):
+        with InDtype(dtype, lambda name, *given: name in names and is_active(name, *given)):
             yield
     finally:
         torch.set_default_dtype(default)
-
-
-def _narrowly(func: Any, args: Any) -> Any:
-    """A kernel of a GradScaler, which takes its scale and its flags in float32 alone."""
-    narrow = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    out = func(*narrow)
-    for x, y in zip(args, narrow, strict=True):
-        if x is not y:
-            x.copy_(y)
-    return out
-
-
-def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
-    """Copies of a tree's tensors, those of floating-point numbers in ``dtype``."""
-    becomes = _becomes(dtype)
-
-    def copy(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.detach().to(becomes.get(x.dtype, x.dtype), copy=True)
-
-    return tree_map(copy, tree)
-
-
-_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-_CASTS = {"float", "double", "half", "bfloat16"}
-
-
-def _becomes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """What each other floating-point or complex dtype becomes."""
-    becomes = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])
-    return {old: new for old, new in becomes.items() if old != new}
-
-
-class _InDtype(TorchFunctionMode):
-    def __init__(self, dtype: torch.dtype, without: frozenset[str]) -> None:
-        super().__init__()
-        self.dtype, self.becomes, self.without = dtype, _becomes(dtype), without
-        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in ("__get__", "__set__"):
-            out = func(*args, **kwargs)
-            return self.becomes.get(out, out) if isinstance(out, torch.dtype) else out
-        if name.startswith("_amp_"):
-            return _narrowly(func, args)
-        args = tree_map(self.recast, args)
-        kwargs = {key: tree_map(self.recast, arg) for key, arg in kwargs.items()}
-        if name in self.without and is_active(name, args, kwargs):
-            return args[0] if args else kwargs["input"]
-        if name in _CASTS:
-            return args[0].to(self.dtype)
-        return func(*args, **kwargs)
-
-    def recast(self, x: Any) -> Any:
-        """A tensor or a dtype, in the dtype; everything else as it is."""
-        if isinstance(x, torch.dtype):
-            return self.becomes.get(x, x)
-        if not isinstance(x, Tensor) or x.dtype not in self.becomes:
-            return x
-        if id(x) not in self.copies:  # one copy for the whole call, so that it can be written to
-            with torch.enable_grad():  # whatever the mode in which it is first used
-                self.copies[id(x)] = x, x.to(self.becomes[x.dtype])
-        return self.copies[id(x)][1]
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -1,0 +1,230 @@
+"""Whether derivatives are those of the numbers: differences along a line, at five points.
+
+    D(h) = (f(h) - f(-h)) / 2h        S(h) = (f(h) - 2 f(0) + f(-h)) / 2h
+
+A derivative that is right misses D(h/2), leaf by leaf, by no more than what these points show:
+
+    2 |D(h) - D(h/2)|            what is cut off (a third of it), or a jump of f at 0 (all of it)
+    |S(h)| + |S(h/2)|            a jump of f beside 0, or a bend (the second of the two); rounding
+    2 u (|f(0)| / h + |claim|)   the last rounding, which five points may hide
+    u^(3/4) of all leaves        rounding, where a leaf is zero on paper
+
+The step is √u at first, which crosses the fewest kinks. It grows where that shows too little, since
+f is rounded more coarsely than by its dtype, say. A miss counts that is there on three lines, each
+with a point and a direction of its own: what a kink, or chance, does to one of them does not.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+from torch.overrides import TorchFunctionMode
+
+from .._base import (
+    Drawn,
+    Tree,
+    continuous,
+    custom_functions,
+    flatten,
+    generators,
+    read_tensors,
+    real_parts,
+    restore,
+    unflatten,
+)
+
+
+Leaves = Sequence[Tensor]
+_STEPS = 2.0**-26, 2.0**-17, 2.0**-8, 2.0**-4
+_ENOUGH = 2.0**-10  # of a leaf
+
+
+class Claim(NamedTuple):
+    """A product of second derivatives, and what it is of.
+
+    Attributes:
+        forward: What the product takes as linear, a function of params.
+        loss: What it takes the second derivative of, a function of what forward gives.
+        product: The product, of params and a vector like them.
+        around: Makes a context for each call.
+    """
+
+    forward: Callable[[Tree], Any]
+    loss: Callable[[Any], Tensor]
+    product: Callable[[Tree, Tree], Tree]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class Miss(NamedTuple):
+    """A derivative that is not that of the numbers, by its norms."""
+
+    came: float
+    expected: float
+    missing: float
+    bound: float
+    functions: Sequence[str] = ()  # the custom Functions that were called
+
+
+def misses(claim: Claim, params: Tree) -> dict[int, Miss] | None:
+    """Where a product is not the derivative of gradients; None where nothing can be said.
+
+    i + 1 stands for leaf i, and 0 for the value, if its derivative is not its gradient. What is
+    detached is a constant, as for the product; but not where the value has the derivative that its
+    gradient says all the same: there detaching hides one of second order. Lines lead through points
+    near params, where nothing has a kink on purpose.
+    """
+    like, spec = flatten(params)
+    reals, drawn = [real_parts(x.detach()) for x in like], generators({x.device for x in like})
+    unit = max(torch.finfo(x.dtype).eps for x in reals) / 2
+
+    def tree(leaves: Leaves) -> Tree:
+        pairs = [(x, y.is_complex()) for x, y in zip(leaves, like, strict=True)]
+        return unflatten(spec, [torch.view_as_complex(x) if is_pair else x for x, is_pair in pairs])
+
+    def missed(trial: int, spread: float, inside: Any) -> dict[int, Miss] | None:
+        point, along, sizes = _line(reals, trial, spread)
+        functions = list[str]()
+
+        def f(t: float) -> list[Tensor]:
+            moved = [x.detach() + t * v for x, v in zip(point, along, strict=True)]
+            with claim.around(), inside:
+                value, outs, grads = _gradients(claim, tree, point, moved, drawn)
+            functions[:] = custom_functions([value, *outs])
+            return [*map(_wide, (value, *grads))]
+
+        zero = f(0.0)
+        for v, g in zip(along, zero[1:], strict=True):  # a padding token has no gradient by design
+            v.mul_((g != 0) | ~g.any())
+        with claim.around():
+            restore(drawn)
+            claimed, _ = flatten(claim.product(tree(point), tree(along)))
+        slope = torch.stack([(g * v).sum() for g, v in zip(zero[1:], along, strict=True)]).sum()
+        claims = [slope, *map(_wide, claimed)]
+        found = _compared(f, zero, claims, [1.0, *sizes], unit)
+        return found and {i: x._replace(functions=functions) for i, x in found.items()}
+
+    try:
+        spread, found = 2.0**-8, missed(0, 2.0**-8, nullcontext())
+        if found is None:  # such a point may be out of bounds
+            spread, found = 0.0, missed(0, 0.0, nullcontext())
+        for trial, inside in (1, nullcontext()), (2, nullcontext()), (2, _Constants()):
+            if found and (0 in found or not isinstance(inside, _Constants)):
+                others = missed(trial, spread, inside) or {}
+                found = {i: x for i, x in found.items() if i in others}
+        return found
+    finally:
+        restore(drawn)
+
+
+def _line(
+    leaves: Leaves, trial: int, spread: float
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """A point near by, a direction, and its sizes: powers of two, so that steps are exact."""
+    random = torch.Generator().manual_seed(trial)
+    point, along = list[Tensor](), list[Tensor]()
+    means = [float(x.abs().double().mean()) if x.numel() else 0.0 for x in leaves]
+    sizes = [2.0 ** round(math.log2(x or max(means) or 1.0)) for x in means]
+    for x, size in zip(leaves, sizes, strict=True):
+        bits = torch.randint(0, 256, (2, *x.shape), generator=random, dtype=torch.uint8)
+        far, sign = bits.to(x.device, x.dtype) / 128 - 1
+        point.append((x + spread * size * far).requires_grad_())
+        along.append(torch.where(sign < 0, -size, size).to(x))
+    return point, along, sizes
+
+
+def _gradients(
+    claim: Claim, tree: Callable[[Leaves], Tree], point: Leaves, moved: Leaves, drawn: list[Drawn]
+) -> tuple[Tensor, Leaves, Leaves]:
+    """The value, outputs and gradients, of which what is linear is taken at a point."""
+    restore(drawn)
+    outs, spec = read_tensors(claim.forward(tree([x.requires_grad_() for x in moved])), "", "")
+    apart = [x.detach().requires_grad_(continuous(x)) for x in outs]
+    value = claim.loss(unflatten(spec, apart))
+    bent = _pulled([value], [None], [x for x in apart if x.requires_grad])
+    restore(drawn)
+    outs = [x for x in read_tensors(claim.forward(tree(point)), "", "")[0] if continuous(x)]
+    return value, outs, _pulled(outs, bent, point)
+
+
+def _compared(
+    f: Callable[[float], Leaves], zero: Leaves, claims: Leaves, sizes: list[float], unit: float
+) -> dict[int, Miss] | None:
+    """The misses on one line, each by its smallest bound; None where gradients are nothing."""
+    starts, came = ([float(vector_norm(x)) for x in some] for some in (zero, claims))
+    if not any(0 < x < math.inf for x in starts[1:]):
+        return None
+    known = [s * x for s, x in zip(sizes[1:], came[1:], strict=True) if x < math.inf]
+    floor, best = unit**0.75 * math.hypot(*known), dict[int, tuple[Miss, Tensor]]()
+    left = {i for i, x in enumerate(zero) if x.numel()}
+    for step in _STEPS:
+        if not left or step < unit**0.5:
+            continue
+        pairs = [(a - b, a - 2 * z + b) for a, z, b in zip(f(step), zero, f(-step), strict=True)]
+        upper, lower = f(step / 2), f(-step / 2)
+        for i in [*left]:
+            half = (upper[i] - lower[i]) / step
+            bends = pairs[i][1] / 2, upper[i] - 2 * zero[i] + lower[i]
+            bend = float(sum(map(vector_norm, bends))) / step
+            far = float(vector_norm(pairs[i][0] / (2 * step) - half))
+            expected, missing = float(vector_norm(half)), float(vector_norm(claims[i] - half))
+            still = not (bend or far or expected)  # a coarse rounding, perhaps
+            if not bend <= max(starts[i], expected / 4) or (still and step < _STEPS[-1]):
+                continue  # no difference follows what is so fast, or not finite
+            bound = 2 * (far + unit * (starts[i] / step + came[i])) + bend + floor / sizes[i]
+            if i in best and bound >= best[i][0].bound:
+                finer, at_finer = best[i]  # than a rounding inside of f, if the two disagree
+                if not i or missing > bound or vector_norm(half - at_finer) <= bound + finer.bound:
+                    continue
+            best[i] = Miss(came[i], expected, missing, bound), half
+            if missing <= bound <= _ENOUGH * max(came[i], expected, starts[i]):
+                left.discard(i)
+    found = {i: miss for i, (miss, _) in best.items() if miss.missing > miss.bound}
+    if 0 not in best or best[0][0].bound > came[0] / 2:  # nobody knows of the value
+        found[0] = Miss(came[0], math.nan, math.inf, 0.0)
+    return found
+
+
+def _wide(x: Tensor) -> Tensor:
+    x = x.detach()
+    return real_parts(x.to_dense() if x.is_sparse else x).double()
+
+
+def _pulled(outs: Leaves, cotangents: Sequence[Any], leaves: Leaves) -> Leaves:
+    pairs = [(x, y) for x, y in zip(outs, cotangents, strict=True) if x.requires_grad]
+    if not pairs:
+        return [*map(torch.zeros_like, leaves)]
+    knobs: Any = {"allow_unused": True, "materialize_grads": True}
+    return torch.autograd.grad([x for x, _ in pairs], leaves, [y for _, y in pairs], **knobs)
+
+
+class _Constants(TorchFunctionMode):
+    """Gives, whenever it is entered again, what was detached the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def __enter__(self) -> Any:
+        self.rest = iter([*self.kept])
+        return super().__enter__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        caller: Any = inspect.currentframe()
+        caller = caller.f_back.f_globals.get("__name__", "")
+        if func not in _DETACHING or caller.startswith(("pureaccum.", "torch.")):
+            return out
+        if not (args[0].requires_grad and torch.is_grad_enabled()):  # in a custom Function, say
+            return out
+        kept = next(self.rest, None)
+        if kept is None:
+            self.kept.append(out)
+        return out if kept is None or kept.shape != out.shape else kept
+
+
+_DETACHING = Tensor.detach, torch.detach, Tensor.data.__get__  # pyright: ignore
