@@ -278,7 +278,7 @@ def compared(
 
 def _can_be_compared(leaves: list[Any]) -> bool:
     """Not under what looks on or differentiates, nor where ranks would part ways."""
-    if not here.compares or here.backward or not at_top_level() or in_backward():
+    if not at_top_level() or in_backward() or here.backward or not here.compares:
         return False
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return False

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
+from pureaccum.curvature.passes import WrongProductError
 from pureaccum.testing import Report, check_accumulation
 from tests.laws.zoo import (  # noqa: F401
     coupled,
@@ -58,6 +60,50 @@ def test_of_a_loss_that_fails_the_cause_is_found(species: Species, dtype: torch.
     assert first.kind == species.kind, report
     assert species.says in first.says, report
     assert all(diagnosis.mend.strip() for diagnosis in report.diagnoses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("species", "dtype"), residents(fit=True))
+def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(
+    species: Species, dtype: torch.dtype
+) -> None:
+    """By differences, but of weight_norm, whose second derivative is wrong in torch itself."""
+    loss, params, batch, knobs = species.make(dtype, seed=0)
+    report = check_accumulation(
+        loss,
+        params,
+        batch,
+        finite_differences=True,
+        raise_on_mismatch=False,
+        **knobs | {"splits": 1},
+    )
+    is_wrong = species.name == "weight_norm"
+    assert report.fits == (not is_wrong), report
+    v = optree.tree_map(torch.ones_like, params)
+
+    def total(params: Any, batch: Any) -> Tensor:
+        out = loss(params, batch)
+        out = out[0] if knobs.get("has_aux") else out
+        return out.total if isinstance(out, pa.Weighted) else out
+
+    def row(params: Any, batch: Any) -> Tensor:
+        return total(params, batch).reshape(1)
+
+    for make, *funcs in (
+        (pa.curvature.hvp, total),
+        (pa.curvature.ggnvp, row, lambda out, batch: (out.sum() - 1) ** 2),
+        (pa.curvature.fisher_vp, row),
+    ):
+        try:
+            make(*funcs, check=False)(params, batch, v)
+        except RuntimeError:  # torch has no second derivative of it, and says so
+            continue
+        with (
+            pytest.raises(WrongProductError)
+            if is_wrong and make is pa.curvature.hvp
+            else nullcontext()
+        ):
+            make(*funcs)(params, batch, v)
 
 
 def examined(species: Species, dtype: torch.dtype) -> Report:
