@@ -49,7 +49,7 @@ from .buckets import meet as meet
 from .buckets import sum_over_ranks_ as sum_over_ranks_
 from .called_modules import ALONE as ALONE
 from .called_modules import origins as origins
-from .differences import Claim as Claim
+from .differences import ClaimedProduct as ClaimedProduct
 from .differences import Miss as Miss
 from .differences import misses as misses
 from .engines import Engine as Engine

@@ -44,7 +44,7 @@ _STEPS = 2.0**-26, 2.0**-17, 2.0**-8, 2.0**-4
 _ENOUGH = 2.0**-10  # of a leaf
 
 
-class Claim(NamedTuple):
+class ClaimedProduct(NamedTuple):
     """A product of second derivatives, and what it is of.
 
     Attributes:
@@ -70,7 +70,7 @@ class Miss(NamedTuple):
     functions: Sequence[str] = ()  # the custom Functions that were called
 
 
-def misses(claim: Claim, params: Tree) -> dict[int, Miss] | None:
+def misses(claim: ClaimedProduct, params: Tree) -> dict[int, Miss] | None:
     """Where a product is not the derivative of gradients; None where nothing can be said.
 
     i + 1 stands for leaf i, and 0 for the value, if its derivative is not its gradient. What is
@@ -138,7 +138,11 @@ def _line(
 
 
 def _gradients(
-    claim: Claim, tree: Callable[[Leaves], Tree], point: Leaves, moved: Leaves, drawn: list[Drawn]
+    claim: ClaimedProduct,
+    tree: Callable[[Leaves], Tree],
+    point: Leaves,
+    moved: Leaves,
+    drawn: list[Drawn],
 ) -> tuple[Tensor, Leaves, Leaves]:
     """The value, outputs and gradients, of which what is linear is taken at a point."""
     restore(drawn)

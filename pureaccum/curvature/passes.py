@@ -38,7 +38,7 @@ from .._base import (
 )
 from .._core import (
     AccumState,
-    Claim,
+    ClaimedProduct,
     Given,
     InDtype,
     Known,
@@ -302,7 +302,7 @@ def _misses(
 
     def in_dtype(dtype: torch.dtype | None, args: Sequence[Any]) -> dict[int, Miss] | None:
         args, (_, *last) = args[:count], args[count:]
-        claim = Claim(
+        claim = ClaimedProduct(
             forward=lambda params: forward(params, *args),
             loss=lambda out: read(loss(out, *args), False)[0].total,
             product=lambda params, v: whole(params, *args, v, *last)[0][0],

@@ -22,7 +22,7 @@ from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOpti
 
 import pureaccum as pa
 from pureaccum._base import tree_leaves
-from pureaccum._core.differences import Claim, misses
+from pureaccum._core.differences import ClaimedProduct, misses
 from pureaccum.curvature import diagonal, fisher_vp, ggnvp, hvp, trace
 from pureaccum.curvature.passes import WrongProductError
 from pureaccum.testing import check_accumulation
@@ -550,7 +550,7 @@ def test_a_part_of_a_leaf_in_a_million(seed: int, leaf: str, digits: float) -> N
         return found | {leaf: found[leaf] * (1 - off)}
 
     def missed(off: float) -> Any:
-        return misses(Claim(lambda params: params, loss, partial(product, off)), params)
+        return misses(ClaimedProduct(lambda params: params, loss, partial(product, off)), params)
 
     assert missed(0.0) == {}
     assert list(missed(10**digits)) == [1 + sorted(params).index(leaf)]

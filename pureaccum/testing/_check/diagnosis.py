@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._base import flatten, paths, tree_leaves, tree_map, unflatten
-from ..._core import Claim, Miss, Reduction, misses, read
+from ..._core import ClaimedProduct, Miss, Reduction, misses, read
 from ...curvature import hvp
 from .kept import Kept
 from .report import Diagnosis, Split
@@ -318,7 +318,10 @@ def wrong_derivatives(subject: Subject) -> Iterator[Diagnosis]:
             except RuntimeError:  # there is no second derivative, and torch says so
                 return tree_map(lambda x: torch.full_like(x, torch.nan), v)
 
-        return misses(Claim(whole, total, product, partial(subject.running, seed)), params) or {}
+        return (
+            misses(ClaimedProduct(whole, total, product, partial(subject.running, seed)), params)
+            or {}
+        )
 
     def of_leaf(i: int) -> dict[int, Miss]:
         return missed(leaves[i], lambda x: unflatten(spec, [*leaves[:i], x, *leaves[i + 1 :]]))
