@@ -184,12 +184,12 @@ def _compared(
                 finer, at_finer = best[i]  # than a rounding inside of f, if the two disagree
                 if not i or missing > bound or vector_norm(half - at_finer) <= bound + finer.bound:
                     continue
-            best[i] = Miss(came[i], expected, missing, bound), half
+            best[i] = Miss(came=came[i], expected=expected, missing=missing, bound=bound), half
             if missing <= bound <= _ENOUGH * max(came[i], expected, starts[i]):
                 left.discard(i)
     found = {i: miss for i, (miss, _) in best.items() if miss.missing > miss.bound}
     if 0 not in best or best[0][0].bound > came[0] / 2:  # nobody knows of the value
-        found[0] = Miss(came[0], math.nan, math.inf, 0.0)
+        found[0] = Miss(came=came[0], expected=math.nan, missing=math.inf, bound=0.0)
     return found
 
 

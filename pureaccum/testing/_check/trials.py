@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base import add, all_finite, norm, tree_leaves
+from ..._base import add, all_finite, norm, tree_leaves, tree_map
 from ..._core import AccumState, divisor, mean_value, plain_sum
 from .kept import Kept
 from .report import Indices, Split
@@ -56,7 +56,7 @@ class Bound(NamedTuple):
 
 def accumulated(subject: Subject, split: Split, seed: int | None = None) -> Result:
     """What our own accumulator makes of some microbatches: sums, divided once."""
-    states = [subject.sums(rows, seed) for rows in split]
+    states = [tree_map(Tensor.detach, subject.sums(rows, seed)) for rows in split]
     whole = reduce(add, states)
     by = divisor(whole.weight, plain_sum(whole, subject.reduction))
     value = mean_value(whole.total, by)
