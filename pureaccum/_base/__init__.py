@@ -5,7 +5,8 @@ on these two stands the arithmetic of ``trees``. ``containers`` are classes of a
 trees too. ``states`` are tuples of tensors that may be given
 up, and stacked; ``checks`` say what is wrong with what callers hand in, and ``refusals`` what
 torch's compiler, vmap and vjp refuse. ``agreement`` compares what ranks hold, by checksums of
-their bytes; ``generators`` draw the same random numbers again.
+their bytes; ``generators`` draw the same random numbers again, and ``observation`` leaves nothing
+behind.
 """
 
 from .agreement import CLAIM_NUMBERS as CLAIM_NUMBERS
@@ -85,6 +86,8 @@ from .generators import replaying as replaying
 from .generators import restore as restore
 from .named_leaves import tree_get as tree_get
 from .named_leaves import tree_set as tree_set
+from .observation import observed as observed
+from .observation import put_back_attributes as put_back_attributes
 from .refusals import CompileError as CompileError
 from .refusals import add_once as add_once
 from .refusals import advise_on_curvature as advise_on_curvature
@@ -107,6 +110,7 @@ from .states import with_settings as with_settings
 from .torch_internals import BUFFERS as BUFFERS
 from .torch_internals import CHILDREN as CHILDREN
 from .torch_internals import PARAMETERS as PARAMETERS
+from .torch_internals import Asking as Asking
 from .torch_internals import Place as Place
 from .torch_internals import any_tangent as any_tangent
 from .torch_internals import as_members as as_members
@@ -116,6 +120,7 @@ from .torch_internals import compares_layouts as compares_layouts
 from .torch_internals import compile_anew as compile_anew
 from .torch_internals import custom_functions as custom_functions
 from .torch_internals import differentiating as differentiating
+from .torch_internals import dispatched as dispatched
 from .torch_internals import down_to as down_to
 from .torch_internals import ends_of as ends_of
 from .torch_internals import followed as followed

@@ -8,7 +8,7 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -292,12 +292,14 @@ class Here(threading.local):
         look: What looks at losses before their history is dropped: see history.py.
         first: Of a product of curvature that is to be compared, its arguments: see passes.py.
         compares: Whether such products are compared.
+        observed: What undoes a run that is observed: see observation.py.
     """
 
     backward: Any = None
     look: Any = None
     first: Any = None
     compares: bool = True
+    observed: ExitStack | None = None
 
 
 here = Here()

@@ -27,6 +27,8 @@ name                               what for                                check
 ``UntypedStorage._cdata``          do two tensors share memory?            2.11, 2.13
 ``torch._C._storage_Use_Count``   does only one tensor lie in a memory?   2.11, 2.13
 ``OpOverload._schema``             what does an operation write to?        2.11, 2.13
+``OpOverload.namespace``           does it reach other ranks?              2.13
+``_len_torch_dispatch_stack``      does a dispatch mode see operations?    2.13
 ``Tensor._backward_hooks``         the hooks on a tensor                   2.11, 2.13, 2.15
 ``._post_accumulate_grad_hooks``   those after its gradient is there       2.11, 2.13, 2.15
 ``torch._C._autograd``             may tensors be saved through hooks?     2.11, 2.13, 2.15
@@ -60,6 +62,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -599,6 +602,23 @@ class _Uncompiled(_Seeing):
     __torch_dispatch__ = _Seeing.__torch_dispatch__
 
 
+class Asking(TorchFunctionMode):
+    """A mode that calls ``before(function, args, kwargs)`` before each function of torch.
+
+    It changes no number (tests/laws/test_operations.py), unlike one that sees operations.
+    """
+
+    def __init__(self, before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]) -> None:
+        super().__init__()
+        self.before = before
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.before(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation is about to write to."""
     schema = operation._schema
@@ -616,6 +636,14 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             several = value if isinstance(value, (list, tuple)) else [value]
             written += [x for x in several if isinstance(x, Tensor)]
     return written
+
+
+COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"  # namespaces of operations
+
+
+def dispatched() -> bool:
+    """Whether a dispatch mode sees each operation: a tracer, a counter, or one of ours."""
+    return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore
 
 
 def is_taken_as_new(operation: Any) -> bool:

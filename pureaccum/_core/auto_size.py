@@ -7,11 +7,11 @@ The result is, to the bit, that of the size which went well: an attempt leaves n
 neither memory nor random numbers drawn. What went well and what did not is remembered, so that
 later batches begin there.
 
-On a CPU nothing says how much memory there is, so the bytes are counted. A storage counts from the
-operation that returns it until the last tensor over it is gone: in torch.func's forward and
-backward passes as in autograd's own, in what hooks add, in an update. What was there before does
-not count, nor does what a kernel allocates for itself and frees again. Every operation takes some
-ten microseconds longer.
+On a CPU nothing says how much memory there is, so the bytes are counted, in a run that is dropped.
+A storage counts from the operation that returns it until the last tensor over it is gone: in
+torch.func's forward and backward passes as in autograd's own, in what hooks add, in an update. What
+was there before does not count, nor does what a kernel allocates for itself and frees again. Every
+operation takes some ten microseconds longer.
 """
 
 import gc
@@ -19,7 +19,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -32,6 +32,7 @@ from .._base import (
     flatten,
     generators,
     in_backward,
+    observed,
     outside_inference_mode,
     positions,
     restore,
@@ -208,9 +209,10 @@ def by_memory(
         while True:
             tried.append(size)
             fits = size <= known.fits and rows <= known.rows
-            mode = nullcontext() if budget is None or fits else counting(budget, device)
             try:
-                with mode, inside_of(around):
+                with inside_of(around):
+                    if budget is not None and not fits:
+                        _count(partial(run, size, *args, **kwargs), budget, device)
                     result = run(size, *args, **kwargs)
                 break
             except Exception as error:
@@ -242,6 +244,17 @@ def by_memory(
         return result
 
     return Search(found, size_of)
+
+
+def _count(run: Callable[[], Any], budget: int, device: torch.device | None) -> None:
+    """Raise where a run holds more than a budget; what it gives is dropped."""
+    with counting(budget, device):
+        _, end = observed(run, [] if device is None else [device])
+    if end == "at ranks":
+        raise RuntimeError(
+            "memory_budget is for what one rank computes by itself: the bytes of DTensors and of "
+            "torch's collectives cannot be counted ahead. Give a number for microbatch_size."
+        )
 
 
 _REACHED = (

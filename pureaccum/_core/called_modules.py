@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import BUFFERS, PARAMETERS, Place, Refusing, tensor_places
+from .._base import BUFFERS, PARAMETERS, Place, Refusing, here, tensor_places
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -67,6 +67,8 @@ def remembering(
 
     def before(module: torch.nn.Module, _args: object) -> None:
         if torch.compiler.is_dynamo_compiling() or threading.get_ident() != thread:
+            return
+        if here.observed is not None:  # what is called there is called again
             return
         if module in origins:  # its mode is that of the module that it stands for
             seen.setdefault(origins[module], Called(origins[module].training, []))

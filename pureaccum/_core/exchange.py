@@ -125,6 +125,8 @@ class Exchange:
         """Apply it to tensors that no transform follows."""
         if self.kind == "copy":
             return [x.clone() for x in tensors]
+        if here.observed is not None:  # other ranks may not observe, and what comes is dropped
+            return [*map(self.alone, tensors)]
         self.agree(tensors)
         reals = [*map(real_parts, tensors)]
         blocks = [self.blocks_of(x) for x in reals]
@@ -141,6 +143,13 @@ class Exchange:
             else:
                 outs.append(out.to(x.dtype))
         return outs
+
+    def alone(self, x: Tensor) -> Tensor:
+        """What it gives, but for the numbers, if all ranks hold the same."""
+        if self.kind == "gather":
+            self.each = [len(x)] * dist.get_world_size(self.group)
+            return torch.cat([x] * len(self.each))
+        return (x if self.each is None else x[: self.each[dist.get_rank(self.group)]]).clone()
 
     def blocks_of(self, x: Tensor) -> Tensor:
         """A tensor as it travels: a row for the numbers of each rank that they go to."""
@@ -324,6 +333,8 @@ def note_reached(group: Any) -> None:
     """Say that what runs in this thread has reached other ranks."""
     backward = here.backward
     while backward is not None:
+        if here.observed is not None:
+            here.observed.callback(setattr, backward, "group", backward.group)
         backward.group = group
         backward = backward.outer
 

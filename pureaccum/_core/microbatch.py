@@ -243,6 +243,10 @@ def call_microbatched(
         with around or nullcontext():
             return outputs.take(p, func(*args, **kwargs), again)
 
+    def bare(_p: int, operands: Sequence[Tensor], *_: Any) -> Tree:
+        args, kwargs = filled(operands)
+        return func(*args, **kwargs)
+
     def begun(call: Any) -> Pieces:
         """Pieces whose form is known once the first has been run."""
 
@@ -262,9 +266,8 @@ def call_microbatched(
             func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
         return outputs.finish(run(begun(body), tensors, recorded=True), ())
     tensors = exchanged(tensors)
-    guard = guarding(known, Given("args", *flatten(tensors))) if known else nullcontext(_itself)
-    with guard as guarded:
-        guarded_body = guarded(body)
+    with guarding(known, Given("args", *flatten(tensors))) as guarded:
+        guarded_body = guarded(body, bare)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
             return outputs.finish(run(begun(guarded_body), tensors), ())
         if (
@@ -294,10 +297,6 @@ def call_microbatched(
             with inside_of(onlooker(plain=True)) if recorded else nullcontext():
                 outs, operands = run(begun(body), tensors, recorded=True), tensors
     return outputs.finish(outs, operands)
-
-
-def _itself(body: Any) -> Any:
-    return body
 
 
 def _attached(

@@ -1,18 +1,24 @@
 """A loss writes neither to what it is given nor to what it captures.
 
-    the first microbatch of a loss      each operation is looked at before it runs, and one that
-    or of a new kind                    would write to memory that was there before is refused
-    each later one                      the versions of what is given and captured are compared
+    the first microbatch of a loss      it is run once more, observed, and what it gives is dropped:
+    or of a new kind                    an operation that would write to memory that was there
+                                        before is refused before it runs
+    each run that is not observed       the versions of what is given and captured are compared
 
 A kind is what a loss may decide by: the modes of the modules that it calls, and the structure,
 dtypes and flags of the batch. Versions show a write only afterwards, and none by ``.data`` or to an
 inference tensor; but to look at each operation costs the time of some microbatches.
+
+Where torch's own collectives or DTensors begin the observed run ends: other ranks would have to
+take part in it. From there on versions alone are compared. Where a dispatch mode is active nobody
+observes, since it would see the loss twice; the next run without one is the first.
 """
 
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import optree
@@ -24,13 +30,16 @@ from .._base import (
     BUFFERS,
     PARAMETERS,
     Refusing,
+    dispatched,
+    here,
     is_compiled_module,
     is_taken_as_new,
     leads_to,
     local,
     memory_of,
+    observed,
     paths,
-    seeing,
+    put_back_attributes,
     transform_active,
     tree_leaves,
     unnoticed,
@@ -82,8 +91,6 @@ class LateWriteError(WriteError):
     """A loss has written to what is not its own."""
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _of_losses: "WeakKeyDictionary[Any, Known]" = WeakKeyDictionary()
 _here = threading.local()
 
@@ -108,17 +115,17 @@ def unguarded() -> Generator[None]:
         _here.off = before
 
 
-def guarding(known: Known, *given: Given) -> AbstractContextManager[Callable[[F], F]]:
+def guarding(known: Known | None, *given: Given) -> AbstractContextManager[Callable[..., Any]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
     Args:
-        known: What is known of the loss.
+        known: What is known of the loss; None for one of ours.
         given: What it is given: first what it is differentiated with respect to, if there is more.
 
     Returns:
-        A context, which yields a function that makes a guarded loss of a loss.
+        A context, which yields a function that makes a guarded loss of a loss: see ``guarded``.
     """
-    if torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
+    if known is None or torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
     return _Guard(known, given)
 
@@ -133,21 +140,22 @@ def remember(known: Known, *given: Given) -> None:
     known.kinds.add(_kind(known, given))
 
 
-def _itself(loss: F) -> F:
+def _itself(loss: Any, _tried: Any = None) -> Any:
     return loss
 
 
 class _Guard:
     """The context of ``guarding``, a class because @contextmanager would take twice the time."""
 
-    __slots__ = ("before", "decides", "given", "known", "tensors")
+    __slots__ = ("before", "decides", "given", "known", "tensors", "watched")
 
     def __init__(self, known: Known, given: tuple[Given, ...]) -> None:
         self.known, self.given = known, given
         self.decides = given[1:] or given  # all but the leaves to differentiate with respect to
         self.tensors: list[Tensor] | None = None
+        self.watched = False
 
-    def __enter__(self) -> Callable[[F], F]:
+    def __enter__(self) -> Callable[..., Any]:
         if _kind(self.known, self.decides) in self.known.kinds:
             self.begin()
         return self.guarded
@@ -167,22 +175,28 @@ class _Guard:
         self.tensors = _tensors(self.known, self.given)
         self.before = versions(self.tensors)
 
-    def guarded(self, loss: Any) -> Any:
+    def guarded(self, loss: Any, tried: Callable[..., Any] | None = None) -> Any:
+        """A guarded loss; where that cannot be called twice, something else is ``tried``."""
         if self.tensors is not None:
             return loss
 
         def call(*args: Any) -> Any:
-            if self.tensors is not None:  # it was called by a transform before
-                return loss(*args)
-            with _watching(self.known, self.given) as trained:
-                out = loss(*args)
-            if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
-                _check_depends(out, args[0], trained)
-            self.known.kinds.add(_kind(self.known, self.decides))
-            self.begin()
+            first = not self.watched and (here.observed is not None or not dispatched())
+            if first and _goes_well(partial(tried or loss, *args), args, self.known, self.given):
+                self.note()
+            if self.tensors is None:
+                self.begin()
+            out = loss(*args)
+            if first:  # it was the observer's fault if that run has not gone well
+                self.note()
             return out
 
         return call
+
+    def note(self) -> None:
+        """Take the kind for known."""
+        self.watched = True
+        self.known.kinds.add(_kind(self.known, self.decides))
 
 
 def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
@@ -226,16 +240,19 @@ def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
     return tensors
 
 
-@contextmanager
-def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Module]]:
-    """Refuse an operation that would write to memory that was there before.
+def _goes_well(
+    run: Callable[[], Any], args: tuple[Any, ...], known: Known, given: tuple[Given, ...]
+) -> bool:
+    """Whether a run is observed without an error; what it gives is dropped.
 
-    Yields the modules that are called with parameters of their own that require a gradient.
+    An operation that would write to memory that was there before is refused.
     """
     names = _names(given)
+    devices = {x.device for each in given for x in each.leaves if isinstance(x, Tensor)}
     modules: dict[nn.Module, None] = {}
     themselves: dict[nn.Module, None] = {}
-    trained: list[nn.Module] = []
+    trained: list[nn.Module] = []  # the modules that are called with parameters of their own
+    refused: list[WriteError] = []
     ours: set[Any] = set()  # the memory of what the loss itself has made
     alive: dict[Any, Tensor] = {}  # held so that no new tensor gets the memory of an old one
     thread = threading.get_ident()
@@ -244,10 +261,9 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
         for x in written_by(operation, args, kwargs):
             memory = memory_of(local(x))
             if memory is not None and memory not in ours:
-                raise WriteError(
-                    _sentence("writes to", names.get(memory) or _named(x, [*modules]))
-                    + f"\n\nThe operation: {operation}"
-                )
+                what = _sentence("writes to", names.get(memory) or _named(x, [*modules]))
+                refused.append(WriteError(f"{what}\n\nThe operation: {operation}"))
+                raise refused[-1]
         if is_taken_as_new(operation):
             ours.add(memory_of(local(args[0])))
         for x in tree_leaves((args, kwargs)):
@@ -260,6 +276,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
 
     def note(module: nn.Module, _: object) -> None:
         if threading.get_ident() == thread and not is_compiled_module(module):
+            put_back_attributes([module])
             modules.setdefault(origins.get(module, module))
             if module not in origins:
                 if vars(module)[BUFFERS]:
@@ -270,10 +287,13 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
 
     noting = register_module_forward_pre_hook(note)
     try:
-        with seeing(see, before):
-            yield trained
+        out, end = observed(run, devices, before, see)
     finally:
         noting.remove()
+    if refused:  # even if the loss has caught it
+        raise refused[0]
+    if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
+        _check_depends(out, args[0], trained)
     strangers = [x for memory, x in alive.items() if memory not in names]
     for references, found in (
         (known.captured, strangers),
@@ -282,6 +302,7 @@ def _watching(known: Known, given: tuple[Given, ...]) -> Generator[list[nn.Modul
     ):
         held = {id(at()) for at in references}
         references.extend(ref(x) for x in found if id(x) not in held)  # pyright: ignore
+    return end != "failed"
 
 
 def _names(given: tuple[Given, ...]) -> dict[Any, str]:

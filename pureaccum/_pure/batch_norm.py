@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from .._base import accumulation_dtype, transform_active
+from .._base import Asking, accumulation_dtype, transform_active
 from .._core import gather_one
 
 
@@ -187,16 +186,12 @@ def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return call.get("training") is not False
 
 
-class WithoutBatchNorm(TorchFunctionMode):
+class WithoutBatchNorm(Asking):
     """Raises where a batch norm, by its function, looks at what it is given."""
 
     def __init__(self, error: Callable[[Any], BaseException]) -> None:
-        super().__init__()
-        self.error = error
+        def before(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs):
+                raise error(func)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in (F.batch_norm, torch.batch_norm) and in_training(func, args, kwargs or {}):
-            raise self.error(func)
-        return func(*args, **(kwargs or {}))
+        super().__init__(before)

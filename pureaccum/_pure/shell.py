@@ -40,11 +40,13 @@ from .._base import (
     BUFFERS,
     CHILDREN,
     PARAMETERS,
-    generators,
+    Asking,
+    dispatched,
     here,
     is_cache,
     is_compiled_module,
-    restore,
+    observed,
+    put_back_attributes,
     saved_tensors_hooks,
     saved_tensors_hooks_allowed,
     seeing,
@@ -188,22 +190,31 @@ def call_module(
         return _call_itself(places, tensors, args, kwargs)
     shells = places.idle.shells
     shell = shells.pop() if shells else None
-    if shell is None or changed(shell.theirs):
+    if shell is None or places.leads_back or changed(shell.theirs):
         shell = _take_shell(places, shell)
     if shell is not None:
         training = places.modules[0].training
         if training in places.safe_modes:
             return _call_shell(places, shell, tensors, wanted, args, kwargs)
-        random = generators(frozenset(x.device for x in tensors.values()))
-        own = {id(own_tensor(places, name)) for name in tensors} - {*map(id, tensors.values())}
-        try:
-            with seeing(before=partial(_refuse_own, own)):
+        if here.observed is not None:
+            own = {id(own_tensor(places, name)) for name in tensors} - {*map(id, tensors.values())}
+            found: set[int] = set()
+            with seeing(before=lambda *x: found.update(own.intersection(map(id, tree_leaves(x))))):
                 result = _call_shell(places, shell, tensors, wanted, args, kwargs)
-            places.safe_modes.add(training)
+            places.leads_back.add("name") if found else places.safe_modes.add(training)
             return result
-        except LeadsBackError:
-            places.leads_back.add("name")
-            restore(random)
+        shells.append(shell)
+        if not dispatched():
+            copies = {**tensors, **{name: tensors[name].clone() for name in wanted}}
+            call = partial(call_module, places, copies, wanted, args, kwargs)
+            _, end = observed(call, {x.device for x in tensors.values()})
+            if end == "failed":  # so does this, but for what fails only where it is observed
+                shell = _take_shell(places, None) or shell
+                _call_shell(places, shell, copies, wanted, args, kwargs)
+                places.leads_back.add("name")
+            if end == "at ranks":  # DTensors do not mix with a module's own tensors unnoticed
+                places.safe_modes.add(training)
+            return call_module(places, tensors, wanted, args, kwargs)
     with ALONE, _nothing_run_again(places, tensors, args, kwargs):
         return _call_itself(places, tensors, args, kwargs)
 
@@ -236,16 +247,7 @@ def _nothing_run_again(
         if saved_tensors_hooks() != around:
             raise RuntimeError(refused)
 
-    return seeing(before=look)  # slower; torch refuses none without those that are around
-
-
-class LeadsBackError(BaseException):
-    """A part of a shell uses a tensor of the module itself; only ``call_module`` may catch it."""
-
-
-def _refuse_own(own: set[int], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if any(id(x) in own for x in tree_leaves((args, kwargs))):
-        raise LeadsBackError
+    return Asking(look)  # slower; torch refuses none without those that are around
 
 
 def _call_itself(
@@ -279,6 +281,7 @@ def _call_shell(
         table, key = slots[name][0]
         held[name] = table[key]
     if changed(shell.ours):
+        put_back_attributes(places.modules)
         _assign(places, shell)
     if [*map(len, shell.tables)] != shell.lengths:
         pairs = zip(shell.tables, shell.between, strict=True)
@@ -339,7 +342,8 @@ def _take_shell(places: Places, shell: Shell | None) -> Shell | None:
         raise what_changed(places)
     modules = {*map(id, places.modules)}
     theirs = contents_of([*map(vars, places.modules), *places.kept.dicts])
-    if any(_leads_back(module, modules) for module in places.modules):
+    attributes = [x for m in places.modules for key, x in vars(m).items() if key not in TABLES]
+    if any(_reaches(x, modules, 3) for x in attributes):
         places.leads_back.add("name")
         return None
     shell = shell or Shell(places)
@@ -371,13 +375,8 @@ _ABSENT = object()
 # Ways back --------------------------------------------------------------------------------------
 
 
-def _leads_back(module: nn.Module, modules: set[int]) -> bool:
-    """Whether an attribute of a module leads to one of some modules, given by their ids."""
-    attributes = (value for key, value in vars(module).items() if key not in TABLES)
-    return any(_reaches(x, modules, 3) for x in attributes)
-
-
 def _reaches(value: Any, modules: set[int], depth: int) -> bool:
+    """Whether an attribute leads to one of some modules, given by their ids."""
     if id(value) in modules:
         return True
     if not depth or isinstance(value, (Tensor, nn.Module, Places, type, str, int, float)):

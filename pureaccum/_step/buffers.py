@@ -34,6 +34,7 @@ from .._base import (
     check_choice,
     check_fits,
     flatten,
+    here,
     loadable,
     paths,
     read_tensors,
@@ -190,15 +191,15 @@ def collect_buffers(
         return Carried(unflatten(spec, values), ())
     calls: list[BatchNormCall | None] = []
     for at in (found := batch_norm_buffers(leaves, spec)):
-        here = [call for call in seen if call.running_mean is leaves[at.mean]]
-        if len(here) > 1:
+        its = [call for call in seen if call.running_mean is leaves[at.mean]]
+        if len(its) > 1:
             raise ValueError(
-                f"{paths(spec, 'new_buffers')[at.mean]} was to be updated by {len(here)} calls of "
+                f"{paths(spec, 'new_buffers')[at.mean]} was to be updated by {len(its)} calls of "
                 "batch norm in one microbatch, and one update from all of them is not defined. "
                 "Use buffers='sequential' for a layer that is called more than once."
             )
-        calls.append(here[0] if here else None)
-        if here and at.tracked is not None:
+        calls.append(its[0] if its else None)
+        if its and at.tracked is not None:
             values[at.tracked] = given[at.tracked]  # the one update is counted at the end
     if strangers := len(seen) - len(calls) + calls.count(None):
         raise ValueError(
@@ -296,7 +297,8 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.batch_norm and func is not torch.batch_norm:
+        observed = here.observed is not None  # what is called there is called again
+        if observed or (func is not F.batch_norm and func is not torch.batch_norm):
             return func(*args, **(kwargs or {}))
         call = dict(zip(_SIGNATURES[func], args, strict=False)) | (kwargs or {})
         running_mean, x = call["running_mean"], call["input"]

@@ -121,8 +121,8 @@ def make_step(
         memory_budget: For ``"auto"``: bytes that a step may hold beyond its arguments, such as
             gradients, activations and the next state. A CPU needs it, since Linux promises more
             memory than there is. Sizes that are not yet known to fit are tried under a count of
-            what is alive, which takes longer; later steps are not counted. (What is done with the
-            sums is not counted if ``donate`` has it write over the old state.)
+            what is alive, in a run that is dropped; later steps are not counted. (What is done with
+            the sums is not counted if ``donate`` has it write over the old state.)
         retry_after: For ``"auto"``: how many steps after a size failed twice the size that went
             well is tried again; None never does. Memory that others held may be free by then.
         reduction: What a scalar loss is of its rows, ``"mean"`` or ``"sum"``.

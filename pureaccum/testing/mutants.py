@@ -133,8 +133,8 @@ MUTANTS: dict[str, Mutant] = {
     "a module that leads back called in a shell": Mutant(
         "A bound method of a module computes with the module's own parameters.",
         "_pure/shell.py",
-        "if any(id(x) in own for x in tree_leaves((args, kwargs))):",
-        "if False:",
+        'places.leads_back.add("name") if found else places.safe_modes.add(training)',
+        "places.safe_modes.add(training)",
     ),
     "what cannot be run again": Mutant(
         "A recomputation of a module that leads back to itself uses the module's own parameters.",

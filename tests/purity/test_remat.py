@@ -14,6 +14,7 @@ from torch.func import functional_call, grad
 import pureaccum as pa
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.draws import generator
+from tests.dropped import is_dropped
 from tests.faults.refusals import Old
 
 
@@ -63,7 +64,7 @@ def test_inputs_without_a_gradient_cost_none() -> None:
         return x @ w
 
     pa.remat(func)(W.clone().requires_grad_(), X).sum().backward()
-    assert seen == [(False, False), (True, False)]
+    assert seen == [(False, False), (False, False), (True, False)]  # observed, forward, backward
 
 
 @pytest.mark.parametrize("transform", ["autograd", "grad"])
@@ -222,7 +223,7 @@ def test_segments_are_even(n: int, segments: int | None) -> None:
     calls: list[int] = []
 
     def f(i: int) -> Any:
-        return lambda p, x: (calls.append(i), x * p)[1]
+        return lambda p, x: (is_dropped() or calls.append(i), x * p)[1]
 
     params = [torch.ones(3, requires_grad=True) for _ in range(n)]
     pa.remat_sequential([f(i) for i in range(n)], segments)(params, x).sum().backward()

@@ -14,6 +14,7 @@ from torch.func import functional_call
 import pureaccum as pa
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.dropped import is_dropped
 from tests.faults.refusals import saying
 
 
@@ -174,7 +175,9 @@ def test_a_write_in_a_later_microbatch_raises(form: str) -> None:
         of, calls = world(), []
 
         def late(o: World, p: Any, b: Any, write: str = write, calls: Any = calls) -> None:
-            calls.append(o.captured.sum())
+            read = o.captured.sum()
+            if not is_dropped():
+                calls.append(read)
             if len(calls) <= 1:
                 return
             if write == "batch in place":
@@ -194,7 +197,8 @@ def test_a_window_that_was_written_beside_is_spoiled() -> None:
     of, calls = world(), []
 
     def late(o: World, p: Any, b: Any) -> None:
-        calls.append(1)
+        if not is_dropped():
+            calls.append(1)
         if len(calls) > 1:
             clamped(p["w"])
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._base import flatten, paths, tree_leaves, tree_map, unflatten
+from ..._base import flatten, here, paths, tree_leaves, tree_map, unflatten
 from ..._core import ClaimedProduct, Miss, Reduction, misses, read
 from ...curvature import hvp
 from .kept import Kept
@@ -285,7 +285,8 @@ class _Statistics(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name not in self.names or not _over_rows(*args, **kwargs):
+        observed = here.observed is not None  # what is called there is called again
+        if observed or name not in self.names or not _over_rows(*args, **kwargs):
             return func(*args, **kwargs)
         return self.answer(Call(function=name, line=users_line()), lambda: func(*args, **kwargs))
 

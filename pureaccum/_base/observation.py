@@ -1,0 +1,84 @@
+"""A run that is observed supplies no number: it is dropped, and the same is run again.
+
+torch has operations that give other numbers under a dispatch mode, even under one that only looks
+(pytorch#198118). Nothing is left of the observed run: generators stand where they stood, what it
+assigned to attributes of modules is put back, and hooks on saved tensors are not asked.
+
+Other ranks may not observe theirs, since a rank decides by what it has seen so far. So there it
+exchanges nothing: ``psum`` and ``gather`` give what they would if all ranks held the same (see
+exchange.py), and at a collective of torch's, or an operation on DTensors, the run ends.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+
+from .checks import here
+from .dtensors import any_sharded
+from .generators import generators, restore
+from .torch_internals import COLLECTIVES, saved_tensors_hooks, seeing, unseen
+from .trees import tree_leaves
+
+
+class _ReachedRanksError(BaseException):
+    """An observed run is about to reach other ranks. Only ``observed`` may catch this."""
+
+
+def observed(
+    run: Callable[[], Any],
+    devices: Iterable[torch.device],
+    before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda *_: None,
+    see: Callable[[tuple[Any, ...], Any], None] | None = None,
+) -> tuple[Any, Literal["whole", "at ranks", "failed"]]:
+    """What a run returns, or None, and how it ended; lack of memory is raised.
+
+    ``before(operation, args, kwargs)`` and ``see(operands, out)`` are called around each operation.
+    Where the run has failed, and not because of the observer, so will the one that counts. Of
+    torch's generators those that operations draw from are put back: other threads draw, too.
+    """
+
+    def look(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        before(operation, args, kwargs)
+        given = tree_leaves((args, kwargs))
+        if operation.namespace in COLLECTIVES or any_sharded(given):
+            raise _ReachedRanksError
+        if torch.Tag.nondeterministic_seeded in operation.tags:  # the first is undone last
+            own = next((x for x in given if isinstance(x, torch.Generator)), None)
+            with unseen():
+                if own is None:
+                    undo.callback(restore, generators(devices))
+                else:
+                    undo.callback(own.set_state, own.get_state())
+
+    with ExitStack() as undo:
+        undo.callback(setattr, here, "observed", here.observed)
+        here.observed = undo
+        undo.callback(random.setstate, random.getstate())
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            undo.callback(numpy.set_state, numpy.get_state())
+        if saved_tensors_hooks() is not None:  # a checkpoint counts what is saved
+            undo.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        try:
+            with seeing(see, look):
+                return run(), "whole"
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except _ReachedRanksError:
+            return None, "at ranks"
+        except Exception:
+            return None, "failed"
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
+    """Let an observed run leave the attributes of modules as they are now."""
+    if (undo := here.observed) is not None:
+        for module in modules:
+            undo.callback(vars(module).update, dict(vars(module)))
