@@ -14,6 +14,7 @@ from hypothesis import given
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum._base import dispatched
 from pureaccum._core.auto_size import by_memory, counting
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
@@ -228,9 +229,7 @@ def test_a_proven_size_is_not_counted() -> None:
     seen: list[bool] = []
 
     def loss(params: Tensor, batch: Tensor) -> Tensor:
-        from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-
-        seen.append(is_in_torch_dispatch_mode())
+        seen.append(dispatched())
         return (batch * params).mean()
 
     step = made(loss, 10**9)
