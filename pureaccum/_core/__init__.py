@@ -7,7 +7,8 @@ What a loss returns (``loss``) weighs something (``weights``); ``engines`` go fo
 ``microbatch`` is the primitive, whose derivatives follow the ``rule`` and whose ``outputs`` are put
 together by the words of ``reductions``; ``remat`` is the same with one piece. A function that is
 run again sees what it saw (``recomputation``, ``called_modules``), and writes to nothing that is
-not its own (``writes``). Results have a ``history`` that plain autograd follows.
+not its own (``writes``). Results have a ``history`` that plain autograd follows. Whether derivatives
+are those of the numbers is said by ``differences``.
 """
 
 from .accumulator import NO_GRAPH as NO_GRAPH
@@ -49,8 +50,8 @@ from .buckets import meet as meet
 from .buckets import sum_over_ranks_ as sum_over_ranks_
 from .called_modules import ALONE as ALONE
 from .called_modules import origins as origins
-from .differences import ClaimedProduct as ClaimedProduct
 from .differences import Miss as Miss
+from .differences import SecondOrder as SecondOrder
 from .differences import misses as misses
 from .engines import Engine as Engine
 from .engines import Pull as Pull

@@ -26,7 +26,6 @@ from torch.linalg import vector_norm
 from torch.overrides import TorchFunctionMode
 
 from .._base import (
-    Drawn,
     Tree,
     continuous,
     custom_functions,
@@ -44,7 +43,7 @@ _STEPS = 2.0**-26, 2.0**-17, 2.0**-8, 2.0**-4
 _ENOUGH = 2.0**-10  # of a leaf
 
 
-class ClaimedProduct(NamedTuple):
+class SecondOrder(NamedTuple):
     """A product of second derivatives, and what it is of.
 
     Attributes:
@@ -70,7 +69,7 @@ class Miss(NamedTuple):
     functions: Sequence[str] = ()  # the custom Functions that were called
 
 
-def misses(claim: ClaimedProduct, params: Tree) -> dict[int, Miss] | None:
+def misses(claim: SecondOrder, params: Tree) -> dict[int, Miss] | None:
     """Where a product is not the derivative of gradients; None where nothing can be said.
 
     i + 1 stands for leaf i, and 0 for the value, if its derivative is not its gradient. What is
@@ -131,18 +130,16 @@ def _line(
     sizes = [2.0 ** round(math.log2(x or max(means) or 1.0)) for x in means]
     for x, size in zip(leaves, sizes, strict=True):
         bits = torch.randint(0, 256, (2, *x.shape), generator=random, dtype=torch.uint8)
-        far, sign = bits.to(x.device, x.dtype) / 128 - 1
-        point.append((x + spread * size * far).requires_grad_())
-        along.append(torch.where(sign < 0, -size, size).to(x))
+        if x.dim() > 1 and x.shape[-1] == x.shape[-2] and x.equal(x.mT):  # and is to stay symmetric
+            bits = bits.triu() + bits.triu(1).mT
+        far, sign = bits.to(x.device)
+        point.append(far.to(x).sub_(128).mul_(spread * size / 128).add_(x).requires_grad_())
+        along.append(torch.where(sign < 128, -size, size).to(x))
     return point, along, sizes
 
 
 def _gradients(
-    claim: ClaimedProduct,
-    tree: Callable[[Leaves], Tree],
-    point: Leaves,
-    moved: Leaves,
-    drawn: list[Drawn],
+    claim: SecondOrder, tree: Callable[[Leaves], Tree], point: Leaves, moved: Leaves, drawn: Any
 ) -> tuple[Tensor, Leaves, Leaves]:
     """The value, outputs and gradients, of which what is linear is taken at a point."""
     restore(drawn)
@@ -156,7 +153,11 @@ def _gradients(
 
 
 def _compared(
-    f: Callable[[float], Leaves], zero: Leaves, claims: Leaves, sizes: list[float], unit: float
+    f: Callable[[float], list[Tensor]],
+    zero: Leaves,
+    claims: Leaves,
+    sizes: list[float],
+    unit: float,
 ) -> dict[int, Miss] | None:
     """The misses on one line, each by its smallest bound; None where gradients are nothing."""
     starts, came = ([float(vector_norm(x)) for x in some] for some in (zero, claims))
@@ -168,13 +169,15 @@ def _compared(
     for step in _STEPS:
         if not left or step < unit**0.5:
             continue
-        pairs = [(a - b, a - 2 * z + b) for a, z, b in zip(f(step), zero, f(-step), strict=True)]
+        wholes, low, bends = f(step), f(-step), list[float]()
+        for high, z in zip(wholes, zero, strict=True):
+            bends.append(float(vector_norm(high - 2 * z + low[0])) / 2)
+            high.sub_(low.pop(0)).div_(2 * step)
         upper, lower = f(step / 2), f(-step / 2)
         for i in [*left]:
             half = (upper[i] - lower[i]) / step
-            bends = pairs[i][1] / 2, upper[i] - 2 * zero[i] + lower[i]
-            bend = float(sum(map(vector_norm, bends))) / step
-            far = float(vector_norm(pairs[i][0] / (2 * step) - half))
+            bend = (bends[i] + float(vector_norm(upper[i] - 2 * zero[i] + lower[i]))) / step
+            far = float(vector_norm(wholes[i] - half))
             expected, missing = float(vector_norm(half)), float(vector_norm(claims[i] - half))
             still = not (bend or far or expected)  # a coarse rounding, perhaps
             if not bend <= max(starts[i], expected / 4) or (still and step < _STEPS[-1]):

@@ -4,6 +4,8 @@ state = zeros
 for part in microbatches of all batches:
 state += gradient of one number of the part
 return sum of all ranks' states, divided once
+
+What comes out is compared with differences, once a loss and kind.
 """
 
 import itertools
@@ -38,12 +40,12 @@ from .._base import (
 )
 from .._core import (
     AccumState,
-    ClaimedProduct,
     Given,
     InDtype,
     Known,
     Miss,
     Reduction,
+    SecondOrder,
     accumulator,
     cast_tree,
     check_size,
@@ -246,7 +248,7 @@ def compared(
     def called(params: Tree, *args: Any) -> Any:
         check_vector(params, args)
         (leaves, spec), (rest, rest_spec) = flatten(params), flatten(args)
-        if not check or not _can_be_compared([*leaves, *rest]):
+        if not check or not _can_be_compared(leaves, rest):
             return product(params, *args)
         shapes: Any = (spec, *(x.shape for x in leaves))
         given = Given("params", leaves, shapes), Given("args", rest, rest_spec)
@@ -265,9 +267,8 @@ def compared(
             found = _misses(
                 along, forward, loss, params, first[0][1:], len(args) - 1, batch_argnums
             )
-            wrong = {i: x for i, x in (found or {}).items() if i}
-            if wrong and not (0 in found and found[0].functions):  # whose derivative is by design
-                raise WrongProductError(_sentence(wrong, paths(spec, "params")))
+            if found and {*found} - {0} and not (0 in found and found[0].functions):
+                raise WrongProductError(_sentence(found, paths(spec, "params")))
             if found is not None:
                 known.modules = known_of(along).modules
                 remember(known, *given)
@@ -276,13 +277,14 @@ def compared(
     return called
 
 
-def _can_be_compared(leaves: list[Any]) -> bool:
-    """Not under what looks on or differentiates, nor where ranks would part ways."""
+def _can_be_compared(params: list[Any], args: list[Any]) -> bool:
+    """Not under what looks on or differentiates, where ranks would part ways, or of huge params."""
     if not at_top_level() or in_backward() or here.backward or not here.compares:
         return False
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return False
-    return {type(x) for x in leaves if isinstance(x, Tensor)} <= {Tensor, nn.Parameter}
+    kinds = {type(x) for x in (*params, *args) if isinstance(x, Tensor)}
+    return kinds <= {Tensor, nn.Parameter} and sum(x.numel() for x in params) <= 2**27
 
 
 def _misses(
@@ -302,7 +304,7 @@ def _misses(
 
     def in_dtype(dtype: torch.dtype | None, args: Sequence[Any]) -> dict[int, Miss] | None:
         args, (_, *last) = args[:count], args[count:]
-        claim = ClaimedProduct(
+        claim = SecondOrder(
             forward=lambda params: forward(params, *args),
             loss=lambda out: read(loss(out, *args), False)[0].total,
             product=lambda params, v: whole(params, *args, v, *last)[0][0],
@@ -323,19 +325,19 @@ def _misses(
 
 
 def _sentence(found: dict[int, Miss], names: list[str]) -> str:
-    place, worst = max(found.items(), key=lambda item: item[1].missing / item[1].bound)
+    where = [(miss.missing / miss.bound, i) for i, miss in found.items() if i]
+    worst, more = found[i := max(where)[1]], f" and {len(where) - 1} more leaves" * (len(where) > 1)
     cause = (
-        f"{', '.join(worst.functions)}, a custom Function: one that makes its gradient in its "
-        "forward pass has no second derivative, and autograd takes that gradient for a constant. "
-        "Compute it in backward, of saved inputs, or use the plain formula."
+        f"{', '.join(worst.functions)}: a custom Function that makes its gradient in its forward "
+        "pass has no second derivative, since autograd takes that gradient for a constant. Compute "
+        "it in backward, of saved inputs, or use the plain formula."
         if worst.functions
-        else "something that depends on params and is computed under no_grad() or not by torch, a "
-        "hook on a gradient, or a second derivative that is wrong in torch. Use a plain formula."
+        else "something that depends on params is computed under no_grad() or not by torch, a hook "
+        "changes a gradient, or torch itself has a derivative wrong. Use a plain formula."
     )
-    more = f" and {len(found) - 1} more leaves" * (len(found) > 1)
     return (
-        f"the product is not the derivative of the gradient in {names[place - 1]}{more}: its norm "
-        f"is {worst.came:.3g} there and that of central differences is {worst.expected:.3g}, which "
-        f"are {worst.missing:.2g} apart, where {worst.bound:.1g} could be rounding. Likely cause: "
+        f"the product is not the derivative of the gradient in {names[i - 1]}{more}: its norm is "
+        f"{worst.came:.3g} there, and that of central differences {worst.expected:.3g}; they are "
+        f"{worst.missing:.2g} apart, of which rounding explains {worst.bound:.1g}. Likely cause: "
         f"{cause} check=False takes the product as it is."
     )

@@ -633,6 +633,18 @@ MUTANTS: dict[str, Mutant] = {
         "again = flatten(params)[0] if transform_active() else []",
         "again = []",
     ),
+    "a product that nobody compares": Mutant(
+        "Products that miss what a custom Function does are taken as they are.",
+        "curvature/passes.py",
+        "if knows(known, *given):",
+        "if check:",
+    ),
+    "what is detached moves": Mutant(
+        "Differences follow what a loss detaches, and products do not.",
+        "_core/differences.py",
+        "(2, nullcontext()), (2, _Constants())",
+        "(2, nullcontext())",
+    ),
     "curvature of nothing zero": Mutant(
         "A batch of no weight has a curvature of zero.",
         "curvature/passes.py",

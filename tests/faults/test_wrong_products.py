@@ -22,7 +22,7 @@ from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOpti
 
 import pureaccum as pa
 from pureaccum._base import tree_leaves
-from pureaccum._core.differences import ClaimedProduct, misses
+from pureaccum._core.differences import SecondOrder, misses
 from pureaccum.curvature import diagonal, fisher_vp, ggnvp, hvp, trace
 from pureaccum.curvature.passes import WrongProductError
 from pureaccum.testing import check_accumulation
@@ -424,6 +424,12 @@ def test_no_false_alarm(name: str, dtype: torch.dtype) -> None:
     fisher_vp(each, **knobs)(params, batch, v)
 
 
+def test_what_is_detached_is_a_constant() -> None:
+    for name in ("straight through", "a ratio of probabilities", "its own targets"):
+        for make in with_head(RIGHT[name]).values():
+            make()(*problem())
+
+
 def test_complex_parameters() -> None:
     random = torch.Generator().manual_seed(0)
     w, v, x = (torch.randn(4, 4, generator=random, dtype=torch.complex64) for _ in range(3))
@@ -550,7 +556,7 @@ def test_a_part_of_a_leaf_in_a_million(seed: int, leaf: str, digits: float) -> N
         return found | {leaf: found[leaf] * (1 - off)}
 
     def missed(off: float) -> Any:
-        return misses(ClaimedProduct(lambda params: params, loss, partial(product, off)), params)
+        return misses(SecondOrder(lambda params: params, loss, partial(product, off)), params)
 
     assert missed(0.0) == {}
     assert list(missed(10**digits)) == [1 + sorted(params).index(leaf)]

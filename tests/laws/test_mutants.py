@@ -290,6 +290,12 @@ KILLERS = {
     "a constant of a product under a transform": (
         "bounds/test_curvature.py::test_transforms_around_a_product[gauss-newton-mlp]"
     ),
+    "a product that nobody compares": (
+        "faults/test_wrong_products.py::test_the_programs_of_the_finding"
+    ),
+    "what is detached moves": (
+        "faults/test_wrong_products.py::test_what_is_detached_is_a_constant"
+    ),
     "curvature of nothing zero": (
         "exact/test_curvature.py::test_a_microbatch_without_weight_adds_nothing[fisher]"
     ),

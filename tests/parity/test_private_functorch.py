@@ -79,6 +79,24 @@ def test_what_autograd_records_has_a_number() -> None:
     )
 
 
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:  # type: ignore[override]
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return 3 * grad
+
+
+def test_what_autograd_records_says_which_function_it_is_of() -> None:
+    w = torch.ones((), requires_grad=True)
+    outs = [Tripled.apply(w.sin()).cos(), Tripled.apply(w)]
+    assert torch_internals.custom_functions(outs) == [f"{__name__}.Tripled"]
+    assert torch_internals.custom_functions([w, w * 2]) == []
+    assert len([*torch_internals.nodes_of(outs)]) == 5
+
+
 def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
     """Seen from inside of another transform, where a tangent of an outer one does not show."""
     seen: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._base import flatten, here, paths, tree_leaves, tree_map, unflatten
-from ..._core import ClaimedProduct, Miss, Reduction, misses, read
+from ..._core import Miss, Reduction, SecondOrder, misses, read
 from ...curvature import hvp
 from .kept import Kept
 from .report import Diagnosis, Split
@@ -320,8 +320,7 @@ def wrong_derivatives(subject: Subject) -> Iterator[Diagnosis]:
                 return tree_map(lambda x: torch.full_like(x, torch.nan), v)
 
         return (
-            misses(ClaimedProduct(whole, total, product, partial(subject.running, seed)), params)
-            or {}
+            misses(SecondOrder(whole, total, product, partial(subject.running, seed)), params) or {}
         )
 
     def of_leaf(i: int) -> dict[int, Miss]:
