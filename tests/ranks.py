@@ -8,6 +8,10 @@ in them depends on time. (So nothing is made smaller: the first example that fai
 
 The ranks are forks of a process that has imported torch and has done nothing else: to import it
 in each of four would take most of the time.
+
+A process of a gloo group sometimes aborts when it ends right after a collective, in plain torch
+too. So a rank first tells what came, and then ends without running any destructor: what has died
+before that has died of a fault.
 """
 
 import os
@@ -15,9 +19,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,6 +33,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, settings
 from torch import multiprocessing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.draws import examples
 from tests.laws.planted import IMPORTED
@@ -35,6 +42,7 @@ from tests.laws.planted import IMPORTED
 # Seconds until ranks that hang are killed, and the test fails.
 PATIENCE = 120.0 + 5.0 * settings.default.max_examples
 TIMEOUT = 60.0  # seconds that a rank waits for another
+GRACE = 2.0  # seconds that a rank stays after its last collective, which others may still be in
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(IMPORTED)
@@ -81,6 +89,36 @@ def in_step(share: float = 3 / 4, fewest: int = 25) -> settings:
     )
 
 
+class Exchanges(TorchDispatchMode):
+    """What this rank asks its group for: each operation, with the shapes and dtypes of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.seen.append((func.__name__, [_looks(x) for x in args]))
+        return func(*args, **(kwargs or {}))
+
+
+def _looks(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_looks(each) for each in x]
+    return (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else None
+
+
+@contextmanager
+def exchanging_alike() -> Iterator[list[tuple[str, Any]]]:
+    """Check that all ranks exchange the same inside, in one order; yields what this one does."""
+    with Exchanges() as exchanges:
+        yield exchanges.seen
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, exchanges.seen)
+    for n, each in enumerate(zip_longest(*of_all)):
+        assert all(x == each[0] for x in each), (n, each)
+
+
 def cases_on_ranks(world: int, cases: Mapping[str, Callable[[], object]]) -> Outcomes:
     """Call all cases on every rank, one after the other; of a rank that dies, all have failed."""
     ends = run_on_ranks(world, partial(_cases, dict(cases)))
@@ -113,8 +151,8 @@ def run_on_ranks(
                 process.join(5)
                 told.append(End(None, f"died with exit code {process.exitcode}"))
         for process in ranks:
-            process.join(5)
             process.kill()
+        for process in ranks:
             process.join()
         return told
 
@@ -130,10 +168,14 @@ def _serve(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
         torch.manual_seed(0)
         end = End(call(rank, world))
-        dist.destroy_process_group()
     except BaseException:
         end = End(None, f"rank {rank} of {world}: {traceback.format_exc()}")
     writer.send(end)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not end.failure:  # others hear of a failure by the end of the process
+        time.sleep(GRACE)
+    os._exit(0)
 
 
 def _test(module: str, name: str, rank: int, world: int) -> None:
