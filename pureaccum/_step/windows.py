@@ -335,16 +335,20 @@ def finished(
     if plain is not False:
         any_weight = any_weight | (plain & (count > skipped))
     applied, told = _applied(sound & any_weight, ready.sound, device)
+    weight, noise = scalar(weight * rows, torch.float64, device), ()
+    if plan.rule.squares:
+        of_squares = (1.0 if scale is None else scale.double() ** 2) / rows
+        noise = _noise(accum, parts, layouts, of_squares, weight)
     info = StepInfo(
         loss=scalar(mean_value(total, by), torch.float64, device),
         grad_norm=length,
-        weight=scalar(weight * rows, torch.float64, device),
+        weight=weight,
         microbatches=scalar(count, torch.int64, device),
         skipped=scalar(skipped, torch.int64, device),
         applied=applied,
         scale=torch.ones_like(length) if scale is None else scale.clone(),
         aux=() if aux is None else aux,
-        noise=_noise(accum, parts, layouts, scale) if plan.rule.squares else (),
+        noise=noise,
     )
     buffers, scaling = state.buffers, state.loss_scale
     if plan.buffers is not None:
@@ -390,11 +394,9 @@ def _applied(worth: Any, rate_is_sound: Any, device: torch.device) -> tuple[Tens
 
 
 def _noise(
-    accum: AccumState, parts: list[Tensor], layouts: Layouts | None, scale: Tensor | None
+    accum: AccumState, parts: list[Tensor], layouts: Layouts | None, by: Any, weight: Tensor
 ) -> BatchNoise:
     squares = accum.squares
     assert isinstance(squares, Tensor)
-    each = squares[:-1] if scale is None else squares[:-1] / scale.double() ** 2
-    weight = scalar(accum.weight, torch.float64, squares.device)
     norms = [norm(x) for x in parts] if layouts is None else norms_of_parts(parts, layouts)
-    return noise_of(norms, each, weight, squares[-1])
+    return noise_of(norms, squares[:-1] / by, weight.to(squares.device), squares[-1])

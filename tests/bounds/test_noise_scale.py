@@ -302,3 +302,21 @@ def test_other_params_and_bad_decays_are_refused() -> None:
         error = ValueError if isinstance(decay, int | float) else TypeError
         with refused(error, "decay", repr(decay)):
             pa.running_noise_scale(decay)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["mean", "weighted"])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_a_step_and_its_window_say_the_same_of_a_batch(kind: str, scale: float | None) -> None:
+    """Cut or in one piece, which says nothing of noise: all fields, weights in rows or as given."""
+    problem = make(kind, "propagate", 0, 6, 2)
+    knobs: Any = {"noise": True, "loss_scale": scale and pa.static_loss_scale(scale)}
+    for size in (None, 8, 6, 4, 1, [5, 1], [6]):
+        step = pa.make_step(problem.loss, pa.sgd(0.5), microbatch_size=size, **knobs)
+        state = step.init(problem.params)
+        cut: Any = 6 if size is None else size
+        whole = step(state, problem.batch)[1]
+        window = step.window(state, list(pa.microbatches(problem.batch, cut)))[1]
+        for came, want in zip(whole.noise, window.noise, strict=True):
+            assert torch.allclose(came, want, rtol=ROOT_U, atol=0.0, equal_nan=True), size
+        assert whole.noise.weight == window.noise.weight == whole.weight
+        assert whole.noise.weight == (6.0 if kind == "mean" else weight(problem.batch))
