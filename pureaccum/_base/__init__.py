@@ -21,8 +21,10 @@ from .agreement import compare as compare
 from .agreement import differences as differences
 from .agreement import looks_of as looks_of
 from .agreement import memory as memory
+from .agreement import nothing_of as nothing_of
 from .agreement import rows_as_bytes as rows_as_bytes
 from .agreement import settings_of as settings_of
+from .agreement import tied as tied
 from .agreement import value_in_words as value_in_words
 from .checks import LARGEST_INT as LARGEST_INT
 from .checks import NoGraphError as NoGraphError
@@ -119,6 +121,7 @@ from .torch_internals import below_vmap as below_vmap
 from .torch_internals import compares_layouts as compares_layouts
 from .torch_internals import compile_anew as compile_anew
 from .torch_internals import custom_functions as custom_functions
+from .torch_internals import differentiated as differentiated
 from .torch_internals import differentiating as differentiating
 from .torch_internals import dispatched as dispatched
 from .torch_internals import down_to as down_to

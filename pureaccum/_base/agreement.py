@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .containers import open_tree
 from .dtensors import local
-from .trees import Tree, flatten, paths, real_parts
+from .torch_internals import followed, transform_level, zero_of_all_levels
+from .trees import Tree, flatten, paths, real_parts, tree_map
 
 
 CLAIM_NUMBERS = 3  # in a claim
@@ -196,6 +198,26 @@ def between_ranks(
             f"this point within the group's timeout; its own message says more. {after}"
         )
         raise
+
+
+# One form on all ranks -------------------------------------------------------------------
+
+
+def nothing_of(trees: Tree, device: torch.device) -> Tensor:
+    """A zero that all transforms follow which map, or follow a tensor of some trees."""
+    zero = zero_of_all_levels(device)
+    for x in open_tree(trees)[0]:
+        if isinstance(x, Tensor) and followed(x, transform_level() or 0)[0]:
+            zero = zero + real_parts(x).reshape(-1)[:0].sum().to(zero)
+    return zero
+
+
+def tied(tree: Tree, zero: Tensor) -> Tree:
+    """The same numbers in one form on all ranks: transforms follow them as they do a zero.
+
+    What a rank computes from no rows no transform would follow, and the others would wait for it.
+    """
+    return tree_map(lambda x: torch.where(zero == 0, x, zero.to(x.device, x.dtype)), tree)
 
 
 # Tensors as numbers and as words ---------------------------------------------------------

@@ -6,6 +6,7 @@ name                               what for                                check
 ``torch._C._functorch``            is a functorch transform active?        2.11, 2.13, 2.15
 ``torch._C._functorch``            what its wrappers wrap, mapped or not   2.11, 2.13, 2.15
 ``…functorch._add_batch_dim``      wrap what was computed below a vmap     2.13
+``…functorch.CVmapInterpreterPtr`` how many members a vmap has             2.13
 ``…functorch._vmap_increment_…``   a vmap, and no checks                   2.13
 ``torch._C.DisableTorchFunction``  look at a tensor past all modes         2.13
 ``…functorch.push_dynamic_...``    a tensor as an outer transform sees it  2.11, 2.13
@@ -159,8 +160,8 @@ def wants_gradient(x: Tensor) -> bool:
     return x.requires_grad
 
 
-def followed(x: Tensor, level: int) -> tuple[bool, bool]:
-    """Whether autograd or a transform up to a level differentiates or maps a tensor.
+def followed(x: Tensor, level: int, mapped: bool = True) -> tuple[bool, bool]:
+    """Whether autograd or a transform up to a level differentiates a tensor, or maps it.
 
     The second answer is whether a transform above that level wraps it.
     """
@@ -169,10 +170,30 @@ def followed(x: Tensor, level: int) -> tuple[bool, bool]:
         its = functorch.maybe_get_level(x)
         if its > level:
             above = True
-        elif functorch.is_batchedtensor(x) or _is_differentiated(x, its):
+        elif mapped if functorch.is_batchedtensor(x) else _is_differentiated(x, its):
             return True, above
         x = functorch.get_unwrapped(x)
     return _is_differentiated(x, 0), above
+
+
+def differentiated(x: Any) -> bool:
+    """Whether something is a tensor, and a derivative by it may be asked for, at any level."""
+    return isinstance(x, Tensor) and followed(x, transform_level() or 0, mapped=False)[0]
+
+
+def zero_of_all_levels(device: torch.device) -> Tensor:
+    """A zero that every active vmap maps, and that has a tangent for every active jvp."""
+    functorch = torch._C._functorch  # pyright: ignore
+    with down_to(0):
+        zero = torch.zeros((), device=device)
+    for each in functorch.get_interpreter_stack() or ():  # from the outermost on
+        with down_to(each.level()):
+            if each.key() == functorch.TransformType.Vmap:
+                members = functorch.CVmapInterpreterPtr(each).batchSize()
+                zero = as_members(zero.expand(members), each.level())
+            elif each.key() == functorch.TransformType.Jvp:
+                zero = torch.autograd.forward_ad.make_dual(zero, torch.zeros_like(zero))
+    return zero
 
 
 def _is_differentiated(x: Tensor, level: int) -> bool:

@@ -61,6 +61,7 @@ from .engines import as_they_are as as_they_are
 from .engines import prepare as prepare
 from .engines import run_window as run_window
 from .evaluation import value as value
+from .exchange import any_rank as any_rank
 from .exchange import exchange as exchange
 from .exchange import gather_one as gather_one
 from .exchange import inside_of as inside_of

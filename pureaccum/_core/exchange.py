@@ -3,17 +3,19 @@
     psum(x)      the sum over all ranks, on each of them     its transpose: psum
     gather(x)    the rows of all ranks, on each of them      its transpose: scatter
     scatter(x)   the sum over all ranks, of own rows alone   its transpose: gather
-    total(x)     the sum over all ranks, of which they       its transpose: copy
-                 hold one copy together
-    copy(x)      a rank's own copy of what all hold          its transpose: total
+    total(x)     the sum over all ranks, or their rows,      its transpose: copy
+                 of which they hold one copy together
+    copy(x)      a rank's own copy of what all hold,         its transpose: total
+                 or its own rows
 
 What all ranks return, added up, is what is differentiated: then a sum that each of them receives
 has a cotangent on each of them, and the transpose adds these up. So ``make_step(..., group=...)``,
 which adds up the gradients of all ranks, gives the gradient of the sum of their losses.
 
-All ranks exchange the same, in one order. Where a tensor of new shape or dtype is exchanged for the
-first time, and wherever a batch is cut around the call, they compare first what they are about to
-do; a mismatch is an error on all of them.
+All ranks exchange the same, in one order, and compare first what they are about to do; a mismatch
+is an error on all of them. Shapes and dtypes that were exchanged before are compared no more where
+a module fixes them, or the host would have to wait for a device, unless a batch is cut around the
+call.
 
 Each rank pulls the gradient of a microbatch with a cotangent of its own making: a weight, divided
 by some power of two. What it hands to another rank is first multiplied to what it stands for, and
@@ -42,10 +44,12 @@ from .._base import (
     between_ranks,
     claim,
     continuous,
-    flatten,
+    differentiated,
+    down_to,
     forward_ad,
     here,
     in_backward,
+    open_tree,
     real_parts,
     transform_level,
     unflatten,
@@ -56,21 +60,29 @@ from .recomputation import exchanged, note_made
 
 
 def exchange(kind: "Kind", tree: Tree, group: Any) -> Tree:
-    """Exchange a tree of tensors with the ranks of a group, differentiably."""
-    leaves, spec = flatten(tree)
-    return unflatten(spec, Exchange(kind, group_of(group)).of(leaves))
+    """Exchange a tree of tensors with the ranks of a group, differentiably.
+
+    A copy is made of what is differentiated by: what is constant stays so.
+    """
+    leaves, spec = open_tree(tree)
+    at = [i for i, x in enumerate(leaves) if kind != "copy" or differentiated(x)]
+    found = Exchange(kind, group_of(group)).of([leaves[i] for i in at])
+    for i, x in zip(at, found, strict=True):
+        leaves[i] = x
+    return unflatten(spec, leaves)
 
 
-def any_rank(flag: bool, device: torch.device, group: Any) -> bool:
-    """Whether something is so on any rank; the host waits for that."""
-    (count,) = Exchange("total", group).run([torch.tensor([flag], device=device).double()])
-    return bool(count > 0)
+def any_rank(flags: Sequence[bool], device: torch.device, group: Any) -> list[bool]:
+    """Which of some things are so on any rank; the host waits for that."""
+    with down_to(0):
+        (counts,) = Exchange("total", group).run([torch.tensor(flags, device=device).double()])
+        return [count > 0 for count in counts.tolist()]
 
 
-def gather_one(x: Tensor, group: Any) -> Tensor:
-    """The tensors of all ranks, which have one shape, along a new dim 0."""
-    group = group_of(group)
-    (rows,) = Exchange("gather", group, [1] * dist.get_world_size(group)).of([x.unsqueeze(0)])
+def gather_one(x: Tensor, group: Any, kind: "Kind" = "gather") -> Tensor:
+    """The tensors of all ranks, whose one shape no data decides, along a new dim 0."""
+    each = [1] * dist.get_world_size(group := group_of(group))
+    (rows,) = Exchange(kind, group, each, fixed=True).of([x.unsqueeze(0)])
     return rows
 
 
@@ -101,16 +113,20 @@ class Exchange:
         kind: Which one.
         group: The ranks.
         each: The rows that each rank has, where the map is of rows; None until it is known.
+        fixed: Whether no data can decide what shapes there are.
     """
 
-    def __init__(self, kind: Kind, group: Any, each: list[int] | None = None) -> None:
+    def __init__(self, kind: Kind, group: Any, each: Any = None, fixed: bool = False) -> None:
         self.kind: Kind = kind
-        self.group, self.each = group, each
+        self.group, self.fixed = group, fixed
+        self.each: list[int] | None = each
+        self.of_rows = each is not None or kind in ("gather", "scatter")
+        self.gathers = self.of_rows and kind in ("gather", "total")
 
     @property
     def transposed(self) -> "Exchange":
         """From the cotangents of all ranks' results to those of their tensors."""
-        return Exchange(TRANSPOSED[self.kind], self.group, self.each)
+        return Exchange(TRANSPOSED[self.kind], self.group, self.each, self.fixed)
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
         """Apply it to tensors, differentiably."""
@@ -124,7 +140,8 @@ class Exchange:
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Apply it to tensors that no transform follows."""
         if self.kind == "copy":
-            return [x.clone() for x in tensors]
+            at, each = dist.get_rank(self.group), self.each
+            return [(x if each is None else x.split(each)[at]).clone() for x in tensors]
         if here.observed is not None:  # other ranks may not observe, and what comes is dropped
             return [*map(self.alone, tensors)]
         self.agree(tensors)
@@ -153,12 +170,12 @@ class Exchange:
 
     def blocks_of(self, x: Tensor) -> Tensor:
         """A tensor as it travels: a row for the numbers of each rank that they go to."""
-        if self.kind != "gather":
+        if not self.gathers:
             x = _wide(x)
         if self.each is None:
             return x.reshape(1, -1)
         most, wide = max(self.each), prod(x.shape[1:])
-        each = [len(x)] if self.kind == "gather" else self.each
+        each = [len(x)] if self.gathers else self.each
         if all(n == most for n in each):
             return x.reshape(len(each), most * wide)
         padded = x.new_zeros(len(each), most * wide)
@@ -173,7 +190,7 @@ class Exchange:
             if self.each is None:
                 dist.all_reduce(flat, group=group)
                 return flat
-            if self.kind == "gather":
+            if self.gathers:
                 of_all = empty(dist.get_world_size(group), flat.shape[1])
                 dist.all_gather([*of_all], flat[0], group=group)
                 return of_all
@@ -185,7 +202,7 @@ class Exchange:
         """The result for a tensor of some shape: no view, which torch would let nobody write to."""
         if self.each is None:
             return came.view(shape).clone()
-        each = self.each if self.kind == "gather" else [self.each[dist.get_rank(self.group)]]
+        each = self.each if self.gathers else [self.each[dist.get_rank(self.group)]]
         wide = prod(shape[1:])
         if not came.numel():
             return came.new_empty(sum(each), *shape[1:])
@@ -193,18 +210,18 @@ class Exchange:
         return torch.cat([block[: n * wide].view(n, *shape[1:]) for block, n in pairs])
 
     def agree(self, tensors: Sequence[Tensor]) -> None:
-        """Compare with the other ranks what is about to travel, where that is not known yet."""
+        """Compare with the other ranks what is about to travel."""
         known = _agreed.setdefault(self.group, agreement({}))
         parts = parts_of_batch()
         call = self.kind if parts < 2 else f"{self.kind} in one of {parts} microbatches"
-        of_rows = self.kind in ("gather", "scatter")
-        likes = [x[:0] if of_rows else x for x in tensors]
+        likes = [x[:0] if self.of_rows else x for x in tensors]
         kind = call, *((x.shape, x.dtype) for x in likes)
-        counted = self.each is not None or not of_rows
-        if counted and not parts and kind in known.kinds:
+        counted, device = self.each is not None or not self.of_rows, tensors[0].device
+        trusted = counted and (self.fixed or device.type != "cpu")
+        if trusted and not parts and kind in known.kinds:
             return
-        claimed = claim(known, call, {"tensors": likes}, {}, tensors[0].device, _CAUSE, whole=False)
-        rows = len(tensors[0]) if of_rows else 0
+        claimed = claim(known, call, {"tensors": likes}, {}, device, _CAUSE, whole=False)
+        rows = len(tensors[0]) if self.of_rows else 0
         of_all = meet(claimed, self.group, rows)
         known.kinds[kind] = claimed.kind
         if not counted:
@@ -243,7 +260,9 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         how, pulled = ctx.how, ctx.pulled
-        given = [_wide(c) for c in _filled(cotangents, ctx.wrt, ctx.likes)]
+        # A rank by itself pulls no zeros, which would be NaN where what they meet is not finite.
+        wrt = [i for i in ctx.wrt if how.kind != "total" or cotangents[i] is not None]
+        given = [_wide(c) for c in _filled(cotangents, wrt, ctx.likes)]
         if pulled is not None:
             if (times := pulled.times) is None:
                 raise RuntimeError(_UNKNOWN.format(how.kind))
@@ -252,7 +271,7 @@ class _Exchange(Function):
         if pulled is not None:
             found = [g / pulled.times for g in found]
         grads: list[Tensor | None] = [None] * len(ctx.given)
-        for i, g in zip(ctx.wrt, found, strict=True):
+        for i, g in zip(wrt, found, strict=True):
             grads[i] = g.to(ctx.given[i][1])
         return None, *grads
 
@@ -267,7 +286,7 @@ class _Exchange(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], how: Exchange, *tensors: Tensor) -> Any:  # pyright: ignore
-        to = 1 if how.kind in ("gather", "scatter") else 0  # behind the rows
+        to = 1 if how.of_rows else 0  # behind the rows
         dims = [None if d is None else to for d in in_dims[1:]]
         pairs = zip(tensors, in_dims[1:], strict=True)
         moved = [x if d is None else x.movedim(d, to) for x, d in pairs]

@@ -190,7 +190,7 @@ def _speculate(job: Accumulation) -> Accumulated:
     good = all_finite_of(*opened(sums.state.grads)) & is_finite(sums.state.total)
     good = bool(known(good))
     if around.group is not None:  # the loss waits for other ranks, which have to run it again too
-        good = not any_rank(not good, job.leaves[0].device, around.group)
+        good = not any_rank([not good], job.leaves[0].device, around.group)[0]
     if good:
         return sums
     del sums
@@ -205,7 +205,9 @@ def _accumulate(job: Accumulation) -> Accumulated:
     if isinstance(batch, CutBatch) and rule.has_aux and any_sharded(batch.batch.leaves):
         over = rows_over(batch.batch.leaves) if len(batch.sizes) > 1 else NOWHERE
     wrt = prepare(leaves, rule.engine, job.known)
-    wrt = wrt._replace(unit=unit, scale=job.scale, at_least=job.at_least, whole=batch.size is None)
+    # What is skipped must not be NaN to a transform either, if it is a part of what counts.
+    whole = batch.size is None and (rule.nonfinite != "skip" or batch.untouched)
+    wrt = wrt._replace(unit=unit, scale=job.scale, at_least=job.at_least, whole=whole)
     if job.alone:
         wrt = wrt._replace(rows=1.0 if batch.untouched else float(sum(batch.sizes)))
     seen: list[Microbatch] = []

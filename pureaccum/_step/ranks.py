@@ -20,18 +20,22 @@ from .._base import (
     Claim,
     Tree,
     agreement,
+    at_top_level,
     between_ranks,
     claim,
+    differentiated,
+    differentiating,
     flatten,
+    nothing_of,
     read_params,
     refuse_sharded,
     settings_of,
-    transform_active,
+    tied,
     unflatten,
 )
-from .._core import AccumState, exchange, gather_one, meet
+from .._core import AccumState, any_rank, exchange, gather_one, meet
 from ..distributed import begin_sum
-from .buffers import Carried, LayerMoments, batch_norm_buffers, merged_moments
+from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
 from .state import Plan, StepWindow, TrainState
 
 
@@ -62,7 +66,7 @@ def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
     """How many rows of the batch the ranks before this one have."""
     assert plan.agreed is not None
     device = state.samples.device
-    if transform_active():
+    if not at_top_level():
         of_all = gather_one(torch.tensor(rows, device=device), plan.group)
     else:
         call = "step(state, batch), where rows get keys"
@@ -72,19 +76,22 @@ def before_this_rank(plan: Plan, state: TrainState, rows: int) -> Tensor:
     return of_all[: dist.get_rank(plan.group)].sum().to(torch.int64)
 
 
-def on_this_rank(plan: Plan, state: TrainState) -> TrainState:
-    """The state from which this rank computes, so that all ranks have the whole derivative of it.
+def on_this_rank(
+    plan: Plan, state: TrainState, shared: tuple[Any, ...]
+) -> tuple[TrainState, tuple[Any, ...]]:
+    """What this rank computes from, so that all ranks have the whole derivative by it.
 
-    Nothing but transforms can tell it from the state that all ranks hold.
+    Nothing but transforms can tell it from what all ranks hold.
     """
-    if plan.group is None or not transform_active():
-        return state
+    if plan.group is None or at_top_level():
+        return state, shared
     held = {"params": state.params, "buffers": state.buffers, "loss_scale": state.loss_scale}
-    return state._replace(**exchange("copy", held, plan.group))
+    held, shared = exchange("copy", (held, shared), plan.group)
+    return state._replace(**held), shared
 
 
 def of_all_ranks(
-    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0
+    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0, given: Tree = ()
 ) -> tuple[AccumState, tuple[Any, Tensor]]:
     """What was accumulated on all ranks.
 
@@ -93,12 +100,13 @@ def of_all_ranks(
         state: The state before, the same on all ranks.
         window: The window of this rank; its gradients are a list, and are given up.
         unit: What the gradients of this rank are still to be multiplied by; ranks may differ.
+        given: What the window was computed from.
 
     Returns:
         The sums of all ranks, and what is carried after their last row: buffers, and their rows.
     """
-    if transform_active():
-        return _under_transforms(plan, window, unit)
+    if not at_top_level():
+        return _under_transforms(plan, state, window, unit, given)
     claimed = _claimed(plan, state, window.accum)
     accum, of_all = begin_sum(window.accum, plan.group, claimed, window.rows, unit=unit)()
     buffers = window.buffers
@@ -133,9 +141,19 @@ def check_same(agreed: Agreement, params: Tree, buffers: Tree, key: Tensor, grou
         "rank to the others (torch.distributed.broadcast)."
     )
     device = leaves[0].device
-    if transform_active():  # nobody can look; what is exchanged later is compared by its shapes
+    if not at_top_level():  # nobody can look; what is exchanged later is compared by its shapes
         return
     meet(claim(agreed, "step.init(...)", {}, begun, device, cause, whole=True), group)
+
+
+def refuse_derivative(plan: Plan) -> None:
+    """Raise where a stream over several ranks is differentiated."""
+    if plan.group is not None and differentiating():
+        raise RuntimeError(
+            "a stream over several ranks came under a transform that differentiates. Each rank has "
+            "as many microbatches as it has, and the derivative would have to reach the others at "
+            "each of them. Expected step(state, batch), of which it does so once."
+        )
 
 
 _CAUSE = (
@@ -152,24 +170,28 @@ def _claimed(plan: Plan, state: TrainState, accum: AccumState) -> Claim:
 
 
 def _under_transforms(
-    plan: Plan, window: StepWindow, unit: Any
+    plan: Plan, state: TrainState, window: StepWindow, unit: Any, given: Tree
 ) -> tuple[AccumState, tuple[Any, Tensor]]:
-    """What was accumulated on all ranks, as a function of what each rank gives."""
+    """What was accumulated on all ranks, as a function of what each rank gives.
+
+    Every active vmap maps all that is exchanged, whatever rows and numbers a rank has.
+    """
+    zero = nothing_of(given, window.rows.device)
     accum = window.accum._replace(grads=[grad * unit for grad in window.accum.grads])
-    accum, rows = exchange("total", (accum, window.rows), plan.group)
-    buffers = window.buffers
-    if plan.buffers not in (None, "freeze"):
-        buffers = _pooled(buffers, plan.group)
-    return accum, (buffers, rows)
-
-
-def _of_first_rank(x: Tensor, group: Any) -> Tensor:
-    if transform_active():
-        return gather_one(x, group)[0]
-    x = x.clone(memory_format=torch.contiguous_format)
-    with between_ranks():
-        dist.broadcast(x, group=group, group_src=0)
-    return x
+    accum, rows = exchange("total", tied((accum, window.rows), zero), plan.group)
+    if plan.buffers in (None, "freeze"):  # not those of this rank, which are copies
+        return accum, (begin_buffers(plan.buffers, state.buffers), rows)
+    leaves, spec = flatten(window.buffers.values)
+    moments = window.buffers.moments
+    leaves += [torch.stack(moments)] if moments else []
+    # What is constant on all ranks stays so: torch differentiates by no running statistic.
+    followed = any_rank([*map(differentiated, leaves)], window.rows.device, plan.group)
+    zeros = [zero if yes else zero.detach() for yes in followed]
+    pairs = zip(leaves, zeros, strict=True)
+    of_all = [gather_one(tied(x, zero), plan.group, "total") for x, zero in pairs]
+    if moments:
+        moments = reduce(merged_moments, (LayerMoments(*each) for each in of_all.pop()))
+    return accum, (Carried(unflatten(spec, [x[0] for x in of_all]), moments), rows)
 
 
 def _pooled(carried: Carried, group: Any) -> Carried:
@@ -178,7 +200,9 @@ def _pooled(carried: Carried, group: Any) -> Carried:
     pooled = {i for at in batch_norm_buffers(leaves, spec) for i in at if i is not None}
     for i, leaf in enumerate(leaves):
         if i not in pooled:
-            leaves[i] = _of_first_rank(leaf, group)
+            leaves[i] = leaf.clone(memory_format=torch.contiguous_format)
+            with between_ranks():
+                dist.broadcast(leaves[i], group=group, group_src=0)
     moments = carried.moments
     if moments:
         of_all = gather_one(torch.stack(moments), group)

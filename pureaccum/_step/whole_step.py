@@ -105,13 +105,15 @@ def step_in_sums(
     first = state.samples
     if plan.keys and plan.group is not None:
         first = first + before_this_rank(plan, state, rows)
-    sums, times = summing(on_this_rank(plan, state), batch, first, *shared)
+    mine, shared = on_this_rank(plan, state, shared)
+    sums, times = summing(mine, batch, first, *shared)
     accum, unit, carried = sums.state, sums.unit, sums.carried
     if plan.group is not None:
         buffers, own_rows = carried
         own = in_tensors(accum, state.samples.device, plan.rule.squares)
         window = StepWindow(own, buffers, torch.full_like(state.samples, own_rows))
-        accum, carried = of_all_ranks(plan, state, window, unit)
+        given = mine.params, mine.buffers, mine.loss_scale, batch, shared
+        accum, carried = of_all_ranks(plan, state, window, unit, given)
         unit = 1.0
     aux = None if sums.aux is None else finish_aux(sums.aux)
     given = plan, state, ready, spec, accum, carried, aux
@@ -160,14 +162,7 @@ def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
     if came is not None and around.group is not None:
         amounts = came.state._replace(microbatches=0, weighted=0)
         return came._replace(state=amounts, aux=None)
-    none = accumulate(job._replace(batch=cut._replace(size=1, sizes=[])))
-    if not transform_active():
-        return none
-    # A function of the parameters all the same: else the other ranks would wait for a derivative.
-    never = torch.zeros((), dtype=torch.bool, device=job.leaves[0].device)
-    pairs = zip(job.leaves, none.state.grads, strict=True)
-    grads = [torch.where(never.to(x.device), x, zero) for x, zero in pairs]
-    return none._replace(state=none.state._replace(grads=grads))
+    return accumulate(job._replace(batch=cut._replace(size=1, sizes=[])))
 
 
 def _accumulation(

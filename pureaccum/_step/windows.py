@@ -30,7 +30,6 @@ from .._base import (
     check_same_structure,
     check_state,
     closed,
-    differentiating,
     flatten,
     hand_over,
     is_finite,
@@ -70,7 +69,7 @@ from .._core import merged as merge_states
 from .._samples import BatchNoise, noise_of
 from .buffers import begin_buffers, finish_buffers, merged_moments
 from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
-from .ranks import of_all_ranks
+from .ranks import of_all_ranks, refuse_derivative
 from .state import (
     Plan,
     StepInfo,
@@ -88,6 +87,7 @@ from .state import (
 @recording
 def begin_window(plan: Plan, state: TrainState) -> StepWindow:
     """An empty window, with the buffers that its first microbatch is given."""
+    refuse_derivative(plan)  # of all ranks: one may have no microbatch
     (leaves, _), _ = read_train_state(plan, state, plan.optimizer.check)
     count = len(leaves) if plan.rule.squares else None
     return StepWindow(
@@ -144,12 +144,7 @@ def updated_window(
     read = read_microbatch(microbatch, "microbatch")
     check_keys(plan, read)
     rows = read.rows or 0
-    if plan.group is not None and differentiating():
-        raise RuntimeError(
-            "a stream over several ranks came under a transform that differentiates. Each rank has "
-            "as many microbatches as it has, and the derivative would have to reach the others at "
-            "each of them. Expected step(state, batch), of which it does so once."
-        )
+    refuse_derivative(plan)
     given = Given("microbatch", read.leaves, read.spec)
     call = caller(plan, state, spec)
     at = first_row(plan, window, offset)

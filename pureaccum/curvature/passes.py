@@ -28,18 +28,17 @@ from .._base import (
     flatten,
     here,
     in_backward,
+    nothing_of,
     outside_inference_mode,
     paths,
     positions,
     read_params,
-    real_parts,
     refuse_sharded,
+    tied,
     transform_active,
-    tree_map,
     unflatten,
 )
 from .._core import (
-    AccumState,
     Given,
     InDtype,
     Known,
@@ -127,7 +126,9 @@ def _over_parts(
         where = positions(at, len(args), "batch_argnums")
         held = transform_active() and group is not None
         if held:  # by all ranks, each of which is to have the whole derivative of it
-            args = tuple(x if i in where else _copied(x, group) for i, x in enumerate(args))
+            args = tuple(
+                x if i in where else exchange("copy", x, group) for i, x in enumerate(args)
+            )
         acc = accumulator(of_moved, batch_argnums=tuple(i + 1 for i in where), **knobs)
         moved = [args[i] for i in wrt]
         state = acc.init(moved)
@@ -137,35 +138,15 @@ def _over_parts(
             given = [part.get(i, x) for i, x in enumerate(args)]
             state = acc.update(state, moved, *given, donate=not transform_active())
         if group is not None:
-            state = exchange("total", _varying(state, args) if held else state, group)
+            if held:
+                state = tied(state, nothing_of(args, state.total.device))
+            state = exchange("total", state, group)
         grads, value = acc.finalize(state)
         leaves, spec = flatten(moved)
         grads = [g.to(x.dtype) for g, x in zip(flatten(grads)[0], leaves, strict=True)]
         return tuple(unflatten(spec, grads)), value
 
     return summed
-
-
-def _copied(tree: Tree, group: Any) -> Tree:
-    leaves, spec = flatten(tree)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    copies = exchange("copy", [leaves[i] for i in at], group)
-    for i, x in zip(at, copies, strict=True):
-        leaves[i] = x
-    return unflatten(spec, leaves)
-
-
-def _varying(state: AccumState, args: Tree) -> AccumState:
-    """The state as a function of all arguments, as that of a rank without rows is by nothing else.
-
-    A transform then does with it what it does with those of the other ranks.
-    """
-    zero = torch.zeros_like(state.total)
-    for x in flatten(args)[0]:
-        if isinstance(x, Tensor):
-            number = real_parts(x).sum().to(zero)
-            zero = zero + torch.where(torch.zeros_like(number, dtype=torch.bool), number, 0.0)
-    return tree_map(lambda x: x + zero.to(x.device, x.dtype), state)
 
 
 def with_history_of(

@@ -449,6 +449,35 @@ def other_microbatches_later() -> None:
     agree_again()
 
 
+def other_shapes_that_all_know() -> None:
+    """What was exchanged before is compared all the same: gloo would end the process."""
+    for give in (psum, gather):
+        for n in (13, 14, 13, 14):
+            give(torch.ones(2, n))
+        said = r"\(.*, 13\)" + on_these(r".*\(.*, 14\)")
+        refused(lambda: give(torch.ones(2, 14 if apart() else 13)), said)  # noqa: B023
+    agree_again()
+
+
+def another_backward_pass() -> None:
+    """One rank has nothing to pull what it was given with, and goes on to what comes next."""
+    for give in (psum, gather):
+
+        def pull(leave_out: bool) -> Tensor:
+            def func(x: Tensor) -> Tensor:
+                rows = give(x)  # noqa: B023
+                return x.sum() if leave_out else rows.sum()
+
+            return torch.func.grad(func)(torch.ones(2, 3))
+
+        assert (pull(leave_out=False) == dist.get_world_size()).all()
+        said = r"the call is (psum|scatter)" + on_these(r"step\.init.*")
+        if apart():
+            pull(leave_out=True)
+        refused(agree_again if apart() else lambda: pull(leave_out=False), said)
+        agree_again()
+
+
 def another_number_of_rows_is_no_disagreement() -> None:
     assert len(gather(torch.ones(1 + 2 * apart(), 3))) == dist.get_world_size() + 2
 
@@ -484,6 +513,8 @@ CASES: dict[str, Callable[[], object]] = (
             other_calls,
             with_and_without_squares,
             other_microbatches_later,
+            other_shapes_that_all_know,
+            another_backward_pass,
             another_number_of_rows_is_no_disagreement,
             other_groups,
         )

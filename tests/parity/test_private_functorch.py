@@ -140,6 +140,47 @@ def test_whether_anything_differentiates_is_seen() -> None:
     assert seen == [False, True, True, False]
 
 
+def test_a_zero_of_all_levels_is_mapped_and_pushed_forward_by_all() -> None:
+    """Whatever lies between, and whether or not anything else depends on it."""
+    seen: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        zero = torch_internals.zero_of_all_levels(torch.device("cpu"))
+        seen.append((torch_internals.mapped_levels(zero), torch_internals.differentiated(zero)))
+        assert zero.shape == ()
+        return torch.where(zero == 0, 1.0, zero)
+
+    x = torch.ones(2)
+    assert look(x) == 1
+    assert vmap(look)(x).tolist() == [1, 1]
+    assert vmap(vmap(look))(torch.ones(2, 3)).tolist() == [[1, 1, 1]] * 2
+    assert vmap(look)(torch.ones(4)).tolist() == [1] * 4
+    assert jvp(look, (x,), (x,))[1] == 0
+    assert grad(lambda y: vmap(look)(x).sum() * y)(torch.ones(())) == 2
+    assert vmap(lambda y: jvp(look, (y,), (y,))[1])(x).tolist() == [0, 0]
+    assert [levels for levels, _ in seen] == [set(), {1}, {1, 2}, {1}, set(), {2}, {1}]
+    assert [pushed for _, pushed in seen] == [False] * 4 + [True, False, True]
+
+
+def test_what_is_differentiated_is_seen_at_any_level() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        def inside(y: Tensor) -> Tensor:
+            seen.append(torch_internals.differentiated(x))
+            return y
+
+        vmap(inside)(torch.ones(2))
+        return x.sum()
+
+    x = torch.ones(2, 2)
+    for call in (look, vmap(look), grad(look), lambda x: jvp(look, (x,), (x,))):
+        call(x)
+    look(x.requires_grad_())
+    assert seen == [False, False, True, True, True]
+    assert not torch_internals.differentiated(1.0)
+
+
 def test_what_is_done_unnoticed_goes_by_no_mode() -> None:
     seen: list[str] = []
 
