@@ -188,8 +188,6 @@ def _followed(call: Call, captures: bool, stop: Look, known: Known, args: Any, k
     try:
         with remembered.finding(own) if captures else remembered.keeping(known):
             result = first(stop)
-        if captures:
-            remembered.check(x for x in tree_leaves(result) if isinstance(x, Tensor))
     except (CapturedError, UnseenError):
         restore(before)
         if captures:

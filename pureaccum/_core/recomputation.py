@@ -90,11 +90,6 @@ class Again:
         self.mode.look()
         hold(self.held, self.modules, (x for at in known.modules if (x := at()) is not None))
 
-    def check(self, outs: Iterable[Tensor]) -> None:
-        """Raise where an output depends on something captured that no operation was seen to use."""
-        if self.mode.unseen or any(map(self.mode.is_unseen, outs)):
-            raise UnseenError
-
     @contextmanager
     def as_then(self, p: int, captured: Sequence[Tensor]) -> Generator[None]:
         """Restore what was around a piece, with tensors in place of the captured ones."""
@@ -174,7 +169,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.outer: _Mode | None = None
-        self.made: dict[int, bool] = {}  # by id, whether autograd had recorded it by then
+        self.made: set[int] = set()  # the ids of what was made inside, or given to the function
         self.met: set[int] = set()
         self.used: set[int] = set()  # by the operation that runs now
 
@@ -237,7 +232,6 @@ class _Finding(_Mode):
         self.found: list[Found] = []
         self.settled = 0  # how many of them were used
         self.others: dict[int, ReferenceType[Tensor]] = {}  # captured tensors that are not followed
-        self.unseen = False  # whether a Function was given something captured, and no operation
         self.wraps = False  # whether a transform that may be over by then wraps one of the others
         self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of the others
         self.memory: set[int | None] = set()  # the memory of what was made inside
@@ -245,7 +239,6 @@ class _Finding(_Mode):
 
     def given_for(self, x: Tensor) -> Tensor:
         if id(x) in self.made:
-            self.unseen = self.unseen or self.is_unseen(x)
             return x
         at = self.places.get(id(x))
         if at is None:
@@ -269,12 +262,6 @@ class _Finding(_Mode):
         instead = self.found[at].detached
         return instead if instead.dtype == x.dtype else instead.to(x.dtype)
 
-    def is_unseen(self, x: Tensor) -> bool:
-        """Whether a tensor is followed through something unseen: a Function that captures."""
-        if id(x) in self.made:
-            return x.grad_fn is not None and not self.made[id(x)]
-        return followed(x, self.level)[0]
-
     def look(self) -> None:
         """Note the versions of what a piece captured: they must be the same in a second run."""
         there = [(at, x) for at in self.others.values() if (x := at()) is not None]
@@ -287,7 +274,7 @@ class _Finding(_Mode):
         self.settled = len(self.found)
 
     def note(self, made: Iterable[Tensor]) -> None:
-        self.made.update({id(x): x.grad_fn is not None for x in made})
+        self.made.update(map(id, made))
         if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign
 
@@ -308,12 +295,14 @@ class _Giving(_Mode):
 
     def __init__(self, found: _Finding, instead: Sequence[Tensor]) -> None:
         super().__init__()
-        self.found, self.instead = found, instead
+        self.found, self.instead, self.recording = found, instead, torch.is_grad_enabled()
 
     def given_for(self, x: Tensor) -> Tensor:
         at = self.found.places.get(id(x))
         if at is not None:
-            self.used.add(at)
+            # What runs inside of a Function is recorded as of what that was given itself.
+            if torch.is_grad_enabled() or not self.recording:
+                self.used.add(at)
             instead = self.instead[at]
             return instead if instead.dtype == x.dtype else instead.to(x.dtype)
         other = self.found.others.get(id(x))

@@ -253,10 +253,11 @@ def mapped(
             outs, keeps = f.call(p, operands)
             return tuple(outs), keeps
 
-        to: Any = tuple(out_dims), 0
-        vmapped: Any = torch.func.vmap(of, (0, *dims), to, info.randomness)
+        vmapped: Any = torch.func.vmap(of, (0, *dims), 0, info.randomness)
         outs, keeps = vmapped(size, *operands)
-        return list(outs), keeps
+        # What was not mapped may be here, with one value: a zero is mapped as what it is like.
+        pairs = zip(outs, out_dims, strict=True)
+        return [x[0] if to is None else x for x, to in pairs], keeps
 
     form = f.form._replace(
         operands=tuple(map(_behind, f.form.operands, dims)),

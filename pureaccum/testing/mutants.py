@@ -464,8 +464,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a Function with something captured unseen": Mutant(
         "What a custom Function made of a captured tensor is taken for a microbatch's own.",
-        "_core/recomputation.py",
-        "if self.mode.unseen or any(map(self.mode.is_unseen, outs)):",
+        "_core/rule.py",
+        "if any(ctx.needs_input_grad[2 + ctx.n :]):",
         "if False:",
     ),
     "rematerialised with other random numbers": Mutant(
@@ -503,6 +503,24 @@ MUTANTS: dict[str, Mutant] = {
         "_core/rule.py",
         "return torch.where(keep.to(x.device), x, 0.0)",
         "return x * keep.to(x.device, x.dtype)",
+    ),
+    "the last that is all": Mutant(
+        "What the last microbatch gives has the gradient of all microbatches.",
+        "_core/outputs.py",
+        "x = torch.zeros_like(x)",
+        "pass",
+    ),
+    "a largest of one microbatch": Mutant(
+        "Of microbatches that tie for the largest, one has all of the gradient.",
+        "_core/outputs.py",
+        "return x.amax(0) if",
+        "return x.max(0).values if",
+    ),
+    "a reducer's tangent of zero": Mutant(
+        "What a user's reducer returns is a constant to forward AD.",
+        "_core/outputs.py",
+        "torch.full_like(x, torch.nan).as_subclass(_Unreadable)",
+        "torch.zeros_like(x)",
     ),
     "a cast kept": Mutant(
         "The gradients of a cast are summed, and rounded to its dtype.",

@@ -488,7 +488,10 @@ def test_each_function_is_called_once_a_microbatch() -> None:
 
     args = problem.params, problem.batch, problem.v
     for of, names in (
-        (hvp(lambda p, b: loss(forward(p, b), b), microbatch_size=4, check=False), ["forward", "loss"]),
+        (
+            hvp(lambda p, b: loss(forward(p, b), b), microbatch_size=4, check=False),
+            ["forward", "loss"],
+        ),
         (ggnvp(forward, loss, microbatch_size=4, check=False), ["forward", "loss"]),
         (fisher_vp(losses, microbatch_size=4, check=False), ["forward"]),
     ):

@@ -366,3 +366,21 @@ def test_a_captured_tensor_that_is_handed_on(name: str, word: str, by: str) -> N
             found = torch.autograd.grad(loss(*its), its, allow_unused=True)
             got.append([torch.zeros(3).double() if g is None else g for g in found])
     assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+@pytest.mark.parametrize("word", ["sum", "stack"])
+@pytest.mark.parametrize("name", ["to a Function, and more", "to a Function, later"])
+def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(
+    name: str, word: str
+) -> None:
+    """Torch.func lets modes see what a Function is given, and autograd, run again, does not."""
+    x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
+    c, w = torch.tensor([1.0, 2, 3]).double().requires_grad_(), torch.ones(3).double()
+
+    def loss(w: Tensor) -> Tensor:
+        func = lambda w, x: HANDED_ON[name](c, w, x)  # noqa: E731
+        return pa.microbatch(func, microbatch_size=1, reduce=word)(w, x).sum().sin()
+
+    gradient = grad(loss)(w)
+    with pytest.raises(RuntimeError, match="did not use again a captured tensor"):
+        gradient.sum().backward()

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
 from pureaccum.testing.strategies import compositions, seeds
 from tests.draws import examples, generator
 from tests.transforms.test_microbatch import BOUND, near
@@ -289,3 +290,17 @@ def test_a_total_that_reaches_no_operand_has_no_gradient(word: str, shape: tuple
         assert (got[0][0] is None) == (want[0][0] is None) == (order == 0)
         for ours, torchs in zip(tree_leaves(got), tree_leaves(want), strict=True):
             assert (ours - torchs).abs().sum() <= BOUND * torchs.abs().sum()
+
+
+@pytest.mark.parametrize("word", ["concat", "sum", "max", "last"])
+@pytest.mark.parametrize("by", [grad, jacfwd, jacrev], ids=lambda by: by.__name__)
+def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word: str, by: Any) -> None:
+    """Such a zero is mapped as what it is the gradient of, where all else is mapped by nothing."""
+    x, w = torch.ones(5, 2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    func = lambda w, x: x.cos() if word == "concat" else x.cos().sum(0)  # noqa: E731
+    micro = pa.microbatch(func, microbatch_size=2, reduce=word)
+
+    def mapped(w: Tensor) -> Tensor:
+        return vmap(lambda k: jacrev(lambda w: number(micro(w, x)))(w * k))(FACTORS).sum()
+
+    assert_trees_bitwise_equal(by(mapped)(w), torch.zeros_like(w))
