@@ -304,3 +304,18 @@ def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word: str, by: 
         return vmap(lambda k: jacrev(lambda w: number(micro(w, x)))(w * k))(FACTORS).sum()
 
     assert_trees_bitwise_equal(by(mapped)(w), torch.zeros_like(w))
+
+
+@pytest.mark.slow  # to compile
+@pytest.mark.parametrize("word", ["max", "last", "Reducer"])
+def test_inside_of_a_user_s_compiler_a_reduction_has_its_gradient(word: str) -> None:
+    """That of a reducer too: there the loop is differentiated as it stands."""
+    g = generator(0)
+    x, w = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((5, 3), (3,)))
+    func = lambda w, x: (x @ w).sin().sum()  # noqa: E731
+    reduce = BEST if word == "Reducer" else word
+    micro = pa.microbatch(func, microbatch_size=[2, 3], reduce=reduce)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda w: micro(w, x).sin(), backend="eager", fullgraph=True)
+    whole = plainly(func, "max" if word == "Reducer" else word, [2, 3])
+    near(backward(compiled, w), backward(lambda w: whole(w, x).sin(), w))
