@@ -96,6 +96,7 @@ from .refusals import advise_on_curvature as advise_on_curvature
 from .refusals import advise_on_vjp as advise_on_vjp
 from .refusals import attempt as attempt
 from .refusals import is_limit as is_limit
+from .refusals import is_out_of_memory as is_out_of_memory
 from .refusals import vmap_refusal as vmap_refusal
 from .states import Refusing as Refusing
 from .states import Spoiled as Spoiled

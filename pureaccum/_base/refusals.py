@@ -1,4 +1,4 @@
-"""What torch's compiler, vmap and vjp refuse, said of the user's own code, and the way out.
+"""What torch's compiler, vmap, vjp and allocators refuse, said of the user's code, and the way out.
 
 A table for each has words of torch and what they mean. torch's own message always follows, for
 anyone who knows it.
@@ -123,6 +123,32 @@ def is_limit(error: BaseException | None) -> bool:
 def _of_a_library(file: str) -> bool:
     standard = file.startswith(STANDARD) and "site-packages" not in file
     return standard or file.startswith(LIBRARIES)
+
+
+# Memory --------------------------------------------------------------------------------------
+
+# Texts of RuntimeErrors that are no torch.OutOfMemoryError. CUDNN_STATUS_NOT_SUPPORTED is not here:
+# cuDNN says it of sizes that it does not take, too.
+NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",  # on Windows
+    "CUDA error: out of memory",  # outside torch's allocator
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",  # cuDNN 8; the next two are cuDNN 9
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was not enough memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 # vmap, and torch.func's vjp ------------------------------------------------------------------

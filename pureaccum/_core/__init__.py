@@ -29,7 +29,6 @@ from .auto_size import Search as Search
 from .auto_size import by_memory as by_memory
 from .auto_size import counting as counting
 from .auto_size import is_auto as is_auto
-from .auto_size import is_out_of_memory as is_out_of_memory
 from .batches import Batch as Batch
 from .batches import check_size as check_size
 from .batches import check_sizes as check_sizes

@@ -32,6 +32,7 @@ from .._base import (
     flatten,
     generators,
     in_backward,
+    is_out_of_memory,
     observed,
     outside_inference_mode,
     positions,
@@ -283,30 +284,7 @@ def _sentence(tried: list[int], rows: int) -> str:
     )
 
 
-# What an error is, and what it holds -------------------------------------------------------
-
-# Texts of RuntimeErrors that are no torch.OutOfMemoryError. CUDNN_STATUS_NOT_SUPPORTED is not here:
-# cuDNN says it of sizes that it does not take, too.
-TEXTS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",  # on Windows
-    "CUDA error: out of memory",  # outside torch's allocator
-    "HIP error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUSPARSE_STATUS_ALLOC_FAILED",
-    "CUFFT_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",  # cuDNN 8; the next two are cuDNN 9
-    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
-    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was not enough memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in TEXTS)
+# What an error holds -----------------------------------------------------------------------
 
 
 def _let_go(error: BaseException, outer: BaseException | None) -> None:

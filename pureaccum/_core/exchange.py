@@ -3,10 +3,10 @@
     psum(x)      the sum over all ranks, on each of them     its transpose: psum
     gather(x)    the rows of all ranks, on each of them      its transpose: scatter
     scatter(x)   the sum over all ranks, of own rows alone   its transpose: gather
-    total(x)     the sum over all ranks, or their rows,      its transpose: copy
-                 of which they hold one copy together
-    copy(x)      a rank's own copy of what all hold,         its transpose: total
-                 or its own rows
+    total(x)     the sum (or the rows) of all ranks, of      its transpose: copy
+                 which they hold one copy together
+    copy(x)      a rank's own copy (or rows) of what all     its transpose: total
+                 hold
 
 What all ranks return, added up, is what is differentiated: then a sum that each of them receives
 has a cotangent on each of them, and the transpose adds these up. So ``make_step(..., group=...)``,

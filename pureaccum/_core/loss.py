@@ -281,8 +281,7 @@ def advise_on_arguments(
                 "of the batch set batch_argnums; of a step, put them into it.",
             )
     if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
-        pair = "out, new_buffers = fn.apply(params, buffers, x)"
-        add_once(error, f"what functional(module).apply returns is a pair: {pair}.")
+        add_once(error, "functional(module).apply returns a pair: out, new_buffers.")
 
 
 def _rows_said(error: Exception, tree: Tree) -> set[int]:

@@ -102,11 +102,9 @@ def check_precision(policy: Any) -> Policy:
     return policy
 
 
-def _checked(make: Any) -> Any:
-    return wraps(make)(lambda *args, **named: check_precision(make(*args, **named)))
-
-
-Policy.__new__ = _checked(Policy.__new__)
+_make: Any = Policy.__new__
+_checked: Any = wraps(_make)(lambda *args, **named: check_precision(_make(*args, **named)))
+Policy.__new__ = _checked
 
 
 def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,8 +26,10 @@ from .._base import (
     continuous,
     forward_ad,
     forward_ad_active,
+    mapped_levels,
     split_rows,
     transform_active,
+    transform_level,
     without_history,
 )
 from .batches import cutting
@@ -249,15 +251,23 @@ def mapped(
     size = torch.empty(info.batch_size)  # vmap wants at least one operand that is mapped
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
-        def of(_: Tensor, *operands: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
+        alike: dict[int, Tensor] = {}  # for all that are mapped
+
+        def of(_: Tensor, *operands: Tensor) -> tuple[list[Tensor], Keeps]:
             outs, keeps = f.call(p, operands)
-            return tuple(outs), keeps
+            level = transform_level()
+            for i, (x, to) in enumerate(zip(outs, out_dims, strict=True)):
+                if to is None and level not in mapped_levels(x):
+                    alike[i] = x
+            return [x for i, x in enumerate(outs) if i not in alike], keeps
 
         vmapped: Any = torch.func.vmap(of, (0, *dims), 0, info.randomness)
         outs, keeps = vmapped(size, *operands)
+        rest = iter(outs)
+        outs = [alike[i] if i in alike else next(rest) for i in range(len(out_dims))]
         # What was not mapped may be here, with one value: a zero is mapped as what it is like.
-        pairs = zip(outs, out_dims, strict=True)
-        return [x[0] if to is None else x for x, to in pairs], keeps
+        one = [i not in alike and to is None for i, to in enumerate(out_dims)]
+        return [x[0] if first else x for x, first in zip(outs, one, strict=True)], keeps
 
     form = f.form._replace(
         operands=tuple(map(_behind, f.form.operands, dims)),

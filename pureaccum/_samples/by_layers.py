@@ -18,21 +18,13 @@ from .._base import (
     Tree,
     generators,
     here,
+    is_out_of_memory,
     over_rows,
     read_tensors,
     restore,
     unflatten,
 )
-from .._core import (
-    cutting,
-    in_one_list,
-    inside_of,
-    is_out_of_memory,
-    join_aux,
-    onlooker,
-    read,
-    read_again,
-)
+from .._core import cutting, in_one_list, inside_of, join_aux, onlooker, read, read_again
 from .chunks import (
     OF_EACH,
     Chunk,

@@ -267,4 +267,4 @@ def test_what_apply_returns_is_a_pair(call: Any, use: Any) -> None:
     with pytest.raises((TypeError, AttributeError), match="tuple") as caught:
         call(lambda p, x, y: use(LINEAR.apply({"weight": p[None]}, (), x), x), W, WIDE, LABELS)
     (note,) = [note for note in notes_of(caught.value) if "pair" in note]
-    assert "out, new_buffers = fn.apply(params, buffers, x)" in note
+    assert "out, new_buffers" in note

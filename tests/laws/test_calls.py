@@ -124,7 +124,7 @@ def test_a_vmap_of_steps_selects_nothing_where_all_members_are_applied() -> None
     every(states, BATCH)
     with Operations() as operations:
         every(states, BATCH)
-    assert operations.count <= 357
+    assert operations.count <= 360  # whether each is finite is counted, whatever the numbers are
 
 
 def test_the_gradients_of_samples_are_watched_once_and_not_at_every_call() -> None:

@@ -262,8 +262,10 @@ def test_the_weight_is_a_constant_of_the_gradient_itself(size: Any, engine: Any)
 @engines
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("passed", [True, False], ids=["passed", "captured"])
-def test_results_carry_no_outer_graph(size: Any, engine: Any, passed: bool, nonfinite: Any) -> None:
-    """At top level, where the weights of samples require a gradient: the numbers and no history."""
+def test_plain_autograd_follows_the_weights_of_samples_or_is_refused(
+    size: Any, engine: Any, passed: bool, nonfinite: Any
+) -> None:
+    """A gradient and a step are followed; a stream is not, nor what the loss of a step captures."""
     at, batches = make(4)
     theta = at.theta[0].clone().requires_grad_()
     batch = batches[0] | ({"theta": theta} if passed else {"row": torch.arange(ROWS)})
@@ -271,17 +273,29 @@ def test_results_carry_no_outer_graph(size: Any, engine: Any, passed: bool, nonf
     def loss(params: Any, batch: Any) -> Any:
         return weighted(params, batch if passed else batch | {"theta": theta[batch["row"]]})
 
+    def squares(grads: Any) -> Any:
+        return sum((g**2).sum() for g in optree.tree_leaves(grads))
+
     knobs = {"engine": engine, "nonfinite": nonfinite}
     got = pa.grad_and_value(loss, microbatch_size=size or ROWS, **knobs)(at.params, batch)
+    by_hand = torch.func.grad_and_value(quotient)
+    want = by_hand(at.params, batches[0] | {"theta": at.theta[0]})
+    Problem.compare(map_(torch.detach, got), want, [want])
+    found = torch.autograd.grad(squares(got), theta)[0]
+    want = grad(lambda theta: squares(by_hand(at.params, batches[0] | {"theta": theta})))(theta)
+    Problem.compare(found, want.detach(), [want.detach()])
     acc = pa.accumulator(loss, squares=True, **knobs)
     state = acc.init(at.params)
     for part in pa.microbatches(batch, size or ROWS):
         state = acc.update(state, at.params, part)
+    with pytest.raises(RuntimeError, match="keeps no graph"):
+        squares(acc.finalize(state)).backward()
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, noise=True, **knobs)
-    seen = got, state, acc.finalize(state), step(step.init(at.params), batch)
-    assert not any(x.requires_grad for x in optree.tree_leaves(seen, namespace="pureaccum"))
-    want = torch.func.grad_and_value(quotient)(at.params, batches[0] | {"theta": at.theta[0]})
-    Problem.compare(got, want, [want])
+    if passed:
+        assert step(step.init(at.params), batch)[1].loss.requires_grad
+    else:
+        with pytest.raises(RuntimeError, match="captures a tensor"):
+            step(step.init(at.params), batch)
 
 
 def test_a_microbatch_of_no_weight_has_no_part_in_a_derivative_of_the_noise() -> None:
