@@ -325,8 +325,8 @@ MUTANTS: dict[str, Mutant] = {
     "an optimizer that counts steps not applied": Mutant(
         "The optimizer counts a step that is not applied.",
         "_optim/update.py",
-        "    if applied is not True:\n        step =",
-        "    if False:\n        step =",
+        "count = step if applied is True else state.steps + more",
+        "count = step",
     ),
     "momentum that is dampened from the start": Mutant(
         "The first momentum is dampened, which torch's is not.",
