@@ -168,10 +168,13 @@ def call_with_history(
             captures = known.captures = True
         finally:
             here.look, _here.inside_of = outer
-    return _followed(plain, captures, stop, known, args, kwargs)
+    # A step gives its state up, but for the plain one.
+    return _followed(call if captured else plain, plain, captures, stop, known, args, kwargs)
 
 
-def _followed(call: Call, captures: bool, stop: Look, known: Known, args: Any, kwargs: Any) -> Any:
+def _followed(
+    call: Call, plain: Call, captures: bool, stop: Look, known: Known, args: Any, kwargs: Any
+) -> Any:
     arguments = Arguments.of(args, kwargs)
     filled, tensors = arguments.filled, exchanged(arguments.tensors)
     own, count = without_history(tensors), len(tensors)
@@ -193,12 +196,12 @@ def _followed(call: Call, captures: bool, stop: Look, known: Known, args: Any, k
         if captures:
             return refused(first(None), _UNSEEN)
         known.captures = True
-        return _followed(call, True, stop, known, args, kwargs)
+        return _followed(call, plain, True, stop, known, args, kwargs)
 
     def repeated(*operands: Tensor) -> list[Tensor]:
         with remembered.as_then(0, operands[count:]):
             args, kwargs = filled(operands[:count])
-            return [x for x in tree_leaves(call(*args, **kwargs)) if _has_derivative(x)]
+            return [x for x in tree_leaves(plain(*args, **kwargs)) if _has_derivative(x)]
 
     return _attached(result, repeated, [*tensors, *remembered.captured])
 
