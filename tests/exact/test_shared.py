@@ -75,7 +75,7 @@ def test_what_is_shared_is_whole_for_every_microbatch(
         assert torch.equal(state.params, w - want)
         assert info.aux["top"] == top
         assert info.aux["rows"] == each.total / ROWS
-        assert not info.loss.requires_grad
+        assert info.loss.requires_grad == guide["w"].requires_grad
     state = step.init(w)
     window = step.begin(state)
     for part in x.split(sizes):
