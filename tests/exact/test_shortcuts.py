@@ -75,7 +75,7 @@ SWITCHES = {
     "sums are multiples of a unit": Switch("power_of_two", lambda _: 1.0, ("_core.whole_batch",)),
     "skipping speculates": Switch("_speculate", carefully, ("_core.whole_batch",)),
     "numbers are the host's": Switch("on_host", lambda *scalars: [*scalars], ("_step.windows",)),
-    "a norm tells what is finite": Switch("seen_finite", never, ("_core.weights", "_step.windows")),
+    "a norm tells what is finite": Switch("seen_finite", never, ("_step.windows",)),
     "no graph of gradients": Switch("_leanly", lambda *_: None, ("_core.transforms",)),
     "large leaves are added by hooks": Switch("LARGE", 0, ("_core.engines",)),
     "temporaries have a longest size": Switch("CHUNK", 1, ("_core.weights",)),
