@@ -19,7 +19,6 @@ from .agreement import bits as bits
 from .agreement import claim as claim
 from .agreement import compare as compare
 from .agreement import differences as differences
-from .agreement import looks_of as looks_of
 from .agreement import memory as memory
 from .agreement import nothing_of as nothing_of
 from .agreement import rows_as_bytes as rows_as_bytes

@@ -12,7 +12,7 @@ alone, because what it closes over may differ between ranks.
 """
 
 import ctypes
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial, reduce
 from itertools import count
@@ -104,7 +104,10 @@ def claim(
             … too where nobody waits for that.
     """
     flat = {root: flatten(tree) for root, tree in (*values.items(), *kinds.items())}
-    looks = tuple((spec, *looks_of(leaves)) for leaves, spec in flat.values())
+    looks = tuple(
+        (spec, *[(x.dtype, x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
+        for leaves, spec in flat.values()
+    )
     flat = {root: flat[root] for root in values}  # what is summed is given up, and must be free
     roots = [*values, *kinds]
     kind = agreed.kinds.get((call, looks))
@@ -221,11 +224,6 @@ def tied(tree: Tree, zero: Tensor) -> Tree:
 
 
 # Tensors as numbers and as words ---------------------------------------------------------
-
-
-def looks_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The dtype and shape of each tensor, and the type of what is none."""
-    return tuple([(x.dtype, x.shape) if isinstance(x, Tensor) else type(x) for x in leaves])
 
 
 def value_in_words(x: Any) -> str:

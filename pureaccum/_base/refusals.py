@@ -90,11 +90,10 @@ def compiler_refusal(error: BaseException) -> str | None:
     if is_limit(error):
         return (
             "this step was compiled anew again and again: something besides the number of rows "
-            "changes from call to call (torch's own warning names it), or a Python number is made "
-            "from that. Put a number that the loss reads into the batch, where it may change at "
-            "every step; if it is there, the loss makes a size, a range or a branch of it: hand "
-            "over a tensor with one row per sample. Pad what comes in many lengths, and keep the "
-            f"order of a dict's keys. The compiler's own words:\n\n{text}"
+            "changes from call to call, and torch's own warning names it. A number that the loss "
+            "reads from around it is a constant of a graph: make it a tensor, which may change, "
+            "torch.tensor(t, dtype=torch.float64), or torch.int64 for an int. Pad what comes in "
+            f"many lengths; keep the order of a dict's keys. The compiler's own words:\n\n{text}"
         )
     stack = compiler_stack(error)
     ours = stack and OURS in Path(stack[-1].filename).parents and RAISED.search(text)

@@ -433,9 +433,9 @@ def compile_anew(
     """Call ``torch.compile(function, fullgraph=True, **settings)`` on code of its own.
 
     torch keeps graphs by the code of a function: all closures made by one ``def`` share its
-    ``recompile_limit``, and the ninth would not compile. By name and line it remembers sizes: one
-    that it has seen with two values it leaves open, in another model too. That is slower, and
-    torch.func has no dropout then.
+    ``recompile_limit``, and the ninth would not compile. By default it leaves open a size that it
+    has seen with two values, and a number: that is slower, and torch.func has no dropout then.
+    Here both are constants, and with ``dynamic=True`` numbers alone.
     """
     own = function.__code__.replace(co_name=f"{function.__name__}_{next(_MADE)}")
     function = FunctionType(
@@ -445,9 +445,18 @@ def compile_anew(
     inductor = settings.get("backend", "inductor") == "inductor"
     if wrapped and inductor and VERSION >= (2, 13):  # on 2.11 it asserts around a scan
         options["cpp_wrapper"] = True
+    given: dict[str, Any] = {**settings, "dynamic": bool(settings.get("dynamic"))}
     if "mode" not in settings:  # torch takes one of the two
-        settings = {**settings, "options": options | dict(settings.get("options") or {})}
-    return torch.compile(function, fullgraph=True, **settings)
+        given["options"] = options | dict(settings.get("options") or {})
+    program = torch.compile(function, fullgraph=True, **given)
+    if not given["dynamic"]:
+        return program
+
+    def with_constants(*args: Any) -> Any:
+        with torch._dynamo.config.patch(specialize_int=True, specialize_float=True):  # pyright: ignore
+            return program(*args)
+
+    return with_constants
 
 
 _MADE = count()

@@ -5,7 +5,7 @@ graph. What an eager step refuses is refused in the same words: where a graph fa
 without the compiler, and only if that goes well is the compiler to blame.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from .._base import (
     check_state,
     flatten,
     is_limit,
-    looks_of,
     mark,
     open_tree,
     put_back,
@@ -33,6 +32,7 @@ from .._core import (
     Batch,
     Given,
     Rule,
+    cut_batch,
     finish_aux,
     fold_stack,
     guarding,
@@ -44,6 +44,7 @@ from .._core import (
     stack_of_one,
 )
 from .buffers import begin_buffers
+from .constants import Values, check_values, looks_of
 from .graphs import (
     Freedom,
     Recipe,
@@ -57,7 +58,7 @@ from .graphs import (
     seen_of,
     unit_of,
 )
-from .microbatch_loss import caller, check_keys, first_part, sharing, what_is_shared
+from .microbatch_loss import caller, check_keys, sharing, what_is_shared
 from .ranks import before_this_rank, window_of_all_ranks
 from .state import (
     Flat,
@@ -109,6 +110,7 @@ class CompiledStep:
         self.of_batches = Shapes({}, {}, told_apart)
         self.of_microbatches = Shapes({}, {}, told_apart)
         self.recipes: dict[Any, Recipe] = {}
+        self.values: Values = {}
         self.fitting: set[Any] = set()  # kinds of states and windows
 
     def form(self, state: TrainState, batch: Tree, *_: Any) -> str:
@@ -123,10 +125,11 @@ class CompiledStep:
         """One step over a whole batch."""
         plan = sharing(self.plan, shared)
         leaves, spec = open_tree(batch)
-        old, beside = flatten(state), flatten(plan.shared)
+        old = flatten(state)
         if any_sharded([*old[0], *leaves]):
             return step_whole(self.of_dtensors, state, batch, *shared)
-        kind = old[1], spec, beside[1], *looks_of(_met(old[0], [*leaves, *beside[0]]))
+        given = *what_is_shared(plan), Given("batch", leaves, spec)
+        kind = kind_of(old, *given)
         if kind not in self.recipes:  # all that is looked at is the same for the next of this kind
             read_train_state(plan, state, plan.optimizer.check)
             flat = read_batch(batch)
@@ -136,7 +139,7 @@ class CompiledStep:
             if flat.rows == 0:
                 return step_whole(plan, state, batch)
             refuse_in_graphs(flat, "batch", size_of(plan))
-        given = *what_is_shared(plan), Given("batch", leaves, spec)
+            check_values(self.values, *given)
         if kind not in self.recipes or not knows(plan.known, *given):
             look(plan, state, read_batch(batch), "batch", size_of(plan))
         refuse_autocast_cache([state.samples])
@@ -151,10 +154,10 @@ class CompiledStep:
             return recipe_for(plan, state, read_batch(batch), self.of_batches, free)
 
         def call(recipe: Recipe) -> Any:
-            given = recipe.arrange(leaves, plan.shared)
+            parts = recipe.arrange(leaves)
             if recipe.form == "loop":
-                return self.looped(recipe, began, given, eagerly)
-            return self.finished(recipe.form, state, old, given, eagerly, recipe)
+                return self.looped(recipe, began, plan.shared, parts, eagerly)
+            return self.finished(recipe.form, state, old, (plan.shared, *parts), eagerly, recipe)
 
         came = self.run(kind, make, call)
         if isinstance(came[0], TrainState):
@@ -211,8 +214,11 @@ class CompiledStep:
         refuse_in_graphs(flat, "microbatch", None)
         plan = sharing(self.plan, shared)
         at = first_row(plan, window, offset)
-        beside = what_is_shared(plan)
-        if not knows(plan.known, *beside, Given("microbatch", flat.leaves, flat.spec)):
+        told = *what_is_shared(plan), Given("microbatch", flat.leaves, flat.spec)
+        kind = "more", *kind_of(old, *told)
+        if kind not in self.recipes:
+            check_values(self.values, *told)
+        if not knows(plan.known, *told):
             look(plan, state, flat, "microbatch")
         rows = window.rows + flat.rows
         own = window if plan.donate else tree_map(torch.clone, window)
@@ -225,13 +231,9 @@ class CompiledStep:
             return recipe_for(as_it_is, state, flat, self.of_microbatches, free)
 
         def call(recipe: Recipe) -> Any:
-            (part,), *more = recipe.arrange(flat.leaves, plan.shared)
-            args = own, state, part, *more
-            return attempt(self.graph("more", True, recipe), args, eagerly, plan.donate)
+            args = own, state, plan.shared, *recipe.arrange(flat.leaves)
+            return attempt(self.graph("more", True, recipe.key), args, eagerly, plan.donate)
 
-        leaves, specs = flat.leaves, [each.spec for each in beside]
-        met = _met(old[0], [*leaves, *(x for each in beside for x in each.leaves)])
-        kind = "more", old[1], flat.spec, *specs, *looks_of(met)
         left, out = self.run(kind, make, call)
         new = renewed(given, left)
         if offset is not None:
@@ -289,17 +291,17 @@ class CompiledStep:
         self,
         recipe: Recipe,
         state: TrainState,
-        given: tuple[Any, ...],
+        shared: tuple[Any, ...],
+        parts: Sequence[Tree],
         eagerly: Callable[[], object],
     ) -> tuple[StepWindow, Tree]:
         """The sums of all microbatches, and their aux."""
-        parts, *more = given
-        program = self.graph("first_of_a_batch", False, recipe)
-        window, out = attempt(program, (state, parts[0], *more), eagerly)
+        program = self.graph("first_of_a_batch", False, recipe.key)
+        window, out = attempt(program, (state, shared, parts[0]), eagerly)
         aux = self.reduced(None, _rows(parts[0]), *out) if self.plan.has_aux else None
         for part in parts[1:]:
-            program = self.graph("more_of_a_batch", True, recipe)
-            left, out = attempt(program, (window, state, part, *more), eagerly)
+            program = self.graph("more_of_a_batch", True, recipe.key)
+            left, out = attempt(program, (window, state, shared, part), eagerly)
             window = renewed(flatten(window), left)
             if self.plan.has_aux:
                 aux = self.reduced(aux, _rows(part), *out)
@@ -331,7 +333,9 @@ class CompiledStep:
         distinct = len({*map(id, leaves)}) == len(leaves)
         tiny = recipe is not None and recipe.tiny
         in_place = self.plan.donate and not tiny and not self.recorded and distinct
-        new, info = attempt(self.graph(name, in_place, recipe), (state, *rest), eagerly)
+        key = recipe.key if recipe else None
+        program = self.graph(name, in_place, key, recipe is not None and recipe.cpp)
+        new, info = attempt(program, (state, *rest), eagerly)
         if in_place:
             new = renewed(old, new)
         if self.plan.donate:
@@ -342,11 +346,12 @@ class CompiledStep:
 def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | None = None) -> None:
     """Call the loss once for each kind of batch, to see what it writes to: no graph can tell."""
     leaves, spec = flatten(state.params)
-    call = caller(plan, state, spec)
+    call, rows = caller(plan, state, spec), batch.rows or 1
+    size = min(size or rows, rows)
 
     def loss(leaves: list[Tensor]) -> Any:
         carried = begin_buffers(plan.buffers, state.buffers), 0
-        return call(leaves, *first_part(batch, size), carried)
+        return call(leaves, next(cut_batch(batch, size)), size, carried)
 
     own, of_batch = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
     with guarding(plan.known, own, *what_is_shared(plan), of_batch) as guarded:
@@ -355,16 +360,14 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
                 watched([x.detach().requires_grad_() for x in leaves])
 
 
+def kind_of(state: Flat, *given: Given) -> tuple[Any, ...]:
+    """What decides how a batch goes through the compiler, of the state and of what is given."""
+    leaves = [x for each in given for x in each.leaves]
+    return state[1], *[each.spec for each in given], *looks_of(leaves)
+
+
 def _rows(part: Tree) -> int:
     return read_batch(part).rows or 0
-
-
-def _met(state: list[Any], batch: list[Any]) -> list[Any]:
-    """The leaves whose looks decide how a batch goes through the compiler.
-
-    If there are numbers in it, so do those of the state, from which they take on their dtypes.
-    """
-    return batch if all(isinstance(x, Tensor) for x in batch) else [*state, *batch]
 
 
 def check_compilable(rule: Rule, settings: Any) -> None:

@@ -16,8 +16,8 @@ The form follows from sizes, and ``step.form(state, batch)`` says which one it i
                 sums between the two, and optimizers of ``from_torch``, which no graph can apply
 
 A graph knows the shapes of a microbatch, and other shapes have graphs of their own. It leaves open
-how many microbatches there are, how many rows a shorter last one has, and which Python numbers come
-along: a handful of batch sizes is compiled a handful of times.
+how many microbatches there are, and how many rows a shorter last one has: a handful of batch sizes
+is compiled a handful of times. A Python number is a constant of it: see constants.py.
 
 In place, a graph writes the new tensors into the memory of the old ones. It returns only those
 without dimensions, because torch 2.13 loses what a graph writes to a 0-d tensor on a CPU.
@@ -41,7 +41,8 @@ from .._base import (
     unflatten,
 )
 from .._core import Batch, Microbatch, cut_batch, power_of_two, read_batch, share_of
-from .microbatch_loss import Dtypes, Numbers, caller, dtypes_of_numbers, taken_out, with_numbers
+from .constants import looks_of
+from .microbatch_loss import caller
 from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
 from .state import Plan, StepWindow, TrainState, size_of
 from .whole_step import step_over
@@ -49,6 +50,7 @@ from .windows import applied_window, begin_window, updated_window
 
 
 Program = Callable[..., Any]
+Shared = tuple[Any, ...]  # what the loss is given beside the batch
 
 
 class BatchInParts(NamedTuple):
@@ -57,12 +59,12 @@ class BatchInParts(NamedTuple):
     A graph that is given this does not hold the number of rows of the whole batch.
     """
 
-    pieces: list[Tree]
+    pieces: Sequence[Tree]
     size: int | list[int] | None
     untouched: bool  # whether there is only one
 
     @property
-    def sizes(self) -> list[Tree]:
+    def sizes(self) -> Sequence[Tree]:
         """One entry for each microbatch."""
         return self.pieces
 
@@ -79,7 +81,7 @@ class BatchInParts(NamedTuple):
 
 
 def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
-    """``get(name, in_place, recipe)``, which makes each graph once for each key of a recipe.
+    """``get(name, in_place, key)``, which makes each graph once for each key.
 
     Graphs with separate keys never count towards one another's limit of recompilations.
     """
@@ -87,31 +89,29 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     size, unit = size_of(plan) or 1, unit_of(plan)
     made: dict[Any, Program] = {}
 
-    def made_for(numbers: Numbers, shared: tuple[Any, ...]) -> Plan:
-        return with_numbers(plan, numbers)._replace(shared=shared)
-
     def scan(
-        state: TrainState, some: Tree, rest: Tree, tail: Tree, together: int, *given: Any
+        state: TrainState, shared: Shared, some: Tree, rest: Tree, tail: Tree, together: int
     ) -> Any:
         cut = Stacked(microbatches=some, rest=rest, tail=tail, size=size, together=together)
-        return step_over(made_for(*given), state, cut, fold_scanned)
+        return step_over(plan._replace(shared=shared), state, cut, fold_scanned)
 
-    def unrolled(state: TrainState, pieces: list[Tree], *given: Any) -> Any:
+    def unrolled(state: TrainState, shared: Shared, *pieces: Tree) -> Any:
         cut = BatchInParts(pieces, plan.size, len(pieces) == 1)
-        return step_over(made_for(*given), state, cut)
+        return step_over(plan._replace(shared=shared), state, cut)
 
     def more(
-        window: StepWindow, state: TrainState, part: Tree, *given: Any, unit: float | None = None
+        window: StepWindow, state: TrainState, shared: Shared, part: Tree, unit: Any = None
     ) -> Any:
-        new, entry, _ = updated_window(made_for(*given), state, window, part, unit)
+        own = plan._replace(shared=shared)
+        new, entry, _ = updated_window(own, state, window, part, unit)
         return new, seen_of(plan, entry)
 
-    def first_of_a_batch(state: TrainState, part: Tree, *given: Any) -> Any:
+    def first_of_a_batch(state: TrainState, shared: Shared, part: Tree) -> Any:
         # The compiler sees that the sums begin with zeros: nothing is filled, and nothing added.
-        return more_of_a_batch(begin_window(plan, state), state, part, *given)
+        return more(begin_window(plan, state), state, shared, part, unit)
 
-    def more_of_a_batch(window: StepWindow, state: TrainState, part: Tree, *given: Any) -> Any:
-        return more(window, state, part, *given, unit=unit)
+    def more_of_a_batch(window: StepWindow, state: TrainState, shared: Shared, part: Tree) -> Any:
+        return more(window, state, shared, part, unit)
 
     def applied(state: TrainState, window: StepWindow, aux: Tree) -> Any:
         return applied_window(plan, state, window, 1.0, aux)
@@ -122,16 +122,11 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     of_batches = (scan, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
     functions = {function.__name__: function for function in (*of_batches, more, applied)}
 
-    def get(name: str, in_place: bool, recipe: Recipe | None = None) -> Program:
-        kind = name, in_place, recipe and recipe.key
+    def get(name: str, in_place: bool, key: Any, cpp: bool = False) -> Program:
+        kind = name, in_place, key
         if (known := made.get(kind)) is None:
             function = _in_place(functions[name]) if in_place else functions[name]
-            static = recipe is not None and not recipe.free.sizes
-            given = {"dynamic": False, **settings} if static else settings
-            # Inductor's C++ wrapper halves the time where kernels are small, and compiles for
-            # half as long again.
-            cpp = recipe is not None and recipe.cpp and name == recipe.form
-            known = compile_anew(function, cpp, given)
+            known = compile_anew(function, cpp, settings)
             if has_cuda_graphs(settings):
                 known = _kept(known)
             made[kind] = known
@@ -215,7 +210,6 @@ class Freedom(NamedTuple):
     """What a graph leaves open."""
 
     several: int  # how many microbatches go together
-    numbers: Dtypes  # the Python numbers of a batch that are tensors in the graph
     sizes: bool = True  # how many microbatches, how many rows in the last one, and the like
 
 
@@ -224,9 +218,9 @@ class Recipe(NamedTuple):
 
     form: str
     key: int  # of its graphs
-    arrange: Callable[..., tuple[Any, ...]]  # from the leaves of a batch, and what is shared
+    arrange: Callable[[list[Any]], Sequence[Any]]  # from the leaves of a batch
     tiny: bool  # whether the gradients are
-    cpp: bool  # whether to wrap a whole step in C++, which is faster where leaves are few
+    cpp: bool  # whether in C++, which halves a small step's time, and compiles half as long again
     free: Freedom
 
 
@@ -273,18 +267,16 @@ def recipe_for(
     name, count, rest, tiny = form_of(plan, state, flat)
     size, device = size_of(plan) or 1, state.samples.device
     cpp = len(tree_leaves(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
-    if free is None:
-        several = together(plan, state, flat) if name == "scan" else 1
-        free = Freedom(several, dtypes_of_numbers(plan, state, flat))
+    free = free or Freedom(together(plan, state, flat) if name == "scan" else 1)
     alone = count + (rest > 0) == 1
     if name == "scan":
         sizes = *grouped(count, free.several), rest
     else:
         sizes = (flat.rows or 0,) if alone else (rest,)
-    rows = [x.shape[1:] if isinstance(x, Tensor) else type(x) for x in flat.leaves]
     beside, shared_spec = flatten(plan.shared)
-    rows += [x.shape if isinstance(x, Tensor) else type(x) for x in beside]
-    told = name, free, flat.spec, shared_spec, *(rows if shapes.told_apart else ())
+    apart = shapes.told_apart
+    looks = *looks_of(flat.leaves, apart, 1), *looks_of(beside, apart)
+    told = name, free, flat.spec, shared_spec, *looks
     # A graph that knows its sizes is faster: only the second one takes any.
     first = shapes.first.setdefault(told, sizes)
     usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
@@ -295,21 +287,18 @@ def recipe_for(
     key = shapes.graphs.setdefault((*told, parts, *each), len(shapes.graphs))
     flat = flat._replace(leaves=[])  # a recipe outlives the batch
 
-    def arrange(leaves: list[Any], shared: tuple[Any, ...]) -> tuple[Any, ...]:
-        columns = len(leaves)
-        leaves, numbers = taken_out([*leaves, *flatten(shared)[0]], free.numbers, device)
-        here = flat._replace(leaves=leaves[:columns])
-        given = numbers, unflatten(shared_spec, leaves[columns:])
+    def arrange(leaves: list[Any]) -> Sequence[Any]:
+        here = flat._replace(leaves=leaves)
         if name == "scan":
             stacked = stacks(here, size, free.several, sizes, vary)
             tail = rows_of(here, count * size, vary[-1]) if rest else None
-            return *stacked, tail, free.several, *given
+            return *stacked, tail, free.several
         if alone:
-            return (rows_of(here, 0, vary[0]),), *given
+            return [rows_of(here, 0, vary[0])]
         pieces = list(cut_batch(here, size))
         if rest:
             pieces[-1] = rows_of(here, count * size, vary[-1])
-        return tuple(pieces), *given
+        return pieces
 
     return Recipe(form=name, key=key, arrange=arrange, tiny=tiny, cpp=cpp, free=free)
 
@@ -319,8 +308,6 @@ def narrowed(recipe: Recipe) -> Freedom | None:
     free = recipe.free
     if free.several > 1:
         return free._replace(several=1)
-    if free.numbers:
-        return free._replace(numbers=())
     return free._replace(sizes=False) if free.sizes else None
 
 

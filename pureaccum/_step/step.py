@@ -155,8 +155,9 @@ def make_step(
         donate: Each call gives up the state that it is given, and its memory is used again.
         compile: The step compiles itself, when it is first called with a batch of new sizes: the
             microbatches are a loop inside one graph, or where gradients are large a graph that
-            runs once for each. ``step.form(state, batch)`` says which. True, or the arguments of
-            ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
+            runs once for each. ``step.form(state, batch)`` says which. A Python number is a
+            constant there, of eight values at most; a tensor may change at every step. True, or the
+            arguments of ``torch.compile``, such as ``{"mode": "reduce-overhead"}``.
 
     Returns:
         The step: ``init(params, buffers=None, seed=0)``, ``step(state, batch, *shared)``, and the

@@ -86,21 +86,20 @@ def test_what_is_shared_is_whole_for_every_microbatch(
     assert torch.equal(state.params, w - want)
 
 
-def test_a_graph_is_made_once_for_all_values_of_a_number_that_is_shared() -> None:
+def test_a_graph_is_made_once_for_a_tensor_and_once_for_each_value_of_a_number() -> None:
     count = torch._dynamo.testing.CompileCounter()
 
-    def annealed(w: Tensor, x: Tensor, beta: float) -> Tensor:
-        return (x * w).mean() * beta
+    def annealed(w: Tensor, x: Tensor, beta: Any) -> Tensor:
+        return (x * w).mean() * beta["now"]
 
-    step = pa.make_step(annealed, pa.sgd(1.0), microbatch_size=2, compile={"backend": count})
+    step = pa.make_step(annealed, pa.sgd(1.0), microbatch_size=None, compile={"backend": count})
     state, x = step.init(torch.tensor(1.0)), torch.arange(4.0)
-    for beta in (0.5, 0.25, 3.0, 7.5):
-        _, info = step(state, x, beta)
-        assert info.loss == 1.5 * beta
-    frames = count.frame_count
-    for beta in (11.0, 13.5):
-        assert step(state, x, beta)[1].loss == 1.5 * beta
-    assert count.frame_count == frames
+    frames: list[int] = []
+    for beta in (0.5, 3.0, 0.5, 3.0, *map(torch.tensor, (7.5, 11.0, 13.5))):
+        assert step(state, x, {"now": beta})[1].loss == 1.5 * beta
+        frames.append(count.frame_count)
+    once = frames[0]
+    assert frames == [once, 2 * once, 2 * once, 2 * once, *[3 * once] * 3]
 
 
 def test_with_keys_buffers_a_policy_and_a_loss_scale() -> None:

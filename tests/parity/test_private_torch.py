@@ -344,6 +344,32 @@ def test_errors_of_the_compiler_are_told_from_others() -> None:
     assert "recompile" in type(caught.value).__name__.lower()  # what explain.py looks for
 
 
+@pytest.mark.parametrize("settings", [{}, {"dynamic": None}, {"dynamic": True}])
+def test_numbers_are_constants_of_a_graph(settings: Any) -> None:
+    """Those of arguments and those that are captured, ints and floats; sizes as they are asked."""
+    made: list[list[type]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append([type(x) for x in inputs])
+        return graph.forward
+
+    held = {"t": 0.0}
+
+    def function(x: torch.Tensor, t: Any) -> torch.Tensor:
+        return x * (1 - t) * (1 - held["t"])
+
+    program = torch_internals.compile_anew(function, False, {"backend": backend} | settings)
+    numbers = [0.99999, 2, 3, 0.99998]
+    for turn in range(2):
+        for t in numbers:
+            held["t"] = t
+            x = torch.ones(3 + turn, 4)
+            assert torch.equal(program(x, t), function(x, t))
+    assert len(made) == len(numbers) * (1 if settings.get("dynamic") else 2)
+    kinds = {kind for inputs in made for kind in inputs}
+    assert kinds == {torch.Tensor} | ({torch.SymInt} if settings.get("dynamic") else set())
+
+
 def test_guards_are_left_out_by_names_that_torch_gives_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
