@@ -324,7 +324,7 @@ class CompiledStep:
         recipe: Recipe | None = None,
     ) -> tuple[TrainState, StepInfo]:
         """The next state and what happened, from a graph: in place where that saves anything."""
-        leaves, _ = old
+        leaves, spec = old
         if not self.plan.optimizer.in_graphs:
             unit = unit_of(self.plan) if name == "applied_of_a_batch" else 1.0
             return applied_window(self.plan._replace(group=None), state, rest[0], unit, rest[1])
@@ -333,7 +333,7 @@ class CompiledStep:
         distinct = len({*map(id, leaves)}) == len(leaves)
         tiny = recipe is not None and recipe.tiny
         in_place = self.plan.donate and not tiny and not self.recorded and distinct
-        key = recipe.key if recipe else None
+        key = recipe.key if recipe else (spec, *looks_of(leaves, self.of_batches.told_apart))
         program = self.graph(name, in_place, key, recipe is not None and recipe.cpp)
         new, info = attempt(program, (state, *rest), eagerly)
         if in_place:
@@ -362,7 +362,7 @@ def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | Non
 
 def kind_of(state: Flat, *given: Given) -> tuple[Any, ...]:
     """What decides how a batch goes through the compiler, of the state and of what is given."""
-    leaves = [x for each in given for x in each.leaves]
+    leaves = [*state[0], *(x for each in given for x in each.leaves)]
     return state[1], *[each.spec for each in given], *looks_of(leaves)
 
 

@@ -273,10 +273,10 @@ def recipe_for(
         sizes = *grouped(count, free.several), rest
     else:
         sizes = (flat.rows or 0,) if alone else (rest,)
-    beside, shared_spec = flatten(plan.shared)
+    (beside, shared_spec), (held, held_spec) = flatten(plan.shared), flatten(state)
     apart = shapes.told_apart
-    looks = *looks_of(flat.leaves, apart, 1), *looks_of(beside, apart)
-    told = name, free, flat.spec, shared_spec, *looks
+    looks = *looks_of(flat.leaves, apart, 1), *looks_of([*beside, *held], apart)
+    told = name, free, flat.spec, shared_spec, held_spec, *looks
     # A graph that knows its sizes is faster: only the second one takes any.
     first = shapes.first.setdefault(told, sizes)
     usual = [plan.size or first[0]] if alone else [*first[:-1], 0]

@@ -3,6 +3,7 @@
 ``nn.Dropout`` tells: torch.func has none for tensors of which a size is open.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
+from tests.bounds.test_memory_report import allocated
 from tests.transforms.test_compiled_step import counting, pair
 from tests.transforms.test_step import assert_close
 
@@ -157,3 +159,58 @@ def test_a_module_that_begins_to_drop_goes_on() -> None:
         losses.append(ours(state, torch.ones(8, 50))[1].loss.item())
     assert losses[0] == losses[2] == 1
     assert losses[1] != 1
+
+
+# Several models of one step -----------------------------------------------------------------------
+
+
+def of_width(width: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    shapes = {"w1": (4, width), "w2": (width, 1)}
+    return {name: torch.randn(shape, dtype=dtype) / width**0.5 for name, shape in shapes.items()}
+
+
+def two_layers(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return ((x @ p["w1"]).tanh() @ p["w2"]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "form", ["unrolled", *(pytest.param(f, marks=pytest.mark.slow) for f in ("scan", "stream"))]
+)
+def test_each_model_of_one_step_has_graphs_of_its_own(form: str) -> None:
+    """So torch's limit (here one) is none, and a model that came before is not compiled again."""
+    settings, graphs = counting()
+    size = 2 if form == "scan" else None
+    ours, eager = pair(two_layers, pa.adamw(0.1), microbatch_size=size, compile=settings)
+    kinds = [(3, torch.float64), (5, torch.float64), (5, torch.float32)]
+    made: list[int] = []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for width, dtype in (*kinds, *kinds):
+            state, x = ours.init(of_width(width, dtype)), torch.randn(8, 4, dtype=dtype)
+            if form == "stream":
+                both = (ours, eager)
+                got, want = (s.apply(state, s.update(state, s.begin(state), x)) for s in both)
+            else:
+                got, want = ours(state, x), eager(state, x)
+            if dtype == torch.float64:
+                assert_close(got, want)
+            made.append(len(graphs))
+    each = 2 if form == "stream" else 1
+    assert made == [each, 2 * each, *[3 * each] * 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [(4, 50_000), (50_000, 4)])
+def test_a_second_model_takes_the_memory_that_it_takes_alone(
+    first: int, second: int, tmp_path: Path
+) -> None:
+    """How many microbatches go together follows from the model, of which batches know nothing."""
+    x = torch.randn(512, 4)
+    peaks: list[int] = []
+    for widths in ([second], [first, second]):
+        compile = {"backend": "aot_eager"}
+        step = pa.make_step(two_layers, pa.sgd(0.1), microbatch_size=8, compile=compile)
+        for width in widths:
+            state = step.init(of_width(width, torch.float32))
+            step(state, x)
+        peaks.append(allocated(lambda: step(state, x), tmp_path / "trace.json"))  # noqa: B023
+    assert peaks[0] == peaks[1]
