@@ -114,6 +114,7 @@ from .torch_internals import CHILDREN as CHILDREN
 from .torch_internals import PARAMETERS as PARAMETERS
 from .torch_internals import Asking as Asking
 from .torch_internals import Place as Place
+from .torch_internals import any_mapped as any_mapped
 from .torch_internals import any_tangent as any_tangent
 from .torch_internals import as_members as as_members
 from .torch_internals import at_top_level as at_top_level

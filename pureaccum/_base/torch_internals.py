@@ -143,6 +143,20 @@ def mapped_levels(x: Tensor) -> set[int]:
     return levels
 
 
+def any_mapped(tensors: Iterable[Tensor]) -> bool:
+    """Whether a vmap maps any of some tensors, also where the compiler traces it."""
+    if not torch.compiler.is_dynamo_compiling():
+        return any(map(mapped_levels, tensors))
+    functorch = torch._C._functorch  # pyright: ignore
+    depth = transform_depth() if VERSION >= (2, 13) else 8
+    for x in tensors:
+        for level in range(depth, 0, -1):
+            if functorch.is_batchedtensor(x):
+                return True
+            x = functorch._unwrap_for_grad(x, level)
+    return False
+
+
 def levels(x: Tensor) -> set[int]:
     """The levels of all transforms that wrap a tensor."""
     functorch, found = torch._C._functorch, set[int]()  # pyright: ignore

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._base import BUFFERS, LARGEST_INT, mapped_levels, tensor_hooks, transform_active, unnoticed
+from .._base import BUFFERS, LARGEST_INT, any_mapped, tensor_hooks, transform_active, unnoticed
 from .._core import Keep, group_of
 from .microbatched_module import WholeBatch
 from .shell import Places, call_module, full_name, own_tensor, places_of
@@ -115,7 +115,8 @@ def functional(
     params: dict[str, Tensor] = {}
     frozen: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    for name, ((_, table, _), *_) in places.slots.items():
+    held: dict[str, tuple[Tensor, dict[str, Any], str]] = {}
+    for name, ((i, table, key), *_) in places.slots.items():
         tensor = own_tensor(places, name)
         if is_lazy(tensor):
             raise ValueError(
@@ -124,6 +125,7 @@ def functional(
             )
         kind = buffers if table == BUFFERS else params if tensor.requires_grad else frozen
         kind[name] = tensor.detach()
+        held[name] = kind[name], vars(places.modules[i])[table], key
     names = Names(
         params={name: x.shape for name, x in (params | frozen).items()},
         buffers={name: x.shape for name, x in buffers.items()},
@@ -131,6 +133,7 @@ def functional(
         dtypes={name: x.dtype for name, x in params.items()},
         own=[own_tensor(places, name) for name in params | frozen],
         required=[name in params for name in params | frozen],
+        held=held,
     )
     for name in params:
         if any(tensor_hooks(own_tensor(places, name))):
@@ -156,6 +159,7 @@ class Names(NamedTuple):
     dtypes: dict[str, torch.dtype]  # of the parameters that are not frozen
     own: list[Tensor]  # the module's parameters …
     required: list[bool]  # … and whether each of them required a gradient
+    held: dict[str, tuple[Tensor, dict[str, Any], str]]  # what was handed out, and its place
 
 
 def _apply(
@@ -178,7 +182,7 @@ def _apply(
             _check(params, names.params, names.tied, "params", "parameter")
         if compiling or not (buffers == () or _fits(buffers, names.buffers)):
             _check(buffers, names.buffers, names.tied, "buffers", "buffer")
-        if not compiling and [x.requires_grad for x in names.own] != names.required:
+        if [x.requires_grad for x in names.own] != names.required:
             raise _other_gradients(names)
     if len(buffers) < len(names.buffers):
         missing = next(name for name in names.buffers if name not in buffers)
@@ -202,9 +206,17 @@ def _apply(
 def _frozen(
     names: Names, frozen: dict[str, Tensor], params: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The frozen parameters that are not given, cast to the one dtype that the others came in."""
-    rest = {name: x for name, x in frozen.items() if name not in params}
-    if rest and transform_active() and any(map(mapped_levels, params.values())):
+    """The frozen parameters that are not given, cast to the one dtype that the others came in.
+
+    They are what the module holds now, whose ``.data`` may have been assigned, but for those that
+    somebody has put into ``frozen``.
+    """
+    rest: dict[str, Tensor] = {}
+    for name, x in frozen.items():
+        if name not in params:
+            handed_out, table, key = names.held[name]
+            rest[name] = table[key] if x is handed_out else x
+    if rest and transform_active() and any_mapped(params.values()):
         raise ValueError(
             f"the parameters are mapped by a vmap, and params[{next(iter(rest))!r}] is frozen and "
             "not among them: members of an ensemble may differ in it. Say what it is: the same for "

@@ -121,7 +121,7 @@ MUTANTS: dict[str, Mutant] = {
     "one member's frozen parameters for all": Mutant(
         "An ensemble is given the frozen parameters of one member without a word.",
         "_pure/functional.py",
-        "any(map(mapped_levels, params.values()))",
+        "any_mapped(params.values())",
         "False",
     ),
     "a shell used again while a checkpoint holds it": Mutant(

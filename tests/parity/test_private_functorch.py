@@ -38,6 +38,28 @@ def test_the_wrappers_of_transforms_come_off() -> None:
     assert seen == [set(), {1}, {1}, {1, 2}, {1, 2}, {1, 2}]
 
 
+def test_a_vmap_is_seen_below_other_transforms_also_while_the_compiler_traces_them() -> None:
+    def look(x: Tensor) -> Tensor:
+        seen.append(torch_internals.any_mapped([torch.ones(2), x]))
+        return x.square().sum()
+
+    def forward(x: Tensor) -> Tensor:
+        return jvp(look, (x,), (x,))[1]
+
+    seen: list[bool] = []
+    x = torch.ones(2, 3)
+    unmapped = [look, grad(look), grad(lambda y: grad(look)(y).sum()), forward]
+    mapped = [vmap(look), vmap(grad(look)), vmap(forward), vmap(vmap(look))]
+    mapped += [grad(lambda y, f=f: vmap(f)(y).sum()) for f in (look, grad(look), forward)]
+    beside = vmap(lambda row: grad(look)(x).sum() + row.sum())
+    for number, transformed in enumerate([*unmapped, beside, *mapped]):
+        for program in transformed, torch.compile(transformed, backend="eager", fullgraph=True):
+            seen.clear()
+            program(x)
+            assert seen
+            assert all(is_mapped is (number > len(unmapped)) for is_mapped in seen), number
+
+
 def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
     """torch turns it off there: an outer tangent would be lost without an error."""
 
