@@ -13,9 +13,8 @@ has a cotangent on each of them, and the transpose adds these up. So ``make_step
 which adds up the gradients of all ranks, gives the gradient of the sum of their losses.
 
 All ranks exchange the same, in one order, and compare first what they are about to do; a mismatch
-is an error on all of them. Shapes and dtypes that were exchanged before are compared no more where
-a module fixes them, or the host would have to wait for a device, unless a batch is cut around the
-call.
+is an error on all of them. What was exchanged before is compared no more where a module fixes its
+shapes, or where the host would wait for a device, unless a batch is cut around the call.
 
 Each rank pulls the gradient of a microbatch with a cotangent of its own making: a weight, divided
 by some power of two. What it hands to another rank is first multiplied to what it stands for, and
