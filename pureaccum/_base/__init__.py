@@ -89,6 +89,7 @@ from .named_leaves import tree_get as tree_get
 from .named_leaves import tree_set as tree_set
 from .observation import observed as observed
 from .observation import put_back_attributes as put_back_attributes
+from .observation import put_back_hooks as put_back_hooks
 from .refusals import CompileError as CompileError
 from .refusals import add_once as add_once
 from .refusals import advise_on_curvature as advise_on_curvature

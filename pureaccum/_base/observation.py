@@ -82,3 +82,16 @@ def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
     if (undo := here.observed) is not None:
         for module in modules:
             undo.callback(vars(module).update, dict(vars(module)))
+
+
+def put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
+    """Let an observed run leave the hooks of modules as they are now, which shells share."""
+    for module in modules if (undo := here.observed) is not None else ():
+        for name, table in vars(module).items():
+            if "hooks" in name and isinstance(table, dict):
+                undo.callback(_refill, table, dict(table))
+
+
+def _refill(table: dict[Any, Any], then: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(then)

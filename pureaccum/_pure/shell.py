@@ -47,6 +47,7 @@ from .._base import (
     is_compiled_module,
     observed,
     put_back_attributes,
+    put_back_hooks,
     saved_tensors_hooks,
     saved_tensors_hooks_allowed,
     seeing,
@@ -275,11 +276,10 @@ def _call_shell(
     for name, tensor in tensors.items():
         for table, key in slots[name]:
             table[key] = tensor
+    if here.observed is not None:
+        put_back_hooks(places.modules)
     out = shell.modules[0](*args, **kwargs)
-    held: dict[str, Any] = {}
-    for name in wanted:
-        table, key = slots[name][0]
-        held[name] = table[key]
+    held = {name: table[key] for name in wanted for table, key in slots[name][:1]}
     if changed(shell.ours):
         put_back_attributes(places.modules)
         _assign(places, shell)
@@ -290,7 +290,7 @@ def _call_shell(
             f"forward made {made!r}, a parameter, buffer or module that was not there when "
             "functional(module) was called. Call the module once, on one batch, before that."
         )
-    # One whose call failed, or that a checkpoint holds on to, is left as it is.
+    # One that failed, or that a checkpoint holds on to, is left as it is.
     if [*map(sys.getrefcount, shell.modules)] == shell.references:
         for table, between in shell.filled:
             table.update(between)
