@@ -40,6 +40,7 @@ from .._base import (
     observed,
     paths,
     put_back_attributes,
+    put_back_hooks,
     transform_active,
     tree_leaves,
     unnoticed,
@@ -277,6 +278,7 @@ def _goes_well(
     def note(module: nn.Module, _: object) -> None:
         if threading.get_ident() == thread and not is_compiled_module(module):
             put_back_attributes([module])
+            put_back_hooks(module.modules())
             modules.setdefault(origins.get(module, module))
             if module not in origins:
                 if vars(module)[BUFFERS]:
