@@ -623,7 +623,7 @@ MUTANTS: dict[str, Mutant] = {
     "exchanges not compared": Mutant(
         "What ranks exchange inside of a loss is taken to be alike.",
         "_core/exchange.py",
-        "if counted and not parts and kind in known.kinds:",
+        "if trusted and not parts and kind in known.kinds:",
         "if counted:",
     ),
     "members that share memory": Mutant(
