@@ -462,17 +462,15 @@ def test_once_a_loss_and_kind() -> None:
         return len(calls)
 
     make = partial(hvp, loss)
-    assert count(make, params, batch, v) == 3 + COST  # one is observed
+    assert count(make, params, batch, v) == 3 + COST
     assert count(make, params, batch, v) == count(partial(make, check=False), params, batch, v) == 2
     assert count(partial(hvp, loss), params, batch, v) == 2
     net.train()
-    assert count(make, params, batch, v) == 3 + COST  # one is observed
+    assert count(make, params, batch, v) == 3 + COST
     assert count(make, params, batch, v) == 2
     wide = {n: torch.cat([x, x], -1) if n == "a" else x for n, x in params.items()}
     other = batch | {"x": torch.cat([batch["x"]] * 2, 1)}
-    assert (
-        count(make, wide, other, {n: x + 1 for n, x in wide.items()}) == 3 + COST
-    )  # one is observed
+    assert count(make, wide, other, {n: x + 1 for n, x in wide.items()}) == 3 + COST
 
 
 def test_verdicts_are_kept_no_longer_than_functions() -> None:
