@@ -83,18 +83,14 @@ def transform_active() -> bool:
     The compiler is asked first, since dynamo cannot trace the second question; and dynamo itself is
     asked, since ``torch.compiler.is_compiling`` is true in all threads while one of them compiles.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+    if torch.compiler.is_dynamo_compiling() or _C._functorch.maybe_current_level() is not None:
         return True
     return bool(_MODES() or _FUNCTION_MODES()) and get_proxy_mode() is not None
 
 
 def may_write() -> bool:
     """Whether tensors of ours may be written in place: nobody follows or traces operations."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+    if torch.compiler.is_dynamo_compiling() or _C._functorch.maybe_current_level() is not None:
         return False
     return not (_MODES() or _FUNCTION_MODES()) or not traced()
 

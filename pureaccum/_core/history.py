@@ -30,6 +30,7 @@ from .._base import (
     NAMESPACE,
     Refusing,
     Tree,
+    advise_on_vjp,
     continuous,
     flatten,
     generators,
@@ -332,7 +333,11 @@ def _pulling(
                 outs = repeated(*operands)
             return [outs[i] for i in used]
 
-        _, vjp = torch.func.vjp(of, *(given[i] for i in wrt))  # pyright: ignore
+        try:
+            _, vjp = torch.func.vjp(of, *(given[i] for i in wrt))  # pyright: ignore
+        except RuntimeError as error:
+            advise_on_vjp(error)
+            raise
         return [*vjp([*given[count:]], retain_graph=False)]
 
     return pull

@@ -72,9 +72,9 @@ def microbatch(
     It is differentiable as the function of the whole batch is, with respect to all that it is given
     and captures, and in the memory of one microbatch: under every nest of torch.func's transforms
     and under ``.backward()``, at any order. Only inputs and outputs are kept, and ``func`` is run
-    again for a derivative, with the random numbers, under the autocast and with the modules'
-    tensors of the first time. Full-batch code (a contrastive loss, any function of sums) is plain
-    code over what it returns.
+    again for a derivative, with the random numbers, under the autocast and modes and with the
+    modules' tensors of the first time. Full-batch code (a contrastive loss, any function of sums)
+    is plain code over what it returns.
 
     Inside ``torch.compile`` it is the loop as it stands: that compiler decides by itself what to
     keep.
@@ -290,7 +290,7 @@ def call_microbatched(
             except RuntimeError as error:
                 if NO_GRAPH not in str(error) or transform_active():
                     raise
-                restore(before)  # it differentiates what it is given
+                restore(before)  # it differentiates what it is given, by torch.autograd.grad
                 outputs.begin()
                 again = Again(devices)
                 again.mode.records = True

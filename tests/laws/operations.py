@@ -10,8 +10,8 @@ loss is linear in rows, and may be cut.
         for of in losses_of_part(part):
             ... of.loss(of.params, ROWS) ...
 
-A tenth of the operations is asked, always the same, and under the profile ``dev`` a hundredth;
-under ``thorough`` all are.
+A tenth of the operations is asked, always the same, and under the profile ``dev`` a handful; under
+``thorough`` all are.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from tests.conftest import PROFILE
 
 # Both halves add up to a power of two: what a loss multiplies its gradient by is one, in each.
 ROWS = torch.tensor([1.0, 3.0, 2.0, 2.0], dtype=torch.float64)
-PARTS = 100 if PROFILE == "dev" else 10
+PARTS = 250 if PROFILE == "dev" else 10
 MOST = {"dev": 1, "ci": 2}.get(PROFILE, 20)  # samples of an operation and dtype
 DTYPES = {"real": torch.float64, "complex": torch.complex128}
 parts = pytest.mark.parametrize("part", range(PARTS if PROFILE == "thorough" else 1))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.draws import generator
@@ -169,6 +170,15 @@ def test_a_mode_that_looks_changes_no_number(name: str) -> None:
     want = call()
     with Onlooker():
         assert agree(call(), want)
+
+
+# A trace above autograd, by make_fx(pre_dispatch=True) or torch.export ----------------------------
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="not reported yet")
+def test_a_trace_above_autograd_takes_other_inputs() -> None:
+    first, x = grad(lambda x: x.sin().sum()), normal(3)
+    assert agree(make_fx(first, pre_dispatch=True)(x)(2 * x), first(2 * x))
 
 
 # torch._weight_norm, which nn.utils.parametrizations.weight_norm calls ---------------------------
