@@ -26,6 +26,7 @@ from .._base import (
     forward_ad_active,
     global_norm,
     gradients,
+    may_write,
     positions,
     read_params,
     read_tensors,
@@ -196,10 +197,9 @@ def _chunks(
     recorded = (
         how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     )
-    if how.engine != "vmap" or recorded or not at_top_level() or captures_are_sought():
-        short = None  # where others look at operations, layers would not be seen
-    else:
-        short = how.shortcut
+    # Where others look at operations, layers would not be seen, or what a mode makes of them.
+    alone = at_top_level() and may_write() and not captures_are_sought()
+    short = how.shortcut if how.engine == "vmap" and alone and not recorded else None
     for part in cut_batch(batch, size):
         chunk = None
         if short is not None and not known.unseen:

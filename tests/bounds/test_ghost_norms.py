@@ -16,14 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optree import tree_leaves, tree_map
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 import pureaccum as pa
+from pureaccum._base import seeing
 from pureaccum._core import known_of
 from pureaccum._core.auto_size import counting
 from pureaccum.testing.strategies import pieces, seeds
 from tests.bounds.rounding import UNIT, gamma
 from tests.draws import examples, generator
+from tests.laws.exactly import integers
 
 
 # of attention, which takes vmap's slow path
@@ -251,19 +253,6 @@ def test_clipped_sums_of_layers_are_those_of_a_loop(
     assert short(loss) == (name != "module")
 
 
-class Named(TorchDispatchMode):
-    """Notes operations by their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note one, and run it."""
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 # What is never made, and what rounding may do ----------------------------------------------------
 
 
@@ -455,10 +444,29 @@ def test_cross_entropy_is_taken_of_all_samples_at_once() -> None:
     def loss(w: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(batch[0] @ w, batch[1])
 
-    with Named() as seen:
+    names: list[str] = []
+    with seeing(before=lambda operation, *_: names.append(str(operation))):  # one of ours
         pa.clipped_sum(loss, 1.0)(torch.eye(WIDTH), (x, y))
-    assert seen.names.count("aten.nll_loss_forward.default") == 1
-    assert "aten.gather.default" not in seen.names
+    assert names.count("aten.nll_loss_forward.default") == 1
+    assert "aten.gather.default" not in names
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is F.linear else out
+
+
+def test_what_a_mode_makes_of_a_layer_counts() -> None:
+    w, x = integers(generator(0), 3, 4, bound=3).double(), integers(generator(1), 5, 4, bound=3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return F.linear(x, w).square().sum()
+
+    with Doubled():
+        got = pa.per_sample_grad(loss, reduce="sum")(w, x.double())
+        want = torch.func.grad(loss)(w, x.double())
+    assert torch.equal(got, want)
 
 
 def test_targets_that_do_not_fit_are_refused_in_the_words_of_torch() -> None:
