@@ -148,13 +148,13 @@ def _is_of(mode: Any, *packages: str) -> bool:
     return type(mode).__module__.partition(".")[0] in packages
 
 
-_C: Any = torch._C
+_C: Any = torch._C  # pyright: ignore
 _FUNCTION_MODES, _MODES = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
 _STACKS: Any = [
     [getattr(kind, name) for name in (stack, "_pop_mode", "_push_mode")]
     for kind, stack in (
         (torch.overrides, "_get_current_function_mode_stack"),
-        (torch.utils._python_dispatch, "_get_current_dispatch_mode_stack"),
+        (torch.utils._python_dispatch, "_get_current_dispatch_mode_stack"),  # pyright: ignore
     )
 ]
 
