@@ -551,14 +551,13 @@ def ends_of(total: Tensor) -> list[Tensor]:
 
 def nodes_of(outs: Iterable[Tensor]) -> list[Any]:
     """What autograd recorded on the way to some tensors."""
-    below, seen, nodes = [x.grad_fn for x in outs], set[Any](), list[Any]()
-    while below:
-        node = below.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.append(node)
-        below.extend([parent for parent, _ in node.next_functions])
+    nodes = [*{x.grad_fn: None for x in outs if x.grad_fn is not None}]
+    found = {None, *nodes}
+    for node in nodes:  # which grows
+        for parent, _ in node.next_functions:
+            if parent not in found:
+                found.add(parent)
+                nodes.append(parent)
     return nodes
 
 

@@ -96,6 +96,8 @@ def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
             if x.requires_grad:
                 ends = [getattr(node, "variable", None) for node in nodes_of([x])]
                 found += [end for end in ends if end is not None] if ends else [x]
+    if not found:
+        return found
     own = {*map(id, leaves)}
     return [x for x in found if id(x) not in own]
 
@@ -119,8 +121,11 @@ def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor])
 
 
 def _stop(outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+    """Where the engine records graphs, only the first microbatch is looked at, for the time."""
     if captured_in(outs, leaves):
         raise CapturedError
+    if leaves and leaves[0].requires_grad:
+        here.look = None
 
 
 def with_history(call: Call, known: Known, plain: Call | None = None) -> Call:
