@@ -105,9 +105,10 @@ def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
 def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     """Raise where a loss captures what requires grad, and is no parameter of a module.
 
-    Of the microbatches of a call only the first is looked at: to follow a graph takes some time.
+    To follow a graph takes time: after a loss's first call, that of one microbatch a call.
     """
-    here.look = None
+    if known.captures is not None:
+        here.look = None
     there = [x for at in known.captured if (x := at()) is not None and not isinstance(x, Refusing)]
     for x in (*filter(_requires_grad, there), *captured_in(outs, leaves)):
         if not isinstance(x, nn.Parameter):
@@ -120,11 +121,10 @@ def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor])
             )
 
 
-def _stop(outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
-    """Where the engine records graphs, only the first microbatch is looked at, for the time."""
+def _stop(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     if captured_in(outs, leaves):
         raise CapturedError
-    if leaves and leaves[0].requires_grad:
+    if known.captures is not None and leaves and leaves[0].requires_grad:  # as above
         here.look = None
 
 
@@ -157,7 +157,7 @@ def call_with_history(
         return looking(None, call, *args, **kwargs)
     if here.look is not None and _here.inside_of is here.backward:
         return _passed_on(call, args, kwargs)
-    stop = _stop if captured else partial(refuse_captured, known)
+    stop = partial(_stop if captured else refuse_captured, known)
     captures = captured and known.captures
     called: Any = args, kwargs
     leaves = optree.tree_leaves(called, namespace=NAMESPACE)
@@ -167,7 +167,9 @@ def call_with_history(
         outer = here.look, _here.inside_of
         here.look, _here.inside_of = stop, here.backward
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            known.captures = bool(known.captures)
+            return result
         except CapturedError:
             restore(before)
             captures = known.captures = True
