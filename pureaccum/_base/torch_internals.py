@@ -551,7 +551,7 @@ def ends_of(total: Tensor) -> list[Tensor]:
 
 def nodes_of(outs: Iterable[Tensor]) -> list[Any]:
     """What autograd recorded on the way to some tensors."""
-    nodes = [*{x.grad_fn: None for x in outs if x.grad_fn is not None}]
+    nodes: list[Any] = [*{x.grad_fn: None for x in outs if x.grad_fn is not None}]
     found = {None, *nodes}
     for node in nodes:  # which grows
         for parent, _ in node.next_functions:

@@ -158,7 +158,7 @@ def call_with_history(
     if here.look is not None and _here.inside_of is here.backward:
         return _passed_on(call, args, kwargs)
     stop = partial(_stop if captured else refuse_captured, known)
-    captures = captured and known.captures
+    captures = captured and known.captures is True
     called: Any = args, kwargs
     leaves = optree.tree_leaves(called, namespace=NAMESPACE)
     given = [x for x in leaves if isinstance(x, Tensor)]
