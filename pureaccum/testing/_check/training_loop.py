@@ -251,7 +251,7 @@ class _Examination:
             (frozenset({BATCH_NORM}), _STATISTICS),
             (frozenset(DROPOUTS), _DROPOUT),
         ):
-            if self.fits_without(functions, splits):
+            if self.fits(self.subject._replace(without=functions), splits):
                 return found
         rows = trial.subject.everything()
         sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
@@ -265,27 +265,19 @@ class _Examination:
             return UNKNOWN
         shares = [len(part) / len(rows) for part in split]
         factors = fitted(each, result)
-        found = None
         if factors is not None:
             certain = sum(x.numel() for x in result) > len(split)
             linear = fitted(each, trial.whole(rows)) is not None
-            found = mistake(factors, shares, False, certain) or (_BY_ROWS if linear else _CHANGED)
-        elif self.make is not _plain_sgd and self.fits_by_sgd(splits):
-            found = _OPTIMIZER
-        return found or UNKNOWN
-
-    def fits_without(self, functions: frozenset[str], splits: Sequence[Split]) -> bool:
-        """Whether the loop fits where some functions of the model do nothing."""
-        try:
-            return self.trial(self.subject._replace(without=functions)).fits(splits)
-        except Exception:
-            return False
-
-    def fits_by_sgd(self, splits: Sequence[Split]) -> bool:
-        """Whether the gradients that reach an optimizer are right."""
+            return mistake(factors, shares, False, certain) or (_BY_ROWS if linear else _CHANGED)
         plain = _Examination(self.subject, self.model, None, None)
+        if self.make is not _plain_sgd and plain.fits(self.subject, splits):
+            return _OPTIMIZER  # the gradients that reach it are right
+        return UNKNOWN
+
+    def fits(self, subject: Subject, splits: Sequence[Split]) -> bool:
+        """Whether the loop fits on such a subject; not where it raises."""
         try:
-            return plain.trial(self.subject).fits(splits)
+            return self.trial(subject).fits(splits)
         except Exception:
             return False
 
