@@ -97,6 +97,7 @@ from .refusals import advise_on_vjp as advise_on_vjp
 from .refusals import attempt as attempt
 from .refusals import is_limit as is_limit
 from .refusals import is_out_of_memory as is_out_of_memory
+from .refusals import refuse_pre_dispatch as refuse_pre_dispatch
 from .refusals import vmap_refusal as vmap_refusal
 from .states import Refusing as Refusing
 from .states import Spoiled as Spoiled
@@ -135,6 +136,7 @@ from .torch_internals import foreach_lerp as foreach_lerp
 from .torch_internals import foreach_mul_ as foreach_mul_
 from .torch_internals import forward_ad as forward_ad
 from .torch_internals import forward_ad_active as forward_ad_active
+from .torch_internals import functionalizing as functionalizing
 from .torch_internals import fused_adam as fused_adam
 from .torch_internals import gradients as gradients
 from .torch_internals import gradients_into as gradients_into
@@ -150,9 +152,12 @@ from .torch_internals import leads_to as leads_to
 from .torch_internals import let_vary as let_vary
 from .torch_internals import levels as levels
 from .torch_internals import mapped_levels as mapped_levels
+from .torch_internals import materialised as materialised
 from .torch_internals import may_be_differentiated as may_be_differentiated
+from .torch_internals import may_write as may_write
 from .torch_internals import members_of as members_of
 from .torch_internals import memory_of as memory_of
+from .torch_internals import modes_around as modes_around
 from .torch_internals import module_vars as module_vars
 from .torch_internals import nodes_of as nodes_of
 from .torch_internals import over_rows as over_rows
@@ -167,6 +172,7 @@ from .torch_internals import sequence_number as sequence_number
 from .torch_internals import shared_store as shared_store
 from .torch_internals import tensor_hooks as tensor_hooks
 from .torch_internals import tensor_places as tensor_places
+from .torch_internals import traced as traced
 from .torch_internals import transform_active as transform_active
 from .torch_internals import transform_depth as transform_depth
 from .torch_internals import transform_level as transform_level
@@ -174,6 +180,7 @@ from .torch_internals import unnoticed as unnoticed
 from .torch_internals import version as version
 from .torch_internals import versions as versions
 from .torch_internals import wants_gradient as wants_gradient
+from .torch_internals import within as within
 from .torch_internals import without_history as without_history
 from .torch_internals import written_by as written_by
 from .trees import NAMESPACE as NAMESPACE

@@ -30,7 +30,8 @@ def noted(devices: Iterable[torch.device]) -> Generator[list[Drawn]]:
     """Note from which of torch's generators numbers are drawn inside; filled in at the end."""
     before, drawn = generators(devices), list[Drawn]()
     yield drawn
-    drawn += [it for it in before if not torch.equal(it.state, _state(it.device))]
+    with unseen():
+        drawn += [it for it in before if not torch.equal(it.state, _state(it.device))]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import nn
 
 from .generators import put_back
 from .states import Spoiled, mark
-from .torch_internals import compiler_stack, is_compiler_error
+from .torch_internals import compiler_stack, is_compiler_error, pre_dispatching
 from .trees import tree_leaves
 
 
@@ -245,6 +245,15 @@ ADVICE = (  # words of torch about vjp, what they mean, and the way out
         "go in and out by functional(module).apply, and net.eval() leaves them alone.",
     ),
 )
+
+
+def refuse_pre_dispatch() -> None:
+    """Raise where torch would take gradients for constants."""
+    if pre_dispatching():
+        raise RuntimeError(
+            "make_fx(pre_dispatch=True) and torch.export record above autograd, where gradients by "
+            "torch.func come out as constants. make_fx without pre_dispatch records all of them."
+        )
 
 
 def advise_on_vjp(error: RuntimeError) -> None:

@@ -26,10 +26,16 @@ name                               what for                                check
 ``RNNBase._flat_weight...``        caches that functional_call leaves      2.11, 2.13, 2.15
 ``Tensor._version``                was it written to in place?             2.11, 2.13, 2.15
 ``UntypedStorage._cdata``          do two tensors share memory?            2.11, 2.13
+``Tensor._is_zerotensor``          is there no memory, but a note of zero? 2.13
 ``torch._C._storage_Use_Count``   does only one tensor lie in a memory?   2.11, 2.13
 ``OpOverload._schema``             what does an operation write to?        2.11, 2.13
 ``OpOverload.namespace``           does it reach other ranks?              2.13
 ``_len_torch_dispatch_stack``      does a dispatch mode see operations?    2.13
+``_get_dispatch_stack_at``         … and is it one of ours?                2.13
+``_len_torch_function_stack, …``   the same of function modes              2.13
+``torch.overrides._push_mode, …``  the modes that were on once             2.13
+``torch.utils._device``            is it the one of a device?              2.13
+``_dispatch_tls_is_dispatch_key…`` does make_fx record above autograd?     2.13
 ``Tensor._backward_hooks``         the hooks on a tensor                   2.11, 2.13, 2.15
 ``._post_accumulate_grad_hooks``   those after its gradient is there       2.11, 2.13, 2.15
 ``torch._C._autograd``             may tensors be saved through hooks?     2.11, 2.13, 2.15
@@ -64,6 +70,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -71,14 +78,25 @@ VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def transform_active() -> bool:
-    """Whether code runs under a torch.func transform or is being compiled.
+    """Whether code runs under a torch.func transform, or is being compiled or traced.
 
     The compiler is asked first, since dynamo cannot trace the second question; and dynamo itself is
     asked, since ``torch.compiler.is_compiling`` is true in all threads while one of them compiles.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        return True
+    return bool(_MODES() or _FUNCTION_MODES()) and get_proxy_mode() is not None
+
+
+def may_write() -> bool:
+    """Whether tensors of ours may be written in place: nobody follows or traces operations."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
+        return False
+    return not (_MODES() or _FUNCTION_MODES()) or not traced()
 
 
 def at_top_level() -> bool:
@@ -86,6 +104,63 @@ def at_top_level() -> bool:
     if torch.compiler.is_dynamo_compiling() or torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore
         return False
     return torch._C._functorch.maybe_current_level() is None and get_proxy_mode() is None  # pyright: ignore
+
+
+def traced() -> bool:
+    """Whether a mode that is not ours sees operations: it may record them, or keep what they give.
+
+    Of torch's own function modes only those of a tracer do; others choose a device.
+    """
+    count = _MODES()
+    if count and not _is_of(_C._get_dispatch_stack_at(count - 1), "pureaccum"):
+        return True
+    functions = map(_C._get_function_stack_at, range(_FUNCTION_MODES()))
+    its = [mode for mode in functions if not _is_of(mode, "pureaccum", "torch")]
+    return bool(its) or get_proxy_mode() is not None
+
+
+def modes_around() -> list[list[Any]]:
+    """The function and dispatch modes that are on: those of the user, and the one of a device."""
+    if not (_MODES() or _FUNCTION_MODES()):
+        return [[], []]
+    return [
+        [x for x in stack() if isinstance(x, DeviceContext) or not _is_of(x, "pureaccum", "torch")]
+        for stack, _, _ in _STACKS
+    ]
+
+
+@contextmanager
+def within(then: list[list[Any]]) -> Generator[None]:
+    """Run under modes that ``modes_around`` gave, and under none that came later."""
+    held, later = [stack() for stack, _, _ in _STACKS], modes_around()
+
+    def put(stacks: Iterable[list[Any]]) -> None:
+        for modes, (stack, pop, push) in zip(stacks, _STACKS, strict=True):
+            for _ in stack():
+                pop()
+            for mode in modes:
+                push(mode)
+
+    put([x for x in a if x not in b] + c for a, b, c in zip(held, later, then, strict=True))
+    try:
+        yield
+    finally:
+        put(held)
+
+
+def _is_of(mode: Any, *packages: str) -> bool:
+    return type(mode).__module__.partition(".")[0] in packages
+
+
+_C: Any = torch._C
+_FUNCTION_MODES, _MODES = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
+_STACKS: Any = [
+    [getattr(kind, name) for name in (stack, "_pop_mode", "_push_mode")]
+    for kind, stack in (
+        (torch.overrides, "_get_current_function_mode_stack"),
+        (torch.utils._python_dispatch, "_get_current_dispatch_mode_stack"),
+    )
+]
 
 
 def transform_level() -> int | None:
@@ -98,6 +173,13 @@ def differentiating() -> bool:
     functorch = torch._C._functorch  # pyright: ignore
     stack = functorch.get_interpreter_stack() or ()
     return any(each.key() != functorch.TransformType.Vmap for each in stack)
+
+
+def functionalizing() -> bool:
+    """Whether ``torch.func.functionalize`` is among the active transforms: it takes no Function."""
+    functorch = torch._C._functorch  # pyright: ignore
+    stack = functorch.get_interpreter_stack() or ()
+    return any(each.key() == functorch.TransformType.Functionalize for each in stack)
 
 
 def may_be_differentiated() -> bool:
@@ -315,7 +397,8 @@ def any_tangent(tensors: Iterable[Tensor]) -> bool:
 def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Detached from what autograd recorded; a tangent goes along, which ``detach`` would drop."""
     # A transform has its own way with duals.
-    if torch.autograd.forward_ad._current_level < 0 or transform_active():  # pyright: ignore
+    off = torch.autograd.forward_ad._current_level < 0  # pyright: ignore
+    if off or torch.compiler.is_dynamo_compiling() or transform_level():
         return [x.detach() for x in tensors]
     pairs = map(torch.autograd.forward_ad.unpack_dual, tensors)
     make_dual = torch.autograd.forward_ad.make_dual
@@ -359,10 +442,16 @@ def gradients_into(
 
 def owns_its_memory(x: Tensor) -> bool:
     """Whether nothing but the numbers of a tensor lies in its memory."""
-    if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+    if x.layout is not torch.strided or x.is_conj() or x.is_neg() or x._is_zerotensor():
         return False
     storage = x.untyped_storage()  # which holds it once more
     return torch._C._storage_Use_Count(storage._cdata) == 2  # pyright: ignore
+
+
+def materialised(x: Tensor) -> Tensor:
+    """The tensor itself; zeros where torch only notes that all of it is zero: nobody may write."""
+    noted = not torch.compiler.is_dynamo_compiling() and innermost(x)._is_zerotensor()
+    return x.clone() if noted else x
 
 
 foreach_add_ = torch._foreach_add_  # pyright: ignore
@@ -684,9 +773,16 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"  # namespaces of operations
 
 
+def pre_dispatching() -> bool:
+    """Whether a tracer records what is called above autograd and torch.func."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return _C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch)
+
+
 def dispatched() -> bool:
     """Whether a dispatch mode sees each operation: a tracer, a counter, or one of ours."""
-    return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore
+    return _MODES() > 0 or get_proxy_mode() is not None
 
 
 def is_taken_as_new(operation: Any) -> bool:

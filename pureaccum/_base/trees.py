@@ -33,6 +33,7 @@ from .torch_internals import (
     foreach_zero_,
     innermost,
     may_be_differentiated,
+    may_write,
     memory_of,
     transform_active,
 )
@@ -122,8 +123,9 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 def zeros_for_sums(leaves: list[Tensor], at_least: torch.dtype) -> list[Tensor]:
     """Zeros, to which this rank's parts of the gradients of leaves are added."""
     kinds = {kind: accumulation_dtype(kind, at_least) for kind in {x.dtype for x in leaves}}
-    if transform_active():
-        return [torch.zeros_like(x, dtype=kinds[x.dtype]) for x in leaves]
+    if not may_write():
+        parts = leaves if transform_active() else opened(leaves)[0]
+        return [torch.zeros_like(x, dtype=kinds[x.dtype], requires_grad=False) for x in parts]
     parts = opened(leaves)[0]
     sums = [torch.empty_like(x, dtype=kinds[x.dtype], requires_grad=False) for x in parts]
     foreach_zero_(sums)

@@ -24,6 +24,7 @@ from .._base import (
     hand_over,
     loadable,
     mark,
+    may_write,
     opened,
     outside_inference_mode,
     paths,
@@ -32,7 +33,6 @@ from .._base import (
     refuse_autocast_cache,
     resolved,
     scalar,
-    transform_active,
     tree_leaves,
     unflatten,
     zeros,
@@ -207,7 +207,7 @@ def accumulator(
         by = divisor(read_state(state).weight, plain_sum(state, reduction))
         value = mean_value(state.total, by)
         sums, spec = flatten(state.grads)
-        own = donate and not transform_active()
+        own = donate and may_write()
         grads = divided(resolved(sums), by, own=own)
         return unflatten(spec, hand_over(tree_leaves(state), grads) if own else grads), value
 
@@ -280,7 +280,7 @@ def updated(
     held = flatten(state.grads)[0]
     sums, layouts = opened(held)
     before: list[Tensor] | None = None
-    in_place = not transform_active()
+    in_place = may_write()
     with outside_inference_mode():
         if in_place and not donate:
             before, sums = sums, [x.clone() for x in sums]

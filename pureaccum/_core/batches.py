@@ -197,7 +197,7 @@ def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
 
 def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     """The rows of every microbatch."""
-    if not isinstance(size, int):
+    if isinstance(size, Sequence):  # no symbol of make_fx is an int
         return size
     return [min(size, rows - start) for start in range(0, rows, size)]
 

@@ -29,6 +29,8 @@ from .._base import (
     innermost,
     landed,
     local,
+    may_write,
+    refuse_pre_dispatch,
     refuse_sharded,
     restore,
     sum_layouts,
@@ -59,7 +61,8 @@ class Wrt(NamedTuple):
     detach: Callable[[Tensor], Tensor] | None = None  # from what a window records
     layouts: Layouts | None = None  # where the gradients of DTensors are summed
     unit: float | None = None  # the sums of a window are multiples of this: see weights.py
-    weighings: dict[Any, Weighing] | None = None  # so far, by the rows and dtype of means and sums
+    # So far, by the rows and dtype of means and sums; None where all is made anew, sums included.
+    weighings: dict[Any, Weighing] | None = None
     scale: Tensor | None = None  # a loss scale
     rows: float | None = None  # of the whole batch: see exchange.py
     at_least: torch.dtype = torch.float32  # the dtype of sums that are begun
@@ -81,12 +84,13 @@ class Wrt(NamedTuple):
 
 def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
     """Prepare leaves for an engine."""
-    if transform_active():
+    writes = may_write()
+    if not writes and transform_active():
         refuse_sharded([innermost(x) for x in leaves], "params", _TRANSFORMS)
         if engine == "autograd":
             raise RuntimeError(
-                "engine='autograd' cannot run under a torch.func transform or torch.compile; "
-                "engine='func' and 'auto' can."
+                "engine='autograd' cannot run under a torch.func transform, torch.compile or "
+                "make_fx; engine='func' and 'auto' can."
             )
         return as_they_are(leaves)
     layouts = sum_layouts(leaves)
@@ -103,7 +107,7 @@ def prepare(leaves: list[Tensor], engine: Engine, known: Known) -> Wrt:
         records=not by_func or _records(leaves),
         detach=detached if dual else Tensor.detach,
         layouts=layouts,
-        weighings={},
+        weighings={} if writes else None,
         auto=engine == "auto",
     )
     if by_func:
@@ -129,6 +133,8 @@ def detached(x: Tensor) -> Tensor:
 
 def as_they_are(leaves: list[Tensor]) -> Wrt:
     """Leaves of a result that carries an outer graph: nothing is detached, or done in place."""
+    if leaves:
+        refuse_pre_dispatch()
     return Wrt(leaves=leaves, forward=_by_func, known=Known(), large=[], adding=[], records=None)
 
 

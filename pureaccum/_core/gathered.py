@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import NOWHERE, Over, innermost, join_rows, levels, sum_dtype
+from .._base import NOWHERE, Over, innermost, join_rows, levels, materialised, sum_dtype
 
 
 class Rows(NamedTuple):
@@ -93,7 +93,7 @@ class Gathered:
             if self.how.over != NOWHERE and not self.how.each:
                 return join_rows(self.parts, self.how.over, self.how.dim)
             return torch.cat(self.parts, self.how.dim)
-        return self.parts[0].to(self.dtype) if self.sums else self.parts[0]
+        return materialised(self.parts[0].to(self.dtype) if self.sums else self.parts[0])
 
 
 # Rows on the host ----------------------------------------------------------------------------

@@ -280,8 +280,17 @@ def advise_on_arguments(
                 f"argument {i!r} has {max(more)} rows, which go to each microbatch whole. For rows "
                 "of the batch set batch_argnums; of a step, put them into it.",
             )
+    if NO_GRAPH in str(error):
+        add_once(
+            error,
+            "nothing is recorded of what this function is given. Take a gradient in it by "
+            "torch.func.grad, or call it in a loss with engine='autograd'.",
+        )
     if isinstance(error, (TypeError, AttributeError)) and "tuple" in str(error):
         add_once(error, "functional(module).apply returns a pair: out, new_buffers.")
+
+
+NO_GRAPH = "does not require grad"  # in what torch says of a tensor that is differentiated
 
 
 def _rows_said(error: Exception, tree: Tree) -> set[int]:

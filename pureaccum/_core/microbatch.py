@@ -25,6 +25,7 @@ from .._base import (
     differentiating,
     flatten,
     forward_ad_active,
+    functionalizing,
     generators,
     in_backward,
     innermost,
@@ -39,7 +40,7 @@ from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker
 from .gathered import WHOLE, Cut, Rows, to_host
-from .loss import advising
+from .loss import NO_GRAPH, advising
 from .outputs import Outputs, Whole
 from .recomputation import Again, UnseenError, exchanged, note_made, original
 from .reductions import check_reduce
@@ -270,7 +271,7 @@ def call_microbatched(
         guarded_body = guarded(body, bare)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
             return outputs.finish(run(begun(guarded_body), tensors), ())
-        if (
+        if functionalizing() or (
             transform_active()
             and not differentiating()
             and not any(innermost(x).requires_grad for x in tensors)
@@ -280,10 +281,21 @@ def call_microbatched(
         again, before = Again(devices), generators(devices)
 
         def first(p: int, operands: Sequence[Tensor]) -> Outs:
-            return guarded_body(p, operands, again.finding(operands))
+            outs, keeps = guarded_body(p, operands, again.finding(operands))
+            return [x.detach() for x in outs] if again.mode.records else outs, keeps
 
         try:
-            outs = run(begun(first), [x.detach() for x in tensors])
+            try:
+                outs = run(begun(first), [x.detach() for x in tensors])
+            except RuntimeError as error:
+                if NO_GRAPH not in str(error) or transform_active():
+                    raise
+                restore(before)  # it differentiates what it is given
+                outputs.begin()
+                again = Again(devices)
+                again.mode.records = True
+                own = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+                outs = run(begun(first), own)
             operands = [*tensors, *again.captured]
             outs = _attached(body, again, cuts, outputs, outs, operands)
         except (UnseenError, FollowedError):

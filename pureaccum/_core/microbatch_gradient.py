@@ -28,6 +28,7 @@ from .._base import (
     norms_of_sums,
     numbers_in,
     owns_its_memory,
+    refuse_sharded,
     zeros_for_sums,
 )
 from .engines import Engine, Hook, Loss, Wrt, alone, hooked_gradients
@@ -91,8 +92,8 @@ def add_microbatch(
         args: What goes with this one.
         wrt: What to differentiate with respect to.
         sums: One sum per leaf, or none at all: then they begin with this microbatch. They are
-            changed in place, except under a transform or a compiler, where every sum is a new
-            tensor.
+            changed in place, except under a transform, a compiler or a mode that is not ours,
+            where every sum is a new tensor.
         rows: The rows of the microbatch, if a tensor tells.
         rule: How gradients are taken and summed.
         before: The sums as they were, if the caller still holds them: then ``"skip"`` can take
@@ -102,7 +103,7 @@ def add_microbatch(
     Returns:
         The new sums, and the entry of the microbatch.
     """
-    if wrt.records is None:
+    if wrt.weighings is None:
         return _collected(loss, args, wrt, sums, rows, rule, in_place=False)
     watched, squares = rule.nonfinite != "propagate", rule.squares
     together = wrt.layouts is not None and squares  # of ranks, which add up what they have
@@ -112,15 +113,18 @@ def add_microbatch(
     flags: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
     begun = False
+    how: Weighing | None = None
 
     def hook(i: int, grad: Tensor) -> Tensor:
         nonlocal begun
+        if how is None:  # the loss itself takes a gradient
+            refuse_sharded(wrt.leaves, "params", "Take a gradient in a loss by torch.func.grad.")
+            return grad
         begun = True
         if watched:
             flags[i] = finite(grad)
         if squares:
             norms[i] = norm(grad)
-        assert how is not None
         if first:
             _fill(sums, wrt, [i])
         add_gradient_(sums[i], grad, how)
@@ -315,16 +319,15 @@ def _collected(
         terms = [g if g is None else term_of(g, dtype, weighing) for g, dtype in pairs]
         return Counted((terms, entry), keep)
 
-    if wrt.whole:
+    if wrt.whole or wrt.records is not None:
         added, entry = terms(wrt.leaves).tree
     else:
         added, entry = call_microbatched(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
     if not added:
         return [x.clone() for x in sums], entry
     if len(sums) == 0:
-        pairs = zip(added, wrt.leaves, dtypes, strict=True)
-        zeros = torch.zeros_like
-        return [zeros(x, dtype=dtype) if g is None else g for g, x, dtype in pairs], entry
+        zeros = zeros_for_sums(wrt.leaves, wrt.at_least) if NoneType in map(type, added) else added
+        return [zero if g is None else g for g, zero in zip(added, zeros, strict=True)], entry
     return [x if term is None else x + term for x, term in zip(sums, added, strict=True)], entry
 
 

@@ -6,7 +6,8 @@
     with again.as_then(p, captured):
         func(*args)  # the args of piece p
 
-It draws the same random numbers, under the same autocast, and its modules hold what they held.
+It draws the same random numbers, under the same autocast and modes of torch, and its modules hold
+what they held.
 Whatever it captures that a transform follows, or of which a gradient is asked for, becomes an
 argument: while the function runs, such a tensor is found in the operations that use it, and is
 exchanged for the one that is given in its place. So it is found in every piece, wherever it comes
@@ -30,6 +31,7 @@ from .._base import (
     innermost,
     is_wrapped,
     memory_of,
+    modes_around,
     noted,
     recorded_at,
     replaying,
@@ -38,6 +40,7 @@ from .._base import (
     unnoticed,
     version,
     versions,
+    within,
 )
 from .called_modules import HeldTensors, Modules, hold, holding, in_modes, remembering
 from .writes import Known
@@ -62,6 +65,7 @@ class Again:
         self.held: HeldTensors = {}
         self.modules: Modules = {}
         self.mode = _Finding()
+        self.around = modes_around()
 
     @property
     def captured(self) -> list[Tensor]:
@@ -98,6 +102,8 @@ class Again:
             if (x := at()) is not None and version(x) != then:
                 raise RuntimeError(WRITTEN_TO.format(tuple(x.shape), x.dtype))
         with ExitStack() as stack:
+            if modes_around() != self.around:
+                stack.enter_context(within(self.around))
             for kind, on, dtype in self.casts:
                 if on or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, on, self.cached))
@@ -232,6 +238,7 @@ class _Finding(_Mode):
         self.found: list[Found] = []
         self.settled = 0  # how many of them were used
         self.others: dict[int, ReferenceType[Tensor]] = {}  # captured tensors that are not followed
+        self.records = False  # whether what is given in place of captured tensors requires grad
         self.wraps = False  # whether a transform that may be over by then wraps one of the others
         self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of the others
         self.memory: set[int | None] = set()  # the memory of what was made inside
@@ -255,8 +262,10 @@ class _Finding(_Mode):
             self.foreign.add(memory_of(own))
             with down_to(self.level):
                 whole = original(own)
-                self.found.append(Found(x, whole, whole.detach()))
-            note_made([self.found[-1].detached], self)
+                own = whole.detach()
+                own = own.requires_grad_() if self.records else own
+                self.found.append(Found(x, whole, own))
+            note_made([own], self)
             at = self.places[id(x)] = len(self.found) - 1
         self.used.add(at)
         instead = self.found[at].detached

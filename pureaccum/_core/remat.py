@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._base import Tree, check_int
+from .loss import advising
 from .microbatch import Arguments, call_microbatched
 from .outputs import Whole
 from .writes import known_of
@@ -54,13 +55,13 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
     if not callable(func):
         raise TypeError(f"func is {func!r}; expected a function.")
 
-    known = known_of(func)
+    known, told = known_of(func), advising(func)
 
     @wraps(func)
     def rematerialised(*args: Any, **kwargs: Any) -> Tree:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        return call_microbatched(func, Arguments.of(args, kwargs), Whole(), known)
+        return call_microbatched(told, Arguments.of(args, kwargs), Whole(), known)
 
     return rematerialised
 

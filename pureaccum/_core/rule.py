@@ -28,6 +28,7 @@ from .._base import (
     forward_ad_active,
     mapped_levels,
     split_rows,
+    traced,
     transform_active,
     transform_level,
     without_history,
@@ -76,6 +77,7 @@ def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> lis
 
 def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> list[Tensor]:
     """The loop itself. Where transforms are to see all of it (``recorded``), it writes nothing."""
+    recorded = recorded or traced()
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     f.gathered = _gathered(f, recorded)
     with cutting(len(f.sizes)):
@@ -171,7 +173,7 @@ def pulled(
     exist at once.
     """
     group = f.form.groups[used[0]]
-    if transform_active():
+    if transform_level() is not None:
 
         def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
             with pulled_by(backward):
@@ -222,7 +224,8 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
             return tuple(outs), keeps
 
         with forward_ad():  # torch turns it off in the rules of Functions
-            if transform_active() or not forward_ad_active():  # the level of the call may be over
+            # The level of the call may be over.
+            if transform_level() is not None or not forward_ad_active():
                 primals = tuple(given[i] for i in moved)
                 _, found, keeps = torch.func.jvp(of, primals, tuple(tangents), has_aux=True)  # pyright: ignore
             else:  # the dual level of torch.autograd: there is only one

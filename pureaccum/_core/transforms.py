@@ -24,6 +24,7 @@ from .._base import (
     positions,
     read_params,
     refuse_autocast_cache,
+    refuse_pre_dispatch,
     restore,
     transform_active,
     unflatten,
@@ -219,6 +220,7 @@ def _by_torch(
     loss: Callable[[list[Tensor]], Any], leaves: list[Tensor], has_aux: bool
 ) -> tuple[list[Tensor], Tensor, Tree]:
     """torch.func itself; the total of a ``Weighted``, divided as sums of microbatches are."""
+    refuse_pre_dispatch()
     shape: Shape | None = None
 
     def total(leaves: list[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:

@@ -18,6 +18,7 @@ from .._base import (
     closed,
     is_finite,
     known,
+    may_write,
     opened,
     paths,
     resolved,
@@ -135,7 +136,7 @@ def means(
     """Gradients in the dtypes of the leaves, the value in that of the loss, and the reduced aux."""
     state = sums.state
     by = divisor(state.weight, plain_sum(state, reduction))
-    own = not transform_active()  # the sums are the engine's
+    own = may_write()  # the sums are the engine's
     grads = divided(resolved(state.grads), by / sums.unit, own=own)
     grads = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
     value = scalar(mean_value(state.total, by), sums.dtype, leaves[0].device)

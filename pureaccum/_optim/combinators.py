@@ -30,10 +30,10 @@ from .._base import (
     global_norm,
     hand_over,
     mark,
+    may_write,
     paths,
     read_params,
     scalars_of,
-    transform_active,
     tree_leaves,
     unflatten,
     where,
@@ -98,7 +98,7 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
         """The gradients scaled down, and no state."""
         leaves, spec = flatten(grads)
         scaled = _scaled(leaves, factor_of(global_norm(grads)), donate)
-        own = donate and not transform_active()
+        own = donate and may_write()
         return unflatten(spec, hand_over(leaves, scaled) if own else scaled), ()
 
     return GradientMap(init, update, factor_of)
@@ -106,7 +106,7 @@ def clip_by_global_norm(max_norm: float) -> GradientMap:
 
 def _scaled(grads: list[Tensor], factor: Tensor, donate: bool) -> list[Tensor]:
     """Gradients times a number, in their own memory where they are given up."""
-    of, own = scalars_of(factor), donate and not transform_active()
+    of, own = scalars_of(factor), donate and may_write()
     if own and at_once(grads) and not any_sharded(grads):
         foreach_mul_(grads, of(grads[0]))
         return grads
@@ -249,7 +249,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
         cause = "apply(grads, state, params) has to return (params, state) as they were."
         check_same_structure(before, after, *names, cause)
         new = where(applied, tuple(new), old)
-        if donate and not transform_active():
+        if donate and may_write():
             new = unflatten(after, hand_over(tree_leaves(old), tree_leaves(new)))
         return new
 

@@ -34,6 +34,7 @@ from .._base import (
     in_common,
     known,
     mark,
+    may_write,
     moved,
     opened,
     placed_like,
@@ -231,8 +232,8 @@ def _step(
     """The next params and state, from the columns of both that ``_check`` gave."""
     pairs = zip(grads, columns[0], strict=True)
     terms = [g if g.dtype == x.dtype and not g.is_sparse else _dense(g, x.dtype) for g, x in pairs]
-    active = transform_active()
-    own = donate and not active
+    writes = may_write()
+    own = donate and writes
     held = isinstance(method.lr, float)  # whether the rate is in the state
     given_up = [*chain(*columns), state.steps, *([state.lr] if held else [])] if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
@@ -241,7 +242,9 @@ def _step(
     more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)
     count = step if applied is True else state.steps + more
     given = terms, columns, step, rate, applied
-    if active or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
+    # Kernels ask for numbers, which what only stands for a tensor has not, and lose tangents.
+    by_rule = not writes and (transform_active() or type(step) is not Tensor)
+    if by_rule or any_tangent([rate, *terms, *chain(*columns)]):
         new = by_formula(method, *given)
     else:
         if here.backward is not None and any(x.requires_grad for x in [*terms, *chain(*columns)]):

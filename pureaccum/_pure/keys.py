@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import check_int, check_number, is_sharded, locally, shown, transform_active
+from .._base import check_int, check_number, is_sharded, locally, may_write, shown
 
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
@@ -143,7 +143,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
     def number(words: Tensor) -> Tensor:
         k = _53_bits(words) if bits == 53 else (words >> (32 - bits)) & (2**bits - 1)
-        return k.to(dtype).mul_(2.0**-bits)
+        return k.to(dtype) * 2.0**-bits
 
     return _draw(key, shape, dtype, number, 1 if bits == 53 else 2)
 
@@ -177,8 +177,8 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     _bits(dtype)
 
     def number(words: Tensor) -> Tensor:
-        odd = _53_bits(words).mul_(2).sub_(2**53 - 1)  # float64 holds it, and not k + 0.5
-        return odd.double().mul_(2.0**-53).erfinv_().mul_(math.sqrt(2)).to(dtype)
+        odd = _53_bits(words) * 2 - (2**53 - 1)  # float64 holds it, and not k + 0.5
+        return ((odd.double() * 2.0**-53).erfinv() * math.sqrt(2)).to(dtype)
 
     return _draw(key, shape, dtype, number, 1)
 
@@ -237,13 +237,15 @@ def _threefry(key: Tensor, counters: Tensor) -> Tensor:
     k0, k1 = key.int().unbind(-1)
     schedule = k0, k1, k0 ^ k1 ^ 0x1BD11BDA
     x0, x1 = (counters >> 32).int() + k0, counters.int() + k1
+    cls: Any = Tensor
+    add, xor = (cls.add_, cls.bitwise_xor_) if may_write() else (cls.add, cls.bitwise_xor)
     for group in range(5):
         for r in ROTATIONS[group % 2]:
-            x0 += x1
-            high = (x1 >> (32 - r)).bitwise_and_(2**r - 1)  # the shift repeats the sign
-            x1 = high.add_(x1, alpha=2**r).bitwise_xor_(x0)
-        x0 += schedule[(group + 1) % 3]
-        x1 += schedule[(group + 2) % 3] + (group + 1)
+            x0 = add(x0, x1)
+            high = (x1 >> (32 - r)) & (2**r - 1)  # the shift repeats the sign
+            x1 = xor(add(high, x1, alpha=2**r), x0)
+        x0 = add(x0, schedule[(group + 1) % 3])
+        x1 = add(x1, schedule[(group + 2) % 3] + (group + 1))
     return torch.stack((x0, x1), -1)
 
 
@@ -265,7 +267,7 @@ def _draw(
             f"shape has {shown(count)} numbers; expected at most 2**57, more than any memory holds."
         )
     blocks = -(-count // each)
-    if device.type != "cpu" or transform_active():
+    if device.type != "cpu" or not may_write():
         counters = torch.arange(blocks, device=device) | DRAW
         numbers = number(_threefry(key.unsqueeze(-2), counters))
         return numbers.flatten(-2)[..., :count].reshape(whole)
@@ -282,7 +284,7 @@ def _draw(
 
 def _53_bits(words: Tensor) -> Tensor:
     a, b = words.split(1, -1)
-    return ((a.long() << 21) | ((b >> 11) & (2**21 - 1))).bitwise_and_(2**53 - 1)
+    return ((a.long() << 21) | ((b >> 11) & (2**21 - 1))) & (2**53 - 1)
 
 
 def _bits(dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._base import accumulation_dtype, continuous, real_parts
+from .._base import accumulation_dtype, continuous, may_write, real_parts
 
 
 class Outer(NamedTuple):
@@ -78,16 +78,17 @@ def norms_of(x: Outer | Tensor) -> Tensor:
     return ((left @ left.mT) * (right @ right.mT)).sum((-2, -1)).clamp(min=0.0).sqrt()
 
 
-def add_weighted_(total: Tensor, x: Outer, factor: Tensor) -> Tensor:
-    """Add the gradients to a sum in place, each times a number."""
+def plus_weighted(total: Tensor, x: Outer, factor: Tensor) -> Tensor:
+    """A sum, to which the gradients are added, each times a number; in place where it may be."""
+    own = may_write()
     by = factor.to(total.device, total.dtype).view(-1, 1, 1)
     right = (x.right.to(total.dtype) * by).flatten(0, 1)
     if is_table(x):
-        return total.index_add_(0, x.left.flatten(), right)
+        return (Tensor.index_add_ if own else Tensor.index_add)(total, 0, x.left.flatten(), right)
     left = x.left.flatten(0, 1).to(total.dtype)
     if total.shape == (left.shape[1], right.shape[1]):
-        return total.addmm_(left.T, right)
-    return total.add_((left.T @ right).view(total.shape))
+        return (Tensor.addmm_ if own else Tensor.addmm)(total, left.T, right)
+    return (Tensor.add_ if own else Tensor.add)(total, (left.T @ right).view(total.shape))
 
 
 def only_kept(x: Outer, keep: Tensor) -> Outer:

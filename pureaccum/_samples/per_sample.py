@@ -31,6 +31,7 @@ from .._base import (
     is_sharded,
     local,
     mark,
+    may_write,
     outside_inference_mode,
     placed_like,
     positions,
@@ -274,7 +275,7 @@ def per_sample_accumulator(  # noqa: D417
         """The state with the samples of one more batch, and aux and metrics if there are any."""
         check_squares(read_state(state), squares)
         seen, beside = sampled(call, params, (params, *args), (0,), batches, how, known)
-        in_place = donate and not transform_active()
+        in_place = donate and may_write()
         with outside_inference_mode():
             new = state if in_place else tree_map(_cloned, state)
             try:

@@ -23,7 +23,7 @@ from .._base import (
     check_fits,
     flatten,
     loadable,
-    transform_active,
+    may_write,
     tree_leaves,
     tree_map,
     unflatten,
@@ -31,7 +31,7 @@ from .._base import (
 )
 from .._core import Reducer, divided, divisor, is_reducer, quotient
 from .chunks import Chunk, like_transformed, need_leaves
-from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
+from .outer_products import Outer, norms_of, only_kept, plus_weighted, written_out
 from .scaling import Clip, Transform
 
 
@@ -289,10 +289,10 @@ def _factors(chunk: Chunk) -> Sequence[Tensor]:
 def _plus_rows(total: Tensor, x: Tensor | Outer, factor: Tensor) -> Tensor:
     """``total + (factor * x).sum(0)``, without another tensor as large as x."""
     if isinstance(x, Outer):
-        return add_weighted_(total, x, factor)
+        return plus_weighted(total, x, factor)
     rows = x.reshape(len(x), -1).to(total.dtype)
     term = torch.mv(rows.T, factor.to(total.device, total.dtype)).view(total.shape)
-    return total + term if transform_active() else total.add_(term)
+    return total.add_(term) if may_write() else total + term
 
 
 def _power(x: Tensor) -> Tensor:

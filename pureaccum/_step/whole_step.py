@@ -18,7 +18,7 @@ from .._base import (
     check_state,
     flatten,
     mark,
-    transform_active,
+    may_write,
     tree_leaves,
     tree_map,
     unflatten,
@@ -235,7 +235,7 @@ def folded_in_sums(
     buffers = tree_map(torch.clone, sums.carried[0])
     new = StepWindow(add(window.accum, own), buffers, window.rows + rows)
     aux = sums.aux
-    if plan.donate and not transform_active():
+    if plan.donate and may_write():
         if aux is not None:
             given_up = state.params, state.buffers, window.buffers
             aux = aux._replace(states=apart(aux.states, given_up))

@@ -35,6 +35,7 @@ from .._base import (
     is_finite,
     known,
     mark,
+    may_write,
     moved,
     norm,
     norm_of_all,
@@ -44,7 +45,6 @@ from .._base import (
     resolved,
     scalar,
     seen_finite,
-    transform_active,
     tree_leaves,
     tree_map,
     unflatten,
@@ -167,7 +167,7 @@ def updated_window(
     carried = window.buffers, window.rows
     try:
         after, entry = onwards(plan, carried, entry, rows)
-        if plan.donate and not transform_active():
+        if plan.donate and may_write():
             if plan.has_aux:
                 given_up = state.params, state.buffers, window.buffers
                 entry = entry._replace(aux=apart(entry.aux, given_up))
@@ -176,7 +176,7 @@ def updated_window(
         else:  # no two states may share a tensor
             after = tree_map(torch.clone, after)
     except BaseException:
-        if plan.donate and not transform_active():  # the sums are given up already
+        if plan.donate and may_write():  # the sums are given up already
             mark(tree_leaves(window.accum), Spoiled)
         raise
     return StepWindow(accum, *after), entry, rows
@@ -254,7 +254,7 @@ def applied_window(
     params, ready = read_train_state(plan, state, plan.optimizer.ready)
     check_window(plan, state, window, params)
     carried = window.buffers, window.rows
-    own, shared = plan.donate and not transform_active(), plan.group is not None
+    own, shared = plan.donate and may_write(), plan.group is not None
     sums = tree_leaves(window.accum.grads)
     work = [x.detach() for x in sums] if own else [x.clone() for x in sums] if shared else sums
     accum = window.accum._replace(grads=work)
@@ -303,7 +303,7 @@ def finished(
         rows: What the weight is still to be multiplied by.
         own: Whether the gradients may be changed in place.
     """
-    in_place = not transform_active()
+    in_place = may_write()
     device = state.samples.device
     total, weight, count, skipped, nonfinite, weighted = on_host(
         accum.total,
@@ -392,6 +392,7 @@ def _noise(
     accum: AccumState, parts: list[Tensor], layouts: Layouts | None, by: Any, weight: Tensor
 ) -> BatchNoise:
     squares = accum.squares
-    assert isinstance(squares, Tensor)
+    if not isinstance(squares, Tensor):  # of no microbatch
+        squares = torch.zeros(len(parts) + 1, dtype=torch.float64, device=parts[0].device)
     norms = [norm(x) for x in parts] if layouts is None else norms_of_parts(parts, layouts)
     return noise_of(norms, squares[:-1] / by, weight.to(squares.device), squares[-1])

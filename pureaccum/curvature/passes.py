@@ -28,6 +28,7 @@ from .._base import (
     flatten,
     here,
     in_backward,
+    may_write,
     nothing_of,
     outside_inference_mode,
     paths,
@@ -136,7 +137,7 @@ def _over_parts(
         batch = {i: args[i] for i in where}
         for part in parts_of_streams(batch, size, nothing, stream=stream):
             given = [part.get(i, x) for i, x in enumerate(args)]
-            state = acc.update(state, moved, *given, donate=not transform_active())
+            state = acc.update(state, moved, *given, donate=may_write())
         if group is not None:
             if held:
                 state = tied(state, nothing_of(args, state.total.device))
@@ -255,7 +256,7 @@ def compared(
 
 def _can_be_compared(params: list[Any], args: list[Any]) -> bool:
     """Not under what looks on or differentiates, where ranks would part ways, or of huge params."""
-    if not at_top_level() or in_backward() or here.backward or not here.compares:
+    if not (at_top_level() and may_write()) or in_backward() or here.backward or not here.compares:
         return False
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return False

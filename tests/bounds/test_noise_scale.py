@@ -272,6 +272,28 @@ def test_what_says_nothing_is_left_out(decay: float) -> None:
         averages = running.update(averages, seen)
 
 
+@pytest.mark.parametrize("size", [None, 2, "auto"])
+@pytest.mark.parametrize("form", ["step", "vmap", "grad"])
+def test_a_batch_of_no_rows_is_a_step_not_applied(size: Any, form: str) -> None:
+    """As it is without noise; its noise is not known."""
+    step = pa.make_step(
+        lambda w, x: (x @ w).square().mean(), pa.sgd(0.5), microbatch_size=size, noise=True
+    )
+    w, none = torch.tensor([1.0, -2.0]), torch.ones(0, 2)
+    if form == "step":
+        state, info = step(step.init(w), none)
+        assert not info.applied
+        assert info.noise.noise.isnan().all()
+        assert torch.equal(state.params, w)
+    elif size != "auto":
+        if form == "vmap":
+            states = pa.stack([step.init(w), step.init(2 * w)])
+            assert not vmap(step, in_dims=(0, None))(states, none)[1].applied.any()
+        else:
+            moved = torch.func.grad(lambda w: step(step.init(w), none)[0].params.sum())
+            assert torch.equal(moved(w), torch.ones(2))
+
+
 def test_states_that_did_not_sum_squares_are_refused() -> None:
     x = torch.ones(3, 2).double(), torch.ones(3).double()
     plain = pa.accumulator(quadratic)

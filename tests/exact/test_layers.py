@@ -19,9 +19,9 @@ from pureaccum._core import known_of
 from pureaccum._samples.layers import Layers
 from pureaccum._samples.outer_products import (
     Outer,
-    add_weighted_,
     norms_of,
     only_kept,
+    plus_weighted,
     written_out,
 )
 from pureaccum.testing import assert_trees_bitwise_equal
@@ -135,10 +135,10 @@ def test_norms_and_sums_of_outer_products_are_those_of_what_they_stand_for(
     before, keep = whole(seed + 3, 4, 5), factor != 0
     nan = torch.where(keep[:, None, None], 1.0, torch.nan)
     spoiled = Outer(left if looks_up else left * nan, right * nan, x.shape)
-    got = add_weighted_(before.clone(), only_kept(spoiled, keep), factor)
+    got = plus_weighted(before.clone(), only_kept(spoiled, keep), factor)
     assert torch.equal(got, before + torch.tensordot(factor, each, 1))
     shaped = Outer(left, right, torch.Size((2, 2, 5))) if not looks_up else x
-    got = add_weighted_(torch.zeros(shaped.shape), shaped, factor)
+    got = plus_weighted(torch.zeros(shaped.shape), shaped, factor)
     assert torch.equal(got.view(4, 5), torch.tensordot(factor, each, 1))
 
 

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pureaccum._base import torch_internals
 
@@ -465,6 +468,68 @@ def test_who_sees_operations_is_seen() -> None:
     with torch.device("cpu"), torch_internals.Asking(lambda *_: None):
         torch.func.vmap(torch.func.functionalize(note))(torch.ones(2))
     assert seen == [True, False]
+
+
+def test_who_traces_is_told_from_us_and_from_who_chooses_a_device() -> None:
+    class Functions(TorchFunctionMode):
+        pass
+
+    class Operations(TorchDispatchMode):
+        pass
+
+    assert not torch_internals.traced()
+    with torch.device("cpu"), torch_internals.Asking(lambda *_: None), torch_internals.seeing():
+        assert torch_internals.may_write()
+    with torch_internals.imagining():
+        assert torch_internals.may_write()
+    for mode in Functions, Operations, FakeTensorMode:
+        with mode(), torch_internals.Asking(lambda *_: None):
+            assert torch_internals.traced()
+            assert not torch_internals.may_write()
+            assert not torch_internals.transform_active()
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        its = torch_internals
+        seen.append((its.may_write(), its.transform_active(), its.pre_dispatching()))
+        return x * 2
+
+    make_fx(note)(torch.ones(2))
+    make_fx(note, pre_dispatch=True)(torch.ones(2))
+    torch.func.functionalize(note)(torch.ones(2))
+    assert seen == [(False, True, False), (False, True, True), (False, True, False)]
+
+
+def test_modes_that_were_on_once_are_put_on_again() -> None:
+    class Functions(TorchFunctionMode):
+        pass
+
+    class Operations(TorchDispatchMode):
+        pass
+
+    function, operation, later = Functions(), Operations(), Operations()
+    with torch.device("cpu"), function, operation:
+        then = torch_internals.modes_around()
+    assert then[0][1:] == [function]
+    assert then[1:] == [[operation]]
+    assert torch_internals.modes_around() == [[], []]
+    with later, torch_internals.Asking(lambda *_: None), FakeTensorMode():
+        now = torch_internals.modes_around()
+        with torch_internals.within(then):
+            assert torch_internals.modes_around() == then
+            assert torch.overrides._get_current_function_mode_stack()[1:] == then[0]
+            assert torch_internals.dispatched()
+        assert torch_internals.modes_around() == now == [[], [later]]
+    assert torch_internals.modes_around() == [[], []]
+
+
+def test_a_tensor_that_is_noted_to_be_zero_is_seen() -> None:
+    x = torch.ones(3, requires_grad=True)
+    (zero,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    assert zero._is_zerotensor()
+    assert not torch_internals.owns_its_memory(zero)
+    assert not torch_internals.materialised(zero).add_(1).sub_(1).any()
+    assert torch_internals.materialised(x) is x
 
 
 def test_collectives_are_known_by_their_names() -> None:

@@ -6,6 +6,7 @@ which they would be constants, so that a gradient would silently lack a term.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +153,77 @@ def test_a_loss_that_begins_to_differentiate_after_some_microbatches() -> None:
     batch = X, torch.arange(4)
     want = pa.grad(loss, microbatch_size=2, engine="func")(W, batch)
     assert torch.equal(pa.grad(loss, microbatch_size=2, engine="auto")(W, batch), want)
+
+
+# Functions that take a gradient by torch.autograd.grad -------------------------------------
+
+
+def adapted(w: Tensor, x: Tensor) -> Tensor:
+    """The loss after one step of the rows' own, as a task of MAML has it."""
+    (g,) = torch.autograd.grad(((x @ w) ** 2).sum() / 4, w, create_graph=True)
+    return (((x @ (w - g / 4)) * (x @ w)) ** 2).sum()
+
+
+class Module(torch.nn.Module):
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(w)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return adapted(self.w, x)
+
+
+PIECES: dict[str, Callable[[Tensor], Tensor]] = {
+    "microbatch": lambda w: pa.microbatch(adapted, microbatch_size=2, reduce="sum")(w, X),
+    "captured": lambda w: pa.microbatch(
+        lambda x: adapted(w, x), microbatch_size=2, reduce="sum", batch_argnums=0
+    )(X),
+    "rows": lambda w: pa.microbatch(lambda w, x: adapted(w, x).expand(len(x)), microbatch_size=2)(
+        w, X
+    )[::2].sum(),
+    "remat": lambda w: pa.remat(adapted)(w, X[:2]) + pa.remat(lambda x: adapted(w, x))(X[2:]),
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("order", [1, 2])
+def test_torch_autograd_grad_inside_is_followed_by_backward(piece: str, order: int) -> None:
+    def derived(f: Callable[[Tensor], Tensor]) -> Tensor:
+        w = W.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(w), w, create_graph=order == 2)
+        return g if order == 1 else torch.autograd.grad(g.square().sum(), w)[0]
+
+    want = derived(lambda w: sum(adapted(w, x) for x in X.split(2)))  # pyright: ignore
+    assert torch.equal(derived(PIECES[piece]), want)
+
+
+def test_torch_autograd_grad_inside_a_module_is_followed() -> None:
+    by_hand, module = Module(W.clone()), Module(W.clone())
+    sum(by_hand(x) for x in X.split(2)).backward()  # pyright: ignore
+    pa.microbatch(module, microbatch_size=2, reduce="sum", batch_argnums=0)(X).backward()
+    assert module.w.grad is not None
+    assert torch.equal(module.w.grad, by_hand.w.grad)  # pyright: ignore
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("around", [torch.func.grad, torch.func.jacfwd, torch.no_grad()])
+def test_where_nothing_is_recorded_the_error_says_what_to_do(piece: str, around: Any) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        around(PIECES[piece])(W.clone())
+    assert "torch.func.grad" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd", "auto"])
+@pytest.mark.parametrize("width", [3, 400], ids=["small", "a leaf that is added by a hook"])
+def test_a_loss_may_take_a_gradient_of_its_leaves_by_itself(engine: Any, width: int) -> None:
+    w = integers(RANDOM, width, width, bound=1).double()
+    x = integers(RANDOM, 4, width, bound=1).double()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad((x @ w).square().sum() / 4, w, create_graph=True)
+        return (x @ (w - g)).square().sum()
+
+    of_all = w.clone().requires_grad_()
+    (want,) = torch.autograd.grad(sum(loss(of_all, part) for part in x.split(2)), of_all)  # pyright: ignore
+    got = pa.grad(loss, microbatch_size=2, engine=engine, reduction="sum")(w, x)
+    assert torch.equal(got, want)
