@@ -119,6 +119,7 @@ from .torch_internals import any_mapped as any_mapped
 from .torch_internals import any_tangent as any_tangent
 from .torch_internals import as_members as as_members
 from .torch_internals import at_top_level as at_top_level
+from .torch_internals import being_traced as being_traced
 from .torch_internals import below_vmap as below_vmap
 from .torch_internals import compares_layouts as compares_layouts
 from .torch_internals import compile_anew as compile_anew
@@ -155,6 +156,7 @@ from .torch_internals import members_of as members_of
 from .torch_internals import memory_of as memory_of
 from .torch_internals import module_vars as module_vars
 from .torch_internals import nodes_of as nodes_of
+from .torch_internals import one_member as one_member
 from .torch_internals import over_rows as over_rows
 from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import patience as patience
@@ -171,6 +173,7 @@ from .torch_internals import transform_active as transform_active
 from .torch_internals import transform_depth as transform_depth
 from .torch_internals import transform_level as transform_level
 from .torch_internals import unnoticed as unnoticed
+from .torch_internals import untraced as untraced
 from .torch_internals import version as version
 from .torch_internals import versions as versions
 from .torch_internals import wants_gradient as wants_gradient

@@ -62,7 +62,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,6 +79,16 @@ def transform_active() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return True
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
+
+
+def being_traced() -> bool:
+    """Whether a tracer, as that of ``make_fx``, writes down each operation."""
+    return get_proxy_mode() is not None
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """Compute what no tracer writes down."""
+    return disable_proxy_modes_tracing()
 
 
 def at_top_level() -> bool:
@@ -131,6 +141,15 @@ def innermost(x: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
+
+
+def one_member(x: Tensor) -> Tensor:
+    """The tensor itself, as ``innermost``; where a vmap maps it, that of its first member."""
+    functorch = torch._C._functorch  # pyright: ignore
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return x
+    below = one_member(functorch.get_unwrapped(x))
+    return below.select(functorch.maybe_get_bdim(x), 0) if functorch.is_batchedtensor(x) else below
 
 
 def mapped_levels(x: Tensor) -> set[int]:

@@ -1,0 +1,313 @@
+"""A module that is called for one microbatch alone, to write down what it computes.
+
+It is called once for each batch, as it is then: copies of all modules in it, which have their code
+and attributes, hold plain tensors. A layer of torch's that has hooks is one operation.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
+
+from .._base import (
+    BUFFERS,
+    down_to,
+    generators,
+    is_cache,
+    is_taken_as_new,
+    memory_of,
+    one_member,
+    open_tree,
+    outside_inference_mode,
+    restore,
+    seeing,
+    tree_leaves,
+    unnoticed,
+    untraced,
+    version,
+    written_by,
+)
+from .._core import ALONE
+from .batch_norm import Share, couples, moments_of, normalise, scaling_of, share_of_rows
+from .shell import TABLES, Places, call_itself, call_module, own_tensor, places_of, take_shell
+from .symbols import Value
+from .trace import DRAWS, LeadsBackError, Operation, Recorder, RefusedError
+
+
+class Batch(NamedTuple):
+    """What a module is called with."""
+
+    places: Places  # of the module
+    layers: dict[nn.Module, Any]  # for each layer with hooks, the function that calls it
+    own: Mapping[str, Tensor]  # what it holds, by name
+    given: Sequence[Tensor]  # the tensors that it is called with
+    arguments: Callable[[Sequence[Tensor]], Any]  # makes its arguments of these
+    sizes: Sequence[int]  # the rows of each microbatch
+    device: torch.device | None  # where rows are computed, if they may lie elsewhere
+
+    def alone(self, p: int) -> "Batch":
+        """A microbatch as a batch of plain tensors; one row of zeros in place of none."""
+        begin, size = sum(self.sizes[:p]), self.sizes[p]
+        rows = [plain_tensor(x)[begin : begin + size] for x in self.given]
+        rows = rows if size else [x.new_zeros((1, *x.shape[1:])) for x in rows]
+        return self._replace(
+            own={name: plain_tensor(x) for name, x in self.own.items()},
+            given=[x.to(x.device if self.device is None else self.device) for x in rows],
+            sizes=[size or 1],
+        )
+
+
+class Trace(NamedTuple):
+    """What a module computes."""
+
+    operations: list[Operation]
+    captured: list[Tensor]  # the tensors that are read and come from elsewhere
+    outs: list[Any]  # symbols of the leaves of what it returns; a leaf itself if it is no tensor
+    spec: Any  # the structure of what it returns
+    sizes: dict[Value, int]  # how many numbers are in each input
+
+    def structure(self) -> tuple[Any, ...]:
+        """What it is but for numbers and the like: each operation, and of which values."""
+        its = [(x.func, x.writes, x.draws, *x.reads()) for x in self.operations]
+        return *its, *(x if isinstance(x, Value) else None for x in self.outs)
+
+
+@contextmanager
+def plainly() -> Generator[None]:
+    """Compute what nothing around follows: no transform, no tracer, no inference mode."""
+    recording = torch.is_grad_enabled()
+    with down_to(0), untraced(), outside_inference_mode(), torch.set_grad_enabled(recording):
+        yield
+
+
+def plain_tensor(x: Tensor) -> Tensor:
+    """A tensor that nothing follows; of those that a vmap maps, the first member's."""
+    with unnoticed():
+        return one_member(x).detach()
+
+
+def recorded(batch: Batch, answer: Callable[[Any], Tensor]) -> tuple[Trace, list[Any]]:
+    """What a module computes for a microbatch by itself, and the leaves of what it returns.
+
+    ``answer`` is what F.batch_norm gives there.
+    """
+    places, paths = batch.places, dict(zip(batch.places.modules, batch.places.paths, strict=True))
+    before, drawn = generators({x.device for x in batch.given}), list[bool]()
+    buffers = {x: batch.own[x].clone() for x in batch.own if places.slots[x][0][1] == BUFFERS}
+    own, rows = {**batch.own, **buffers}, [x.clone() for x in batch.given]
+    inputs = {Value("input", i): x for i, x in enumerate(rows)}
+    recorder = Recorder(
+        paths=paths,
+        own={id(own_tensor(places, name)) for name in places.slots},
+        rows=batch.sizes[0],
+        given={Value("own", name): x for name, x in own.items()} | inputs,
+        answer=answer,
+    )
+    args, kwargs = batch.arguments(rows)
+    try:
+        with _watched(recorder, rows, drawn), recorder:
+            out, held = _call(recorder, batch, own, args, kwargs)
+        leaves, spec = open_tree(out, "out")
+        outs = recorder.symbols(leaves)
+    except LeadsBackError:
+        if places.leads_back:
+            raise ValueError(_LEADS_BACK.format(type(places.modules[0]).__name__)) from None
+        places.leads_back.add("name")
+        return recorded(batch, answer)
+    except (RefusedError, Exception):
+        if not recorder.refusal:
+            raise
+    finally:
+        recorder.active = False
+        if drawn:
+            restore(before)
+    if recorder.refusal:
+        raise ValueError(recorder.refusal)
+    for name, x in buffers.items():
+        if held[name] is not x:
+            raise RuntimeError(_WRITTEN_TO.format(name))
+    for layer in filter(couples, places.modules):
+        place = recorder.place_of(layer)
+        its = [x.func for x in recorder.operations if x.place == place]
+        if its and F.batch_norm not in its:
+            raise ValueError(_NO_NORM.format(place))
+    sizes = {value: x.numel() for value, x in inputs.items()}
+    return Trace(recorder.operations, recorder.captured, outs, spec, sizes), leaves
+
+
+def _call(recorder: Recorder, batch: Batch, own: Any, args: Any, kwargs: Any) -> Any:
+    """Call copies of the modules, or themselves where an attribute leads back to them."""
+    places, shell = batch.places, take_shell(batch.places, None)
+    if shell is None:
+        for module in places.modules:
+            if hooks := _hooks(module):
+                recorder.refuse(_HOOKS.format(hooks[0]), module)
+        with ALONE, _nothing_assigned(recorder, places.modules, places.modules):
+            return call_itself(places, own, args, kwargs)
+    for part, module in zip(shell.modules, places.modules, strict=True):
+        _prepare(recorder, batch.layers, part, module)
+    for name, tensor in own.items():
+        for table, key in shell.slots[name]:
+            table[key] = tensor
+    with _nothing_assigned(recorder, places.modules, shell.modules):
+        out = shell.modules[0](*args, **kwargs)
+    return out, {name: table[key] for name in own for table, key in shell.slots[name]}
+
+
+def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module) -> None:
+    """Change a copy of a module, so that it can be traced."""
+    its: dict[str, Any] = vars(part)
+    if isinstance(module, nn.RNNBase):
+        its["check_forward_args"] = lambda *_: None  # by how many rows there are
+    if couples(module):
+        its["_check_input_dim"] = lambda *_: None  # the recorder does
+        if type(module).forward is nn.SyncBatchNorm.forward:
+            its["forward"] = partial(nn.BatchNorm1d.forward, part)
+    if hooks := _hooks(module):
+        run = layers.get(module) or partial(call_pure, places_of(module))
+        layers[module] = run
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_layer(module):
+                recorder.refuse(_HOOKS.format(hooks[0]), module)
+            own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            return handle_torch_function(run, (None,), own, args, kwargs)
+
+        part.__class__ = type(type(part).__name__, (type(module),), {"__call__": call})
+
+
+def _hooks(module: nn.Module) -> list[str]:
+    """The kinds of hooks that run when a module is called."""
+    ends = "ward_hooks", "ward_pre_hooks"  # forward and backward ones
+    tables = {name: table for name, table in vars(module).items() if name.endswith(ends)}
+    return [name.strip("_").replace("_", " ") for name, table in tables.items() if table]
+
+
+def some_rows(call: Mapping[str, Any]) -> Tensor:
+    """Rows such as F.batch_norm gives, at no cost: nothing may depend on the numbers in them."""
+    x = call["input"]
+    pair = torch.cat([x, x])[: max(2, len(x))]  # torch refuses one number for a channel
+    return torch.native_batch_norm(pair, None, None, None, None, True, 0.0, 1e-5)[0][: len(x)]
+
+
+def own_moments(call: Mapping[str, Any]) -> Tensor:
+    """What a level gives for F.batch_norm, with the moments of a microbatch by itself."""
+    x, eps = call["input"], call["eps"]
+    share = Share(*(y.unsqueeze(0) for y in share_of_rows(x, x.dim(), x.dtype)))
+    moments = moments_of(share, [x.numel() // x.shape[1]])
+    scaling = scaling_of(moments, call["weight"], call["bias"], eps, x.dtype)
+    return normalise(x, scaling, None, None, eps)
+
+
+@contextmanager
+def _watched(recorder: Recorder, rows: list[Tensor], drawn: list[bool]) -> Generator[None]:
+    """See what draws, writes to what is not its own, or makes a tensor, below torch's functions."""
+    made, theirs = recorder.made, set[Any]()
+    made.update(map(memory_of, rows))
+
+    def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        if torch.Tag.nondeterministic_seeded in operation.tags:
+            if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
+                recorder.refuse(DRAWS)
+            drawn.append(True)
+            if not recorder.drew:
+                torch.manual_seed(len(recorder.operations))  # as ``prove`` in network.py
+                recorder.drew = True
+        if is_taken_as_new(operation):
+            made.add(memory_of(args[0]))
+        for x in written_by(operation, args, kwargs):
+            if memory_of(x) not in made:
+                recorder.refuse_write(memory_of(x))
+        theirs.update(memories((args, kwargs)) - made)
+
+    def see(_: tuple[Any, ...], out: Any) -> None:
+        made.update(memories(out) - theirs)
+
+    def memories(tree: Any) -> set[Any]:
+        return {memory_of(x) for x in tree_leaves(tree) if isinstance(x, Tensor)}
+
+    with seeing(see, before):
+        yield
+
+
+@contextmanager
+def _nothing_assigned(
+    recorder: Recorder, modules: Sequence[nn.Module], parts: Sequence[nn.Module]
+) -> Generator[None]:
+    """Refuse attributes that forward assigns, but for caches, and containers that it changes."""
+
+    def contents(x: Any) -> list[Any]:
+        return [*x.values()] if isinstance(x, dict) else [*x]
+
+    pairs = zip(modules, parts, strict=True)
+    were = [(module, vars(part), {**vars(part)}) for module, part in pairs]
+    held = [
+        (module, name, x, copy(x))
+        for module in modules
+        for name, x in vars(module).items()
+        if type(x) in (list, dict, set) and name not in TABLES
+    ]
+    try:
+        yield
+    finally:
+        found: list[tuple[nn.Module, str]] = []
+        for module, now, was in were:
+            others = [k for k in now if k not in TABLES and (k not in was or now[k] is not was[k])]
+            found += [(module, name) for name in others if not is_cache(name)]
+            for name in others:
+                now.pop(name)
+            now.update({name: x for name, x in was.items() if name not in TABLES})
+        for module, name, x, was in held:
+            if [*map(id, contents(x))] != [*map(id, contents(was))]:
+                found.append((module, name))
+                x.clear()
+                (x.extend if isinstance(x, list) else x.update)(was)
+        if found and not recorder.refusal:
+            module, name = found[0]
+            recorder.refusal = _ASSIGNED.format(recorder.place_of(module), name)
+
+
+# A layer that is one operation, and a module that is called as it is ----------------------------
+
+
+def call_pure(places: Places, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """Call a module, and check that it writes to none of its buffers."""
+    buffers = {x: tensors[x].clone() for x in tensors if places.slots[x][0][1] == BUFFERS}
+    before = {name: version(x) for name, x in buffers.items()}
+    out, held = call_module(places, {**tensors, **buffers}, buffers, tuple(args), kwargs)
+    for name, x in buffers.items():
+        if held[name] is not x or version(x) != before[name]:
+            raise RuntimeError(_WRITTEN_TO.format(name))
+    return out
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own, in which no batch norm looks at the batch."""
+    its = type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
+    return its and not any(map(couples, module.modules()))
+
+
+_WRITTEN_TO = (
+    "buffers[{!r}] is written to in forward, which is run for every microbatch and again for its "
+    "derivatives, and would write each time. Only BatchNorm's running statistics are updated: "
+    "expected a module that changes no other buffer (eval() for it, track_running_stats=False)."
+)
+_HOOKS = "has {}, which would not run: the module is taken apart. Remove them"
+_NO_NORM = (
+    "{} has a forward of its own which does not call F.batch_norm, so that there is no cut at it; "
+    "call that, or super().forward."
+)
+_ASSIGNED = (
+    "{} assigns its attribute {!r} in forward, but only what forward returns can be handed on. "
+    "Return it."
+)
+_LEADS_BACK = (
+    "forward of module ({}) reaches a tensor of the module by more than self (a closure, a global "
+    "name), and so not the one that apply is given. Reach it by self alone."
+)
