@@ -5,38 +5,20 @@
 
 The moments of what a BatchNorm is given are known at the end of its level, and it is normalised in
 the next. So each level is a small program by itself, and what later ones need is handed on to them.
-Nothing is written to: where forward writes in place, its program makes a new tensor. No code is
-made of a program; its steps are called one after the other.
+No level writes to what it was given: where forward writes in place, its program writes to a copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from inspect import signature
-from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .batch_norm import normalise
 from .symbols import Value, filled, values_in
 from .trace import Operation
-
-
-class Norm(NamedTuple):
-    """A BatchNorm where it is called."""
-
-    value: Value  # what it gives
-    place: str
-    layer: Any  # the module that calls it
-    level: int  # at whose end its moments are known
-    call: dict[str, Any]  # symbols of the arguments of F.batch_norm
-
-    def affine(self) -> list[str | None] | None:
-        """Weight and bias by name; None if they are computed where it is called."""
-        pair = self.call["weight"], self.call["bias"]
-        computed = any(x is not None and getattr(x, "kind", "") != "own" for x in pair)
-        return None if computed else [None if x is None else x.at for x in pair]
 
 
 class Step(NamedTuple):
@@ -55,9 +37,9 @@ class Level(NamedTuple):
     steps: list[Step]
     takes: list[Value]  # what it is given
     shared: list[Value]  # the module's tensors that it uses, and others that are captured
-    scaled: list[Norm]  # those that it runs, since their moments are known by now
+    scaled: list[Value]  # the BatchNorm layers that it runs, since their moments are known by now
     gives: list[Value]  # what later levels take, or the output is made of
-    pools: list[Norm]  # those whose moments come next
+    pools: list[Value]  # the BatchNorm layers whose moments come next
 
 
 class _Graph(NamedTuple):
@@ -66,9 +48,9 @@ class _Graph(NamedTuple):
     made: dict[Value, Operation]
     users: dict[Value, list[Value]]
     level: dict[Value, int]  # that of constants, which do not depend on the input, is CONSTANT
-    norms: dict[Value, Norm]
     sizes: Mapping[Value, int]  # how many numbers are in the inputs
     repeated: set[Value]  # what later levels compute again
+    seeded: bool
 
 
 CONSTANT = -1
@@ -85,29 +67,31 @@ def run_steps(steps: Sequence[Step], known: dict[Value, Any]) -> None:
 
 
 def levels_of(
-    operations: Sequence[Operation], outputs: Sequence[Value], sizes: Mapping[Value, int]
-) -> tuple[list[Level], dict[Value, Norm]]:
-    """The levels of a trace from the input to the output, and its norms in the order of the calls.
+    operations: Sequence[Operation],
+    outputs: Sequence[Value],
+    sizes: Mapping[Value, int],
+    seeded: bool = False,
+) -> list[Level]:
+    """The levels of some operations, from the input to the output.
 
-    ``outputs`` is what its output is made of, and ``sizes`` how many numbers are in its inputs.
+    ``outputs`` is what the output is made of, and ``sizes`` how many numbers are in the inputs.
+    Where it is ``seeded``, what draws random numbers draws those of its recorder.
     """
     made = {Value("made", i): operation for i, operation in enumerate(operations)}
-    graph = _Graph(made, {}, dict.fromkeys(sizes, 0), {}, sizes, set())
+    graph = _Graph(made, {}, dict.fromkeys(sizes, 0), sizes, set(), seeded)
     users, level = graph.users, graph.level
     for value, operation in made.items():
-        for read in operation.reads():
+        reads = operation.reads()
+        for read in reads:
             users.setdefault(read, []).append(value)
-        base = max((level.get(read, CONSTANT) for read in operation.reads()), default=CONSTANT)
-        if operation.layer is not None:
-            call = operation.kwargs
-            graph.norms[value] = Norm(value, operation.place, operation.layer, base, call)
-            base += 1
-        level[value] = max(base, 0) if operation.draws else base
+        base = max((level.get(read, CONSTANT) for read in reads), default=CONSTANT)
+        level[value] = base + operation.is_norm() if not operation.draws else max(base, 0)
     last = level[_OUTPUT] = max(0, *level.values())
     for value in outputs:  # all that the output is made of is handed on to the last level
         users.setdefault(value, []).append(_OUTPUT)
     graph.repeated.update(_repeated(graph))
-    return [_level(graph, here, last) for here in range(last + 1)], graph.norms
+    levels = [_level(graph, here, last) for here in range(last + 1)]
+    return [level for level in levels if level.gives or level.pools]
 
 
 # One level --------------------------------------------------------------------------------
@@ -119,8 +103,8 @@ def _level(graph: _Graph, here: int, last: int) -> Level:
     if here == last:  # what the output is made of, but for what is at hand by then
         outputs = (v for v in made if _OUTPUT in users.get(v, ()))
         gives = [v for v in outputs if not _is_handed_on(graph, v)]
-    pools = [norm for norm in graph.norms.values() if norm.level == here]
-    ends = {*gives, *(norm.call["input"] for norm in pools)}
+    pools = [v for v in made if made[v].is_norm() and level[v] == here + 1]
+    ends = {*gives, *(made[v].kwargs["input"] for v in pools)}
     wanted = _wanted(graph, here, ends)
     takes = [v for v in wanted if v.kind == "input" or _is_taken(graph, v, here)]
     mine = sorted(v for v in wanted if v.kind == "made" and v not in takes)
@@ -133,7 +117,7 @@ def _level(graph: _Graph, here: int, last: int) -> Level:
         steps=steps,
         takes=sorted(takes or graph.sizes),
         shared=sorted(v for v in wanted if v.kind in ("own", "captured")),
-        scaled=[graph.norms[v] for v in mine if v in graph.norms],
+        scaled=[v for v in mine if made[v].is_norm()],
         gives=gives,
         pools=pools,
     )
@@ -154,8 +138,7 @@ def _wanted(graph: _Graph, here: int, ends: set[Value]) -> set[Value]:
 
 def _is_taken(graph: _Graph, value: Value, here: int) -> bool:
     """Whether a level is given what another one made."""
-    its = graph.level[value] if value in graph.made else CONSTANT
-    return CONSTANT < its < here and value not in graph.repeated
+    return CONSTANT < graph.level.get(value, CONSTANT) < here and value not in graph.repeated
 
 
 def _is_handed_on(graph: _Graph, value: Value) -> bool:
@@ -168,30 +151,17 @@ def _is_handed_on(graph: _Graph, value: Value) -> bool:
 
 def _step(graph: _Graph, value: Value) -> Step:
     """An operation as a step of a program."""
-    operation, norm = graph.made[value], graph.norms.get(value)
+    operation = graph.made[value]
     func, args, kwargs = operation.func, operation.args, operation.kwargs
-    if norm is not None:
-        affine = (None, None) if norm.affine() else (kwargs["weight"], kwargs["bias"])
-        its = kwargs["input"], Value("scaling", value.at), *affine, kwargs["eps"]
-        return Step(normalise, its, {}, value, [])
+    if operation.is_norm():
+        affine = (None, None) if operation.affine() else (kwargs["weight"], kwargs["bias"])
+        args = kwargs["input"], Value("scaling", value.at), *affine, kwargs["eps"]
+        func, kwargs = normalise, {}
     if operation.writes is not None:
-        func, args, kwargs = _without_write(operation)
+        func, args = partial(_on_copy, func), (operation.writes, *args)
+    if operation.draws and graph.seeded:
+        func = partial(_seeded, value.at, func)
     return Step(func, args, kwargs, value, [])
-
-
-def _without_write(operation: Operation) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
-    """What makes a new tensor in place of a write."""
-    func, args, kwargs = operation.func, operation.args, operation.kwargs
-    name = operation.name()
-    if name.endswith("_") and hasattr(Tensor, name[:-1]) and not operation.draws:
-        return partial(_of_one_dtype, getattr(Tensor, name[:-1])), args, kwargs
-    if isinstance(func, FunctionType) and "inplace" in (its := signature(func)).parameters:
-        return func, (), its.bind(*args, **kwargs).arguments | {"inplace": False}
-    return partial(_on_copy, func), (operation.writes, *args), kwargs
-
-
-def _of_one_dtype(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return func(x, *args, **kwargs).to(x.dtype)
 
 
 def _on_copy(func: Callable[..., Any], target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -199,6 +169,11 @@ def _on_copy(func: Callable[..., Any], target: Tensor, *args: Any, **kwargs: Any
     named = {key: copy if x is target else x for key, x in kwargs.items()}
     func(*[copy if x is target else x for x in args], **named)
     return copy
+
+
+def _seeded(seed: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(seed)
+    return func(*args, **kwargs)
 
 
 # What later levels compute again ------------------------------------------------------------
@@ -224,7 +199,7 @@ def _repeated(graph: _Graph) -> set[Value]:
         if here == CONSTANT:
             costs[value] = 0
             continue
-        if _is_cheap(graph, value, operation):
+        if _is_cheap(graph, operation):
             made = [v for v in operation.reads() if v.kind == "made"]
             cost = 1 + sum(costs.get(v, _MOST_OPERATIONS) for v in made)
             if cost <= _MOST_OPERATIONS:
@@ -236,8 +211,8 @@ def _repeated(graph: _Graph) -> set[Value]:
     return repeated
 
 
-def _is_cheap(graph: _Graph, value: Value, operation: Operation) -> bool:
+def _is_cheap(graph: _Graph, operation: Operation) -> bool:
     if operation.func in (F.conv1d, F.conv2d, F.conv3d):
         size = graph.sizes.get(operation.args[0]) if operation.args else None
         return size is not None and operation.size >= 4 * size
-    return value in graph.norms or operation.name().rstrip("_") in _CHEAP.split()
+    return operation.is_norm() or operation.name().rstrip("_") in _CHEAP.split()

@@ -1,20 +1,27 @@
 """A module's call for a whole batch in the memory of one microbatch, exact through BatchNorm.
 
-    for each level of the network:                        # see levels.py
-        rows, shares = the level, of all microbatches     # a microbatched function
-        moments of each BatchNorm = merged shares         # plain code
-    out = rows of the last level, if one microbatch of it is what the module gives: see proof.py
+    trace = what the module does now, for one microbatch   # see recorded_module.py
+    for each level of the trace:                           # see levels.py
+        rows, shares = the level, of all microbatches      # a microbatched function
+        moments of each BatchNorm = merged shares          # plain code
+    out = rows of the last level
 
 All derivatives are those of the composition. A module that couples no rows is one microbatched
 function, and is not traced.
+
+That levels do what the module does, with merged moments and nothing written to, is proved in
+numbers: where a trace has another structure than those before, or microbatches have another size,
+the levels of one microbatch alone have to give the rows that the module gives it.
 """
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -32,6 +39,7 @@ from .._base import (
     restore,
     tree_map,
     unflatten,
+    unnoticed,
 )
 from .._core import (
     Keep,
@@ -43,11 +51,32 @@ from .._core import (
     read_batch,
     rows_to_cut,
     sizes_of_batch,
+    unguarded,
 )
-from .batch_norm import WithoutBatchNorm, couples
-from .network import InParts, Network, has_rows, network_of, no_rows, proved, run_levels, update
-from .recorded_module import Batch, call_pure, own_moments, plainly, recorded, some_rows
+from .batch_norm import (
+    BatchMoments,
+    Scaling,
+    Share,
+    WithoutBatchNorm,
+    couples,
+    moments_of,
+    scaling_of,
+    share_of_rows,
+)
+from .levels import Level, levels_of, run_steps
+from .recorded_module import (
+    Batch,
+    Trace,
+    call_pure,
+    own_moments,
+    plain_tensor,
+    plainly,
+    recorded,
+    some_rows,
+)
 from .shell import Places, changed, own_tensor, what_changed
+from .symbols import ROWS, Value
+from .trace import Operation
 
 
 Tensors = dict[str, Tensor]
@@ -60,8 +89,7 @@ class WholeBatch:
     def __init__(self, places: Places, size: Any, keep: Keep, group: Any) -> None:
         self.places, self.size, self.keep = places, check_sizes(size), keep
         self.group = None if group is None else group_of(group)
-        self.in_parts: InParts = partial(microbatch, microbatch_size=self.size, keep=keep)
-        self.plain = self.in_parts(self.call, batch_argnums=2)
+        self.plain = microbatch(self.call, microbatch_size=size, keep=keep, batch_argnums=2)
         self.layers: dict[Any, Any] = {}  # see ``Batch``
         self.by_function = False  # whether it calls F.batch_norm beside its layers
         self.proved: set[Any] = set()  # structures of traces, and of how many rows
@@ -119,65 +147,52 @@ class WholeBatch:
             sizes=sizes or [0],
             device=devices[0] if devices and self.keep == "host" else None,
         )
-        network = self.network(batch)
-        if network is None:
+        trace = self.trace(batch)
+        if not (norms := trace.norms()):
             return self.plain(iter(()), tensors, arguments)
+        place = norms[0].place
         if parts_of_batch() > 1:
-            raise RuntimeError(_CUT.format(next(iter(network.norms.values())).place))
+            raise RuntimeError(_CUT.format(place))
+        if not sum(batch.sizes) and self.group is None:
+            raise ValueError(f"{place} was given a batch without rows.")
         refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
-        out, notes = run_levels(network, batch, self.in_parts, self.group)
-        update(network, batch, new, notes)
-        return unflatten(network.trace.spec, out)
+        in_parts = partial(microbatch, microbatch_size=self.size, keep=self.keep)
+        out, notes = _run(trace, batch, in_parts, self.group)
+        _update(trace, batch, new, notes)
+        return unflatten(trace.spec, out)
 
-    def network(self, batch: Batch) -> Network | None:
-        """The levels of the module as it is now, proved; None if it couples no rows."""
+    def trace(self, batch: Batch) -> Trace:
+        """What the module does now, proved."""
         looked_at, state = not (dispatched() or being_traced()), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
         with plainly():
             trace, _ = recorded(batch.alone(sizes.index(max(sizes))), some_rows)
-            if all(operation.layer is None for operation in trace.operations):
-                return None
-            network, structure = network_of(trace), trace.structure()
-            for size in {*sizes} if looked_at else ():
-                if (structure, size) not in self.proved:
-                    if not self.fits(network, batch.alone(sizes.index(size)), state):
-                        name = type(self.places.modules[0]).__name__
-                        raise RuntimeError(_DIFFERS.format(name, size, max(sizes)))
-                    if len(self.proved) >= _MOST:
-                        self.proved.clear()
-                    self.proved.add((structure, size))
-        return network
-
-    def fits(self, network: Network, batch: Batch, state: Any) -> bool:
-        """Whether levels give a microbatch what the module gives it, by the microbatch's moments."""
-        errors: list[Exception] = []
-
-        def run() -> bool:
-            random.setstate(state)
-            try:
-                trace, rows = recorded(batch, own_moments)
-                same = trace.structure() == network.trace.structure()
-                return same and proved(network, batch, rows)
-            except Exception as error:
-                errors.append(error)
-                raise
-
-        devices = {x.device for x in batch.given}
-        before = generators(devices)
-        try:
-            fits, _ = observed(run, devices)
-            if errors:
-                raise errors[0]
-            return bool(fits)
-        finally:
-            if any(operation.draws for operation in network.trace.operations):
-                restore(before)  # those of torch, which were seeded
+            structure = trace.structure()
+            for size in {*sizes} if looked_at and trace.norms() else ():
+                if (structure, size) in self.proved:
+                    continue
+                if not _is_proved(trace, batch.alone(sizes.index(size)), state):
+                    name = type(self.places.modules[0]).__name__
+                    raise RuntimeError(_DIFFERS.format(name, size, max(sizes)))
+                if len(self.proved) >= _MOST:
+                    self.proved.clear()
+                self.proved.add((structure, size))
+        return trace
 
     def call(self, watch: Iterator[Any], tensors: Tensors, arguments: Any) -> Tree:
         args, kwargs = arguments
         with next(watch, nullcontext()):
             out = call_pure(self.places, tensors, args, kwargs)
-        return _checked(out, _rows(arguments))
+        rows = next(x.shape[0] for x in flatten(arguments)[0] if isinstance(x, Tensor))
+        leaves, spec = open_tree(out, "out")
+        for i, x in enumerate(leaves):
+            if not _has_rows(x, rows):
+                raise ValueError(_NO_ROWS.format(paths(spec, "out")[i], rows, _came(x)))
+        return out
+
+
+class CoupledError(BaseException):
+    """A batch norm looks at what it is given; only ``WholeBatch`` may catch it."""
 
 
 def _arguments(leaves: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> Any:
@@ -186,6 +201,173 @@ def _arguments(leaves: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> Any
     return unflatten(spec, [next(its) if isinstance(x, Tensor) else x for x in leaves])
 
 
+# The levels of a module -----------------------------------------------------------------------
+
+
+class _Notes:
+    """What a call notes of its levels. No tuple: it is one argument, which is not copied."""
+
+    def __init__(self) -> None:
+        self.moments: dict[Value, BatchMoments] = {}
+        # Of what is normalised: its shape, its dtype, and how many numbers a row has per channel.
+        self.looks: dict[Value, tuple[torch.Size, torch.dtype, int]] = {}
+        self.folded: set[Value] = set()  # what has several rows for each of the batch
+
+
+def _run(
+    trace: Trace, batch: Batch, in_parts: Any, group: Any, seeded: bool = False
+) -> tuple[list[Tensor], _Notes]:
+    """Run all levels; returns the leaves of what the module returns."""
+    outs = dict(zip(trace.outs, paths(trace.spec, "out"), strict=True))
+    for out, name in outs.items():
+        if not isinstance(out, Value) or out.kind in ("own", "captured"):
+            raise ValueError(_NO_ROWS.format(name, "any number of", _came(out)))
+    levels = levels_of(trace.operations, trace.outs, trace.sizes, seeded)
+    last_read = {value: k for k, level in enumerate(levels) for value in level.takes}
+    notes, scaling = _Notes(), dict[Value, Scaling]()
+    shared = {Value("own", name): x for name, x in batch.own.items()}
+    shared |= {Value("captured", i): x for i, x in enumerate(trace.captured)}
+    values = {Value("input", i): x for i, x in enumerate(batch.given)}
+    for k, level in enumerate(levels):
+        call = partial(_call_level, trace.operations, outs, level)
+        microbatched = in_parts(call, batch_argnums=3, reduce=("concat", "stack"))
+        its = [[shared[v] for v in level.shared], [scaling[v] for v in level.scaled]]
+        with unguarded():  # what would be written to was seen when it was traced
+            gives, shares = microbatched(notes, *its, [values[v] for v in level.takes])
+        for value in level.takes:
+            if last_read[value] == k and value not in outs:
+                del values[value]  # its memory is free from here on
+        values |= zip(level.gives, gives, strict=True)
+        for value, share in zip(level.pools, shares, strict=True):
+            (_, dtype, each), norm = notes.looks[value], trace.operations[value.at]
+            moments = moments_of(share, [each * size for size in batch.sizes], group)
+            affine = [None if x is None else batch.own[x] for x in norm.affine() or (None, None)]
+            notes.moments[value] = moments
+            scaling[value] = scaling_of(moments, *affine, norm.kwargs["eps"], dtype)
+    return [values[value] for value in trace.outs], notes
+
+
+def _call_level(
+    operations: Sequence[Operation],
+    outs: dict[Value, str],
+    level: Level,
+    notes: _Notes,
+    shared: Sequence[Tensor],
+    scaling: Sequence[Scaling],
+    rows: Sequence[Tensor],
+) -> tuple[list[Tensor], list[Share]]:
+    """Run a level for one microbatch."""
+    count = rows[0].shape[0]
+    known: dict[Value, Any] = {ROWS: count, **dict(zip(level.shared, shared, strict=True))}
+    taken = zip(level.takes, rows, strict=True)
+    known |= {v: x.flatten(0, 1) if v in notes.folded else x for v, x in taken}
+    known |= {Value("scaling", v.at): x for v, x in zip(level.scaled, scaling, strict=True)}
+    run_steps(level.steps, known)
+    gives: list[Tensor] = []
+    for value in level.gives:
+        x = known[value]
+        if value not in outs and x.dim() and x.shape[0] > count > 0 == x.shape[0] % count:
+            notes.folded.add(value)
+            x = x.unflatten(0, (count, -1))
+        if not _has_rows(x, count):
+            name, place = operations[value.at].name(), operations[value.at].place
+            between = _BETWEEN.format(name, place, tuple(x.shape), count)
+            out = value in outs and _NO_ROWS.format(outs[value], count, _came(x))
+            raise ValueError(out or between)
+        gives.append(x)
+    with unnoticed():  # each look at a shape would be asked of the modes around
+        pooled = [known[operations[v.at].kwargs["input"]] for v in level.pools]
+        looks = [(x.shape, x.dtype) for x in pooled]
+    shares: list[Share] = []
+    for value, x, (shape, dtype) in zip(level.pools, pooled, looks, strict=True):
+        each = shape.numel() // (shape[1] * count) if count else math.prod(shape[2:])
+        notes.looks[value] = shape, dtype, each
+        shares.append(share_of_rows(x, len(shape), dtype))
+    return gives, shares
+
+
+def _update(trace: Trace, batch: Batch, buffers: Tensors, notes: _Notes) -> None:
+    """Update running statistics with the moments of a batch."""
+    names = {id(own_tensor(batch.places, name)): name for name in batch.places.slots}
+    for value, moments in sorted(notes.moments.items()):  # since a layer may be called twice
+        norm, (shape, _, each) = trace.operations[value.at], notes.looks[value]
+        if each * sum(batch.sizes) == 1 and isinstance(moments.elements, int):
+            raise ValueError(
+                f"{norm.place}: expected more than one value per channel when training, "
+                f"got input of shape {tuple(shape)} in a batch of one row."
+            )
+        if norm.kwargs["running_mean"] is None or norm.kwargs["running_var"] is None:
+            continue
+        mean, var = norm.kwargs["running_mean"].at, norm.kwargs["running_var"].at
+        momentum = norm.kwargs["momentum"]
+        count = names.get(id(getattr(norm.layer, "num_batches_tracked", None)))
+        if count is not None:
+            buffers[count] = buffers[count] + 1
+            if momentum is None:  # the mean over all batches so far
+                momentum = 1.0 / buffers[count].double()
+        buffers[mean], buffers[var] = moments.running(buffers[mean], buffers[var], momentum)
+
+
+# The proof ------------------------------------------------------------------------------------
+
+
+def _is_proved(trace: Trace, batch: Batch, state: Any) -> bool:
+    """Whether the levels give a microbatch, by its own moments, what the module gives it."""
+    captured, errors = [*map(plain_tensor, trace.captured)], list[ValueError]()
+    in_parts = partial(microbatch, microbatch_size=batch.sizes)
+
+    def run() -> bool:
+        random.setstate(state)
+        try:
+            its, want = recorded(batch, own_moments)
+            mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
+        except ValueError as error:  # one of ours, which says what to do
+            errors.append(error)
+            raise
+        same = [x.func for x in its.operations] == [x.func for x in trace.operations]
+        return same and _near(mine, want)
+
+    devices = {x.device for x in batch.given}
+    before = generators(devices)
+    try:
+        fits, _ = observed(run, devices)
+    finally:
+        if any(operation.draws for operation in trace.operations):
+            restore(before)  # those of torch, which were seeded
+    if errors:
+        raise errors[0]
+    return bool(fits)
+
+
+def _near(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether numbers are the same, but for kernels that round otherwise: in half of the digits."""
+    for x, y in zip(mine, theirs, strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        unit = torch.finfo(x.dtype).eps ** 0.5 if x.dtype.is_floating_point else 0.0
+        same = (x == y) | ((x != x) & (y != y)) | ((x - y).abs() <= unit * y.abs().amax())
+        if not same.all():
+            return False
+    return True
+
+
+def _has_rows(x: Any, rows: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
+
+
+def _came(x: Any) -> str:
+    return f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is {x!r}"
+
+
+_NO_ROWS = (
+    "{}, which the module returned for {} rows, {}; expected tensors with one row per sample along "
+    "dim 0. What all rows give together (a loss, a mean, a count) is computed from these, by plain "
+    "code after apply."
+)
+_BETWEEN = (
+    "{!r} in {} has shape {} for {} rows; what lies between two BatchNorm layers has one row per "
+    "sample along dim 0."
+)
 _DIFFERS = (
     "module ({}) computes for {} rows what its trace does not, which was made with {}. Likely "
     "causes: what it computes depends on how many rows it is given, which are those of a "
@@ -197,27 +379,7 @@ _CUT = (
     "Expected one: functional(module, microbatch_size=...) cuts by itself, so the function around "
     "it takes its batch whole (microbatch_size=None)."
 )
-
-
 _NO_RULE = (
     "torch has no rule for a batch norm of them. With plain tensors on every rank, of its own "
     "rows, functional(module, group=...) is exact over ranks."
 )
-
-
-class CoupledError(BaseException):
-    """A batch norm looks at what it is given; only ``WholeBatch`` may catch it."""
-
-
-def _rows(tree: Tree) -> int:
-    """How many rows the tensors of a tree have."""
-    return next(x.shape[0] for x in flatten(tree)[0] if isinstance(x, Tensor))
-
-
-def _checked(out: Tree, rows: int) -> Tree:
-    """What the module returned, or an error where that is no rows."""
-    leaves, spec = open_tree(out, "out")
-    for i, x in enumerate(leaves):
-        if not has_rows(x, rows):
-            raise ValueError(no_rows(paths(spec, "out")[i], x, rows))
-    return out

@@ -72,6 +72,10 @@ class Trace(NamedTuple):
     spec: Any  # the structure of what it returns
     sizes: dict[Value, int]  # how many numbers are in each input
 
+    def norms(self) -> list[Operation]:
+        """The batch norms of the batch."""
+        return [operation for operation in self.operations if operation.is_norm()]
+
     def structure(self) -> tuple[Any, ...]:
         """What it is but for numbers and the like: each operation, and of which values."""
         its = [(x.func, x.writes, x.draws, *x.reads()) for x in self.operations]
@@ -185,15 +189,15 @@ def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module
 def _hooks(module: nn.Module) -> list[str]:
     """The kinds of hooks that run when a module is called."""
     ends = "ward_hooks", "ward_pre_hooks"  # forward and backward ones
-    tables = {name: table for name, table in vars(module).items() if name.endswith(ends)}
-    return [name.strip("_").replace("_", " ") for name, table in tables.items() if table]
+    tables = [name for name, table in vars(module).items() if table and name.endswith(ends)]
+    return [name.strip("_").replace("_", " ") for name in tables]
 
 
 def some_rows(call: Mapping[str, Any]) -> Tensor:
     """Rows such as F.batch_norm gives, at no cost: nothing may depend on the numbers in them."""
     x = call["input"]
-    pair = torch.cat([x, x])[: max(2, len(x))]  # torch refuses one number for a channel
-    return torch.native_batch_norm(pair, None, None, None, None, True, 0.0, 1e-5)[0][: len(x)]
+    several = x if len(x) > 1 else torch.cat([x, x])  # torch refuses one number for a channel
+    return torch.native_batch_norm(several, None, None, None, None, True, 0.0, 1e-5)[0][: len(x)]
 
 
 def own_moments(call: Mapping[str, Any]) -> Tensor:
@@ -240,37 +244,31 @@ def _watched(recorder: Recorder, rows: list[Tensor], drawn: list[bool]) -> Gener
 def _nothing_assigned(
     recorder: Recorder, modules: Sequence[nn.Module], parts: Sequence[nn.Module]
 ) -> Generator[None]:
-    """Refuse attributes that forward assigns, but for caches, and containers that it changes."""
-
-    def contents(x: Any) -> list[Any]:
-        return [*x.values()] if isinstance(x, dict) else [*x]
-
-    pairs = zip(modules, parts, strict=True)
-    were = [(module, vars(part), {**vars(part)}) for module, part in pairs]
-    held = [
-        (module, name, x, copy(x))
-        for module in modules
-        for name, x in vars(module).items()
-        if type(x) in (list, dict, set) and name not in TABLES
-    ]
+    """Put back what forward assigns to attributes, and into containers of them, and refuse it."""
+    tables: list[tuple[nn.Module, str, Any]] = []
+    for module, part in zip(modules, parts, strict=True):
+        tables.append((module, "", vars(part)))
+        for name in vars(module).keys() - TABLES:
+            if type(x := vars(module)[name]) in (list, dict, set):
+                tables.append((module, name, x))
+    were = [copy(table) for _, _, table in tables]
     try:
         yield
     finally:
-        found: list[tuple[nn.Module, str]] = []
-        for module, now, was in were:
-            others = [k for k in now if k not in TABLES and (k not in was or now[k] is not was[k])]
-            found += [(module, name) for name in others if not is_cache(name)]
-            for name in others:
-                now.pop(name)
-            now.update({name: x for name, x in was.items() if name not in TABLES})
-        for module, name, x, was in held:
-            if [*map(id, contents(x))] != [*map(id, contents(was))]:
-                found.append((module, name))
-                x.clear()
-                (x.extend if isinstance(x, list) else x.update)(was)
-        if found and not recorder.refusal:
-            module, name = found[0]
-            recorder.refusal = _ASSIGNED.format(recorder.place_of(module), name)
+        for (module, name, table), was in zip(tables, were, strict=True):
+            if others := _others(table, was):
+                table.clear()
+                (table.extend if isinstance(table, list) else table.update)(was)
+                where = recorder.place_of(module), name or others[0]
+                recorder.refusal = recorder.refusal or _ASSIGNED.format(*where)
+
+
+def _others(table: Any, was: Any) -> list[Any]:
+    """The names of what stands in a dict and did not, caches apart; of a list, anything."""
+    if not isinstance(table, dict):
+        return [None] if [*map(id, table)] != [*map(id, was)] else []
+    names = {**was, **table}
+    return [k for k in names if table.get(k, was) is not was.get(k, table) and not is_cache(str(k))]
 
 
 # A layer that is one operation, and a module that is called as it is ----------------------------

@@ -47,6 +47,16 @@ class Operation(NamedTuple):
         """The values that it is given."""
         return values_in(*self.args, *self.kwargs.values())
 
+    def is_norm(self) -> bool:
+        """Whether it is a batch norm of the batch."""
+        return self.layer is not None
+
+    def affine(self) -> list[str | None] | None:
+        """Weight and bias of a batch norm by name; None if they are computed where it is called."""
+        pair = self.kwargs["weight"], self.kwargs["bias"]
+        computed = any(x is not None and getattr(x, "kind", "") != "own" for x in pair)
+        return None if computed else [None if x is None else x.at for x in pair]
+
     def name(self) -> str:
         """What its function is called."""
         name = getattr(self.func, "__name__", str(self.func))
