@@ -119,7 +119,6 @@ from .torch_internals import any_mapped as any_mapped
 from .torch_internals import any_tangent as any_tangent
 from .torch_internals import as_members as as_members
 from .torch_internals import at_top_level as at_top_level
-from .torch_internals import being_traced as being_traced
 from .torch_internals import below_vmap as below_vmap
 from .torch_internals import compares_layouts as compares_layouts
 from .torch_internals import compile_anew as compile_anew

@@ -81,11 +81,6 @@ def transform_active() -> bool:
     return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore
 
 
-def being_traced() -> bool:
-    """Whether a tracer, as that of ``make_fx``, writes down each operation."""
-    return get_proxy_mode() is not None
-
-
 def untraced() -> AbstractContextManager[Any]:
     """Compute what no tracer writes down."""
     return disable_proxy_modes_tracing()

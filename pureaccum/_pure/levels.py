@@ -48,7 +48,6 @@ class _Graph(NamedTuple):
     made: dict[Value, Operation]
     users: dict[Value, list[Value]]
     level: dict[Value, int]  # that of constants, which do not depend on the input, is CONSTANT
-    sizes: Mapping[Value, int]  # how many numbers are in the inputs
     repeated: set[Value]  # what later levels compute again
     seeded: bool
 
@@ -67,18 +66,16 @@ def run_steps(steps: Sequence[Step], known: dict[Value, Any]) -> None:
 
 
 def levels_of(
-    operations: Sequence[Operation],
-    outputs: Sequence[Value],
-    sizes: Mapping[Value, int],
-    seeded: bool = False,
+    operations: Sequence[Operation], outputs: Sequence[Value], seeded: bool = False
 ) -> list[Level]:
-    """The levels of some operations, from the input to the output.
+    """The levels of some operations, from the input to the output, which is made of ``outputs``.
 
-    ``outputs`` is what the output is made of, and ``sizes`` how many numbers are in the inputs.
     Where it is ``seeded``, what draws random numbers draws those of its recorder.
     """
     made = {Value("made", i): operation for i, operation in enumerate(operations)}
-    graph = _Graph(made, {}, dict.fromkeys(sizes, 0), sizes, set(), seeded)
+    reads = [read for operation in operations for read in operation.reads()]
+    inputs = {read: 0 for read in (*reads, *outputs) if read.kind == "input"}
+    graph = _Graph(made, {}, inputs, set(), seeded)
     users, level = graph.users, graph.level
     for value, operation in made.items():
         reads = operation.reads()
@@ -115,7 +112,7 @@ def _level(graph: _Graph, here: int, last: int) -> Level:
         left = left | its
     return Level(
         steps=steps,
-        takes=sorted(takes or graph.sizes),
+        takes=sorted(takes) or [Value("input", 0)],  # for how many rows there are
         shared=sorted(v for v in wanted if v.kind in ("own", "captured")),
         scaled=[v for v in mine if made[v].is_norm()],
         gives=gives,
@@ -199,7 +196,7 @@ def _repeated(graph: _Graph) -> set[Value]:
         if here == CONSTANT:
             costs[value] = 0
             continue
-        if _is_cheap(graph, operation):
+        if _is_cheap(operation):
             made = [v for v in operation.reads() if v.kind == "made"]
             cost = 1 + sum(costs.get(v, _MOST_OPERATIONS) for v in made)
             if cost <= _MOST_OPERATIONS:
@@ -211,8 +208,7 @@ def _repeated(graph: _Graph) -> set[Value]:
     return repeated
 
 
-def _is_cheap(graph: _Graph, operation: Operation) -> bool:
+def _is_cheap(operation: Operation) -> bool:
     if operation.func in (F.conv1d, F.conv2d, F.conv3d):
-        size = graph.sizes.get(operation.args[0]) if operation.args else None
-        return size is not None and operation.size >= 4 * size
+        return operation.reads()[0].kind == "input" and operation.growth >= 4
     return operation.is_norm() or operation.name().rstrip("_") in _CHEAP.split()

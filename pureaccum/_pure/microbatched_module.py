@@ -27,7 +27,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._base import (
     Tree,
-    being_traced,
     dispatched,
     flatten,
     generators,
@@ -163,7 +162,7 @@ class WholeBatch:
 
     def trace(self, batch: Batch) -> Trace:
         """What the module does now, proved."""
-        looked_at, state = not (dispatched() or being_traced()), random.getstate()
+        looked_at, state = not dispatched(), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
         with plainly():
             trace, _ = recorded(batch.alone(sizes.index(max(sizes))), some_rows)
@@ -222,7 +221,7 @@ def _run(
     for out, name in outs.items():
         if not isinstance(out, Value) or out.kind in ("own", "captured"):
             raise ValueError(_NO_ROWS.format(name, "any number of", _came(out)))
-    levels = levels_of(trace.operations, trace.outs, trace.sizes, seeded)
+    levels = levels_of(trace.operations, trace.outs, seeded)
     last_read = {value: k for k, level in enumerate(levels) for value in level.takes}
     notes, scaling = _Notes(), dict[Value, Scaling]()
     shared = {Value("own", name): x for name, x in batch.own.items()}

@@ -70,7 +70,6 @@ class Trace(NamedTuple):
     captured: list[Tensor]  # the tensors that are read and come from elsewhere
     outs: list[Any]  # symbols of the leaves of what it returns; a leaf itself if it is no tensor
     spec: Any  # the structure of what it returns
-    sizes: dict[Value, int]  # how many numbers are in each input
 
     def norms(self) -> list[Operation]:
         """The batch norms of the batch."""
@@ -115,7 +114,8 @@ def recorded(batch: Batch, answer: Callable[[Any], Tensor]) -> tuple[Trace, list
     )
     args, kwargs = batch.arguments(rows)
     try:
-        with _watched(recorder, rows, drawn), recorder:
+        counts = [x for name, x in buffers.items() if name.endswith("num_batches_tracked")]
+        with _watched(recorder, [*rows, *counts], drawn), recorder:
             out, held = _call(recorder, batch, own, args, kwargs)
         leaves, spec = open_tree(out, "out")
         outs = recorder.symbols(leaves)
@@ -141,8 +141,7 @@ def recorded(batch: Batch, answer: Callable[[Any], Tensor]) -> tuple[Trace, list
         its = [x.func for x in recorder.operations if x.place == place]
         if its and F.batch_norm not in its:
             raise ValueError(_NO_NORM.format(place))
-    sizes = {value: x.numel() for value, x in inputs.items()}
-    return Trace(recorder.operations, recorder.captured, outs, spec, sizes), leaves
+    return Trace(recorder.operations, recorder.captured, outs, spec), leaves
 
 
 def _call(recorder: Recorder, batch: Batch, own: Any, args: Any, kwargs: Any) -> Any:
@@ -171,6 +170,7 @@ def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module
         its["check_forward_args"] = lambda *_: None  # by how many rows there are
     if couples(module):
         its["_check_input_dim"] = lambda *_: None  # the recorder does
+        its["momentum"] = module.momentum or 0.0  # it would read how many batches there were
         if type(module).forward is nn.SyncBatchNorm.forward:
             its["forward"] = partial(nn.BatchNorm1d.forward, part)
     if hooks := _hooks(module):
@@ -210,10 +210,10 @@ def own_moments(call: Mapping[str, Any]) -> Tensor:
 
 
 @contextmanager
-def _watched(recorder: Recorder, rows: list[Tensor], drawn: list[bool]) -> Generator[None]:
+def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Generator[None]:
     """See what draws, writes to what is not its own, or makes a tensor, below torch's functions."""
     made, theirs = recorder.made, set[Any]()
-    made.update(map(memory_of, rows))
+    made.update(map(memory_of, its))
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if torch.Tag.nondeterministic_seeded in operation.tags:

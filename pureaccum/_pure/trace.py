@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from .._base import is_wrapped, memory_of, one_member, tree_leaves, versions
 from .._core import origins
 from .batch_norm import BATCH_NORMS, WithoutBatchNorm, batch_norm_call, check_input, in_training
-from .symbols import ATOMS, ROWS, Amount, Formed, Value, amount, filled, symbol_of, values_in
+from .symbols import ROWS, Amount, Formed, Value, amount, filled, symbol_of, values_in
 
 
 class Operation(NamedTuple):
@@ -41,7 +41,7 @@ class Operation(NamedTuple):
     draws: bool = False  # random numbers
     place: str = ""  # the module in whose forward it stands
     layer: Any = None  # that module, where it is a batch norm of the batch
-    size: int = 0  # how many numbers it gives
+    growth: float = 0  # how many numbers it gives for each that it is given
 
     def reads(self) -> list[Value]:
         """The values that it is given."""
@@ -113,15 +113,15 @@ class Recorder(TorchFunctionMode):
 
     def begin(self, norm: bool = False) -> None:
         """Begin with an operation of which nothing is known."""
-        self.tensors, self.norm, self.swaps = list[Tensor](), norm, False
-        self.of_batch = self.varies = False
+        self.norm, self.of_batch, self.varies = norm, False, False
+        self.tensors: dict[Value, Any] = {}  # what it is given
 
     # What an operation is given -----------------------------------------------------------------
 
     def symbol(self, x: Any) -> Any:
         """What stands for a tensor or a number of rows that an operation is given."""
         if isinstance(x, Amount):
-            self.swaps = self.of_batch = True
+            self.of_batch = True
             return x.symbol
         its = self.known.get(id(x))
         if its is None or its.tensor() is not x:
@@ -130,8 +130,7 @@ class Recorder(TorchFunctionMode):
         writers = self.writers.get(memory_of(x), ()) if self.writers and not updating else ()
         if len(writers) > its.writes:
             self.refuse(_SHARED, writers[-1])
-        self.swaps = self.swaps or is_wrapped(x)
-        self.tensors.append(self.instead(x))
+        self.tensors[its.value] = one_member(x)
         self.of_batch, self.varies = self.of_batch or its.of_batch, self.varies or its.varies
         return its.value
 
@@ -146,26 +145,14 @@ class Recorder(TorchFunctionMode):
         self.known[id(x)] = known = _Known(ref(x), value, 0, False, differs)
         return known
 
-    def instead(self, x: Any) -> Any:
-        """What an operation is computed with."""
-        if isinstance(x, Tensor):
-            return one_member(x)
-        if isinstance(x, (tuple, list)) and ATOMS.issuperset(map(type, x)):
-            return x
-        inside = isinstance(x, (tuple, list, dict, slice))
-        if inside:
-            return filled(symbol_of(x, self.instead), {})
-        return int.__pos__(x) if isinstance(x, Amount) else x
-
     # What it gives ------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         func, kwargs = getattr(func, "__wrapped__", func) if _is_users(func) else func, kwargs or {}
-        name = _name_of(func)
-        if args and self.counts_batches(args[0]):
-            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name == "__get__" else name  # an attribute of a tensor
         if not _SCALED.isdisjoint((name.strip("_"), name.strip("_")[1:])) and any(
             isinstance(x, Amount) for x in tree_leaves((args, kwargs))
         ):
@@ -173,15 +160,13 @@ class Recorder(TorchFunctionMode):
         self.begin(norm=func is F.batch_norm and in_training(func, args, kwargs))
         symbols = tuple([symbol_of(x, self.symbol) for x in args])
         named = {key: symbol_of(x, self.symbol) for key, x in kwargs.items()}
-        if self.swaps:
-            args = tuple([self.instead(x) for x in args])
-            kwargs = {key: self.instead(x) for key, x in kwargs.items()}
-        if self.norm:
-            call = batch_norm_call(args, kwargs)
-            if self.of_batch:
-                return self.normalised(batch_norm_call(symbols, named), call)
-            if call["running_mean"] is not None:
-                self.refuse(_NO_BATCH)
+        known = {ROWS: self.rows, **self.tensors}
+        args = tuple([filled(x, known) for x in symbols])
+        kwargs = {key: filled(x, known) for key, x in named.items()}
+        if self.norm and self.of_batch:
+            return self.normalised(batch_norm_call(symbols, named), batch_norm_call(args, kwargs))
+        if self.norm and batch_norm_call(args, kwargs)["running_mean"] is not None:
+            self.refuse(_NO_BATCH)
         if f" {name} " in _FACTS or (name.startswith("is_") and f" {name} " not in _GRADS):
             out = func(*args, **kwargs)
             if not isinstance(out, Tensor):
@@ -190,9 +175,9 @@ class Recorder(TorchFunctionMode):
 
     def computed(self, operation: Operation, name: str, args: Any, kwargs: Any) -> Any:
         """Compute an operation, and note it and what it gives."""
-        func, before, looking = operation.func, versions(self.tensors), nullcontext()
-        self.running, self.drew = operation, False
-        if self.tensors and modes() != self.modes:
+        func, tensors, looking = operation.func, [*self.tensors.values()], nullcontext()
+        before, self.running, self.drew = versions(tensors), operation, False
+        if tensors and modes() != self.modes:
             self.refuse(_MODES)
         if self.of_batch and "batch_norm" in name and in_training(func, args, kwargs):
             self.refuse(_NO_CUT.format(name))
@@ -202,18 +187,17 @@ class Recorder(TorchFunctionMode):
             out = func(*args, **kwargs)
         leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
         found = [x for x in leaves if isinstance(x, Tensor)]
-        if not (self.tensors or found):
+        if not (tensors or found):
             return out
-        after = versions(self.tensors)
-        written = [x for x, v, w in zip(self.tensors, before, after, strict=True) if v != w]
+        written = [x for x, v in zip(tensors, before, strict=True) if versions([x]) != [v]]
         if name == "detach_":  # which counts no write
             written.append(out)
         if self.drew and not self.of_batch:
             self.refuse(DRAWS)
         if f" {name} " in _GRADS or (self.varies and not (found or written or out is None)):
             self.refuse(_READS.format(operation.name()))
-        size = sum(x.numel() for x in found)
-        operation = operation._replace(draws=self.drew, place=self.place(), size=size)
+        growth = sum(x.numel() for x in found) / max([1, *(x.numel() for x in tensors)])
+        operation = operation._replace(draws=self.drew, place=self.place(), growth=growth)
         if written:
             self.written(operation, written, found)
         else:
@@ -228,10 +212,11 @@ class Recorder(TorchFunctionMode):
     def written(self, operation: Operation, written: list[Tensor], found: list[Tensor]) -> None:
         """Note a write in place, whose value is what was written to."""
         target, who = written[0], f"{self.place()} writes in place ({operation.name()})"
-        its = self.known.get(id(target))
-        if its is None or any(x is not target for x in (*written, *found)):
+        its = self.known[id(target)]
+        if any(x is not target for x in (*written, *found)):
             self.refuse(_SHARED, who)
-            return
+        if its.value.kind == "own" and not isinstance(self.module(), BATCH_NORMS):
+            self.refuse_write(memory_of(target))  # what counts batches is that in name alone
         self.writers.setdefault(memory_of(target), []).append(who)
         self.note(target, self.added(operation._replace(writes=its.value)))
 
@@ -270,25 +255,14 @@ class Recorder(TorchFunctionMode):
         for k in statistics:  # at the end of the batch
             self.writers.setdefault(memory_of(call[k]), []).append(f"{place} writes (batch_norm)")
         operation = Operation(F.batch_norm, (), symbols, place=place, layer=layer)
-        self.note(out, self.added(operation._replace(size=out.numel())))
+        self.note(out, self.added(operation))
         return out
-
-    def counts_batches(self, x: Any) -> bool:
-        """Whether a batch norm counts its batches, as is done once, at the end of the batch."""
-        its = self.known.get(id(x))
-        if its is None or its.value.kind != "own" or its.tensor() is not x:
-            return False
-        counts = its.value.at.endswith("num_batches_tracked")
-        if counts := counts and isinstance(self.module(), BATCH_NORMS):
-            self.made.add(memory_of(x))
-            self.writers.setdefault(memory_of(x), []).append(f"{self.place()} writes (add_)")
-        return counts
 
     def fact(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """What a tensor has that is no tensor; of rows, a number that nobody may decide by."""
         if not self.of_batch:
             return out
-        x = self.tensors[0]
+        x = next(iter(self.tensors.values()))
         if isinstance(out, torch.Size):
             return torch.Size([self.amount(n) if i == 0 else n for i, n in enumerate(out)])
         if name == "size" and (*args[1:], *kwargs.values())[0] in (0, -x.dim()):
@@ -354,12 +328,6 @@ def modes() -> tuple[Any, ...]:
     """The modes that a trace is made for."""
     casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     return torch.is_grad_enabled(), *casts
-
-
-def _name_of(func: Any) -> str:
-    """What a function of torch is called; for an attribute of a tensor, that one's name."""
-    name = getattr(func, "__name__", "")
-    return func.__self__.__name__ if name == "__get__" else name
 
 
 def _is_users(func: Any) -> bool:
