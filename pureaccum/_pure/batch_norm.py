@@ -143,6 +143,13 @@ def normalise(
     return out if flat.dim() == x.dim() else out.unflatten(2, spatial)
 
 
+def of_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalise rows with their own moments."""
+    share = Share(*(part.unsqueeze(0) for part in share_of_rows(x, x.dim(), x.dtype)))
+    moments = moments_of(share, [x.numel() // x.shape[1]])
+    return normalise(x, scaling_of(moments, weight, bias, eps, x.dtype), None, None, eps)
+
+
 # Where it is called --------------------------------------------------------------------------
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

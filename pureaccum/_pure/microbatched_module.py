@@ -67,11 +67,9 @@ from .recorded_module import (
     Batch,
     Trace,
     call_pure,
-    own_moments,
     plain_tensor,
     plainly,
     recorded,
-    some_rows,
 )
 from .shell import Places, changed, own_tensor, what_changed
 from .symbols import ROWS, Value
@@ -165,12 +163,20 @@ class WholeBatch:
         looked_at, state = not dispatched(), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
         with plainly():
-            trace, _ = recorded(batch.alone(sizes.index(max(sizes))), some_rows)
+            alone = batch.alone(sizes.index(max(sizes)))
+            trace, rows = recorded(alone)
             structure = trace.structure()
-            for size in {*sizes} if looked_at and trace.norms() else ():
+            for size in sorted({*sizes}, reverse=True) if looked_at and trace.norms() else ():
                 if (structure, size) in self.proved:
                     continue
-                if not _is_proved(trace, batch.alone(sizes.index(size)), state):
+                before = generators({x.device for x in batch.given})
+                if size == max(sizes):
+                    fits = _is_proved(trace, alone, rows)
+                else:
+                    fits = _is_of_size(trace, batch.alone(sizes.index(size)), state)
+                if any(operation.draws for operation in trace.operations):
+                    restore(before)
+                if not fits:
                     name = type(self.places.modules[0]).__name__
                     raise RuntimeError(_DIFFERS.format(name, size, max(sizes)))
                 if len(self.proved) >= _MOST:
@@ -310,32 +316,24 @@ def _update(trace: Trace, batch: Batch, buffers: Tensors, notes: _Notes) -> None
 # The proof ------------------------------------------------------------------------------------
 
 
-def _is_proved(trace: Trace, batch: Batch, state: Any) -> bool:
-    """Whether the levels give a microbatch, by its own moments, what the module gives it."""
-    captured, errors = [*map(plain_tensor, trace.captured)], list[ValueError]()
+def _is_proved(trace: Trace, batch: Batch, rows: Sequence[Tensor]) -> bool:
+    """Whether the levels give a microbatch, by its own moments, the rows that the module gave."""
+    captured = [*map(plain_tensor, trace.captured)]
     in_parts = partial(microbatch, microbatch_size=batch.sizes)
+    mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
+    return _near(mine, rows)
+
+
+def _is_of_size(trace: Trace, batch: Batch, state: Any) -> bool:
+    """Whether a trace is that of a microbatch of another size; it is made anew, and dropped."""
 
     def run() -> bool:
         random.setstate(state)
-        try:
-            its, want = recorded(batch, own_moments)
-            mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
-        except ValueError as error:  # one of ours, which says what to do
-            errors.append(error)
-            raise
+        its, rows = recorded(batch)
         same = [x.func for x in its.operations] == [x.func for x in trace.operations]
-        return same and _near(mine, want)
+        return same and _is_proved(trace, batch, rows)
 
-    devices = {x.device for x in batch.given}
-    before = generators(devices)
-    try:
-        fits, _ = observed(run, devices)
-    finally:
-        if any(operation.draws for operation in trace.operations):
-            restore(before)  # those of torch, which were seeded
-    if errors:
-        raise errors[0]
-    return bool(fits)
+    return bool(observed(run, {x.device for x in batch.given})[0])
 
 
 def _near(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

@@ -34,10 +34,10 @@ from .._base import (
     written_by,
 )
 from .._core import ALONE
-from .batch_norm import Share, couples, moments_of, normalise, scaling_of, share_of_rows
+from .batch_norm import couples
 from .shell import TABLES, Places, call_itself, call_module, own_tensor, places_of, take_shell
 from .symbols import Value
-from .trace import DRAWS, LeadsBackError, Operation, Recorder, RefusedError
+from .trace import DRAWS, Operation, Recorder, RefusedError
 
 
 class Batch(NamedTuple):
@@ -95,11 +95,8 @@ def plain_tensor(x: Tensor) -> Tensor:
         return one_member(x).detach()
 
 
-def recorded(batch: Batch, answer: Callable[[Any], Tensor]) -> tuple[Trace, list[Any]]:
-    """What a module computes for a microbatch by itself, and the leaves of what it returns.
-
-    ``answer`` is what F.batch_norm gives there.
-    """
+def recorded(batch: Batch) -> tuple[Trace, list[Any]]:
+    """What a module computes for a microbatch by itself, and the leaves of what it returns."""
     places, paths = batch.places, dict(zip(batch.places.modules, batch.places.paths, strict=True))
     before, drawn = generators({x.device for x in batch.given}), list[bool]()
     buffers = {x: batch.own[x].clone() for x in batch.own if places.slots[x][0][1] == BUFFERS}
@@ -110,7 +107,6 @@ def recorded(batch: Batch, answer: Callable[[Any], Tensor]) -> tuple[Trace, list
         own={id(own_tensor(places, name)) for name in places.slots},
         rows=batch.sizes[0],
         given={Value("own", name): x for name, x in own.items()} | inputs,
-        answer=answer,
     )
     args, kwargs = batch.arguments(rows)
     try:
@@ -119,11 +115,6 @@ def recorded(batch: Batch, answer: Callable[[Any], Tensor]) -> tuple[Trace, list
             out, held = _call(recorder, batch, own, args, kwargs)
         leaves, spec = open_tree(out, "out")
         outs = recorder.symbols(leaves)
-    except LeadsBackError:
-        if places.leads_back:
-            raise ValueError(_LEADS_BACK.format(type(places.modules[0]).__name__)) from None
-        places.leads_back.add("name")
-        return recorded(batch, answer)
     except (RefusedError, Exception):
         if not recorder.refusal:
             raise
@@ -131,6 +122,9 @@ def recorded(batch: Batch, answer: Callable[[Any], Tensor]) -> tuple[Trace, list
         recorder.active = False
         if drawn:
             restore(before)
+    if recorder.leads_back and not places.leads_back:
+        places.leads_back.add("name")
+        return recorded(batch)
     if recorder.refusal:
         raise ValueError(recorder.refusal)
     for name, x in buffers.items():
@@ -193,22 +187,6 @@ def _hooks(module: nn.Module) -> list[str]:
     return [name.strip("_").replace("_", " ") for name in tables]
 
 
-def some_rows(call: Mapping[str, Any]) -> Tensor:
-    """Rows such as F.batch_norm gives, at no cost: nothing may depend on the numbers in them."""
-    x = call["input"]
-    several = x if len(x) > 1 else torch.cat([x, x])  # torch refuses one number for a channel
-    return torch.native_batch_norm(several, None, None, None, None, True, 0.0, 1e-5)[0][: len(x)]
-
-
-def own_moments(call: Mapping[str, Any]) -> Tensor:
-    """What a level gives for F.batch_norm, with the moments of a microbatch by itself."""
-    x, eps = call["input"], call["eps"]
-    share = Share(*(y.unsqueeze(0) for y in share_of_rows(x, x.dim(), x.dtype)))
-    moments = moments_of(share, [x.numel() // x.shape[1]])
-    scaling = scaling_of(moments, call["weight"], call["bias"], eps, x.dtype)
-    return normalise(x, scaling, None, None, eps)
-
-
 @contextmanager
 def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Generator[None]:
     """See what draws, writes to what is not its own, or makes a tensor, below torch's functions."""
@@ -216,12 +194,14 @@ def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Genera
     made.update(map(memory_of, its))
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        if not recorder.watches:
+            return
         if torch.Tag.nondeterministic_seeded in operation.tags:
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
                 recorder.refuse(DRAWS)
             drawn.append(True)
             if not recorder.drew:
-                torch.manual_seed(len(recorder.operations))  # as ``prove`` in network.py
+                torch.manual_seed(len(recorder.operations))  # as it is proved
                 recorder.drew = True
         if is_taken_as_new(operation):
             made.add(memory_of(args[0]))
@@ -231,7 +211,8 @@ def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Genera
         theirs.update(memories((args, kwargs)) - made)
 
     def see(_: tuple[Any, ...], out: Any) -> None:
-        made.update(memories(out) - theirs)
+        if recorder.watches:
+            made.update(memories(out) - theirs)
 
     def memories(tree: Any) -> set[Any]:
         return {memory_of(x) for x in tree_leaves(tree) if isinstance(x, Tensor)}
@@ -304,8 +285,4 @@ _NO_NORM = (
 _ASSIGNED = (
     "{} assigns its attribute {!r} in forward, but only what forward returns can be handed on. "
     "Return it."
-)
-_LEADS_BACK = (
-    "forward of module ({}) reaches a tensor of the module by more than self (a closure, a global "
-    "name), and so not the one that apply is given. Reach it by self alone."
 )

@@ -27,7 +27,14 @@ from torch.overrides import TorchFunctionMode
 
 from .._base import is_wrapped, memory_of, one_member, tree_leaves, versions
 from .._core import origins
-from .batch_norm import BATCH_NORMS, WithoutBatchNorm, batch_norm_call, check_input, in_training
+from .batch_norm import (
+    BATCH_NORMS,
+    WithoutBatchNorm,
+    batch_norm_call,
+    check_input,
+    in_training,
+    of_itself,
+)
 from .symbols import ROWS, Amount, Formed, Value, amount, filled, symbol_of, values_in
 
 
@@ -67,10 +74,6 @@ class RefusedError(BaseException):
     """Forward does what cannot be written down; no code of a user's is to catch it."""
 
 
-class LeadsBackError(BaseException):
-    """Forward uses a tensor of the module in place of the one that was put there."""
-
-
 class _Known(NamedTuple):
     """What is known of a tensor."""
 
@@ -90,14 +93,13 @@ class Recorder(TorchFunctionMode):
         own: set[int],  # the ids of the module's own tensors
         rows: int,  # how many the microbatch has
         given: Mapping[Value, Tensor],  # what the module is called with, and holds
-        answer: Callable[[dict[str, Any]], Tensor],  # what a batch norm of the batch gives
     ) -> None:
         super().__init__()
-        self.paths, self.own, self.rows, self.answer = paths, own, rows, answer
-        self.given, self.modes = given, modes()
+        self.paths, self.own, self.rows = paths, own, rows
+        self.given, self.modes, self.leads_back = given, modes(), False
         self.operations: list[Operation] = []
         self.captured: list[Tensor] = []
-        self.active, self.drew, self.refusal = True, False, ""
+        self.active, self.watches, self.drew, self.refusal = True, True, False, ""
         self.known: dict[int, _Known] = {}  # by id
         self.writers: dict[Any, list[str]] = {}  # by memory, who has written to it
         self.made: set[Any] = set()  # the memory of what was made while it was traced
@@ -137,7 +139,8 @@ class Recorder(TorchFunctionMode):
     def capture(self, x: Tensor) -> _Known:
         """Note a tensor that comes from elsewhere."""
         if id(x) in self.own:
-            raise LeadsBackError
+            self.leads_back = True
+            self.refuse(_LEADS_BACK)
         if memory_of(x) in self.made:
             self.refuse(_UNSEEN)
         value, differs = Value("captured", len(self.captured)), is_wrapped(x) or x.requires_grad
@@ -243,7 +246,7 @@ class Recorder(TorchFunctionMode):
                     self.gives(x, self.added(Operation(getitem, (value, key), {})))
 
     def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
-        """What a batch norm of the batch gives."""
+        """What a batch norm of the batch gives, here with the moments of the microbatch."""
         layer, place = self.module(), self.place()
         statistics = [k for k in ("running_mean", "running_var") if symbols[k] is not None]
         if any(getattr(symbols[k], "kind", "") != "own" for k in statistics):
@@ -251,7 +254,9 @@ class Recorder(TorchFunctionMode):
         if isinstance(layer, BATCH_NORMS) and layer.momentum is None:  # the mean over all batches
             symbols["momentum"] = None
         check_input(layer, place, call["input"].shape)
-        out = self.answer(call)
+        self.watches = False
+        out = of_itself(call["input"], call["weight"], call["bias"], call["eps"])
+        self.watches = self.made.add(memory_of(out)) is None
         for k in statistics:  # at the end of the batch
             self.writers.setdefault(memory_of(call[k]), []).append(f"{place} writes (batch_norm)")
         operation = Operation(F.batch_norm, (), symbols, place=place, layer=layer)
@@ -361,6 +366,10 @@ _UNSEEN = f"{_CUT}it uses a tensor that no operation was seen to make (a scripte
 DRAWS = (
     f"{_CUT}it draws random numbers that do not depend on its input, and would draw others for "
     "each microbatch; draw them like the input, torch.rand_like(x)"
+)
+_LEADS_BACK = (
+    f"{_CUT}it reaches a tensor of the module by more than self (a closure, a global name), and so "
+    "not the one that apply is given; reach it by self alone"
 )
 _SHARED = (
     "to a tensor that is read again as another one, perhaps through a view; use the operation that "
