@@ -127,6 +127,7 @@ from .torch_internals import differentiated as differentiated
 from .torch_internals import differentiating as differentiating
 from .torch_internals import dispatched as dispatched
 from .torch_internals import down_to as down_to
+from .torch_internals import effects_of as effects_of
 from .torch_internals import ends_of as ends_of
 from .torch_internals import followed as followed
 from .torch_internals import foreach_add_ as foreach_add_
@@ -172,6 +173,7 @@ from .torch_internals import transform_active as transform_active
 from .torch_internals import transform_depth as transform_depth
 from .torch_internals import transform_level as transform_level
 from .torch_internals import unnoticed as unnoticed
+from .torch_internals import unseen as unseen
 from .torch_internals import untraced as untraced
 from .torch_internals import version as version
 from .torch_internals import versions as versions

@@ -54,6 +54,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from operator import attrgetter
 from traceback import FrameSummary
@@ -694,6 +695,15 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             several = value if isinstance(value, (list, tuple)) else [value]
             written += [x for x in several if isinstance(x, Tensor)]
     return written
+
+
+@cache
+def effects_of(operation: Any) -> tuple[bool, bool, bool]:
+    """Whether an operation draws random numbers, may write, and gives memory of its own."""
+    schema = operation._schema
+    draws = torch.Tag.nondeterministic_seeded in operation.tags
+    writes = schema.is_mutable or "batch_norm" in schema.name  # see above
+    return draws, writes, not any(x.alias_info for x in schema.returns)
 
 
 COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"  # namespaces of operations

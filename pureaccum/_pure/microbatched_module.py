@@ -64,12 +64,12 @@ from .batch_norm import (
 )
 from .levels import Level, levels_of, run_steps
 from .recorded_module import (
-    Batch,
+    Call,
     Trace,
     call_pure,
     plain_tensor,
-    plainly,
     recorded,
+    unfollowed,
 )
 from .shell import Places, changed, own_tensor, what_changed
 from .symbols import ROWS, Value
@@ -87,7 +87,7 @@ class WholeBatch:
         self.places, self.size, self.keep = places, check_sizes(size), keep
         self.group = None if group is None else group_of(group)
         self.plain = microbatch(self.call, microbatch_size=size, keep=keep, batch_argnums=2)
-        self.layers: dict[Any, Any] = {}  # see ``Batch``
+        self.layers: dict[Any, Any] = {}  # see ``Call``
         self.by_function = False  # whether it calls F.batch_norm beside its layers
         self.proved: set[Any] = set()  # structures of traces, and of how many rows
         for path, part in zip(places.paths, places.modules, strict=True):
@@ -135,7 +135,7 @@ class WholeBatch:
                 restore(before)
         own = {name: own_tensor(self.places, name) for name in self.places.slots} | tensors
         devices = [x.device for x in own.values() if x.device.type != "cpu"]
-        batch = Batch(
+        batch = Call(
             places=self.places,
             layers=self.layers,
             own=own,
@@ -158,11 +158,11 @@ class WholeBatch:
         _update(trace, batch, new, notes)
         return unflatten(trace.spec, out)
 
-    def trace(self, batch: Batch) -> Trace:
+    def trace(self, batch: Call) -> Trace:
         """What the module does now, proved."""
         looked_at, state = not dispatched(), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
-        with plainly():
+        with unfollowed():
             alone = batch.alone(sizes.index(max(sizes)))
             trace, rows = recorded(alone)
             structure = trace.structure()
@@ -220,7 +220,7 @@ class _Notes:
 
 
 def _run(
-    trace: Trace, batch: Batch, in_parts: Any, group: Any, seeded: bool = False
+    trace: Trace, batch: Call, in_parts: Any, group: Any, seeded: bool = False
 ) -> tuple[list[Tensor], _Notes]:
     """Run all levels; returns the leaves of what the module returns."""
     outs = dict(zip(trace.outs, paths(trace.spec, "out"), strict=True))
@@ -291,7 +291,7 @@ def _call_level(
     return gives, shares
 
 
-def _update(trace: Trace, batch: Batch, buffers: Tensors, notes: _Notes) -> None:
+def _update(trace: Trace, batch: Call, buffers: Tensors, notes: _Notes) -> None:
     """Update running statistics with the moments of a batch."""
     names = {id(own_tensor(batch.places, name)): name for name in batch.places.slots}
     for value, moments in sorted(notes.moments.items()):  # since a layer may be called twice
@@ -316,7 +316,7 @@ def _update(trace: Trace, batch: Batch, buffers: Tensors, notes: _Notes) -> None
 # The proof ------------------------------------------------------------------------------------
 
 
-def _is_proved(trace: Trace, batch: Batch, rows: Sequence[Tensor]) -> bool:
+def _is_proved(trace: Trace, batch: Call, rows: Sequence[Tensor]) -> bool:
     """Whether the levels give a microbatch, by its own moments, the rows that the module gave."""
     captured = [*map(plain_tensor, trace.captured)]
     in_parts = partial(microbatch, microbatch_size=batch.sizes)
@@ -324,7 +324,7 @@ def _is_proved(trace: Trace, batch: Batch, rows: Sequence[Tensor]) -> bool:
     return _near(mine, rows)
 
 
-def _is_of_size(trace: Trace, batch: Batch, state: Any) -> bool:
+def _is_of_size(trace: Trace, batch: Call, state: Any) -> bool:
     """Whether a trace is that of a microbatch of another size; it is made anew, and dropped."""
 
     def run() -> bool:

@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function
 from .._base import (
     BUFFERS,
     down_to,
+    effects_of,
     generators,
     is_cache,
     is_taken_as_new,
@@ -40,7 +41,7 @@ from .symbols import Value
 from .trace import DRAWS, Operation, Recorder, RefusedError
 
 
-class Batch(NamedTuple):
+class Call(NamedTuple):
     """What a module is called with."""
 
     places: Places  # of the module
@@ -51,7 +52,7 @@ class Batch(NamedTuple):
     sizes: Sequence[int]  # the rows of each microbatch
     device: torch.device | None  # where rows are computed, if they may lie elsewhere
 
-    def alone(self, p: int) -> "Batch":
+    def alone(self, p: int) -> "Call":
         """A microbatch as a batch of plain tensors; one row of zeros in place of none."""
         begin, size = sum(self.sizes[:p]), self.sizes[p]
         rows = [plain_tensor(x)[begin : begin + size] for x in self.given]
@@ -82,7 +83,7 @@ class Trace(NamedTuple):
 
 
 @contextmanager
-def plainly() -> Generator[None]:
+def unfollowed() -> Generator[None]:
     """Compute what nothing around follows: no transform, no tracer, no inference mode."""
     recording = torch.is_grad_enabled()
     with down_to(0), untraced(), outside_inference_mode(), torch.set_grad_enabled(recording):
@@ -95,7 +96,7 @@ def plain_tensor(x: Tensor) -> Tensor:
         return one_member(x).detach()
 
 
-def recorded(batch: Batch) -> tuple[Trace, list[Any]]:
+def recorded(batch: Call) -> tuple[Trace, list[Any]]:
     """What a module computes for a microbatch by itself, and the leaves of what it returns."""
     places, paths = batch.places, dict(zip(batch.places.modules, batch.places.paths, strict=True))
     before, drawn = generators({x.device for x in batch.given}), list[bool]()
@@ -138,7 +139,7 @@ def recorded(batch: Batch) -> tuple[Trace, list[Any]]:
     return Trace(recorder.operations, recorder.captured, outs, spec), leaves
 
 
-def _call(recorder: Recorder, batch: Batch, own: Any, args: Any, kwargs: Any) -> Any:
+def _call(recorder: Recorder, batch: Call, own: Any, args: Any, kwargs: Any) -> Any:
     """Call copies of the modules, or themselves where an attribute leads back to them."""
     places, shell = batch.places, take_shell(batch.places, None)
     if shell is None:
@@ -190,13 +191,14 @@ def _hooks(module: nn.Module) -> list[str]:
 @contextmanager
 def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Generator[None]:
     """See what draws, writes to what is not its own, or makes a tensor, below torch's functions."""
-    made, theirs = recorder.made, set[Any]()
+    made = recorder.made
     made.update(map(memory_of, its))
+    fresh = False  # whether the operation that runs gives memory of its own
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        if not recorder.watches:
-            return
-        if torch.Tag.nondeterministic_seeded in operation.tags:
+        nonlocal fresh
+        draws, writes, fresh = effects_of(operation)
+        if draws:
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
                 recorder.refuse(DRAWS)
             drawn.append(True)
@@ -205,17 +207,13 @@ def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Genera
                 recorder.drew = True
         if is_taken_as_new(operation):
             made.add(memory_of(args[0]))
-        for x in written_by(operation, args, kwargs):
+        for x in written_by(operation, args, kwargs) if writes else ():
             if memory_of(x) not in made:
                 recorder.refuse_write(memory_of(x))
-        theirs.update(memories((args, kwargs)) - made)
 
     def see(_: tuple[Any, ...], out: Any) -> None:
-        if recorder.watches:
-            made.update(memories(out) - theirs)
-
-    def memories(tree: Any) -> set[Any]:
-        return {memory_of(x) for x in tree_leaves(tree) if isinstance(x, Tensor)}
+        if fresh:
+            made.update([memory_of(x) for x in tree_leaves(out) if isinstance(x, Tensor)])
 
     with seeing(see, before):
         yield

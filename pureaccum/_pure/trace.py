@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from .._base import is_wrapped, memory_of, one_member, tree_leaves, versions
+from .._base import is_wrapped, memory_of, one_member, tree_leaves, unseen, versions
 from .._core import origins
 from .batch_norm import (
     BATCH_NORMS,
@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
         self.given, self.modes, self.leads_back = given, modes(), False
         self.operations: list[Operation] = []
         self.captured: list[Tensor] = []
-        self.active, self.watches, self.drew, self.refusal = True, True, False, ""
+        self.active, self.drew, self.refusal = True, False, ""
         self.known: dict[int, _Known] = {}  # by id
         self.writers: dict[Any, list[str]] = {}  # by memory, who has written to it
         self.made: set[Any] = set()  # the memory of what was made while it was traced
@@ -254,9 +254,9 @@ class Recorder(TorchFunctionMode):
         if isinstance(layer, BATCH_NORMS) and layer.momentum is None:  # the mean over all batches
             symbols["momentum"] = None
         check_input(layer, place, call["input"].shape)
-        self.watches = False
-        out = of_itself(call["input"], call["weight"], call["bias"], call["eps"])
-        self.watches = self.made.add(memory_of(out)) is None
+        with unseen() if type(call["input"]) is Tensor else nullcontext():
+            out = of_itself(call["input"], call["weight"], call["bias"], call["eps"])
+        self.made.add(memory_of(out))
         for k in statistics:  # at the end of the batch
             self.writers.setdefault(memory_of(call[k]), []).append(f"{place} writes (batch_norm)")
         operation = Operation(F.batch_norm, (), symbols, place=place, layer=layer)
