@@ -60,6 +60,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from operator import attrgetter
 from traceback import FrameSummary
@@ -68,7 +69,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,6 +98,11 @@ def may_write() -> bool:
     if torch._C._functorch.maybe_current_level() is not None:  # pyright: ignore
         return False
     return not (_MODES() or _FUNCTION_MODES()) or not traced()
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """Compute what no tracer writes down."""
+    return disable_proxy_modes_tracing()
 
 
 def at_top_level() -> bool:
@@ -213,6 +219,15 @@ def innermost(x: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
+
+
+def one_member(x: Tensor) -> Tensor:
+    """The tensor itself, as ``innermost``; where a vmap maps it, that of its first member."""
+    functorch = torch._C._functorch  # pyright: ignore
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return x
+    below = one_member(functorch.get_unwrapped(x))
+    return below.select(functorch.maybe_get_bdim(x), 0) if functorch.is_batchedtensor(x) else below
 
 
 def mapped_levels(x: Tensor) -> set[int]:
@@ -768,6 +783,15 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             several = value if isinstance(value, (list, tuple)) else [value]
             written += [x for x in several if isinstance(x, Tensor)]
     return written
+
+
+@cache
+def effects_of(operation: Any) -> tuple[bool, bool, bool]:
+    """Whether an operation draws random numbers, may write, and gives memory of its own."""
+    schema = operation._schema
+    draws = torch.Tag.nondeterministic_seeded in operation.tags
+    writes = schema.is_mutable or "batch_norm" in schema.name  # see above
+    return draws, writes, not any(x.alias_info for x in schema.returns)
 
 
 COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"  # namespaces of operations
