@@ -128,6 +128,7 @@ from .torch_internals import differentiated as differentiated
 from .torch_internals import differentiating as differentiating
 from .torch_internals import dispatched as dispatched
 from .torch_internals import down_to as down_to
+from .torch_internals import effects_of as effects_of
 from .torch_internals import ends_of as ends_of
 from .torch_internals import followed as followed
 from .torch_internals import foreach_add_ as foreach_add_
@@ -160,6 +161,7 @@ from .torch_internals import memory_of as memory_of
 from .torch_internals import modes_around as modes_around
 from .torch_internals import module_vars as module_vars
 from .torch_internals import nodes_of as nodes_of
+from .torch_internals import one_member as one_member
 from .torch_internals import over_rows as over_rows
 from .torch_internals import owns_its_memory as owns_its_memory
 from .torch_internals import patience as patience
@@ -177,6 +179,8 @@ from .torch_internals import transform_active as transform_active
 from .torch_internals import transform_depth as transform_depth
 from .torch_internals import transform_level as transform_level
 from .torch_internals import unnoticed as unnoticed
+from .torch_internals import unseen as unseen
+from .torch_internals import untraced as untraced
 from .torch_internals import version as version
 from .torch_internals import versions as versions
 from .torch_internals import wants_gradient as wants_gradient

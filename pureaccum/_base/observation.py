@@ -86,9 +86,10 @@ def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
 
 def put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
     """Let an observed run leave the hooks of modules as they are now, which shells share."""
-    for module in modules if (undo := here.observed) is not None else ():
-        for name, table in vars(module).items():
-            if "hooks" in name and isinstance(table, dict):
+    if (undo := here.observed) is not None:
+        tables = [x for m in modules for name, x in vars(m).items() if "hooks" in name]
+        for table in tables:
+            if isinstance(table, dict):
                 undo.callback(_refill, table, dict(table))
 
 

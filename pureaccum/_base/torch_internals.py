@@ -60,6 +60,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from operator import attrgetter
 from traceback import FrameSummary
@@ -68,7 +69,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,6 +94,11 @@ def may_write() -> bool:
     if torch.compiler.is_dynamo_compiling() or _C._functorch.maybe_current_level() is not None:
         return False
     return not (_MODES() or _FUNCTION_MODES()) or not traced()
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """Compute what no tracer writes down."""
+    return disable_proxy_modes_tracing()
 
 
 def at_top_level() -> bool:
@@ -209,6 +215,15 @@ def innermost(x: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
+
+
+def one_member(x: Tensor) -> Tensor:
+    """The tensor itself, as ``innermost``; where a vmap maps it, that of its first member."""
+    functorch = torch._C._functorch  # pyright: ignore
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return x
+    below = one_member(functorch.get_unwrapped(x))
+    return below.select(functorch.maybe_get_bdim(x), 0) if functorch.is_batchedtensor(x) else below
 
 
 def mapped_levels(x: Tensor) -> set[int]:
@@ -636,14 +651,13 @@ def ends_of(total: Tensor) -> list[Tensor]:
 
 def nodes_of(outs: Iterable[Tensor]) -> list[Any]:
     """What autograd recorded on the way to some tensors."""
-    below, seen, nodes = [x.grad_fn for x in outs], set[Any](), list[Any]()
-    while below:
-        node = below.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.append(node)
-        below.extend([parent for parent, _ in node.next_functions])
+    nodes: list[Any] = [*{x.grad_fn: None for x in outs if x.grad_fn is not None}]
+    found = {None, *nodes}
+    for node in nodes:  # which grows
+        for parent, _ in node.next_functions:
+            if parent not in found:
+                found.add(parent)
+                nodes.append(parent)
     return nodes
 
 
@@ -765,6 +779,15 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             several = value if isinstance(value, (list, tuple)) else [value]
             written += [x for x in several if isinstance(x, Tensor)]
     return written
+
+
+@cache
+def effects_of(operation: Any) -> tuple[bool, bool, bool]:
+    """Whether an operation draws random numbers, may write, and gives memory of its own."""
+    schema = operation._schema
+    draws = torch.Tag.nondeterministic_seeded in operation.tags
+    writes = schema.is_mutable or "batch_norm" in schema.name  # see above
+    return draws, writes, not any(x.alias_info for x in schema.returns)
 
 
 COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"  # namespaces of operations

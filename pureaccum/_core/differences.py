@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._base import (
     Tree,
+    all_finite,
     continuous,
     custom_functions,
     flatten,
@@ -79,6 +80,8 @@ def misses(claim: SecondOrder, params: Tree) -> dict[int, Miss] | None:
     """
     like, spec = flatten(params)
     reals, drawn = [real_parts(x.detach()) for x in like], generators({x.device for x in like})
+    if not all_finite(reals):
+        return None
     unit = max(torch.finfo(x.dtype).eps for x in reals) / 2
 
     def tree(leaves: Leaves) -> Tree:

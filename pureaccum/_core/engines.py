@@ -128,7 +128,7 @@ def _records(leaves: list[Tensor]) -> bool:
 
 
 def detached(x: Tensor) -> Tensor:
-    return without_history([x])[0]
+    return without_history([x])[0] if x.requires_grad else x
 
 
 def as_they_are(leaves: list[Tensor]) -> Wrt:

@@ -97,6 +97,8 @@ def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
             if x.requires_grad:
                 ends = [getattr(node, "variable", None) for node in nodes_of([x])]
                 found += [end for end in ends if end is not None] if ends else [x]
+    if not found:
+        return found
     own = {*map(id, leaves)}
     return [x for x in found if id(x) not in own]
 
@@ -104,9 +106,10 @@ def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
 def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     """Raise where a loss captures what requires grad, and is no parameter of a module.
 
-    Of the microbatches of a call only the first is looked at: to follow a graph takes some time.
+    To follow a graph takes time: after a loss's first call, that of one microbatch a call.
     """
-    here.look = None
+    if known.captures is not None:
+        here.look = None
     there = [x for at in known.captured if (x := at()) is not None and not isinstance(x, Refusing)]
     for x in (*filter(_requires_grad, there), *captured_in(outs, leaves)):
         if not isinstance(x, nn.Parameter):
@@ -119,9 +122,11 @@ def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor])
             )
 
 
-def _stop(outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+def _stop(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
     if captured_in(outs, leaves):
         raise CapturedError
+    if known.captures is not None and leaves and leaves[0].requires_grad:  # as above
+        here.look = None
 
 
 def with_history(call: Call, known: Known, plain: Call | None = None) -> Call:
@@ -153,8 +158,8 @@ def call_with_history(
         return looking(None, call, *args, **kwargs)
     if here.look is not None and _here.inside_of is here.backward:
         return _passed_on(call, args, kwargs)
-    stop = _stop if captured else partial(refuse_captured, known)
-    captures = captured and known.captures
+    stop = partial(_stop if captured else refuse_captured, known)
+    captures = captured and known.captures is True
     called: Any = args, kwargs
     leaves = optree.tree_leaves(called, namespace=NAMESPACE)
     given = [x for x in leaves if isinstance(x, Tensor)]
@@ -163,7 +168,9 @@ def call_with_history(
         outer = here.look, _here.inside_of
         here.look, _here.inside_of = stop, here.backward
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            known.captures = bool(known.captures)
+            return result
         except CapturedError:
             restore(before)
             captures = known.captures = True

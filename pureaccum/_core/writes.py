@@ -60,7 +60,8 @@ class Known:
         themselves: The modules among them that have buffers and are not in shells.
         recomputes: Whether its backward pass computes it again, once that is known: see
             ``run_window`` in engines.py.
-        captures: Whether it captures what requires grad: see history.py.
+        captures: Whether it captures what requires grad, once a call has gone through: see
+            history.py.
         by_func: Whether it calls what plain autograd takes for a constant.
         unseen: Whether it was found that what it does with its leaves cannot be followed.
     """
@@ -71,7 +72,7 @@ class Known:
         self.modules: list[ReferenceType[nn.Module]] = []
         self.themselves: list[ReferenceType[nn.Module]] = []
         self.recomputes: bool | None = None
-        self.captures = False
+        self.captures: bool | None = None
         self.by_func = False
         self.unseen = False
 

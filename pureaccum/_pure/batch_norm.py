@@ -133,10 +133,21 @@ def normalise(
         shift = shift + bias
     if weight is not None or bias is not None:
         scale, shift = scale.to(mean), shift.to(mean)
-    if x.dtype == mean.dtype or not transform_active():
-        return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
-    wide = x.to(mean.dtype)  # torch.func takes all in one dtype only
-    return F.batch_norm(wide, mean, var, scale, shift, training=False, eps=eps).to(x.dtype)
+    spatial = x.shape[2:]
+    # Where a dim is 1, strides do not say in which order numbers lie, and torch's kernel for images
+    # takes those of a gradient for another order than they are in.
+    flat = x.flatten(2) if len(spatial) > 1 and 1 in (x.shape[0], *spatial) else x
+    if x.dtype != mean.dtype and transform_active():  # torch.func takes all in one dtype only
+        flat = flat.to(mean.dtype)
+    out = F.batch_norm(flat, mean, var, scale, shift, training=False, eps=eps).to(x.dtype)
+    return out if flat.dim() == x.dim() else out.unflatten(2, spatial)
+
+
+def of_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalise rows with their own moments."""
+    share = Share(*(part.unsqueeze(0) for part in share_of_rows(x, x.dim(), x.dtype)))
+    moments = moments_of(share, [x.numel() // x.shape[1]])
+    return normalise(x, scaling_of(moments, weight, bias, eps, x.dtype), None, None, eps)
 
 
 # Where it is called --------------------------------------------------------------------------
@@ -168,11 +179,12 @@ def check_input(layer: Any, place: str, shape: torch.Size) -> None:
         )
 
 
+_ARGUMENTS = {name: its.default for name, its in signature(F.batch_norm).parameters.items()}
+
+
 def batch_norm_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of F.batch_norm, by name."""
-    call = signature(F.batch_norm).bind(*args, **kwargs)
-    call.apply_defaults()
-    return call.arguments
+    return {**_ARGUMENTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
 
 
 def in_training(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -188,11 +188,11 @@ def call_module(
         some anew.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _call_itself(places, tensors, args, kwargs)
+        return call_itself(places, tensors, args, kwargs)
     shells = places.idle.shells
     shell = shells.pop() if shells else None
     if shell is None or places.leads_back or changed(shell.theirs):
-        shell = _take_shell(places, shell)
+        shell = take_shell(places, shell)
     if shell is not None:
         training = places.modules[0].training
         if training in places.safe_modes:
@@ -210,14 +210,14 @@ def call_module(
             call = partial(call_module, places, copies, wanted, args, kwargs)
             _, end = observed(call, {x.device for x in tensors.values()})
             if end == "failed":  # so does this, but for what fails only where it is observed
-                shell = _take_shell(places, None) or shell
+                shell = take_shell(places, None) or shell
                 _call_shell(places, shell, copies, wanted, args, kwargs)
                 places.leads_back.add("name")
             if end == "at ranks":  # DTensors do not mix with a module's own tensors unnoticed
                 places.safe_modes.add(training)
             return call_module(places, tensors, wanted, args, kwargs)
     with ALONE, _nothing_run_again(places, tensors, args, kwargs):
-        return _call_itself(places, tensors, args, kwargs)
+        return call_itself(places, tensors, args, kwargs)
 
 
 def _nothing_run_again(
@@ -251,7 +251,7 @@ def _nothing_run_again(
     return Asking(look)  # slower; torch refuses none without those that are around
 
 
-def _call_itself(
+def call_itself(
     places: Places, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
     # One dict: a buffer that the module assigns anew is written back to it and no other.
@@ -334,7 +334,7 @@ class Shell:
         }
 
 
-def _take_shell(places: Places, shell: Shell | None) -> Shell | None:
+def take_shell(places: Places, shell: Shell | None) -> Shell | None:
     """A shell with the attributes that the modules have now; None for a module that has none."""
     if places.leads_back:
         return None

@@ -1,364 +1,394 @@
-"""A module's forward as a graph of torch.fx, in which each BatchNorm is a call of F.batch_norm.
+"""What the forward of a module computes, written down while it computes that for one microbatch.
 
-torch.fx calls ``forward`` once, with a stand-in for the input, and writes down what it does. What
-would be lost in silence is refused here: modes that forward enters, attributes that it assigns,
-numbers that it draws, hooks on a module that is taken apart. What is called is a copy of the
-module, in a thread of its own, where no mode and no transform of the caller's is active.
+    with recorder:             # in the thread and the modes of the caller
+        out = module(*args)    # each operation of torch is seen, and what it is given
+    recorder.operations
+
+Values are tensors and numbers, so that code goes the way that it always goes. Only how many rows
+there are is a number that nobody may decide by. What would be lost in silence is refused: modes
+that forward enters, numbers that it reads in tensors, writes to what is not its own.
 """
 
+import inspect
 import linecache
-import operator
-import random
-import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
-from functools import partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from operator import getitem, mul
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from .._base import BUFFERS, module_vars, seeing, tree_leaves, version
-from .batch_norm import BATCH_NORMS, WithoutBatchNorm, couples, in_training
-
-
-# The arguments of a module, made of a list of tensors.
-TracedArguments = Callable[[Any], tuple[Any, Mapping[str, Any]]]
-
-
-class Trace(NamedTuple):
-    """What the forward of a module does.
-
-    Args:
-        root: Where the names in the graph are looked up: the module, as ``module``, and beside it
-            the tensors that its forward makes of numbers.
-        graph: A graph of one argument, the list of tensors.
-        taken_apart: The names of the modules whose forward was looked into.
-    """
-
-    root: nn.Module
-    graph: fx.Graph
-    taken_apart: list[str]
+from .._base import is_wrapped, memory_of, one_member, tree_leaves, unseen, versions
+from .._core import origins
+from .batch_norm import (
+    BATCH_NORMS,
+    WithoutBatchNorm,
+    batch_norm_call,
+    check_input,
+    in_training,
+    of_itself,
+)
+from .symbols import ROWS, Amount, Formed, Value, amount, filled, symbol_of, values_in
 
 
-def trace_of(module: nn.Module, arguments: TracedArguments) -> Trace:
-    """Trace a module that is called with some arguments."""
-    # One trace at a time, since torch.fx patches nn.Module while it traces.
-    with _ALONE, ThreadPoolExecutor(1) as thread:
-        found = thread.submit(_traced_without_draws, module, arguments).result()
-    if found is None:
-        raise ValueError(
-            f"forward of module ({type(module).__name__}) draws random numbers that do not depend "
-            "on its input, and so would draw them once for ever: draw them like the input, "
-            "torch.rand_like(x), or in a function under torch.fx.wrap."
-        )
-    root = nn.Module()
-    for name, x in module_vars(found.root).items():
-        if isinstance(x, Tensor):
-            setattr(root, name, x)
-    root.module = module  # in place of its copy
-    return found._replace(root=root)
+class Operation(NamedTuple):
+    """An operation, and symbols of what it is given."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    writes: Value | None = None  # what it writes to; its own value is that, afterwards
+    draws: bool = False  # random numbers
+    place: str = ""  # the module in whose forward it stands
+    layer: Any = None  # that module, where it is a batch norm of the batch
+    growth: float = 0  # how many numbers it gives for each that it is given
+
+    def reads(self) -> list[Value]:
+        """The values that it is given."""
+        return values_in(*self.args, *self.kwargs.values())
+
+    def is_norm(self) -> bool:
+        """Whether it is a batch norm of the batch."""
+        return self.layer is not None
+
+    def affine(self) -> list[str | None] | None:
+        """Weight and bias of a batch norm by name; None if they are computed where it is called."""
+        pair = self.kwargs["weight"], self.kwargs["bias"]
+        computed = any(x is not None and getattr(x, "kind", "") != "own" for x in pair)
+        return None if computed else [None if x is None else x.at for x in pair]
+
+    def name(self) -> str:
+        """What its function is called."""
+        name = getattr(self.func, "__name__", str(self.func))
+        return name.strip("_") if name.startswith("__") else name
 
 
-_ALONE = threading.Lock()
+class RefusedError(BaseException):
+    """Forward does what cannot be written down; no code of a user's is to catch it."""
 
 
-# Draws ----------------------------------------------------------------------------------------
+class _Known(NamedTuple):
+    """What is known of a tensor."""
+
+    tensor: ref[Tensor]
+    value: Value
+    writes: int  # how often its memory had been written to
+    of_batch: bool
+    varies: bool  # whether it depends on the batch or on the module's tensors
 
 
-def _traced_without_draws(module: nn.Module, arguments: TracedArguments) -> Trace | None:
-    """The trace; None if forward draws random numbers, torch's or Python's, for itself."""
-    python = random.getstate()
-    try:
-        with seeing(before=_refuse_torch_draw):
-            found = _traced(module, arguments)
-            if python != random.getstate():  # another thread may have drawn, so look
-                sys.setprofile(_refuse_python_draw)
-                try:
-                    found = _traced(module, arguments)
-                finally:
-                    sys.setprofile(None)
-        return found
-    except _DrawnError as drawn:
-        if drawn.args:
-            random.setstate(python)
-        return None
+class Recorder(TorchFunctionMode):
+    """Writes operations down."""
 
-
-class _DrawnError(BaseException):
-    """Forward draws a random number; only ``_traced_without_draws`` may catch it."""
-
-
-def _refuse_torch_draw(operation: Any, *_: Any) -> None:
-    if torch.Tag.nondeterministic_seeded in operation.tags:
-        raise _DrawnError
-
-
-def _refuse_python_draw(_: Any, event: str, called: Any) -> None:
-    if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
-        raise _DrawnError("random")
-
-
-# A trace --------------------------------------------------------------------------------------
-
-
-def _traced(module: nn.Module, arguments: TracedArguments) -> Trace:
-    try:
-        root, tracer = _Root(module, arguments), _Tracer()
-    except Exception as error:
-        raise ValueError(
-            f"module ({type(module).__name__}) cannot be cut at its BatchNorm layers, because it "
-            f"cannot be copied for torch.fx: {error}. Keep outside of it what has no copy."
-        ) from error
-    before = {part: _attributes(part) for part in root.module.modules()}
-    try:
-        graph = tracer.trace(root)
-        _check_nodes(graph.nodes, root)
-        for path, part in root.module.named_modules(prefix="module"):
-            for name, held in _attributes(part).items():
-                if held != before[part].get(name):
-                    raise _Lost(
-                        f"{path} ({type(part).__name__}) assigns its attribute {name!r} in "
-                        "forward, but only what forward returns can be handed on. Return it."
-                    )
-    except _Lost as error:
-        raise ValueError(str(error)) from None
-    except Exception as error:
-        raise ValueError(_untraceable(root, error)) from error
-    return Trace(root, graph, tracer.taken_apart)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What each attribute of a module holds, by identity."""
-
-    def seen(x: Any) -> Any:
-        inside = x.values() if isinstance(x, dict) else x if isinstance(x, (list, set)) else [x]
-        return type(x), [*map(id, inside)]
-
-    return {name: seen(x) for name, x in module_vars(module).items()}
-
-
-class _Lost(ValueError):
-    """Something would be lost in silence; the message says all, so nothing is added to it."""
-
-
-class _Root(nn.Module):
-    """A copy of the module, called with its tensors as one list."""
-
-    def __init__(self, module: nn.Module, arguments: TracedArguments) -> None:
+    def __init__(
+        self,
+        paths: Mapping[nn.Module, str],  # of each module in the module, itself first
+        own: set[int],  # the ids of the module's own tensors
+        rows: int,  # how many the microbatch has
+        given: Mapping[Value, Tensor],  # what the module is called with, and holds
+    ) -> None:
         super().__init__()
-        shared: list[Any] = [*module.parameters(), *module.buffers()]
-        for part in module.modules():
-            shared += [x for x in module_vars(part).values() if isinstance(x, Tensor)]
-            shared += [hook for table in hook_tables(part).values() for hook in table.values()]
-        self.module, self.arguments = deepcopy(module, {id(x): x for x in shared}), arguments
-        for part in self.module.modules():
-            if couples(part):  # the stand-in is no batch to count, and has no dims to check
-                vars(part)[BUFFERS]["num_batches_tracked"] = None
-                vars(part)["_check_input_dim"] = lambda _: None
+        self.paths, self.own, self.rows = paths, own, rows
+        self.given, self.modes, self.leads_back = given, modes(), False
+        self.operations: list[Operation] = []
+        self.captured: list[Tensor] = []
+        self.active, self.drew, self.refusal = True, False, ""
+        self.known: dict[int, _Known] = {}  # by id
+        self.writers: dict[Any, list[str]] = {}  # by memory, who has written to it
+        self.made: set[Any] = set()  # the memory of what was made while it was traced
+        self.begin()
+        for value, x in given.items():
+            self.of_batch, self.varies = value.kind == "input", True
+            self.note(x, value)
 
-    def forward(self, given: Any) -> Any:
-        args, kwargs = self.arguments(given)
-        return self.module(*args, **kwargs)
+    def note(self, x: Tensor, value: Value) -> None:
+        """Note what a tensor is."""
+        writes = len(self.writers.get(memory_of(x), ())) if self.writers else 0
+        self.known[id(x)] = _Known(ref(x), value, writes, self.of_batch, self.varies)
 
+    def begin(self, norm: bool = False) -> None:
+        """Begin with an operation of which nothing is known."""
+        self.norm, self.of_batch, self.varies = norm, False, False
+        self.tensors: dict[Value, Any] = {}  # what it is given
 
-class _Proxy(fx.Proxy):
-    """Records ``x[i] = y``, which torch.fx refuses, and ``x += y``, which it takes for a sum."""
+    # What an operation is given -----------------------------------------------------------------
 
+    def symbol(self, x: Any) -> Any:
+        """What stands for a tensor or a number of rows that an operation is given."""
+        if isinstance(x, Amount):
+            self.of_batch = True
+            return x.symbol
+        its = self.known.get(id(x))
+        if its is None or its.tensor() is not x:
+            its = self.capture(x)
+        updating = self.norm and its.value.kind == "own"
+        writers = self.writers.get(memory_of(x), ()) if self.writers and not updating else ()
+        if len(writers) > its.writes:
+            self.refuse(_SHARED, writers[-1])
+        self.tensors[its.value] = one_member(x)
+        self.of_batch, self.varies = self.of_batch or its.of_batch, self.varies or its.varies
+        return its.value
 
-def _record(write: Callable[..., Any]) -> Callable[..., Any]:
-    def recorded(self: fx.Proxy, *args: Any) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", write, (self, *args), {})
+    def capture(self, x: Tensor) -> _Known:
+        """Note a tensor that comes from elsewhere."""
+        if id(x) in self.own:
+            self.leads_back = True
+            self.refuse(_LEADS_BACK)
+        if memory_of(x) in self.made:
+            self.refuse(_UNSEEN)
+        value, differs = Value("captured", len(self.captured)), is_wrapped(x) or x.requires_grad
+        self.captured.append(x)
+        self.known[id(x)] = known = _Known(ref(x), value, 0, False, differs)
+        return known
 
-    return recorded
+    # What it gives ------------------------------------------------------------------------------
 
-
-_AUGMENTED = "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor"
-AUGMENTED = {getattr(operator, name) for name in _AUGMENTED.split()}
-WRITES = AUGMENTED | {operator.setitem}
-for _write in WRITES:
-    setattr(_Proxy, f"__{_write.__name__}__", _record(_write))
-
-
-class _Tracer(fx.Tracer):
-    """torch.fx's tracer, which looks into BatchNorm layers and refuses what would be lost."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modes, self.thread = _modes(), threading.get_ident()
-        self.taken_apart: list[str] = []
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, BATCH_NORMS):
-            return not couples(m)
-        return super().is_leaf_module(m, module_qualified_name)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
-        if threading.get_ident() != self.thread:  # it is nn.Module that torch.fx patches
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != self.thread:
-            return forward(*args, **kwargs)
-        path = self.path_of_module(m)
-        if not self.is_leaf_module(m, path):
-            self.taken_apart.append(path)
-            for kind, hooks in hook_tables(m).items():
-                if hooks:
-                    raise _Lost(
-                        f"{path} ({type(m).__name__}) has {kind}, which would not run: the module "
-                        "is taken apart. Remove them."
-                    )
-        if not couples(m):
-            return super().call_module(m, forward, args, kwargs)
-        if type(m).forward in _ITS_FORWARDS:
-            return super().call_module(m, partial(_batch_norm, m), args, kwargs)
-        before = {n for n in self.graph.nodes if n.target is F.batch_norm}
-        out = super().call_module(m, forward, args, kwargs)
-        if not any(n.target is F.batch_norm and n not in before for n in self.graph.nodes):
-            raise _Lost(
-                f"{path} ({type(m).__name__}) has a forward of its own which does not call "
-                "F.batch_norm, so that there is no cut at it. Call that, or super().forward."
-            )
-        return out
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _modes() != self.modes:
-            raise TypeError(
-                "it computes under no_grad or autocast, which is not recorded (so "
-                "does a torch.autograd.Function: call it in a function under torch.fx.wrap)"
-            )
-        return super().create_node(*args, **kwargs)
-
-
-def _modes() -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
-
-
-def _batch_norm(layer: Any, input: Any) -> Any:
-    """What ``forward`` of torch's BatchNorm layers calls, SyncBatchNorm among them."""
-    tracked = not layer.training or layer.track_running_stats
-    statistics = (layer.running_mean, layer.running_var) if tracked else (None, None)
-    affine = layer.weight, layer.bias
-    return F.batch_norm(input, *statistics, *affine, True, layer.momentum or 0.0, layer.eps)
-
-
-_ITS_FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
-
-
-def hook_tables(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """The tables of hooks that run when a module is called, by the kind of hook."""
-    return {
-        name.strip("_").replace("_", " "): table
-        for name, table in module_vars(module).items()
-        if name.endswith(("ward_hooks", "ward_pre_hooks"))  # forward and backward ones
-    }
-
-
-# Nodes and messages ---------------------------------------------------------------------------
-
-
-def name_of(node: fx.Node) -> str:
-    """What the function, method, module or tensor of a node is called."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def place(node: fx.Node) -> str:
-    """The module in whose forward a node stands."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path, cls = stack[-1] if stack else ("module", None)
-    return f"{path} ({cls.__name__})" if isinstance(cls, type) else str(path)
-
-
-def _untraceable(root: nn.Module, error: Exception) -> str:
-    names = {part: path for path, part in root.named_modules()}
-    where, line = "module", ""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        frame, file = trace.tb_frame, trace.tb_frame.f_code.co_filename
-        its = frame.f_locals.get("self")
-        if isinstance(its, nn.Module) and names.get(its):
-            where = f"{names[its]} ({type(its).__name__})"
-        if not file.startswith((str(Path(torch.__file__).parent), __file__)):
-            code = linecache.getline(file, trace.tb_lineno).strip()
-            line = f", at {Path(file).name} line {trace.tb_lineno}: `{code}`"
-        trace = trace.tb_next
-    return (
-        f"{where} cannot be cut at its BatchNorm layers, because torch.fx cannot trace it: "
-        f"{error}{line}. What a module computes, and in which order, must not depend on the "
-        "numbers or shapes that it is given. Put the branch into a function under torch.fx.wrap, "
-        "which is not looked into; or leave microbatch_size out, and the batch is taken whole."
-    )
-
-
-def _check_nodes(nodes: Iterable[fx.Node], root: nn.Module) -> None:
-    for node in nodes:
-        if node.op == "call_module":
-            layer, path = root.get_submodule(str(node.target)), str(node.target)
-            for name, inner in layer.named_modules(prefix=path):
-                if couples(inner):
-                    raise _Lost(
-                        f"{name} ({type(inner).__name__}) lies inside {path} "
-                        f"({type(layer).__name__}), which torch.fx does not look into, so that "
-                        "there is no cut at it. Call it in a forward of your own."
-                    )
-                tracks = isinstance(inner, _INSTANCE_NORMS) and inner.track_running_stats
-                if tracks and inner.training:
-                    raise _Lost(written_to(name))
-        elif (
-            "batch_norm" in name_of(node)
-            and node.target is not F.batch_norm
-            and in_training(node.target, node.args, node.kwargs)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        func, kwargs = getattr(func, "__wrapped__", func) if _is_users(func) else func, kwargs or {}
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name == "__get__" else name  # an attribute of a tensor
+        if not _SCALED.isdisjoint((name.strip("_"), name.strip("_")[1:])) and any(
+            isinstance(x, Amount) for x in tree_leaves((args, kwargs))
         ):
-            raise _Lost(_no_cut(place(node), node.target))
-
-
-def written_to(name: str) -> str:
-    """The error for a buffer, or a module with buffers, that forward changes."""
-    return (
-        f"{name} is written to in forward, which is run for every microbatch and again for its "
-        "derivatives, and would write each time. Only BatchNorm's running statistics are updated: "
-        "expected a module that changes no other buffer (eval() for it, track_running_stats=False)."
-    )
-
-
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-
-
-def watched(func: Any) -> Any:
-    """Watch a function, if it is one that torch.fx did not look into."""
-    if not isinstance(func, FunctionType) or func.__module__.startswith(("torch", "operator")):
-        return func
-
-    @wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        before, who = [version(x) for x in given], "a function under torch.fx.wrap"
-        with WithoutBatchNorm(lambda norm: RuntimeError(_no_cut(who, norm))):
+            self.refuse(_ROWS)
+        self.begin(norm=func is F.batch_norm and in_training(func, args, kwargs))
+        symbols = tuple([symbol_of(x, self.symbol) for x in args])
+        named = {key: symbol_of(x, self.symbol) for key, x in kwargs.items()}
+        known = {ROWS: self.rows, **self.tensors}
+        args = tuple([filled(x, known) for x in symbols])
+        kwargs = {key: filled(x, known) for key, x in named.items()}
+        if self.norm and self.of_batch:
+            return self.normalised(batch_norm_call(symbols, named), batch_norm_call(args, kwargs))
+        if self.norm and batch_norm_call(args, kwargs)["running_mean"] is not None:
+            self.refuse(_NO_BATCH)
+        if f" {name} " in _FACTS or (name.startswith("is_") and f" {name} " not in _GRADS):
             out = func(*args, **kwargs)
-        if [version(x) for x in given] != before:
-            raise RuntimeError(
-                f"{func.__name__}, which torch.fx does not look into, writes in place to what it "
-                "is given, and would do it twice; expected one that gives a new tensor."
-            )
+            if not isinstance(out, Tensor):
+                return self.fact(name, args, kwargs, out)
+        return self.computed(Operation(func, symbols, named), name, args, kwargs)
+
+    def computed(self, operation: Operation, name: str, args: Any, kwargs: Any) -> Any:
+        """Compute an operation, and note it and what it gives."""
+        func, tensors, looking = operation.func, [*self.tensors.values()], nullcontext()
+        before, self.running, self.drew = versions(tensors), operation, False
+        if tensors and modes() != self.modes:
+            self.refuse(_MODES)
+        if self.of_batch and "batch_norm" in name and in_training(func, args, kwargs):
+            self.refuse(_NO_CUT.format(name))
+        if _is_users(func):
+            looking = WithoutBatchNorm(lambda norm: self.refuse(_NO_CUT.format(norm.__name__)))
+        with looking:
+            out = func(*args, **kwargs)
+        leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
+        found = [x for x in leaves if isinstance(x, Tensor)]
+        if not (tensors or found):
+            return out
+        written = [x for x, v in zip(tensors, before, strict=True) if versions([x]) != [v]]
+        if name == "detach_":  # which counts no write
+            written.append(out)
+        if self.drew and not self.of_batch:
+            self.refuse(DRAWS)
+        if f" {name} " in _GRADS or (self.varies and not (found or written or out is None)):
+            self.refuse(_READS.format(operation.name()))
+        growth = sum(x.numel() for x in found) / max([1, *(x.numel() for x in tensors)])
+        operation = operation._replace(draws=self.drew, place=self.place(), growth=growth)
+        if written:
+            self.written(operation, written, found)
+        else:
+            self.gives(out, self.added(operation))
         return out
 
-    return call
+    def added(self, operation: Operation) -> Value:
+        """Note an operation; its value."""
+        self.operations.append(operation)
+        return Value("made", len(self.operations) - 1)
+
+    def written(self, operation: Operation, written: list[Tensor], found: list[Tensor]) -> None:
+        """Note a write in place, whose value is what was written to."""
+        target, who = written[0], f"{self.place()} writes in place ({operation.name()})"
+        its = self.known[id(target)]
+        if any(x is not target for x in (*written, *found)):
+            self.refuse(_SHARED, who)
+        if its.value.kind == "own" and not isinstance(self.module(), BATCH_NORMS):
+            self.refuse_write(memory_of(target))  # what counts batches is that in name alone
+        self.writers.setdefault(memory_of(target), []).append(who)
+        self.note(target, self.added(operation._replace(writes=its.value)))
+
+    def refuse_write(self, memory: Any) -> Any:
+        """Refuse a write to what is not its own, before it happens."""
+        names = [v.at for v, x in self.given.items() if memory_of(x) == memory]
+        where = f"{self.place_of(self.module())} writes in place ({self.running.name()})"
+        self.refuse(_OWN.format((*names, "tensor")[0]), where)
+
+    def symbols(self, outs: Sequence[Any]) -> list[Any]:
+        """Symbols of the tensors among what forward returns."""
+        self.begin()
+        return [self.symbol(x) if isinstance(x, Tensor) else x for x in outs]
+
+    def gives(self, out: Any, value: Value) -> None:
+        """Note the tensors that an operation gives."""
+        if isinstance(out, Tensor):
+            its = self.known.get(id(out))
+            if _is_users(self.running.func) or its is None or its.tensor() is not out:
+                self.note(out, value)  # else torch gives back what it was given
+        elif isinstance(out, (tuple, list, dict)):
+            for key, x in out.items() if isinstance(out, dict) else enumerate(out):
+                if isinstance(x, (Tensor, tuple, list, dict)):
+                    self.gives(x, self.added(Operation(getitem, (value, key), {})))
+
+    def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
+        """What a batch norm of the batch gives, here with the moments of the microbatch."""
+        layer, place = self.module(), self.place()
+        statistics = [k for k in ("running_mean", "running_var") if symbols[k] is not None]
+        if any(getattr(symbols[k], "kind", "") != "own" for k in statistics):
+            self.refuse(_NO_BUFFERS)
+        if isinstance(layer, BATCH_NORMS) and layer.momentum is None:  # the mean over all batches
+            symbols["momentum"] = None
+        check_input(layer, place, call["input"].shape)
+        with unseen() if type(call["input"]) is Tensor else nullcontext():
+            out = of_itself(call["input"], call["weight"], call["bias"], call["eps"])
+        self.made.add(memory_of(out))
+        for k in statistics:  # at the end of the batch
+            self.writers.setdefault(memory_of(call[k]), []).append(f"{place} writes (batch_norm)")
+        operation = Operation(F.batch_norm, (), symbols, place=place, layer=layer)
+        self.note(out, self.added(operation))
+        return out
+
+    def fact(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
+        """What a tensor has that is no tensor; of rows, a number that nobody may decide by."""
+        if not self.of_batch:
+            return out
+        x = next(iter(self.tensors.values()))
+        if isinstance(out, torch.Size):
+            return torch.Size([self.amount(n) if i == 0 else n for i, n in enumerate(out)])
+        if name == "size" and (*args[1:], *kwargs.values())[0] in (0, -x.dim()):
+            return self.amount(out)
+        if name in ("numel", "nelement", "nbytes") and x.dim() and x.shape[0] == self.rows:
+            return self.amount(out)
+        if name == "__len__" and out == self.rows:
+            self.refuse(_ROWS)
+        return out
+
+    def amount(self, n: int) -> Any:
+        """As many as there are rows, or a multiple of that; else a number as any other."""
+        times, rest = divmod(n, self.rows)
+        if rest or (self.rows == 1 and times != 1):
+            return n
+
+        def refuse() -> None:
+            if self.active:
+                self.refuse(_ROWS)
+
+        return amount(n, ROWS if times == 1 else Formed(mul, (ROWS, times)), refuse)
+
+    # Where it is --------------------------------------------------------------------------------
+
+    def module(self) -> nn.Module:
+        """The innermost module whose forward runs."""
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is _APPLY:
+                self.refuse(_MODES, next(iter(self.paths)))
+            module = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+            if isinstance(module, nn.Module) and origins.get(module, module) in self.paths:
+                return origins.get(module, module)
+            frame = frame.f_back
+        return next(iter(self.paths))
+
+    def place(self) -> str:
+        """What that is called."""
+        return self.place_of(self.module())
+
+    def place_of(self, module: nn.Module) -> str:
+        """What a module is called."""
+        path = self.paths[origins.get(module, module)]
+        return f"{'module.' * bool(path)}{path or 'module'} ({type(module).__name__})"
+
+    def refuse(self, what: str, where: str | nn.Module = "") -> Any:
+        """Refuse what forward does, even where its own code goes on after that."""
+        frame: FrameType | None = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+            frame = frame.f_back
+        line = ""
+        if frame is not None:
+            file, number = frame.f_code.co_filename, frame.f_lineno
+            code = linecache.getline(file, number).strip()
+            line = f", at {Path(file).name} line {number}: `{code}`"
+        where = where or self.module()
+        where = where if isinstance(where, str) else self.place_of(where)
+        self.refusal = self.refusal or f"{where} {what}{line}. {_WAYS_OUT}"
+        raise RefusedError(self.refusal)
 
 
-def _no_cut(who: str, func: Any) -> str:
-    return (
-        f"{who} calls {func.__name__} with training=True, where there is no cut; expected "
-        "nn.BatchNorm1d, 2d or 3d, or F.batch_norm, in a forward that torch.fx looks into."
-    )
+def modes() -> tuple[Any, ...]:
+    """The modes that a trace is made for."""
+    casts = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), *casts
+
+
+def _is_users(func: Any) -> bool:
+    """Whether a function of Python is none of torch's, but one that is not looked into."""
+    return isinstance(func, FunctionType) and not func.__module__.startswith("torch.")
+
+
+_APPLY = Function.apply.__code__
+_NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+# What asks a tensor for what is no number in it; what asks for its gradient; and what computes.
+_FACTS = (
+    " shape dtype device layout ndim names itemsize nbytes dim ndimension size stride numel type "
+    "nelement element_size get_device storage_offset __len__ __repr__ __str__ __format__ __hash__ "
+)
+_GRADS = (
+    " requires_grad grad_fn grad is_leaf retains_grad output_nr _version is_nonzero "
+    "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook "
+)
+_SCALED = {"add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "true_divide"} | {
+    *("divide", "multiply", "subtract", "pow", "float_power", "mod", "remainder", "fmod"),
+    *("fill", "full_like", "tensor", "as_tensor"),
+}
+_CUT = "cannot be cut at its BatchNorm layers: "
+_READS = f"{_CUT}what it computes must not depend on the numbers that it is given ({{}})"
+_ROWS = f"{_CUT}what it computes must not depend on how many rows it is given"
+_MODES = (
+    f"{_CUT}it computes under no_grad or autocast, which is not recorded (so does a "
+    "torch.autograd.Function)"
+)
+_UNSEEN = f"{_CUT}it uses a tensor that no operation was seen to make (a scripted function?)"
+DRAWS = (
+    f"{_CUT}it draws random numbers that do not depend on its input, and would draw others for "
+    "each microbatch; draw them like the input, torch.rand_like(x)"
+)
+_LEADS_BACK = (
+    f"{_CUT}it reaches a tensor of the module by more than self (a closure, a global name), and so "
+    "not the one that apply is given; reach it by self alone"
+)
+_SHARED = (
+    "to a tensor that is read again as another one, perhaps through a view; use the operation that "
+    "gives a new tensor: x = x + y in place of x += y, relu in place of relu_, inplace=False"
+)
+_OWN = (
+    "to its own module.{}, but forward is run for every microbatch and again for its derivatives, "
+    "and would write each time; keep such a state outside"
+)
+_NO_BUFFERS = f"{_CUT}its batch_norm has running statistics that are no buffers of the module"
+_NO_BATCH = (
+    "is given what does not depend on the batch; expected values of its rows, or no running "
+    "statistics"
+)
+_NO_CUT = (
+    "calls {} with training=True, where there is no cut; expected nn.BatchNorm1d, 2d or 3d, or "
+    "F.batch_norm, in a forward that is looked into"
+)
+_WAYS_OUT = (
+    "Put it into a function under torch.overrides.wrap_torch_function, which is not looked into, "
+    "or leave microbatch_size out, and the batch is taken whole."
+)

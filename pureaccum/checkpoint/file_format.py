@@ -206,7 +206,7 @@ _BEGIN = re.compile(
 _NOTE = re.compile(rb', ("%s): ("\{%s)' % (_REST, _REST))
 _SCALAR = re.compile(rb', ("%s): ("%s)' % (_REST, _REST))
 _TENSOR = re.compile(
-    rb', ("%s): \{("dtype": "\w{1,20}", "shape": \[(?:\d{1,19}(?:, \d{1,19}){0,99})?\]), '
+    rb', ("%s): \{"dtype": "(\w{1,20})", "shape": \[((?:\d{1,19}(?:, \d{1,19}){0,99})?)\], '
     rb'"data_offsets": \[(\d{1,19}), (\d{1,19})\]\}' % _REST
 )
 _CHECKS = b', "crc32": '
@@ -302,15 +302,17 @@ def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Con
             scalars[path] = _text(header, entry, type(wanted[path]))
     at = _after(header, at, b"}") if left else at
     for entry in entries(_TENSOR):
-        begin, end = end, int(entry[4])
+        begin, end = end, int(entry[5])
         if path := path_of(entry, pieces):
-            noted = path in notes
-            piece = _noted_piece(entry[2], notes.pop(path)) if noted else _plain_piece(entry[2])
+            if (note := notes.pop(path, None)) is None:
+                piece = _plain_piece(entry[2], entry[3])
+            else:
+                piece = _noted_piece(entry[2], entry[3], note)
             if piece.nbytes != end - begin or path in scalars:
                 raise ValueError(path)
             pieces[path] = piece
             places[path] = len(header) + begin, count
-        if int(entry[3]) != begin or end < begin:
+        if int(entry[4]) != begin or end < begin:
             raise ValueError("holes")
         count += 1
     checks = memoryview(bytearray(4 * count + 4)).cast("I")  # as this machine writes numbers
@@ -353,32 +355,28 @@ def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
 
 
 @lru_cache(256)
-def _look_of(text: bytes) -> tuple[str, tuple[int, ...]]:
-    """The dtype of an entry, as safetensors calls it, and the shape."""
-    _, name, sizes = text.decode().split(": ")
-    sizes = sizes.removeprefix("[").removesuffix("]")
-    return name.split('"')[1], tuple(map(int, sizes.split(", "))) if sizes else ()
-
-
-@lru_cache(256)
-def _plain_piece(text: bytes) -> Piece:
+def _plain_piece(name: bytes, sizes: bytes) -> Piece:
     """The piece that an entry describes alone."""
-    name, shape = _look_of(text)
-    return whole_piece(ITSELF[name], shape, row_by_row(shape))
+    shape = _shape_of(sizes)
+    return whole_piece(ITSELF[name.decode()], shape, row_by_row(shape))
 
 
-def _noted_piece(text: bytes, note: dict[str, Any]) -> Piece:
+def _noted_piece(name: bytes, sizes: bytes, note: dict[str, Any]) -> Piece:
     """The piece that an entry and a note describe; a ValueError if no leaf has such a piece."""
-    name, sizes = _look_of(text)
-    dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[name]
+    dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[name.decode()]
     expected, last = _in_words(dtype)
-    shape = sizes[: len(sizes) - len(last)]
+    in_file = _shape_of(sizes)
+    shape = in_file[: len(in_file) - len(last)]
     whole, at = tuple(note.pop("whole", shape)), tuple(note.pop("at", (0,) * len(shape)))
     strides = tuple(note.pop("strides")) if "strides" in note else row_by_row(whole)
     piece = Piece(dtype=dtype, shape=shape, whole=whole, at=at, strides=strides)
-    if note or name != expected or sizes != shape + last or not _makes_sense(piece):
-        raise ValueError(text)
+    if note or name.decode() != expected or in_file != shape + last or not _makes_sense(piece):
+        raise ValueError(name)
     return piece
+
+
+def _shape_of(sizes: bytes) -> tuple[int, ...]:
+    return tuple(map(int, sizes.split(b", "))) if sizes else ()
 
 
 def _makes_sense(piece: Piece) -> bool:

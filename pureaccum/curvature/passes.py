@@ -217,13 +217,8 @@ def compared(
 ) -> Callable[..., Any]:
     """A product that raises where it is not the derivative of gradients.
 
-    Args:
-        product: What is compared: of params, the arguments that follow, and a vector.
-        along: The number of a microbatch whose gradient that is, by ``noting``.
-        forward: What it takes as linear, of params and the arguments that follow.
-        loss: What it takes the second derivative of, of what forward gives, and of these.
-        batch_argnums: As for ``hvp``.
-        check: As for ``hvp``.
+    ``along`` is the number of a microbatch whose gradient it is, by ``noting``. The product takes
+    ``forward`` as linear, and the second derivative of ``loss``, a function of what forward gives.
     """
 
     @wraps(product)
@@ -281,7 +276,7 @@ def _misses(
 
     def few(args: Sequence[Any]) -> list[Any]:
         at = [i - 1 for i in positions(check_argnums(batch_argnums, ""), count + 1, "")]
-        rows = next(iter(cut_batch(read_batch([args[i] for i in at]), 4))) if at else []
+        rows = next(iter(cut_batch(read_batch([args[i] for i in at]), 8))) if at else []
         return [dict(zip(at, rows, strict=True)).get(i, x) for i, x in enumerate(args)]
 
     def in_dtype(dtype: torch.dtype | None, args: Sequence[Any]) -> dict[int, Miss] | None:

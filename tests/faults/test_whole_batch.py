@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import pureaccum as pa
 from tests.bounds import resnets
@@ -49,22 +49,42 @@ def calls(module: nn.Module, *args: Any, size: Any = 3, **kwargs: Any) -> Any:
 
 
 def refuses(module: nn.Module, *words: str, error: type[Exception] = ValueError) -> None:
-    """Before any work."""
-    ran: list[Any] = []
+    """Before any work but for one microbatch of each size, of which the trace is made."""
+    ran: list[int] = []
     for layer in module.modules():
         if type(layer) in (nn.Linear, nn.Conv1d):
-            layer.register_forward_hook(lambda *_: ran.append(None))
+            layer.register_forward_pre_hook(lambda _, args: ran.append(len(args[0])))
     with refused(error, *words, given=module.state_dict()):
         calls(module)
-    assert not ran
+    assert all(ran.count(rows) <= 2 for rows in ran)
 
 
-def test_a_module_that_cannot_be_copied_is_refused():
-    """It is a copy that torch.fx is given."""
-    refuses(Of(lambda self, x: x, lock=threading.Lock()), "module (Of) cannot be cut", "copy")
+def test_nothing_that_an_attribute_holds_is_copied():
+    """Nor where an attribute leads back to the module, or a closure to a layer in it."""
+    layer = nn.Linear(3, 3)
+    module = Of(lambda self, x: x @ layer.weight, layer=layer, lock=threading.Lock())
+    for _ in range(2):
+        got, want = calls(module), calls(module, size=None)
+        for mine, its in zip(pa_leaves(got), pa_leaves(want), strict=True):
+            torch.testing.assert_close(mine, its)
+        module.method = module.forward
+    module.layer.register_forward_hook(lambda *_: None)
+    refuses(module, "hooks, which would not run")
 
 
-# What torch.fx cannot trace, or would lose ----------------------------------------------------
+def pa_leaves(tree: Any) -> list[Tensor]:
+    return [x for part in tree for x in (part.values() if isinstance(part, dict) else [part])]
+
+
+def test_a_tensor_of_the_module_that_a_closure_holds_is_refused():
+    layer = nn.Linear(3, 3)
+    weight = layer.weight
+    module = Of(lambda self, x: x @ weight, layer=layer)
+    with refused(ValueError, "more than self (a closure"):
+        calls(module)
+
+
+# What would be lost ---------------------------------------------------------------------------
 
 
 class Gate(nn.Module):
@@ -77,20 +97,61 @@ class Gate(nn.Module):
 def test_a_branch_on_numbers_names_the_module_and_the_line():
     refuses(
         norm(nn.Sequential(Gate())),
-        "module.2.0 (Gate) cannot be cut at its BatchNorm layers, because torch.fx cannot trace it",
-        "symbolically traced variables cannot be used as inputs to control flow",
-        "at test_whole_batch.py line ",
+        "module.2.0 (Gate) cannot be cut at its BatchNorm layers: what it computes must not depend "
+        "on the numbers that it is given (bool), at test_whole_batch.py line ",
         ": `if x.sum() > 0:`",
-        "torch.fx.wrap",
+        "torch.overrides.wrap_torch_function",
     )
 
 
-def test_a_loop_over_a_shape_is_refused_as_a_branch():
-    module = Of(lambda self, x: sum(x[i] for i in range(x.shape[0])))
-    refuses(module, "module (Of) cannot be cut", "for i in range(x.shape[0])")
+ROWS: dict[str, Callable[[Tensor], Any]] = {
+    "equal": lambda x: x.shape[0] == 3,
+    "not equal": lambda x: x.size(0) != 3,
+    "named": lambda x: x.size(dim=0) > 3,
+    "bool": lambda x: bool(x.size()[0]),
+    "int": lambda x: int(x.shape[0] / 2) > 1,
+    "float": lambda x: float(x.shape[0]) > 1,
+    "computed": lambda x: 2 * x.shape[0] - 1 > 2,
+    "remainder": lambda x: x.shape[0] % 2 == 0,
+    "divmod": lambda x: divmod(x.shape[0], 2)[1] == 0,
+    "max": lambda x: max(x.shape[0], 3) == 3,
+    "in": lambda x: x.shape[0] in (3, 4),
+    "shape": lambda x: x.shape == (3, 3),
+    "numel": lambda x: x.numel() > 9,
+    "len": lambda x: len(x) > 3,
+    "flat": lambda x: x.flatten().shape[0] > 9,
+    "list": lambda x: len([*x]) > 3,
+}
 
 
-@fx.wrap
+@pytest.mark.parametrize("condition", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("swallowing", [False, True])
+def test_a_condition_on_how_many_rows_there_are_is_refused(condition, swallowing):
+    """It is another one for the batch; whatever forward makes of the error."""
+
+    def func(self: Any, x: Any) -> Any:
+        try:
+            return x * 2 if condition(x) else x
+        except BaseException:
+            if swallowing:
+                return x
+            raise
+
+    refuses(Of(func), "module (Of) cannot be cut", "must not depend on how many rows it is given")
+
+
+def test_what_is_done_row_by_row_is_refused_where_microbatches_differ():
+    module = Of(lambda self, x: torch.stack([x[i] * 2 for i in range(x.shape[0])]))
+    with refused(RuntimeError, "module (Of) computes for 1 rows", "depends on how many rows"):
+        calls(module)
+    torch.testing.assert_close(calls(module, size=2)[1], 2 * module.body(X))
+
+
+def not_looked_into(func: Any) -> Any:
+    return torch.overrides.wrap_torch_function(lambda x: (x,))(func)
+
+
+@not_looked_into
 def gate(x: Tensor) -> Tensor:
     return x + 1 if x.sum() > 0 else x
 
@@ -132,7 +193,7 @@ def function(self: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("func", [no_grad, autocast, function])
 def test_modes_that_forward_enters_are_refused(func):
-    words = "under no_grad or autocast, which is not recorded (so does a torch.autograd.Function"
+    words = "under no_grad or autocast, which is not recorded (so does a torch.autograd.Function)"
     refuses(Of(func), "module (Of)", words)
 
 
@@ -184,11 +245,14 @@ def test_random_numbers_that_do_not_depend_on_the_input_are_refused():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_python_s_random_numbers_are_refused():
-    module = Of(lambda self, x: x * random.random())
-    state = random.getstate()
-    refuses(module, "module (Of)", "random numbers")
-    assert random.getstate() == state
+def test_python_s_random_numbers_are_drawn_once_for_the_batch():
+    module = Of(lambda self, x: x * random.random() if random.random() < 0.5 else x)
+    for seed in range(8):
+        found = []
+        for size in (3, None):
+            random.seed(seed)
+            found.append((calls(module, size=size)[1], random.random()))
+        torch.testing.assert_close(*found)
 
 
 def test_another_thread_s_random_numbers_are_not_its_own():
@@ -226,7 +290,9 @@ def test_hooks_on_other_layers_run():
     module, seen = norm(), []
     module[0].register_forward_hook(lambda layer, args, out: seen.append(out.shape[0]))
     calls(module)
-    assert seen == [3, 3, 1, 3, 1]  # observed; each microbatch, and again for its gradient
+    # One of each size is recorded, and compared with its levels; each microbatch, and again for its
+    # gradient.
+    assert seen == [3, 3, 3, 1, 1, 3, 1, 3, 1]  # the levels are new to us, and observed
 
 
 def test_hooks_that_come_later_are_found():
@@ -255,35 +321,13 @@ def test_running_statistics_that_are_no_buffers_are_refused():
     refuses(Of(func, zero=nn.Buffer(X[0])), "module (Of)", "running statistics that are no buffers")
 
 
-@fx.wrap
+@not_looked_into
 def normalised(x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
 def test_batch_norm_in_a_function_that_is_not_looked_into_is_refused():
-    with saying(RuntimeError, "torch.fx.wrap calls batch_norm with training=True"):
-        calls(Of(lambda self, x: normalised(x)))
-
-
-class Closed(nn.Module):
-    """A leaf of torch.fx by the module of its class."""
-
-    __module__ = "torch.nn.modules.closed"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
-def test_batch_norm_inside_a_leaf_is_refused():
-    refuses(
-        norm(Closed()),
-        "module.2.norm (BatchNorm1d) lies inside module.2 (Closed), which torch.fx does not look",
-    )
-    calls(norm(Closed().eval()))
+    refuses(Of(lambda self, x: normalised(x)), "module (Of) calls batch_norm with training=True")
 
 
 class ByHand(nn.BatchNorm1d):
@@ -385,12 +429,13 @@ def test_other_buffers_that_change_are_refused():
         calls(module, X[..., None].expand(4, 3, 2))
     refuses(
         nn.Sequential(
-            norm(), nn.Unflatten(1, (3, 1)), nn.InstanceNorm1d(3, track_running_stats=True)
+            norm(), nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, track_running_stats=True)
         ),
-        "module.2 is written to in forward",
+        "module.2 (InstanceNorm1d) writes in place (instance_norm) to its own module.2.running",
     )
     module = norm(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)))
-    with refused(RuntimeError, "buffers['", "'] is written to", given=module.state_dict()):
+    words = "module.2.parametrizations.weight.0 (_SpectralNorm) cannot be cut", "under no_grad"
+    with refused(ValueError, *words, given=module.state_dict()):
         calls(module)
     calls(norm(module[2].eval()))
 
@@ -416,30 +461,27 @@ def parts(self: Any, x: Any) -> Any:
     return x
 
 
+@pytest.mark.parametrize("func", [views, parts])
+def test_a_tensor_written_to_and_read_under_another_name_is_refused(func):
+    words = "is read again as another one", "x = x + y in place of x += y"
+    refuses(Of(func), "module (Of) writes in place (", *words)
+
+
 def names(self: Any, x: Any) -> Any:
     identity = x
     x += 1
     return x * identity
 
 
-@pytest.mark.parametrize("func", [views, parts, names])
-def test_a_tensor_written_to_and_read_under_another_name_is_refused(func):
-    refuses(Of(func), "module (Of) writes in place (", "is read again as '", "x = x + y in place")
-
-
-@fx.wrap
-def doubled_(x: Tensor) -> Tensor:
+@not_looked_into
+def doubled(x: Tensor) -> Tensor:
     return x.mul_(2)
 
 
-@fx.wrap
-def doubles(x: Tensor) -> Tensor:
-    return doubled_(x)
-
-
-def test_a_function_that_writes_to_what_it_is_given_unseen_is_refused():
-    with saying(RuntimeError, "doubles, which torch.fx does not look into, writes in place"):
-        calls(Of(lambda self, x: doubles(x)))
+@pytest.mark.parametrize("func", [names, lambda self, x: doubled(x) + x])
+def test_a_write_that_can_be_followed_is_right(func):
+    module = Of(func)
+    torch.testing.assert_close(calls(module)[1], module(X))
 
 
 # What it is called with ----------------------------------------------------------------------
@@ -519,9 +561,9 @@ def test_outputs_without_rows_are_refused(mode, func, name, came):
 
 def test_tensors_between_levels_without_rows_are_refused():
     module = nn.Sequential(norm(), nn.BatchNorm1d(3))
-    module.insert(1, Of(lambda self, x: x.repeat(2, 1)))
+    module.insert(1, Of(lambda self, x: x.mean(0, keepdim=True)))
     with saying(
-        ValueError, "'repeat' in module.1 (Of) has shape (6, 3) for 3 rows; what lies between two"
+        ValueError, "'mean' in module.1 (Of) has shape (1, 3) for 3 rows; what lies between two"
     ):
         calls(module)
 

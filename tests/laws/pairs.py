@@ -102,6 +102,12 @@ REFUSED = {
     **{("from_torch", b): _FROM_TORCH for b in ("vmap", "grad")},
     **{("dtensors", b): _DTENSORS for b in ("vmap", "grad")},
     **{(a, "dtensors"): _BATCH_NORM for a in ("batch norm", "buffers")},
+    ("budget", "dtensors"): Refused(
+        WAITS,
+        "bytes are counted in a run that is dropped, and a run with DTensors talks to other ranks, "
+        "which would have to agree to count",
+        "cannot be counted ahead",
+    ),
 }
 
 ROWS, SIZE, RATE, MOMENTUM, SEED = 64, 16, 0.25, 0.5, 3

@@ -329,8 +329,8 @@ KILLERS = {
         "exact/test_gramian.py::test_any_blocks_have_the_bits_of_the_jacobians[of_numbers]"
     ),
     "a constant in a loss": (
-        "transforms/test_losses_that_differentiate.py::test_what_a_loss_calls_is_differentiated"
-        "[grad-make_step]"
+        "transforms/test_losses_that_differentiate.py::test_by_plain_autograd_too_or_refused"
+        "[accumulator-grad]"
     ),
     "steps remembered where the function curves downwards": (
         "parity/test_lbfgs.py::test_every_call_has_the_bits_of_the_class[Rosenbrock-None]"

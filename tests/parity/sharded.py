@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
+from pureaccum._base import mark, tree_leaves, tree_map
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
@@ -74,7 +75,7 @@ def spread(tree: Tensors, layout: str, *, batch: bool = False) -> Tensors:
 
 def gathered(tree: Any) -> Any:
     """The full tensors."""
-    return pa._base.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
+    return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
 
 
 def errors(params: Tensors, batch: Tensors) -> Tensor:
@@ -137,7 +138,7 @@ def refused(error: type[Exception] | tuple[type[Exception], ...], *words: str) -
 
 
 def same_on_all_ranks(tree: Any) -> None:
-    leaves = pa._base.tree_leaves(tree)
+    leaves = tree_leaves(tree)
     assert all(type(x) is Tensor and x.dim() == 0 for x in leaves), leaves
     mine = torch.stack([x.double() for x in leaves])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -147,7 +148,7 @@ def same_on_all_ranks(tree: Any) -> None:
 
 def assert_near(got: Any, want: Any) -> None:
     """In float64, leaf by leaf: the norm of the error is 2**-26 of that of the leaf."""
-    for x, y in zip(pa._base.tree_leaves(gathered(got)), pa._base.tree_leaves(want), strict=True):
+    for x, y in zip(tree_leaves(gathered(got)), tree_leaves(want), strict=True):
         error = (x.double() - y.double()).norm()
         assert error <= 2.0**-26 * y.double().norm(), (error, y)
 
@@ -234,7 +235,7 @@ def trains(layout: str, optimizer: str, engine: Any) -> None:
     new, info = dstep.apply(new, window)
     state, want = step(state, batch)
     assert_near((new, info), (state, want))
-    shards = [x for x in pa._base.tree_leaves(new.opt_state) if isinstance(x, DTensor) and x.dim()]
+    shards = [x for x in tree_leaves(new.opt_state) if isinstance(x, DTensor) and x.dim()]
     for x in shards:  # as sharded as the parameters
         like = next(p for p in new.params.values() if p.shape == x.shape)
         assert x.placements == like.placements
@@ -342,7 +343,7 @@ def parameters_are_averaged(layout: str) -> None:
         state = average.init(dparams)
     for n, applied in enumerate(flags, 1):
         with communicating():
-            times = pa._base.tree_map(lambda x, n=n: n * x, dparams)
+            times = tree_map(lambda x, n=n: n * x, dparams)
             state = average.update(state, times, applied)
         want = average.update(want, {name: n * x for name, x in params.items()}, applied)
         for name, x in state.params.items():
@@ -485,7 +486,7 @@ def what_was_donated_refuses() -> None:
     new, _ = step(old, dbatch)
     window = step.begin(new)
     step.update(new, window, dbatch)
-    trees = pa._base.tree_leaves([old, window])
+    trees = tree_leaves([old, window])
     given = [x for x in trees if isinstance(x, DTensor)]
     assert len(given) == 4 * 3 + 4
     for x in given:
@@ -806,7 +807,7 @@ def saves(folder: str) -> None:
             pa.save(f"{folder}/{layout}", tree)
         full = gathered(tree)
         if dist.get_rank() == 0:
-            torch.save(pa._base.tree_leaves(full), f"{folder}/{layout}.pt")
+            torch.save(tree_leaves(full), f"{folder}/{layout}.pt")
             names = sorted(path.name for path in Path(folder).iterdir())
             assert layout in names
             assert not [name for name in names if name.startswith(".")]
@@ -824,9 +825,9 @@ def loads(folder: str) -> None:
         before = gathered(like)
         state, window = pa.load(f"{folder}/{layout}", like)
         kept = torch.load(f"{folder}/{layout}.pt")
-        assert_trees_bitwise_equal(pa._base.tree_leaves(gathered([state, window])), kept)
+        assert_trees_bitwise_equal(tree_leaves(gathered([state, window])), kept)
         assert_trees_bitwise_equal(gathered(like), before)
-        for x, y in zip(*map(pa._base.tree_leaves, ([state, window], like)), strict=True):
+        for x, y in zip(*map(tree_leaves, ([state, window], like)), strict=True):
             assert type(x) is type(y)
             assert not isinstance(x, DTensor) or x.placements == y.placements
         _, info = step.apply(state, window)
@@ -866,7 +867,7 @@ def hazards() -> None:
         held = w.to_local()
         assert held is w.to_local()
     # operations do not ask the tensor that a DTensor holds whether it may be used
-    pa._base.mark([held])
+    mark([held])
     assert (w + 1).shape == (5, 8)
     with refused(RuntimeError, "given up with donate=True"):
         w.to_local() + 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pureaccum as pa
+from pureaccum._base import tree_map
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
@@ -157,14 +158,12 @@ def test_what_is_not_applied_leaves_no_trace(seed: int, flags: list[bool]) -> No
     ]
     for wrap in (torch.tensor, lambda flag: unread(torch.tensor(flag))):
         *_, got = averaged(warmed_up, [seen[0], *poisoned], [wrap(flag) for flag in flags])
-        got = pa._base.tree_map(lambda x: x.as_subclass(Tensor), got)
+        got = tree_map(lambda x: x.as_subclass(Tensor), got)
         assert_trees_bitwise_equal(got, want)
 
 
 def _spoiled(leaf: Any) -> Any:
-    return pa._base.tree_map(
-        lambda x: x * math.nan if x.is_floating_point() else torch.ones_like(x), leaf
-    )
+    return tree_map(lambda x: x * math.nan if x.is_floating_point() else torch.ones_like(x), leaf)
 
 
 @given(seeds(), st.integers(1, 5))
@@ -193,7 +192,7 @@ def test_a_function_of_the_updates_is_as_good_as_a_number(
 
     for of in (known, lambda n: unread(kept), lambda n: decay, pa.constant(decay)):
         *_, got = averaged(of, seen)
-        got = pa._base.tree_map(lambda x: x.as_subclass(Tensor), got)
+        got = tree_map(lambda x: x.as_subclass(Tensor), got)
         assert_trees_bitwise_equal(got, want)
     assert asked == [*range(updates)]
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import pureaccum as pa
+from pureaccum._base import tree_leaves
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import saying
 from tests.parity.sharded import CASES, checkpoints, in_mid_window
@@ -47,7 +48,7 @@ def one_process_loads_what_two_ranks_saved(folder: Path, layout: str) -> None:
     _, *like = in_mid_window("")
     loaded = pa.load(folder / layout, like)
     kept = torch.load(folder / f"{layout}.pt")
-    assert_trees_bitwise_equal(pa._base.tree_leaves(loaded), kept)
+    assert_trees_bitwise_equal(tree_leaves(loaded), kept)
 
 
 def what_does_not_fit_is_refused(folder: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum._base import paths
 from pureaccum.testing import assert_trees_bitwise_equal
 
 
@@ -158,7 +159,7 @@ nodes = st.recursive(
 def test_leaves_are_called_as_optree_calls_them(tree: Any) -> None:
     spec = optree.tree_structure(tree, namespace="pureaccum")
     want = [accessor.codify("tree") for accessor in spec.accessors()]
-    assert pa._base.paths(spec, "tree") == want
+    assert paths(spec, "tree") == want
 
 
 @pytest.mark.parametrize("size", [None, 3])

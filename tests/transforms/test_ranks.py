@@ -269,7 +269,7 @@ def programs(draw: st.DrawFn, world: int) -> Program:
     bad = draw(st.sampled_from(["", "", "", "nan", "inf", "weight"]))
     if derives and buffers and bad != "weight":
         bad = ""
-    train = "batch" not in nest and min(rows) != 1 and size is None and draw(st.booleans())
+    train = "batch" not in nest and 1 not in rows and size is None and draw(st.booleans())
     stream = not derives and draw(st.booleans())
     at_once = bool(derives and buffers and not train)
     return Program(

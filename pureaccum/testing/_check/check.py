@@ -170,20 +170,9 @@ def assert_accumulates(  # noqa: D417
     References:
         ``check_accumulation``, which returns a ``Report``.
     """
+    given = locals()
     __tracebackhide__ = True  # of pytest
-    check_accumulation(
-        loss_fn,
-        params,
-        batch,
-        has_aux=has_aux,
-        reduction=reduction,
-        loop=loop,
-        splits=splits,
-        weights=weights,
-        reference=reference,
-        finite_differences=finite_differences,
-        seed=seed,
-    )
+    check_accumulation(**given)
 
 
 # What is given ---------------------------------------------------------------------------

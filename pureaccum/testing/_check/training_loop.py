@@ -21,9 +21,9 @@ from ..._core import read_batch, rows_to_cut
 from .check import read_splits
 from .diagnosis import UNKNOWN
 from .loop import fitted, mistake
-from .report import AccumulationMismatch, Diagnosis, Indices, Leaf, Report, Split
+from .report import AccumulationMismatch, Diagnosis, Leaf, Report, Split
 from .subject import BATCH_NORM, DROPOUTS, Subject, preserving_random, split_at, uncompiled
-from .trials import UNIT, Bound, Result, Trial, worst_of
+from .trials import Result, Trial, bound_of, lost_in_float32, trial_by, worst_of
 
 
 TrainingLoop = Callable[[nn.Module, torch.optim.Optimizer, list[Any]], object]
@@ -142,11 +142,9 @@ class _Examination:
         self.steps = 0  # of the last call
         self.norm = 0.0  # of the gradients at its last step
 
-    def moved(self, split: Split, subject: Subject | None = None) -> list[Tensor]:
+    def moved(self, subject: Subject, split: Split) -> Result:
         """How the parameters move in a loop over some microbatches."""
-        subject = subject or self.subject
-        dtype = subject.dtype
-        model = copy.deepcopy(self.model).to(dtype)
+        model = copy.deepcopy(self.model).to(subject.dtype)
         parameters = [p for p in model.parameters() if p.requires_grad]
         before = [p.detach().clone() for p in parameters]
         microbatches = [subject.arguments(rows)[1] for rows in split]
@@ -161,35 +159,25 @@ class _Examination:
         optimizer.register_step_pre_hook(note)
         with subject.running(0), torch.enable_grad():
             subject.loss_fn(model, optimizer, microbatches)
-        return [p.detach() - old for p, old in zip(parameters, before, strict=True)]
+        return Result([p.detach() - x for p, x in zip(parameters, before, strict=True)], sizes=[])
 
     def trial(self, subject: Subject) -> Trial:
         """The loop over microbatches beside the loop over the whole batch, in float64."""
-        wide = subject.in_dtype(torch.float64)
-        everything = wide.everything()
-        known: dict[Indices, list[Tensor]] = {}
-
-        def whole(rows: Indices) -> list[Tensor]:
-            if rows not in known:
-                known[rows] = self.moved((rows,), wide)
-            return known[rows]
-
-        def accumulate(split: Split) -> Result:
-            rows = tuple(sorted(itertools.chain(*split)))
-            return Result(self.moved(split, wide), [float(norm(x)) for x in whole(rows)])
-
-        full = whole(everything)
-        narrow = self.moved((everything,), subject.in_dtype(torch.float32))
-        share = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
-        floor = [_floor(share, x, y) for x, y in zip(narrow, full, strict=True)]
-        bound = Bound(UNIT[torch.float64] ** 0.5, floor)
-        return Trial(subject=wide, accumulate=accumulate, whole=whole, bound=bound, known={})
+        trial = trial_by(self.moved, subject.in_dtype(torch.float64))
+        full = trial.whole(subject.everything())
+        lost = lost_in_float32(self.moved, subject, full)
+        # A move that is nothing but rounding is not judged: an optimizer that divides by the size
+        # of a gradient makes a whole step of one that is zero on paper, such as that of a bias
+        # below a softmax.
+        sizes = [float(norm(x)) for x in full]
+        lost = [math.inf if x > 0.1 * size else x for x, size in zip(lost, sizes, strict=True)]
+        return trial._replace(bound=bound_of(lost))
 
     def examined(self, splits: list[Split]) -> Report:
         """Try all splits, and find the cause."""
         trial = self.trial(self.subject)
         full = trial.whole(self.subject.everything())
-        self.moved((self.subject.everything(),), trial.subject)
+        self.moved(trial.subject, (self.subject.everything(),))
         self.check_moved(full)
         alone = [self.unclipped(), self.kept(trial.subject)]  # seen in the whole batch
         worst = worst_of([trial], splits, len(self.names))
@@ -263,13 +251,13 @@ class _Examination:
             (frozenset({BATCH_NORM}), _STATISTICS),
             (frozenset(DROPOUTS), _DROPOUT),
         ):
-            if self.fits_without(functions, splits):
+            if self.fits(self.subject._replace(without=functions), splits):
                 return found
         rows = trial.subject.everything()
         sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
         split = split_at(rows, itertools.accumulate(sizes))
         try:
-            result = self.moved(split, trial.subject)
+            result = trial.accumulate(split).leaves
             if self.steps > 1:
                 return _STEPS
             each = [trial.whole(part) for part in split]
@@ -277,41 +265,21 @@ class _Examination:
             return UNKNOWN
         shares = [len(part) / len(rows) for part in split]
         factors = fitted(each, result)
-        found = None
         if factors is not None:
             certain = sum(x.numel() for x in result) > len(split)
             linear = fitted(each, trial.whole(rows)) is not None
-            found = mistake(factors, shares, False, certain) or (_BY_ROWS if linear else _CHANGED)
-        elif self.make is not _plain_sgd and self.fits_by_sgd(splits):
-            found = _OPTIMIZER
-        return found or UNKNOWN
-
-    def fits_without(self, functions: frozenset[str], splits: Sequence[Split]) -> bool:
-        """Whether the loop fits where some functions of the model do nothing."""
-        try:
-            return self.trial(self.subject._replace(without=functions)).fits(splits)
-        except Exception:
-            return False
-
-    def fits_by_sgd(self, splits: Sequence[Split]) -> bool:
-        """Whether the gradients that reach an optimizer are right."""
+            return mistake(factors, shares, False, certain) or (_BY_ROWS if linear else _CHANGED)
         plain = _Examination(self.subject, self.model, None, None)
+        if self.make is not _plain_sgd and plain.fits(self.subject, splits):
+            return _OPTIMIZER  # the gradients that reach it are right
+        return UNKNOWN
+
+    def fits(self, subject: Subject, splits: Sequence[Split]) -> bool:
+        """Whether the loop fits on such a subject; not where it raises."""
         try:
-            return plain.trial(self.subject).fits(splits)
+            return self.trial(subject).fits(splits)
         except Exception:
             return False
-
-
-def _floor(share: float, narrow: Tensor, wide: Tensor) -> float:
-    """What the loop itself loses; a move that is nothing but rounding is not judged.
-
-    An optimizer that divides by the size of a gradient makes a whole step of one that is zero on
-    paper, such as that of a bias below a softmax.
-    """
-    if not all_finite(narrow):
-        return 0.0
-    lost = float(norm(narrow.double() - wide))
-    return math.inf if lost > 0.1 * float(norm(wide)) else share * lost
 
 
 _STATISTICS = Diagnosis(

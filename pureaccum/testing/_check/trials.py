@@ -41,7 +41,10 @@ UNIT = {
 
 
 class Result(NamedTuple):
-    """The value and the leaves of a gradient, and for each the sum of the norms of its terms."""
+    """The value and the leaves of a gradient, and for each the sum of the norms of its terms.
+
+    Where nobody knows the terms there are no sizes: the norms of what it should be stand for them.
+    """
 
     leaves: list[Tensor]
     sizes: list[float]
@@ -79,9 +82,10 @@ def value_and_gradient(state: AccumState) -> list[Tensor]:
 
 def errors(got: Result, want: Sequence[Tensor], bound: Bound) -> list[float]:
     """The distance of each leaf in units of its bound."""
+    sizes = got.sizes or [float(norm(x)) for x in want]
     return [
         _error(x, y, bound.share * size + floor)
-        for x, y, size, floor in zip(got.leaves, want, got.sizes, bound.floor, strict=True)
+        for x, y, size, floor in zip(got.leaves, want, sizes, bound.floor, strict=True)
     ]
 
 
@@ -144,9 +148,13 @@ class Trial(NamedTuple):
 
 def trial_of(subject: Subject) -> Trial:
     """A trial of a loss by our own accumulator, in float64."""
-    trial = _trial(subject.in_dtype(torch.float64))
-    floor = _floor(subject, trial.whole(subject.everything()))
-    return trial._replace(bound=Bound(UNIT[torch.float64] ** 0.5, floor))
+    trial = trial_by(accumulated, subject.in_dtype(torch.float64))
+    full = trial.whole(subject.everything())
+    try:
+        lost = lost_in_float32(accumulated, subject, full)
+    except Exception:  # what the loss cannot compute there is not known
+        lost = [0.0] * len(full)
+    return trial._replace(bound=bound_of(lost))
 
 
 def native_trial(subject: Subject, narrowest: torch.dtype) -> Trial:
@@ -156,38 +164,41 @@ def native_trial(subject: Subject, narrowest: torch.dtype) -> Trial:
     gradient is allowed u^(3/4) of that, the geometric middle between rounding and the bound of a
     leaf as large.
     """
-    trial, unit = _trial(subject), UNIT.get(narrowest, UNIT[torch.float32])
+    trial, unit = trial_by(accumulated, subject), UNIT.get(narrowest, UNIT[torch.float32])
     grads = trial.whole(subject.everything())[1:]
     floor = unit**0.75 * math.hypot(*(float(norm(g)) for g in grads))
     return trial._replace(bound=Bound(unit**0.5, [0.0, *(floor for _ in grads)]))
 
 
-def _trial(subject: Subject) -> Trial:
+def trial_by(run: Callable[[Subject, Split], Result], subject: Subject) -> Trial:
+    """A trial of what ``run`` makes of a subject, without a bound."""
     known: dict[Indices, list[Tensor]] = {}
 
     def whole(rows: Indices) -> list[Tensor]:
         if rows in known:
             return known[rows]
-        found = accumulated(subject, (rows,)).leaves
+        found = run(subject, (rows,)).leaves
         if len(rows) >= subject.rows:
             known[rows] = found
         return found
 
-    accumulate, bound = partial(accumulated, subject), Bound(0.0, ())
+    accumulate, bound = partial(run, subject), Bound(0.0, ())
     return Trial(subject=subject, accumulate=accumulate, whole=whole, bound=bound, known={})
 
 
-def _floor(subject: Subject, full: list[Tensor]) -> list[float]:
-    """The bound's second term; nothing where the loss cannot be computed in float32."""
-    ratio = (UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5
-    try:
-        narrow = whole_batch(subject.in_dtype(torch.float32)).leaves
-    except Exception:
-        return [0.0] * len(full)
-    return [
-        ratio * float(norm(x - y)) if all_finite(x) else 0.0
-        for x, y in zip(narrow, full, strict=True)
-    ]
+def lost_in_float32(
+    run: Callable[[Subject, Split], Result], subject: Subject, full: list[Tensor]
+) -> list[float]:
+    """How far each leaf of the whole batch is off there; 0 where it is not finite."""
+    narrow = run(subject.in_dtype(torch.float32), (subject.everything(),)).leaves
+    pairs = zip(narrow, full, strict=True)
+    return [float(norm(x - y)) if all_finite(x) else 0.0 for x, y in pairs]
+
+
+def bound_of(lost: Sequence[float]) -> Bound:
+    """The bound in float64, from what each leaf of the whole batch loses in float32."""
+    floor = [(UNIT[torch.float64] / UNIT[torch.float32]) ** 0.5 * x for x in lost]
+    return Bound(UNIT[torch.float64] ** 0.5, floor)
 
 
 def repeats(

@@ -1,0 +1,286 @@
+"""A module that is called for one microbatch alone, to write down what it computes.
+
+It is called once for each batch, as it is then: copies of all modules in it, which have their code
+and attributes, hold plain tensors. A layer of torch's that has hooks is one operation.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
+
+from .._base import (
+    BUFFERS,
+    down_to,
+    effects_of,
+    generators,
+    is_cache,
+    is_taken_as_new,
+    memory_of,
+    one_member,
+    open_tree,
+    outside_inference_mode,
+    restore,
+    seeing,
+    tree_leaves,
+    unnoticed,
+    untraced,
+    version,
+    written_by,
+)
+from .._core import ALONE
+from .batch_norm import couples
+from .shell import TABLES, Places, call_itself, call_module, own_tensor, places_of, take_shell
+from .symbols import Value
+from .trace import DRAWS, Operation, Recorder, RefusedError
+
+
+class Call(NamedTuple):
+    """What a module is called with."""
+
+    places: Places  # of the module
+    layers: dict[nn.Module, Any]  # for each layer with hooks, the function that calls it
+    own: Mapping[str, Tensor]  # what it holds, by name
+    given: Sequence[Tensor]  # the tensors that it is called with
+    arguments: Callable[[Sequence[Tensor]], Any]  # makes its arguments of these
+    sizes: Sequence[int]  # the rows of each microbatch
+    device: torch.device | None  # where rows are computed, if they may lie elsewhere
+
+    def alone(self, p: int) -> "Call":
+        """A microbatch as a batch of plain tensors; one row of zeros in place of none."""
+        begin, size = sum(self.sizes[:p]), self.sizes[p]
+        rows = [plain_tensor(x)[begin : begin + size] for x in self.given]
+        rows = rows if size else [x.new_zeros((1, *x.shape[1:])) for x in rows]
+        return self._replace(
+            own={name: plain_tensor(x) for name, x in self.own.items()},
+            given=[x.to(x.device if self.device is None else self.device) for x in rows],
+            sizes=[size or 1],
+        )
+
+
+class Trace(NamedTuple):
+    """What a module computes."""
+
+    operations: list[Operation]
+    captured: list[Tensor]  # the tensors that are read and come from elsewhere
+    outs: list[Any]  # symbols of the leaves of what it returns; a leaf itself if it is no tensor
+    spec: Any  # the structure of what it returns
+
+    def norms(self) -> list[Operation]:
+        """The batch norms of the batch."""
+        return [operation for operation in self.operations if operation.is_norm()]
+
+    def structure(self) -> tuple[Any, ...]:
+        """What it is but for numbers and the like: each operation, and of which values."""
+        its = [(x.func, x.writes, x.draws, *x.reads()) for x in self.operations]
+        return *its, *(x if isinstance(x, Value) else None for x in self.outs)
+
+
+@contextmanager
+def unfollowed() -> Generator[None]:
+    """Compute what nothing around follows: no transform, no tracer, no inference mode."""
+    recording = torch.is_grad_enabled()
+    with down_to(0), untraced(), outside_inference_mode(), torch.set_grad_enabled(recording):
+        yield
+
+
+def plain_tensor(x: Tensor) -> Tensor:
+    """A tensor that nothing follows; of those that a vmap maps, the first member's."""
+    with unnoticed():
+        return one_member(x).detach()
+
+
+def recorded(batch: Call) -> tuple[Trace, list[Any]]:
+    """What a module computes for a microbatch by itself, and the leaves of what it returns."""
+    places, paths = batch.places, dict(zip(batch.places.modules, batch.places.paths, strict=True))
+    before, drawn = generators({x.device for x in batch.given}), list[bool]()
+    buffers = {x: batch.own[x].clone() for x in batch.own if places.slots[x][0][1] == BUFFERS}
+    own, rows = {**batch.own, **buffers}, [x.clone() for x in batch.given]
+    inputs = {Value("input", i): x for i, x in enumerate(rows)}
+    recorder = Recorder(
+        paths=paths,
+        own={id(own_tensor(places, name)) for name in places.slots},
+        rows=batch.sizes[0],
+        given={Value("own", name): x for name, x in own.items()} | inputs,
+    )
+    args, kwargs = batch.arguments(rows)
+    try:
+        counts = [x for name, x in buffers.items() if name.endswith("num_batches_tracked")]
+        with _watched(recorder, [*rows, *counts], drawn), recorder:
+            out, held = _call(recorder, batch, own, args, kwargs)
+        leaves, spec = open_tree(out, "out")
+        outs = recorder.symbols(leaves)
+    except (RefusedError, Exception):
+        if not recorder.refusal:
+            raise
+    finally:
+        recorder.active = False
+        if drawn:
+            restore(before)
+    if recorder.leads_back and not places.leads_back:
+        places.leads_back.add("name")
+        return recorded(batch)
+    if recorder.refusal:
+        raise ValueError(recorder.refusal)
+    for name, x in buffers.items():
+        if held[name] is not x:
+            raise RuntimeError(_WRITTEN_TO.format(name))
+    for layer in filter(couples, places.modules):
+        place = recorder.place_of(layer)
+        its = [x.func for x in recorder.operations if x.place == place]
+        if its and F.batch_norm not in its:
+            raise ValueError(_NO_NORM.format(place))
+    return Trace(recorder.operations, recorder.captured, outs, spec), leaves
+
+
+def _call(recorder: Recorder, batch: Call, own: Any, args: Any, kwargs: Any) -> Any:
+    """Call copies of the modules, or themselves where an attribute leads back to them."""
+    places, shell = batch.places, take_shell(batch.places, None)
+    if shell is None:
+        for module in places.modules:
+            if hooks := _hooks(module):
+                recorder.refuse(_HOOKS.format(hooks[0]), module)
+        with ALONE, _nothing_assigned(recorder, places.modules, places.modules):
+            return call_itself(places, own, args, kwargs)
+    for part, module in zip(shell.modules, places.modules, strict=True):
+        _prepare(recorder, batch.layers, part, module)
+    for name, tensor in own.items():
+        for table, key in shell.slots[name]:
+            table[key] = tensor
+    with _nothing_assigned(recorder, places.modules, shell.modules):
+        out = shell.modules[0](*args, **kwargs)
+    return out, {name: table[key] for name in own for table, key in shell.slots[name]}
+
+
+def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module) -> None:
+    """Change a copy of a module, so that it can be traced."""
+    its: dict[str, Any] = vars(part)
+    if isinstance(module, nn.RNNBase):
+        its["check_forward_args"] = lambda *_: None  # by how many rows there are
+    if couples(module):
+        its["_check_input_dim"] = lambda *_: None  # the recorder does
+        its["momentum"] = module.momentum or 0.0  # it would read how many batches there were
+        if type(module).forward is nn.SyncBatchNorm.forward:
+            its["forward"] = partial(nn.BatchNorm1d.forward, part)
+    if hooks := _hooks(module):
+        run = layers.get(module) or partial(call_pure, places_of(module))
+        layers[module] = run
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_layer(module):
+                recorder.refuse(_HOOKS.format(hooks[0]), module)
+            own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            return handle_torch_function(run, (None,), own, args, kwargs)
+
+        part.__class__ = type(type(part).__name__, (type(module),), {"__call__": call})
+
+
+def _hooks(module: nn.Module) -> list[str]:
+    """The kinds of hooks that run when a module is called."""
+    ends = "ward_hooks", "ward_pre_hooks"  # forward and backward ones
+    tables = [name for name, table in vars(module).items() if table and name.endswith(ends)]
+    return [name.strip("_").replace("_", " ") for name in tables]
+
+
+@contextmanager
+def _watched(recorder: Recorder, its: list[Tensor], drawn: list[bool]) -> Generator[None]:
+    """See what draws, writes to what is not its own, or makes a tensor, below torch's functions."""
+    made = recorder.made
+    made.update(map(memory_of, its))
+    fresh = False  # whether the operation that runs gives memory of its own
+
+    def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        nonlocal fresh
+        draws, writes, fresh = effects_of(operation)
+        if draws:
+            if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
+                recorder.refuse(DRAWS)
+            drawn.append(True)
+            if not recorder.drew:
+                torch.manual_seed(len(recorder.operations))  # as it is proved
+                recorder.drew = True
+        if is_taken_as_new(operation):
+            made.add(memory_of(args[0]))
+        for x in written_by(operation, args, kwargs) if writes else ():
+            if memory_of(x) not in made:
+                recorder.refuse_write(memory_of(x))
+
+    def see(_: tuple[Any, ...], out: Any) -> None:
+        if fresh:
+            made.update([memory_of(x) for x in tree_leaves(out) if isinstance(x, Tensor)])
+
+    with seeing(see, before):
+        yield
+
+
+@contextmanager
+def _nothing_assigned(
+    recorder: Recorder, modules: Sequence[nn.Module], parts: Sequence[nn.Module]
+) -> Generator[None]:
+    """Put back what forward assigns to attributes, and into containers of them, and refuse it."""
+    tables: list[tuple[nn.Module, str, Any]] = []
+    for module, part in zip(modules, parts, strict=True):
+        tables.append((module, "", vars(part)))
+        for name in vars(module).keys() - TABLES:
+            if type(x := vars(module)[name]) in (list, dict, set):
+                tables.append((module, name, x))
+    were = [copy(table) for _, _, table in tables]
+    try:
+        yield
+    finally:
+        for (module, name, table), was in zip(tables, were, strict=True):
+            if others := _others(table, was):
+                table.clear()
+                (table.extend if isinstance(table, list) else table.update)(was)
+                where = recorder.place_of(module), name or others[0]
+                recorder.refusal = recorder.refusal or _ASSIGNED.format(*where)
+
+
+def _others(table: Any, was: Any) -> list[Any]:
+    """The names of what stands in a dict and did not, caches apart; of a list, anything."""
+    if not isinstance(table, dict):
+        return [None] if [*map(id, table)] != [*map(id, was)] else []
+    names = {**was, **table}
+    return [k for k in names if table.get(k, was) is not was.get(k, table) and not is_cache(str(k))]
+
+
+# A layer that is one operation, and a module that is called as it is ----------------------------
+
+
+def call_pure(places: Places, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """Call a module, and check that it writes to none of its buffers."""
+    buffers = {x: tensors[x].clone() for x in tensors if places.slots[x][0][1] == BUFFERS}
+    before = {name: version(x) for name, x in buffers.items()}
+    out, held = call_module(places, {**tensors, **buffers}, buffers, tuple(args), kwargs)
+    for name, x in buffers.items():
+        if held[name] is not x or version(x) != before[name]:
+            raise RuntimeError(_WRITTEN_TO.format(name))
+    return out
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own, in which no batch norm looks at the batch."""
+    its = type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
+    return its and not any(map(couples, module.modules()))
+
+
+_WRITTEN_TO = (
+    "buffers[{!r}] is written to in forward, which is run for every microbatch and again for its "
+    "derivatives, and would write each time. Only BatchNorm's running statistics are updated: "
+    "expected a module that changes no other buffer (eval() for it, track_running_stats=False)."
+)
+_HOOKS = "has {}, which would not run: the module is taken apart. Remove them"
+_NO_NORM = (
+    "{} has a forward of its own which does not call F.batch_norm, so that there is no cut at it; "
+    "call that, or super().forward."
+)
+_ASSIGNED = (
+    "{} assigns its attribute {!r} in forward, but only what forward returns can be handed on. "
+    "Return it."
+)
