@@ -59,6 +59,7 @@ from .batch_norm import (
     WithoutBatchNorm,
     couples,
     moments_of,
+    of_itself,
     scaling_of,
     share_of_rows,
 )
@@ -163,22 +164,20 @@ class WholeBatch:
         looked_at, state = not dispatched(), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
         with unfollowed():
-            alone = batch.alone(sizes.index(max(sizes)))
-            trace, rows = recorded(alone)
+            trace, _ = recorded(batch.alone(sizes.index(max(sizes))))
             structure = trace.structure()
-            for size in sorted({*sizes}, reverse=True) if looked_at and trace.norms() else ():
+            for size in {*sizes} if looked_at and trace.norms() else ():
                 if (structure, size) in self.proved:
                     continue
                 before = generators({x.device for x in batch.given})
-                if size == max(sizes):
-                    fits = _is_proved(trace, alone, rows)
-                else:
-                    fits = _is_of_size(trace, batch.alone(sizes.index(size)), state)
+                error = _disproof(trace, batch.alone(sizes.index(size)), state)
                 if any(operation.draws for operation in trace.operations):
                     restore(before)
-                if not fits:
+                if isinstance(error, ValueError):  # one of ours, which says what to do
+                    raise error
+                if error is not None:
                     name = type(self.places.modules[0]).__name__
-                    raise RuntimeError(_DIFFERS.format(name, size, max(sizes)))
+                    raise RuntimeError(_DIFFERS.format(name, size, max(sizes), error)) from error
                 if len(self.proved) >= _MOST:
                     self.proved.clear()
                 self.proved.add((structure, size))
@@ -316,24 +315,25 @@ def _update(trace: Trace, batch: Call, buffers: Tensors, notes: _Notes) -> None:
 # The proof ------------------------------------------------------------------------------------
 
 
-def _is_proved(trace: Trace, batch: Call, rows: Sequence[Tensor]) -> bool:
-    """Whether the levels give a microbatch, by its own moments, the rows that the module gave."""
-    captured = [*map(plain_tensor, trace.captured)]
+def _disproof(trace: Trace, batch: Call, state: Any) -> Exception | None:
+    """An error where the levels do not give a microbatch, by its own moments, the module's rows."""
+    captured, errors = [*map(plain_tensor, trace.captured)], list[Exception]()
     in_parts = partial(microbatch, microbatch_size=batch.sizes)
-    mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
-    return _near(mine, rows)
 
-
-def _is_of_size(trace: Trace, batch: Call, state: Any) -> bool:
-    """Whether a trace is that of a microbatch of another size; it is made anew, and dropped."""
-
-    def run() -> bool:
+    def run() -> None:
         random.setstate(state)
-        its, rows = recorded(batch)
-        same = [x.func for x in its.operations] == [x.func for x in trace.operations]
-        return same and _is_proved(trace, batch, rows)
+        try:
+            its, rows = recorded(batch, of_itself)
+            if [x.func for x in its.operations] != [x.func for x in trace.operations]:
+                raise RuntimeError("it goes another way")
+            mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
+            if not _near(mine, rows):
+                raise RuntimeError("rows that it returns are other numbers")
+        except Exception as error:
+            errors.append(error)
 
-    return bool(observed(run, {x.device for x in batch.given})[0])
+    observed(run, {x.device for x in batch.given})
+    return next(iter(errors), None)
 
 
 def _near(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
@@ -366,7 +366,7 @@ _BETWEEN = (
     "sample along dim 0."
 )
 _DIFFERS = (
-    "module ({}) computes for {} rows what its trace does not, which was made with {}. Likely "
+    "module ({}) computes for {} rows what its trace does not, which was made with {}: {}. Likely "
     "causes: what it computes depends on how many rows it is given, which are those of a "
     "microbatch, or on numbers that torch does not show. Let torch's operations take all rows at "
     "once, or leave microbatch_size out, and the batch is taken whole."

@@ -35,7 +35,7 @@ from .._base import (
     written_by,
 )
 from .._core import ALONE
-from .batch_norm import couples
+from .batch_norm import couples, nearly_of_itself
 from .shell import TABLES, Places, call_itself, call_module, own_tensor, places_of, take_shell
 from .symbols import Value
 from .trace import DRAWS, Operation, Recorder, RefusedError
@@ -96,7 +96,7 @@ def plain_tensor(x: Tensor) -> Tensor:
         return one_member(x).detach()
 
 
-def recorded(batch: Call) -> tuple[Trace, list[Any]]:
+def recorded(batch: Call, answer: Any = nearly_of_itself) -> tuple[Trace, list[Any]]:
     """What a module computes for a microbatch by itself, and the leaves of what it returns."""
     places, paths = batch.places, dict(zip(batch.places.modules, batch.places.paths, strict=True))
     before, drawn = generators({x.device for x in batch.given}), list[bool]()
@@ -108,6 +108,7 @@ def recorded(batch: Call) -> tuple[Trace, list[Any]]:
         own={id(own_tensor(places, name)) for name in places.slots},
         rows=batch.sizes[0],
         given={Value("own", name): x for name, x in own.items()} | inputs,
+        answer=answer,
     )
     args, kwargs = batch.arguments(rows)
     try:
@@ -125,7 +126,7 @@ def recorded(batch: Call) -> tuple[Trace, list[Any]]:
             restore(before)
     if recorder.leads_back and not places.leads_back:
         places.leads_back.add("name")
-        return recorded(batch)
+        return recorded(batch, answer)
     if recorder.refusal:
         raise ValueError(recorder.refusal)
     for name, x in buffers.items():

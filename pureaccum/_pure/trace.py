@@ -25,16 +25,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from .._base import is_wrapped, memory_of, one_member, tree_leaves, unseen, versions
+from .._base import is_wrapped, memory_of, one_member, tree_leaves, versions
 from .._core import origins
-from .batch_norm import (
-    BATCH_NORMS,
-    WithoutBatchNorm,
-    batch_norm_call,
-    check_input,
-    in_training,
-    of_itself,
-)
+from .batch_norm import BATCH_NORMS, WithoutBatchNorm, batch_norm_call, check_input, in_training
 from .symbols import ROWS, Amount, Formed, Value, amount, filled, symbol_of, values_in
 
 
@@ -93,9 +86,10 @@ class Recorder(TorchFunctionMode):
         own: set[int],  # the ids of the module's own tensors
         rows: int,  # how many the microbatch has
         given: Mapping[Value, Tensor],  # what the module is called with, and holds
+        answer: Callable[[dict[str, Any]], Tensor],  # what a batch norm gives
     ) -> None:
         super().__init__()
-        self.paths, self.own, self.rows = paths, own, rows
+        self.paths, self.own, self.rows, self.answer = paths, own, rows, answer
         self.given, self.modes, self.leads_back = given, modes(), False
         self.operations: list[Operation] = []
         self.captured: list[Tensor] = []
@@ -246,7 +240,7 @@ class Recorder(TorchFunctionMode):
                     self.gives(x, self.added(Operation(getitem, (value, key), {})))
 
     def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
-        """What a batch norm of the batch gives, here with the moments of the microbatch."""
+        """What a batch norm of the batch gives, here with other moments."""
         layer, place = self.module(), self.place()
         statistics = [k for k in ("running_mean", "running_var") if symbols[k] is not None]
         if any(getattr(symbols[k], "kind", "") != "own" for k in statistics):
@@ -254,9 +248,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(layer, BATCH_NORMS) and layer.momentum is None:  # the mean over all batches
             symbols["momentum"] = None
         check_input(layer, place, call["input"].shape)
-        with unseen() if type(call["input"]) is Tensor else nullcontext():
-            out = of_itself(call["input"], call["weight"], call["bias"], call["eps"])
-        self.made.add(memory_of(out))
+        out = self.answer(call)
         for k in statistics:  # at the end of the batch
             self.writers.setdefault(memory_of(call[k]), []).append(f"{place} writes (batch_norm)")
         operation = Operation(F.batch_norm, (), symbols, place=place, layer=layer)
