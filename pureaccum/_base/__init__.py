@@ -179,7 +179,6 @@ from .torch_internals import transform_active as transform_active
 from .torch_internals import transform_depth as transform_depth
 from .torch_internals import transform_level as transform_level
 from .torch_internals import unnoticed as unnoticed
-from .torch_internals import unseen as unseen
 from .torch_internals import untraced as untraced
 from .torch_internals import version as version
 from .torch_internals import versions as versions

@@ -143,11 +143,20 @@ def normalise(
     return out if flat.dim() == x.dim() else out.unflatten(2, spatial)
 
 
-def of_itself(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalise rows with their own moments."""
+def of_itself(call: Mapping[str, Any]) -> Tensor:
+    """Rows that are normalised with their own moments, for a call of F.batch_norm."""
+    x, eps = call["input"], call["eps"]
     share = Share(*(part.unsqueeze(0) for part in share_of_rows(x, x.dim(), x.dtype)))
     moments = moments_of(share, [x.numel() // x.shape[1]])
-    return normalise(x, scaling_of(moments, weight, bias, eps, x.dtype), None, None, eps)
+    scaling = scaling_of(moments, call["weight"], call["bias"], eps, x.dtype)
+    return normalise(x, scaling, None, None, eps)
+
+
+def nearly_of_itself(call: Mapping[str, Any]) -> Tensor:
+    """About the same in a tenth of the time, for where numbers do not matter."""
+    x = call["input"]
+    several = x if len(x) > 1 else torch.cat([x, x])  # torch refuses one number for a channel
+    return torch.native_batch_norm(several, None, None, None, None, True, 0.0, 1e-5)[0][: len(x)]
 
 
 # Where it is called --------------------------------------------------------------------------

@@ -17,62 +17,62 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .batch_norm import normalise
-from .symbols import Value, filled, values_in
+from .symbols import Symbol, value_of, values_in
 from .trace import Operation
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """A function of symbols."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    gives: Value
-    last: list[Value]  # what nobody reads after it
+    gives: Symbol
+    last: list[Symbol]  # what nobody reads after it
 
 
 class Level(NamedTuple):
     """What lies between one BatchNorm and the next."""
 
-    steps: list[Step]
-    takes: list[Value]  # what it is given
-    shared: list[Value]  # the module's tensors that it uses, and others that are captured
-    scaled: list[Value]  # the BatchNorm layers that it runs, since their moments are known by now
-    gives: list[Value]  # what later levels take, or the output is made of
-    pools: list[Value]  # the BatchNorm layers whose moments come next
+    steps: list[Instruction]
+    takes: list[Symbol]  # what it is given
+    shared: list[Symbol]  # the module's tensors that it uses, and others that are captured
+    scaled: list[Symbol]  # the BatchNorm layers that it runs, since their moments are known by now
+    gives: list[Symbol]  # what later levels take, or the output is made of
+    pools: list[Symbol]  # the BatchNorm layers whose moments come next
 
 
 class _Graph(NamedTuple):
     """Operations, and what is known of each of them, by its value."""
 
-    made: dict[Value, Operation]
-    users: dict[Value, list[Value]]
-    level: dict[Value, int]  # that of constants, which do not depend on the input, is CONSTANT
-    repeated: set[Value]  # what later levels compute again
+    made: dict[Symbol, Operation]
+    users: dict[Symbol, list[Symbol]]
+    level: dict[Symbol, int]  # that of constants, which do not depend on the input, is CONSTANT
+    repeated: set[Symbol]  # what later levels compute again
     seeded: bool
 
 
 CONSTANT = -1
-_OUTPUT = Value("output", None)
+_OUTPUT = Symbol("output", None)
 
 
-def run_steps(steps: Sequence[Step], known: dict[Value, Any]) -> None:
+def run_steps(steps: Sequence[Instruction], known: dict[Symbol, Any]) -> None:
     """Run a program; ``known`` has the values that it is given, and then those that it made."""
     for func, args, kwargs, gives, last in steps:
-        its = [known[x] if type(x) is Value else filled(x, known) for x in args]
-        known[gives] = func(*its, **{key: filled(x, known) for key, x in kwargs.items()})
+        its = [known[x] if type(x) is Symbol else value_of(x, known) for x in args]
+        known[gives] = func(*its, **{key: value_of(x, known) for key, x in kwargs.items()})
         for value in last:
             del known[value]
 
 
 def levels_of(
-    operations: Sequence[Operation], outputs: Sequence[Value], seeded: bool = False
+    operations: Sequence[Operation], outputs: Sequence[Symbol], seeded: bool = False
 ) -> list[Level]:
     """The levels of some operations, from the input to the output, which is made of ``outputs``.
 
     Where it is ``seeded``, what draws random numbers draws those of its recorder.
     """
-    made = {Value("made", i): operation for i, operation in enumerate(operations)}
+    made = {Symbol("made", i): operation for i, operation in enumerate(operations)}
     reads = [read for operation in operations for read in operation.reads()]
     inputs = {read: 0 for read in (*reads, *outputs) if read.kind == "input"}
     graph = _Graph(made, {}, inputs, set(), seeded)
@@ -112,7 +112,7 @@ def _level(graph: _Graph, here: int, last: int) -> Level:
         left = left | its
     return Level(
         steps=steps,
-        takes=sorted(takes) or [Value("input", 0)],  # for how many rows there are
+        takes=sorted(takes) or [Symbol("input", 0)],  # for how many rows there are
         shared=sorted(v for v in wanted if v.kind in ("own", "captured")),
         scaled=[v for v in mine if made[v].is_norm()],
         gives=gives,
@@ -120,9 +120,9 @@ def _level(graph: _Graph, here: int, last: int) -> Level:
     )
 
 
-def _wanted(graph: _Graph, here: int, ends: set[Value]) -> set[Value]:
+def _wanted(graph: _Graph, here: int, ends: set[Symbol]) -> set[Symbol]:
     """The values that a level computes or takes."""
-    found, below = set[Value](), [*ends]
+    found, below = set[Symbol](), [*ends]
     while below:
         value = below.pop()
         if value not in found:
@@ -133,12 +133,12 @@ def _wanted(graph: _Graph, here: int, ends: set[Value]) -> set[Value]:
     return found
 
 
-def _is_taken(graph: _Graph, value: Value, here: int) -> bool:
+def _is_taken(graph: _Graph, value: Symbol, here: int) -> bool:
     """Whether a level is given what another one made."""
     return CONSTANT < graph.level.get(value, CONSTANT) < here and value not in graph.repeated
 
 
-def _is_handed_on(graph: _Graph, value: Value) -> bool:
+def _is_handed_on(graph: _Graph, value: Symbol) -> bool:
     """Whether later levels take a value, since they do not compute it again."""
     here = graph.level[value]
     if here == CONSTANT or value in graph.repeated:
@@ -146,19 +146,19 @@ def _is_handed_on(graph: _Graph, value: Value) -> bool:
     return any(graph.level[user] > here for user in graph.users.get(value, ()))
 
 
-def _step(graph: _Graph, value: Value) -> Step:
+def _step(graph: _Graph, value: Symbol) -> Instruction:
     """An operation as a step of a program."""
     operation = graph.made[value]
     func, args, kwargs = operation.func, operation.args, operation.kwargs
     if operation.is_norm():
         affine = (None, None) if operation.affine() else (kwargs["weight"], kwargs["bias"])
-        args = kwargs["input"], Value("scaling", value.at), *affine, kwargs["eps"]
+        args = kwargs["input"], Symbol("scaling", value.at), *affine, kwargs["eps"]
         func, kwargs = normalise, {}
     if operation.writes is not None:
         func, args = partial(_on_copy, func), (operation.writes, *args)
     if operation.draws and graph.seeded:
         func = partial(_seeded, value.at, func)
-    return Step(func, args, kwargs, value, [])
+    return Instruction(func, args, kwargs, value, [])
 
 
 def _on_copy(func: Callable[..., Any], target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -183,14 +183,14 @@ _CHEAP = (
 )
 
 
-def _repeated(graph: _Graph) -> set[Value]:
+def _repeated(graph: _Graph) -> set[Symbol]:
     """The values that later levels compute again, from what is handed on to them in any case.
 
     So a residual block's sum is not kept beside what is summed, nor a dense one's concatenation
     beside its parts, nor the first convolution of an image, which is ten times as large.
     """
-    repeated: set[Value] = set()
-    costs: dict[Value, int] = {}  # in operations, of what can be had from what is handed on
+    repeated: set[Symbol] = set()
+    costs: dict[Symbol, int] = {}  # in operations, of what can be had from what is handed on
     for value, operation in graph.made.items():
         here = graph.level[value]
         if here == CONSTANT:

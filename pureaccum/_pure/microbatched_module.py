@@ -59,12 +59,13 @@ from .batch_norm import (
     WithoutBatchNorm,
     couples,
     moments_of,
+    of_itself,
     scaling_of,
     share_of_rows,
 )
 from .levels import Level, levels_of, run_steps
 from .recorded_module import (
-    Call,
+    ModuleCall,
     Trace,
     call_pure,
     plain_tensor,
@@ -72,7 +73,7 @@ from .recorded_module import (
     unfollowed,
 )
 from .shell import Places, changed, own_tensor, what_changed
-from .symbols import ROWS, Value
+from .symbols import ROWS, Symbol
 from .trace import Operation
 
 
@@ -84,10 +85,11 @@ class WholeBatch:
     """Calls a module with a whole batch, microbatch by microbatch."""
 
     def __init__(self, places: Places, size: Any, keep: Keep, group: Any) -> None:
-        self.places, self.size, self.keep = places, check_sizes(size), keep
+        self.places, self.size = places, check_sizes(size)
+        self.keep: Keep = keep
         self.group = None if group is None else group_of(group)
         self.plain = microbatch(self.call, microbatch_size=size, keep=keep, batch_argnums=2)
-        self.layers: dict[Any, Any] = {}  # see ``Call``
+        self.layers: dict[Any, Any] = {}  # see ``ModuleCall``
         self.by_function = False  # whether it calls F.batch_norm beside its layers
         self.proved: set[Any] = set()  # structures of traces, and of how many rows
         for path, part in zip(places.paths, places.modules, strict=True):
@@ -105,7 +107,7 @@ class WholeBatch:
     def __call__(
         self, tensors: Tensors, buffers: Sequence[str], args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Tensors]:
-        """Call the module with a batch; returns what it returned, and its new buffers."""
+        """ModuleCall the module with a batch; returns what it returned, and its new buffers."""
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
         need_rows(batch, "what apply is given")
         sizes = sizes_of_batch(rows_to_cut(batch, "args", one_by_one=True), self.size)
@@ -135,7 +137,7 @@ class WholeBatch:
                 restore(before)
         own = {name: own_tensor(self.places, name) for name in self.places.slots} | tensors
         devices = [x.device for x in own.values() if x.device.type != "cpu"]
-        batch = Call(
+        batch = ModuleCall(
             places=self.places,
             layers=self.layers,
             own=own,
@@ -158,27 +160,25 @@ class WholeBatch:
         _update(trace, batch, new, notes)
         return unflatten(trace.spec, out)
 
-    def trace(self, batch: Call) -> Trace:
+    def trace(self, batch: ModuleCall) -> Trace:
         """What the module does now, proved."""
         looked_at, state = not dispatched(), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
         with unfollowed():
-            alone = batch.alone(sizes.index(max(sizes)))
-            trace, rows = recorded(alone)
+            trace, _ = recorded(batch.alone(sizes.index(max(sizes))))
             structure = trace.structure()
-            for size in sorted({*sizes}, reverse=True) if looked_at and trace.norms() else ():
+            for size in {*sizes} if looked_at and trace.norms() else ():
                 if (structure, size) in self.proved:
                     continue
                 before = generators({x.device for x in batch.given})
-                if size == max(sizes):
-                    fits = _is_proved(trace, alone, rows)
-                else:
-                    fits = _is_of_size(trace, batch.alone(sizes.index(size)), state)
+                error = _disproof(trace, batch.alone(sizes.index(size)), state)
                 if any(operation.draws for operation in trace.operations):
                     restore(before)
-                if not fits:
+                if isinstance(error, ValueError):  # one of ours, which says what to do
+                    raise error
+                if error is not None:
                     name = type(self.places.modules[0]).__name__
-                    raise RuntimeError(_DIFFERS.format(name, size, max(sizes)))
+                    raise RuntimeError(_DIFFERS.format(name, size, max(sizes), error)) from error
                 if len(self.proved) >= _MOST:
                     self.proved.clear()
                 self.proved.add((structure, size))
@@ -213,32 +213,33 @@ class _Notes:
     """What a call notes of its levels. No tuple: it is one argument, which is not copied."""
 
     def __init__(self) -> None:
-        self.moments: dict[Value, BatchMoments] = {}
+        self.moments: dict[Symbol, BatchMoments] = {}
         # Of what is normalised: its shape, its dtype, and how many numbers a row has per channel.
-        self.looks: dict[Value, tuple[torch.Size, torch.dtype, int]] = {}
-        self.folded: set[Value] = set()  # what has several rows for each of the batch
+        self.looks: dict[Symbol, tuple[torch.Size, torch.dtype, int]] = {}
+        self.folded: set[Symbol] = set()  # what has several rows for each of the batch
 
 
 def _run(
-    trace: Trace, batch: Call, in_parts: Any, group: Any, seeded: bool = False
+    trace: Trace, batch: ModuleCall, in_parts: Any, group: Any, seeded: bool = False
 ) -> tuple[list[Tensor], _Notes]:
     """Run all levels; returns the leaves of what the module returns."""
     outs = dict(zip(trace.outs, paths(trace.spec, "out"), strict=True))
     for out, name in outs.items():
-        if not isinstance(out, Value) or out.kind in ("own", "captured"):
+        if not isinstance(out, Symbol) or out.kind in ("own", "captured"):
             raise ValueError(_NO_ROWS.format(name, "any number of", _came(out)))
     levels = levels_of(trace.operations, trace.outs, seeded)
     last_read = {value: k for k, level in enumerate(levels) for value in level.takes}
-    notes, scaling = _Notes(), dict[Value, Scaling]()
-    shared = {Value("own", name): x for name, x in batch.own.items()}
-    shared |= {Value("captured", i): x for i, x in enumerate(trace.captured)}
-    values = {Value("input", i): x for i, x in enumerate(batch.given)}
+    notes, scaling = _Notes(), dict[Symbol, Scaling]()
+    shared = {Symbol("own", name): x for name, x in batch.own.items()}
+    shared |= {Symbol("captured", i): x for i, x in enumerate(trace.captured)}
+    values = {Symbol("input", i): x for i, x in enumerate(batch.given)}
     for k, level in enumerate(levels):
         call = partial(_call_level, trace.operations, outs, level)
         microbatched = in_parts(call, batch_argnums=3, reduce=("concat", "stack"))
         its = [[shared[v] for v in level.shared], [scaling[v] for v in level.scaled]]
+        rows = [values[v] for v in level.takes]
         with unguarded():  # what would be written to was seen when it was traced
-            gives, shares = microbatched(notes, *its, [values[v] for v in level.takes])
+            gives, shares = microbatched(notes, *its, rows)
         for value in level.takes:
             if last_read[value] == k and value not in outs:
                 del values[value]  # its memory is free from here on
@@ -246,15 +247,15 @@ def _run(
         for value, share in zip(level.pools, shares, strict=True):
             (_, dtype, each), norm = notes.looks[value], trace.operations[value.at]
             moments = moments_of(share, [each * size for size in batch.sizes], group)
-            affine = [None if x is None else batch.own[x] for x in norm.affine() or (None, None)]
+            weight, bias = [x and shared[x] for x in norm.affine() or (None, None)]
             notes.moments[value] = moments
-            scaling[value] = scaling_of(moments, *affine, norm.kwargs["eps"], dtype)
+            scaling[value] = scaling_of(moments, weight, bias, norm.kwargs["eps"], dtype)
     return [values[value] for value in trace.outs], notes
 
 
 def _call_level(
     operations: Sequence[Operation],
-    outs: dict[Value, str],
+    outs: dict[Symbol, str],
     level: Level,
     notes: _Notes,
     shared: Sequence[Tensor],
@@ -263,10 +264,10 @@ def _call_level(
 ) -> tuple[list[Tensor], list[Share]]:
     """Run a level for one microbatch."""
     count = rows[0].shape[0]
-    known: dict[Value, Any] = {ROWS: count, **dict(zip(level.shared, shared, strict=True))}
+    known: dict[Symbol, Any] = {ROWS: count, **dict(zip(level.shared, shared, strict=True))}
     taken = zip(level.takes, rows, strict=True)
     known |= {v: x.flatten(0, 1) if v in notes.folded else x for v, x in taken}
-    known |= {Value("scaling", v.at): x for v, x in zip(level.scaled, scaling, strict=True)}
+    known |= {Symbol("scaling", v.at): x for v, x in zip(level.scaled, scaling, strict=True)}
     run_steps(level.steps, known)
     gives: list[Tensor] = []
     for value in level.gives:
@@ -291,7 +292,7 @@ def _call_level(
     return gives, shares
 
 
-def _update(trace: Trace, batch: Call, buffers: Tensors, notes: _Notes) -> None:
+def _update(trace: Trace, batch: ModuleCall, buffers: Tensors, notes: _Notes) -> None:
     """Update running statistics with the moments of a batch."""
     names = {id(own_tensor(batch.places, name)): name for name in batch.places.slots}
     for value, moments in sorted(notes.moments.items()):  # since a layer may be called twice
@@ -316,24 +317,25 @@ def _update(trace: Trace, batch: Call, buffers: Tensors, notes: _Notes) -> None:
 # The proof ------------------------------------------------------------------------------------
 
 
-def _is_proved(trace: Trace, batch: Call, rows: Sequence[Tensor]) -> bool:
-    """Whether the levels give a microbatch, by its own moments, the rows that the module gave."""
-    captured = [*map(plain_tensor, trace.captured)]
+def _disproof(trace: Trace, batch: ModuleCall, state: Any) -> Exception | None:
+    """An error where the levels do not give a microbatch, by its own moments, the module's rows."""
+    captured, errors = [*map(plain_tensor, trace.captured)], list[Exception]()
     in_parts = partial(microbatch, microbatch_size=batch.sizes)
-    mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
-    return _near(mine, rows)
 
-
-def _is_of_size(trace: Trace, batch: Call, state: Any) -> bool:
-    """Whether a trace is that of a microbatch of another size; it is made anew, and dropped."""
-
-    def run() -> bool:
+    def run() -> None:
         random.setstate(state)
-        its, rows = recorded(batch)
-        same = [x.func for x in its.operations] == [x.func for x in trace.operations]
-        return same and _is_proved(trace, batch, rows)
+        try:
+            its, rows = recorded(batch, of_itself)
+            if [x.func for x in its.operations] != [x.func for x in trace.operations]:
+                raise RuntimeError("it goes another way")
+            mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
+            if not _near(mine, rows):
+                raise RuntimeError("rows that it returns are other numbers")
+        except Exception as error:
+            errors.append(error)
 
-    return bool(observed(run, {x.device for x in batch.given})[0])
+    observed(run, {x.device for x in batch.given})
+    return next(iter(errors), None)
 
 
 def _near(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
@@ -366,7 +368,7 @@ _BETWEEN = (
     "sample along dim 0."
 )
 _DIFFERS = (
-    "module ({}) computes for {} rows what its trace does not, which was made with {}. Likely "
+    "module ({}) computes for {} rows what its trace does not, which was made with {}: {}. Likely "
     "causes: what it computes depends on how many rows it is given, which are those of a "
     "microbatch, or on numbers that torch does not show. Let torch's operations take all rows at "
     "once, or leave microbatch_size out, and the batch is taken whole."

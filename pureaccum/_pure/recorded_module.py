@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +36,13 @@ from .._base import (
     written_by,
 )
 from .._core import ALONE
-from .batch_norm import couples
+from .batch_norm import couples, nearly_of_itself
 from .shell import TABLES, Places, call_itself, call_module, own_tensor, places_of, take_shell
-from .symbols import Value
+from .symbols import Symbol
 from .trace import DRAWS, Operation, Recorder, RefusedError
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """What a module is called with."""
 
     places: Places  # of the module
@@ -52,7 +53,7 @@ class Call(NamedTuple):
     sizes: Sequence[int]  # the rows of each microbatch
     device: torch.device | None  # where rows are computed, if they may lie elsewhere
 
-    def alone(self, p: int) -> "Call":
+    def alone(self, p: int) -> "ModuleCall":
         """A microbatch as a batch of plain tensors; one row of zeros in place of none."""
         begin, size = sum(self.sizes[:p]), self.sizes[p]
         rows = [plain_tensor(x)[begin : begin + size] for x in self.given]
@@ -79,7 +80,7 @@ class Trace(NamedTuple):
     def structure(self) -> tuple[Any, ...]:
         """What it is but for numbers and the like: each operation, and of which values."""
         its = [(x.func, x.writes, x.draws, *x.reads()) for x in self.operations]
-        return *its, *(x if isinstance(x, Value) else None for x in self.outs)
+        return *its, *(x if isinstance(x, Symbol) else None for x in self.outs)
 
 
 @contextmanager
@@ -96,20 +97,22 @@ def plain_tensor(x: Tensor) -> Tensor:
         return one_member(x).detach()
 
 
-def recorded(batch: Call) -> tuple[Trace, list[Any]]:
+def recorded(batch: ModuleCall, answer: Any = nearly_of_itself) -> tuple[Trace, list[Any]]:
     """What a module computes for a microbatch by itself, and the leaves of what it returns."""
     places, paths = batch.places, dict(zip(batch.places.modules, batch.places.paths, strict=True))
     before, drawn = generators({x.device for x in batch.given}), list[bool]()
     buffers = {x: batch.own[x].clone() for x in batch.own if places.slots[x][0][1] == BUFFERS}
     own, rows = {**batch.own, **buffers}, [x.clone() for x in batch.given]
-    inputs = {Value("input", i): x for i, x in enumerate(rows)}
+    inputs = {Symbol("input", i): x for i, x in enumerate(rows)}
     recorder = Recorder(
         paths=paths,
         own={id(own_tensor(places, name)) for name in places.slots},
         rows=batch.sizes[0],
-        given={Value("own", name): x for name, x in own.items()} | inputs,
+        given={Symbol("own", name): x for name, x in own.items()} | inputs,
+        answer=answer,
     )
     args, kwargs = batch.arguments(rows)
+    held, leaves, outs, spec = dict[str, Any](), list[Any](), list[Any](), None
     try:
         counts = [x for name, x in buffers.items() if name.endswith("num_batches_tracked")]
         with _watched(recorder, [*rows, *counts], drawn), recorder:
@@ -125,7 +128,7 @@ def recorded(batch: Call) -> tuple[Trace, list[Any]]:
             restore(before)
     if recorder.leads_back and not places.leads_back:
         places.leads_back.add("name")
-        return recorded(batch)
+        return recorded(batch, answer)
     if recorder.refusal:
         raise ValueError(recorder.refusal)
     for name, x in buffers.items():
@@ -139,7 +142,7 @@ def recorded(batch: Call) -> tuple[Trace, list[Any]]:
     return Trace(recorder.operations, recorder.captured, outs, spec), leaves
 
 
-def _call(recorder: Recorder, batch: Call, own: Any, args: Any, kwargs: Any) -> Any:
+def _call(recorder: Recorder, batch: ModuleCall, own: Any, args: Any, kwargs: Any) -> Any:
     """Call copies of the modules, or themselves where an attribute leads back to them."""
     places, shell = batch.places, take_shell(batch.places, None)
     if shell is None:
@@ -167,7 +170,7 @@ def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module
         its["_check_input_dim"] = lambda *_: None  # the recorder does
         its["momentum"] = module.momentum or 0.0  # it would read how many batches there were
         if type(module).forward is nn.SyncBatchNorm.forward:
-            its["forward"] = partial(nn.BatchNorm1d.forward, part)
+            its["forward"] = MethodType(nn.BatchNorm1d.forward, part)
     if hooks := _hooks(module):
         run = layers.get(module) or partial(call_pure, places_of(module))
         layers[module] = run
@@ -178,7 +181,8 @@ def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module
             own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
             return handle_torch_function(run, (None,), own, args, kwargs)
 
-        part.__class__ = type(type(part).__name__, (type(module),), {"__call__": call})
+        kind: Any = type(type(part).__name__, (type(module),), {"__call__": call})
+        part.__class__ = kind
 
 
 def _hooks(module: nn.Module) -> list[str]:
@@ -254,7 +258,7 @@ def _others(table: Any, was: Any) -> list[Any]:
 
 
 def call_pure(places: Places, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """Call a module, and check that it writes to none of its buffers."""
+    """ModuleCall a module, and check that it writes to none of its buffers."""
     buffers = {x: tensors[x].clone() for x in tensors if places.slots[x][0][1] == BUFFERS}
     before = {name: version(x) for name, x in buffers.items()}
     out, held = call_module(places, {**tensors, **buffers}, buffers, tuple(args), kwargs)

@@ -1,8 +1,8 @@
 """What stands for a value that is another one in each microbatch.
 
-    Value("input", 0)   what the module is called with    Value("own", "0.bias")   what is in it
-    Value("made", 7)    what operation 7 gives            Value("captured", 1)     any other tensor
-    Value("rows", 0)    how many rows there are           Formed(f, parts)         f(*parts)
+    Symbol("input", 0)  what the module is called with    Symbol("own", "0.bias")  what is in it
+    Symbol("made", 7)   what operation 7 gives            Symbol("captured", 1)    other tensors
+    Symbol("rows", 0)   how many rows there are           Formed(f, parts)         f(*parts)
 
 All else stands for itself. The number of rows goes through a module as an int.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Value(NamedTuple):
+class Symbol(NamedTuple):
     """A value, by its kind and by what it is called among those."""
 
     kind: str
@@ -29,7 +29,7 @@ class Formed(NamedTuple):
     parts: tuple[Any, ...]
 
 
-ROWS = Value("rows", 0)
+ROWS = Symbol("rows", 0)
 ATOMS = {int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.device}
 
 
@@ -63,19 +63,19 @@ def dict_of(*parts: Any) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def filled(x: Any, known: Mapping[Value, Any]) -> Any:
+def value_of(x: Any, known: Mapping[Symbol, Any]) -> Any:
     """What a symbol stands for."""
     kind = type(x)
-    if kind is Value:
+    if kind is Symbol:
         return known[x]
-    return x.make(*[filled(part, known) for part in x.parts]) if kind is Formed else x
+    return x.make(*[value_of(part, known) for part in x.parts]) if kind is Formed else x
 
 
-def values_in(*symbols: Any) -> list[Value]:
+def values_in(*symbols: Any) -> list[Symbol]:
     """The values that symbols are made of."""
-    found: list[Value] = []
+    found: list[Symbol] = []
     for x in symbols:
-        found += [x] if type(x) is Value else values_in(*x.parts) if type(x) is Formed else []
+        found += [x] if type(x) is Symbol else values_in(*x.parts) if type(x) is Formed else []
     return found
 
 

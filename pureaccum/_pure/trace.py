@@ -25,17 +25,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from .._base import is_wrapped, memory_of, one_member, tree_leaves, unseen, versions
+from .._base import is_wrapped, memory_of, one_member, tree_leaves, versions
 from .._core import origins
-from .batch_norm import (
-    BATCH_NORMS,
-    WithoutBatchNorm,
-    batch_norm_call,
-    check_input,
-    in_training,
-    of_itself,
-)
-from .symbols import ROWS, Amount, Formed, Value, amount, filled, symbol_of, values_in
+from .batch_norm import BATCH_NORMS, WithoutBatchNorm, batch_norm_call, check_input, in_training
+from .symbols import ROWS, Amount, Formed, Symbol, amount, symbol_of, value_of, values_in
 
 
 class Operation(NamedTuple):
@@ -44,13 +37,13 @@ class Operation(NamedTuple):
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    writes: Value | None = None  # what it writes to; its own value is that, afterwards
+    writes: Symbol | None = None  # what it writes to; its own value is that, afterwards
     draws: bool = False  # random numbers
     place: str = ""  # the module in whose forward it stands
     layer: Any = None  # that module, where it is a batch norm of the batch
     growth: float = 0  # how many numbers it gives for each that it is given
 
-    def reads(self) -> list[Value]:
+    def reads(self) -> list[Symbol]:
         """The values that it is given."""
         return values_in(*self.args, *self.kwargs.values())
 
@@ -58,11 +51,10 @@ class Operation(NamedTuple):
         """Whether it is a batch norm of the batch."""
         return self.layer is not None
 
-    def affine(self) -> list[str | None] | None:
-        """Weight and bias of a batch norm by name; None if they are computed where it is called."""
+    def affine(self) -> tuple[Any, Any] | None:
+        """Weight and bias of a batch norm; None if they are computed where it is called."""
         pair = self.kwargs["weight"], self.kwargs["bias"]
-        computed = any(x is not None and getattr(x, "kind", "") != "own" for x in pair)
-        return None if computed else [None if x is None else x.at for x in pair]
+        return pair if all(x is None or x.kind == "own" for x in pair) else None
 
     def name(self) -> str:
         """What its function is called."""
@@ -78,7 +70,7 @@ class _Known(NamedTuple):
     """What is known of a tensor."""
 
     tensor: ref[Tensor]
-    value: Value
+    value: Symbol
     writes: int  # how often its memory had been written to
     of_batch: bool
     varies: bool  # whether it depends on the batch or on the module's tensors
@@ -92,10 +84,11 @@ class Recorder(TorchFunctionMode):
         paths: Mapping[nn.Module, str],  # of each module in the module, itself first
         own: set[int],  # the ids of the module's own tensors
         rows: int,  # how many the microbatch has
-        given: Mapping[Value, Tensor],  # what the module is called with, and holds
+        given: Mapping[Symbol, Tensor],  # what the module is called with, and holds
+        answer: Callable[[dict[str, Any]], Tensor],  # what a batch norm gives
     ) -> None:
         super().__init__()
-        self.paths, self.own, self.rows = paths, own, rows
+        self.paths, self.own, self.rows, self.answer = paths, own, rows, answer
         self.given, self.modes, self.leads_back = given, modes(), False
         self.operations: list[Operation] = []
         self.captured: list[Tensor] = []
@@ -108,7 +101,7 @@ class Recorder(TorchFunctionMode):
             self.of_batch, self.varies = value.kind == "input", True
             self.note(x, value)
 
-    def note(self, x: Tensor, value: Value) -> None:
+    def note(self, x: Tensor, value: Symbol) -> None:
         """Note what a tensor is."""
         writes = len(self.writers.get(memory_of(x), ())) if self.writers else 0
         self.known[id(x)] = _Known(ref(x), value, writes, self.of_batch, self.varies)
@@ -116,7 +109,7 @@ class Recorder(TorchFunctionMode):
     def begin(self, norm: bool = False) -> None:
         """Begin with an operation of which nothing is known."""
         self.norm, self.of_batch, self.varies = norm, False, False
-        self.tensors: dict[Value, Any] = {}  # what it is given
+        self.tensors: dict[Symbol, Any] = {}  # what it is given
 
     # What an operation is given -----------------------------------------------------------------
 
@@ -129,8 +122,8 @@ class Recorder(TorchFunctionMode):
         if its is None or its.tensor() is not x:
             its = self.capture(x)
         updating = self.norm and its.value.kind == "own"
-        writers = self.writers.get(memory_of(x), ()) if self.writers and not updating else ()
-        if len(writers) > its.writes:
+        writers = self.writers.get(memory_of(x)) if self.writers and not updating else None
+        if writers and len(writers) > its.writes:
             self.refuse(_SHARED, writers[-1])
         self.tensors[its.value] = one_member(x)
         self.of_batch, self.varies = self.of_batch or its.of_batch, self.varies or its.varies
@@ -143,7 +136,7 @@ class Recorder(TorchFunctionMode):
             self.refuse(_LEADS_BACK)
         if memory_of(x) in self.made:
             self.refuse(_UNSEEN)
-        value, differs = Value("captured", len(self.captured)), is_wrapped(x) or x.requires_grad
+        value, differs = Symbol("captured", len(self.captured)), is_wrapped(x) or x.requires_grad
         self.captured.append(x)
         self.known[id(x)] = known = _Known(ref(x), value, 0, False, differs)
         return known
@@ -164,8 +157,8 @@ class Recorder(TorchFunctionMode):
         symbols = tuple([symbol_of(x, self.symbol) for x in args])
         named = {key: symbol_of(x, self.symbol) for key, x in kwargs.items()}
         known = {ROWS: self.rows, **self.tensors}
-        args = tuple([filled(x, known) for x in symbols])
-        kwargs = {key: filled(x, known) for key, x in named.items()}
+        args = tuple([value_of(x, known) for x in symbols])
+        kwargs = {key: value_of(x, known) for key, x in named.items()}
         if self.norm and self.of_batch:
             return self.normalised(batch_norm_call(symbols, named), batch_norm_call(args, kwargs))
         if self.norm and batch_norm_call(args, kwargs)["running_mean"] is not None:
@@ -207,10 +200,10 @@ class Recorder(TorchFunctionMode):
             self.gives(out, self.added(operation))
         return out
 
-    def added(self, operation: Operation) -> Value:
+    def added(self, operation: Operation) -> Symbol:
         """Note an operation; its value."""
         self.operations.append(operation)
-        return Value("made", len(self.operations) - 1)
+        return Symbol("made", len(self.operations) - 1)
 
     def written(self, operation: Operation, written: list[Tensor], found: list[Tensor]) -> None:
         """Note a write in place, whose value is what was written to."""
@@ -234,7 +227,7 @@ class Recorder(TorchFunctionMode):
         self.begin()
         return [self.symbol(x) if isinstance(x, Tensor) else x for x in outs]
 
-    def gives(self, out: Any, value: Value) -> None:
+    def gives(self, out: Any, value: Symbol) -> None:
         """Note the tensors that an operation gives."""
         if isinstance(out, Tensor):
             its = self.known.get(id(out))
@@ -246,7 +239,7 @@ class Recorder(TorchFunctionMode):
                     self.gives(x, self.added(Operation(getitem, (value, key), {})))
 
     def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
-        """What a batch norm of the batch gives, here with the moments of the microbatch."""
+        """What a batch norm of the batch gives, here with other moments."""
         layer, place = self.module(), self.place()
         statistics = [k for k in ("running_mean", "running_var") if symbols[k] is not None]
         if any(getattr(symbols[k], "kind", "") != "own" for k in statistics):
@@ -254,9 +247,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(layer, BATCH_NORMS) and layer.momentum is None:  # the mean over all batches
             symbols["momentum"] = None
         check_input(layer, place, call["input"].shape)
-        with unseen() if type(call["input"]) is Tensor else nullcontext():
-            out = of_itself(call["input"], call["weight"], call["bias"], call["eps"])
-        self.made.add(memory_of(out))
+        out = self.answer(call)
         for k in statistics:  # at the end of the batch
             self.writers.setdefault(memory_of(call[k]), []).append(f"{place} writes (batch_norm)")
         operation = Operation(F.batch_norm, (), symbols, place=place, layer=layer)

@@ -290,9 +290,10 @@ def test_hooks_on_other_layers_run():
     module, seen = norm(), []
     module[0].register_forward_hook(lambda layer, args, out: seen.append(out.shape[0]))
     calls(module)
-    # One of each size is recorded, and compared with its levels; each microbatch, and again for its
-    # gradient.
-    assert seen == [3, 3, 3, 1, 1, 3, 1, 3, 1]  # the levels are new to us, and observed
+    # One is recorded, and one of each size compared with its levels; each microbatch, and again for
+    # its gradient.
+    assert seen[-4:] == [3, 1, 3, 1]
+    assert sorted(seen[:-4]) == [1, 1, 3, 3, 3]
 
 
 def test_hooks_that_come_later_are_found():
