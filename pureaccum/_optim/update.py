@@ -232,8 +232,7 @@ def _step(
     """The next params and state, from the columns of both that ``_check`` gave."""
     pairs = zip(grads, columns[0], strict=True)
     terms = [g if g.dtype == x.dtype and not g.is_sparse else _dense(g, x.dtype) for g, x in pairs]
-    writes = may_write()
-    own = donate and writes
+    own = (writes := may_write()) and donate
     held = isinstance(method.lr, float)  # whether the rate is in the state
     given_up = [*chain(*columns), state.steps, *([state.lr] if held else [])] if own else []
     columns, terms, layouts = _on_this_rank(columns, terms)
@@ -242,9 +241,8 @@ def _step(
     more = applied if isinstance(applied, bool) else moved(applied, state.steps.device)
     count = step if applied is True else state.steps + more
     given = terms, columns, step, rate, applied
-    # Kernels ask for numbers, which what only stands for a tensor has not, and lose tangents.
-    by_rule = not writes and (transform_active() or type(step) is not Tensor)
-    if by_rule or any_tangent([rate, *terms, *chain(*columns)]):
+    imagined = not writes and (transform_active() or type(step) is not Tensor)  # no numbers
+    if imagined or any_tangent([rate, *terms, *chain(*columns)]):  # kernels lose them
         new = by_formula(method, *given)
     else:
         if here.backward is not None and any(x.requires_grad for x in [*terms, *chain(*columns)]):
@@ -253,8 +251,7 @@ def _step(
         with torch.no_grad():
             new = by_kernel(method, *given, given_up, foreach)
     mark(given_up)
-    if layouts is not None:
-        new = [closed(column, layouts) for column in new]
+    new = new if layouts is None else [closed(column, layouts) for column in new]
     new_params, *later = (unflatten(spec, column) for column in new)
     names = (name for name, kept in method.trees if kept)
     changed = dict(zip(names, later, strict=True))

@@ -147,13 +147,15 @@ def draws(of: OfOperation) -> bool:
 
 
 def gradient_of_torch(of: OfOperation) -> tuple[list[Tensor], Tensor] | None:
-    """The gradients and the value that plain torch gives; None where it gives none."""
+    """The gradients and the value that plain torch gives; None where it gives none, or writes."""
     seeded()
     leaves = [x.clone().requires_grad_() for x in of.params]
     try:
         total = of.loss(leaves, ROWS)
         found = torch.autograd.grad(total, leaves, allow_unused=True)
     except (RuntimeError, NotImplementedError):
+        return None
+    if any(x._version for x in leaves):  # an embedding with max_norm writes to its table
         return None
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
     return grads, total.detach()
