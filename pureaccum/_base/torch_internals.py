@@ -28,6 +28,7 @@ name                               what for                                check
 ``UntypedStorage._cdata``          do two tensors share memory?            2.11, 2.13
 ``torch._C._storage_Use_Count``   does only one tensor lie in a memory?   2.11, 2.13
 ``OpOverload._schema``             what does an operation write to?        2.11, 2.13
+``…disable_proxy_modes_tracing``   compute what no tracer writes down      2.13
 ``OpOverload.namespace``           does it reach other ranks?              2.13
 ``_len_torch_dispatch_stack``      does a dispatch mode see operations?    2.13
 ``Tensor._backward_hooks``         the hooks on a tensor                   2.11, 2.13, 2.15
