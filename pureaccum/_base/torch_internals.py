@@ -29,6 +29,7 @@ name                               what for                                check
 ``Tensor._is_zerotensor``          is there no memory, but a note of zero? 2.13
 ``torch._C._storage_Use_Count``   does only one tensor lie in a memory?   2.11, 2.13
 ``OpOverload._schema``             what does an operation write to?        2.11, 2.13
+``…disable_proxy_modes_tracing``   compute what no tracer writes down      2.13
 ``OpOverload.namespace``           does it reach other ranks?              2.13
 ``_len_torch_dispatch_stack``      does a dispatch mode see operations?    2.13
 ``_get_dispatch_stack_at``         … and is it one of ours?                2.13

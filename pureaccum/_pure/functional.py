@@ -78,9 +78,10 @@ def functional(
     full batch. All tensors that the module is called with are rows along dim 0, and so are all that
     it returns; a loss is plain code after it, and a function around that takes its batch whole. For
     every BatchNorm in training mode the network is cut in two: all microbatches go up to it, what
-    it is given is kept, its moments are merged, and all go on. torch.fx traces the module for that,
-    so what it does must not depend on the numbers in the batch; and everything but BatchNorm has to
-    treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
+    it is given is kept, its moments are merged, and all go on. For that each call first runs the
+    module for one microbatch and writes down what it does then, whatever it reads: so that must not
+    depend on the numbers in the batch, nor on how many rows there are; and everything but BatchNorm
+    has to treat each row by itself. (Inside ``torch.compile`` the batch is taken whole.)
 
     Args:
         module: Any module but DistributedDataParallel, DataParallel or FSDP.

@@ -156,8 +156,8 @@ class WholeBatch:
             raise ValueError(f"{place} was given a batch without rows.")
         refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
         in_parts = partial(microbatch, microbatch_size=self.size, keep=self.keep)
-        out, notes = _run(trace, batch, in_parts, self.group)
-        _update(trace, batch, new, notes)
+        out, *found = _run(trace, batch, in_parts, self.group)
+        _update(trace, batch, new, *found)
         return unflatten(trace.spec, out)
 
     def trace(self, batch: ModuleCall) -> Trace:
@@ -210,10 +210,12 @@ def _arguments(leaves: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> Any
 
 
 class _Notes:
-    """What a call notes of its levels. No tuple: it is one argument, which is not copied."""
+    """What a call notes of its levels. No tuple: it is one argument, which is not copied.
+
+    It holds no tensor, since the graph of a tensor that depends on a level holds it.
+    """
 
     def __init__(self) -> None:
-        self.moments: dict[Symbol, BatchMoments] = {}
         # Of what is normalised: its shape, its dtype, and how many numbers a row has per channel.
         self.looks: dict[Symbol, tuple[torch.Size, torch.dtype, int]] = {}
         self.folded: set[Symbol] = set()  # what has several rows for each of the batch
@@ -221,15 +223,15 @@ class _Notes:
 
 def _run(
     trace: Trace, batch: ModuleCall, in_parts: Any, group: Any, seeded: bool = False
-) -> tuple[list[Tensor], _Notes]:
-    """Run all levels; returns the leaves of what the module returns."""
+) -> tuple[list[Tensor], dict[Symbol, BatchMoments], _Notes]:
+    """Run all levels; returns the leaves of what the module returns, and the moments."""
     outs = dict(zip(trace.outs, paths(trace.spec, "out"), strict=True))
     for out, name in outs.items():
         if not isinstance(out, Symbol) or out.kind in ("own", "captured"):
             raise ValueError(_NO_ROWS.format(name, "any number of", _came(out)))
     levels = levels_of(trace.operations, trace.outs, seeded)
     last_read = {value: k for k, level in enumerate(levels) for value in level.takes}
-    notes, scaling = _Notes(), dict[Symbol, Scaling]()
+    notes, moments, scaling = _Notes(), dict[Symbol, BatchMoments](), dict[Symbol, Scaling]()
     shared = {Symbol("own", name): x for name, x in batch.own.items()}
     shared |= {Symbol("captured", i): x for i, x in enumerate(trace.captured)}
     values = {Symbol("input", i): x for i, x in enumerate(batch.given)}
@@ -246,11 +248,10 @@ def _run(
         values |= zip(level.gives, gives, strict=True)
         for value, share in zip(level.pools, shares, strict=True):
             (_, dtype, each), norm = notes.looks[value], trace.operations[value.at]
-            moments = moments_of(share, [each * size for size in batch.sizes], group)
+            moments[value] = moments_of(share, [each * size for size in batch.sizes], group)
             weight, bias = [x and shared[x] for x in norm.affine() or (None, None)]
-            notes.moments[value] = moments
-            scaling[value] = scaling_of(moments, weight, bias, norm.kwargs["eps"], dtype)
-    return [values[value] for value in trace.outs], notes
+            scaling[value] = scaling_of(moments[value], weight, bias, norm.kwargs["eps"], dtype)
+    return [values[value] for value in trace.outs], moments, notes
 
 
 def _call_level(
@@ -292,10 +293,16 @@ def _call_level(
     return gives, shares
 
 
-def _update(trace: Trace, batch: ModuleCall, buffers: Tensors, notes: _Notes) -> None:
+def _update(
+    trace: Trace,
+    batch: ModuleCall,
+    buffers: Tensors,
+    found: dict[Symbol, BatchMoments],
+    notes: _Notes,
+) -> None:
     """Update running statistics with the moments of a batch."""
     names = {id(own_tensor(batch.places, name)): name for name in batch.places.slots}
-    for value, moments in sorted(notes.moments.items()):  # since a layer may be called twice
+    for value, moments in sorted(found.items()):  # since a layer may be called twice
         norm, (shape, _, each) = trace.operations[value.at], notes.looks[value]
         if each * sum(batch.sizes) == 1 and isinstance(moments.elements, int):
             raise ValueError(
@@ -328,7 +335,7 @@ def _disproof(trace: Trace, batch: ModuleCall, state: Any) -> Exception | None:
             its, rows = recorded(batch, of_itself)
             if [x.func for x in its.operations] != [x.func for x in trace.operations]:
                 raise RuntimeError("it goes another way")
-            mine, _ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
+            mine, *_ = _run(trace._replace(captured=captured), batch, in_parts, None, seeded=True)
             if not _near(mine, rows):
                 raise RuntimeError("rows that it returns are other numbers")
         except Exception as error:

@@ -188,7 +188,7 @@ def _prepare(recorder: Recorder, layers: Any, part: nn.Module, module: nn.Module
 def _hooks(module: nn.Module) -> list[str]:
     """The kinds of hooks that run when a module is called."""
     ends = "ward_hooks", "ward_pre_hooks"  # forward and backward ones
-    tables = [name for name, table in vars(module).items() if table and name.endswith(ends)]
+    tables = [name for name, table in vars(module).items() if name.endswith(ends) and table]
     return [name.strip("_").replace("_", " ") for name in tables]
 
 

@@ -98,10 +98,10 @@ def amount(n: int, symbol: Any, refuse: Callable[[], None]) -> Amount:
 
 def _arithmetic(func: Callable[..., Any], swapped: bool = False) -> Any:
     def compute(self: Amount, *others: Any) -> Any:
-        if any(isinstance(x, float) for x in others):
-            self.refuse()
-        if not all(isinstance(x, int) for x in others):
+        if any(isinstance(x, Tensor) for x in others):
             return NotImplemented
+        if not all(isinstance(x, int) for x in others):  # [x] * n
+            self.refuse()
         given = (*others, self) if swapped else (self, *others)
         symbols = tuple([getattr(x, "symbol", x) for x in given])
         return amount(func(*[int.__pos__(x) for x in given]), Formed(func, symbols), self.refuse)
@@ -120,7 +120,7 @@ def _decision(func: Callable[..., Any]) -> Any:
 
 _DECISIONS = (
     "eq ne lt le gt ge bool int float divmod rdivmod truediv rtruediv pow rpow and or xor lshift "
-    "rshift invert round trunc floor ceil abs index"
+    "rshift invert round trunc floor ceil abs index str repr format hash"
 )
 Amount.__neg__ = _arithmetic(operator.neg)
 for _name in ("add", "sub", "mul", "floordiv", "mod"):
@@ -129,4 +129,3 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
     setattr(Amount, f"__r{_name}__", _arithmetic(_func, swapped=True))
 for _name in [f"__{name}__" for name in _DECISIONS.split()]:
     setattr(Amount, _name, _decision(getattr(int, _name)))
-Amount.__hash__ = int.__hash__

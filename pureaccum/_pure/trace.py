@@ -149,10 +149,10 @@ class Recorder(TorchFunctionMode):
         func, kwargs = getattr(func, "__wrapped__", func) if _is_users(func) else func, kwargs or {}
         name = getattr(func, "__name__", "")
         name = func.__self__.__name__ if name == "__get__" else name  # an attribute of a tensor
-        if not _SCALED.isdisjoint((name.strip("_"), name.strip("_")[1:])) and any(
-            isinstance(x, Amount) for x in tree_leaves((args, kwargs))
-        ):
-            self.refuse(_ROWS)
+        if not _NUMBERS.isdisjoint((name.strip("_"), name.strip("_")[1:])):
+            numbers = tree_leaves(args) if "tensor" in name else (*args, *kwargs.values())
+            if any(isinstance(x, Amount) for x in numbers):
+                self.refuse(_ROWS)
         self.begin(norm=func is F.batch_norm and in_training(func, args, kwargs))
         symbols = tuple([symbol_of(x, self.symbol) for x in args])
         named = {key: symbol_of(x, self.symbol) for key, x in kwargs.items()}
@@ -163,7 +163,7 @@ class Recorder(TorchFunctionMode):
             return self.normalised(batch_norm_call(symbols, named), batch_norm_call(args, kwargs))
         if self.norm and batch_norm_call(args, kwargs)["running_mean"] is not None:
             self.refuse(_NO_BATCH)
-        if f" {name} " in _FACTS or (name.startswith("is_") and f" {name} " not in _GRADS):
+        if f" {name} " in _FACTS or (name.startswith("is_") and f" {name} " not in _PRIVATE):
             out = func(*args, **kwargs)
             if not isinstance(out, Tensor):
                 return self.fact(name, args, kwargs, out)
@@ -190,7 +190,9 @@ class Recorder(TorchFunctionMode):
             written.append(out)
         if self.drew and not self.of_batch:
             self.refuse(DRAWS)
-        if f" {name} " in _GRADS or (self.varies and not (found or written or out is None)):
+        if f" {name} " in _PRIVATE:
+            self.refuse(_HIDDEN.format(name))
+        if self.varies and not (found or written or out is None):
             self.refuse(_READS.format(operation.name()))
         growth = sum(x.numel() for x in found) / max([1, *(x.numel() for x in tensors)])
         operation = operation._replace(draws=self.drew, place=self.place(), growth=growth)
@@ -258,22 +260,29 @@ class Recorder(TorchFunctionMode):
         """What a tensor has that is no tensor; of rows, a number that nobody may decide by."""
         if not self.of_batch:
             return out
-        x = next(iter(self.tensors.values()))
+        shape = next(iter(self.tensors.values())).shape
+        dims = self.dims_of_rows(shape)
         if isinstance(out, torch.Size):
-            return torch.Size([self.amount(n) if i == 0 else n for i, n in enumerate(out)])
-        if name == "size" and (*args[1:], *kwargs.values())[0] in (0, -x.dim()):
+            return torch.Size([self.amount(n) if i in dims else n for i, n in enumerate(out)])
+        if name == "size" and (*args[1:], *kwargs.values())[0] % len(shape) in dims:
             return self.amount(out)
-        if name in ("numel", "nelement", "nbytes") and x.dim() and x.shape[0] == self.rows:
+        if name in ("numel", "nelement", "nbytes") and dims:
             return self.amount(out)
-        if name == "__len__" and out == self.rows:
+        if name == "__len__" and 0 in dims:
             self.refuse(_ROWS)
         return out
 
+    def dims_of_rows(self, shape: Sequence[int]) -> list[int]:
+        """The dims that may be that of the rows, which is the first unless dims were swapped."""
+        exact = [i for i, n in enumerate(shape) if n == self.rows]
+        if 0 in exact or self.rows == 1:
+            return exact[:1] if 0 in exact else exact
+        several = [i for i, n in enumerate(shape) if n > 0 == n % self.rows]
+        return [0, *exact] if 0 in several else several
+
     def amount(self, n: int) -> Any:
-        """As many as there are rows, or a multiple of that; else a number as any other."""
-        times, rest = divmod(n, self.rows)
-        if rest or (self.rows == 1 and times != 1):
-            return n
+        """A number of rows."""
+        times = n // self.rows
 
         def refuse() -> None:
             if self.active:
@@ -333,21 +342,25 @@ def _is_users(func: Any) -> bool:
 
 _APPLY = Function.apply.__code__
 _NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-# What asks a tensor for what is no number in it; what asks for its gradient; and what computes.
+# What asks a tensor for what is no number in it; what it hides; and what takes a number.
 _FACTS = (
     " shape dtype device layout ndim names itemsize nbytes dim ndimension size stride numel type "
     "nelement element_size get_device storage_offset __len__ __repr__ __str__ __format__ __hash__ "
 )
-_GRADS = (
-    " requires_grad grad_fn grad is_leaf retains_grad output_nr _version is_nonzero "
+_PRIVATE = (
+    " requires_grad grad_fn grad is_leaf retains_grad output_nr _version data __set__ "
     "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook "
 )
-_SCALED = {"add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "true_divide"} | {
+_NUMBERS = {"add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "true_divide"} | {
     *("divide", "multiply", "subtract", "pow", "float_power", "mod", "remainder", "fmod"),
-    *("fill", "full_like", "tensor", "as_tensor"),
+    *("fill", "full", "new_full", "full_like", "tensor", "as_tensor", "new_tensor"),
 }
 _CUT = "cannot be cut at its BatchNorm layers: "
 _READS = f"{_CUT}what it computes must not depend on the numbers that it is given ({{}})"
+_HIDDEN = (
+    f"{_CUT}it asks a tensor for its {{}}, or sets that, which transforms see otherwise; detach() "
+    "does what data is for"
+)
 _ROWS = f"{_CUT}what it computes must not depend on how many rows it is given"
 _MODES = (
     f"{_CUT}it computes under no_grad or autocast, which is not recorded (so does a "

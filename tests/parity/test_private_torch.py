@@ -675,3 +675,40 @@ def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used() -> 
         assert torch.autograd.forward_ad.unpack_dual(out).tangent == 2
     assert asked
     assert not torch_internals.compares_layouts(torch.ops.aten.equal.default)
+
+
+def test_what_is_untraced_is_written_down_by_no_tracer() -> None:
+    def func(x: torch.Tensor) -> torch.Tensor:
+        with torch_internals.untraced():
+            x.sin()
+        return x.cos()
+
+    names = [str(node.target) for node in make_fx(func)(torch.ones(2)).graph.nodes]
+    assert not any("sin" in name for name in names)
+    assert any("cos" in name for name in names)
+
+
+def test_the_first_member_of_a_tensor_that_is_mapped_is_found() -> None:
+    found: list[torch.Tensor] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch_internals.one_member(x))
+        return x.sum()
+
+    x = torch.arange(6.0).reshape(2, 3)
+    torch.func.vmap(torch.func.grad(look), 1)(x)
+    assert torch.equal(found[0], x[:, 0])
+    assert torch_internals.one_member(x) is x
+
+
+def test_the_effects_of_operations_are_known() -> None:
+    """Whether they draw, may write, and give memory of their own."""
+    aten = torch.ops.aten
+    for operation, effects in (
+        (aten.bernoulli.p, (True, False, True)),
+        (aten.mul.Tensor, (False, False, True)),
+        (aten.mul_.Tensor, (False, True, False)),
+        (aten.view.default, (False, False, False)),
+        (aten.native_batch_norm.default, (False, True, True)),
+    ):
+        assert torch_internals.effects_of(operation) == effects

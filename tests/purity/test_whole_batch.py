@@ -60,7 +60,7 @@ def test_threads_get_the_gradients_of_their_own_parameters() -> None:
 
 
 def test_threads_that_trace_at_once_leave_torch_as_it_was() -> None:
-    """torch.fx puts functions of its own in place of torch's, and those that it found back."""
+    """Each of them in a mode of its own thread."""
     before = nn.Module.__call__, nn.Module.__getattr__
     modules = [resnets.resnet18(2) for _ in range(4)]
     images = torch.randn(4, 3, 8, 8, generator=generator(1))
