@@ -5,7 +5,6 @@
 ``assert_pure``, ``unchanged``: a call, or a block, changes nothing that can be seen.
 ``assert_trees_bitwise_equal``, ``assert_trees_within_bound``: what differs, where, and why.
 ``strategies``: data, losses and histories for hypothesis (``pip install 'pureaccum[testing]'``).
-``mutants``: copies of this package with a fault in them, to test your tests with.
 
 To read it, begin with ``_check``, the checker; ``_assertions`` and ``_pure`` stand alone.
 """
@@ -13,7 +12,7 @@ To read it, begin with ``_check``, the checker; ``_assertions`` and ``_pure`` st
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .._base import make_public as _make_public
+from .._base.states import make_public as _make_public
 from ._assertions import assert_trees_bitwise_equal as assert_trees_bitwise_equal
 from ._assertions import assert_trees_within_bound as assert_trees_within_bound
 from ._check.check import assert_accumulates as assert_accumulates
@@ -30,12 +29,11 @@ from ._pure import unchanged as unchanged
 _make_public(globals(), __name__)
 
 if TYPE_CHECKING:
-    from . import mutants as mutants
     from . import strategies as strategies
 
 
 def __getattr__(name: str) -> Any:
-    """Import some modules only when they are asked for: hypothesis takes half a second."""
-    if name in ("mutants", "strategies"):
+    """Import strategies only when they are asked for: hypothesis takes half a second."""
+    if name == "strategies":
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,9 @@ imports them, once, and each run is a fork of it; it never imports pureaccum or 
 import gc
 import multiprocessing
 import os
+import shutil
 import sys
+import tomllib
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +26,21 @@ IMPORTED = [
     "pytest",
 ]
 SECONDS = 300
+
+
+FAULTS = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
+PACKAGE = Path(__file__).parents[2] / "pureaccum"
+
+
+def plant(name: str, directory: Path) -> Path:
+    """Write a copy of the package that has a fault: ``old`` of it made ``new``."""
+    fault, copy = FAULTS[name], directory / "pureaccum"
+    source = (PACKAGE / fault["file"]).read_text(encoding="utf-8")
+    assert source.count(fault["old"]) == 1, f"the file was changed and {name!r} was not"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    changed = source.replace(fault["old"], fault["new"])
+    (copy / fault["file"]).write_text(changed, encoding="utf-8")
+    return copy
 
 
 def run_tests(root: Path, tests: str) -> tuple[int | None, str]:

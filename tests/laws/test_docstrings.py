@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pureaccum as pa
-from pureaccum.testing import mutants, strategies
+from pureaccum.testing import strategies
 
 
 pytestmark = [pytest.mark.project, pytest.mark.promise("pages")]
@@ -40,7 +40,7 @@ def of_module(module: ModuleType) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}", it
 
 
-PUBLIC = dict(pair for m in (pa, pa.testing, strategies, mutants) for pair in sorted(of_module(m)))
+PUBLIC = dict(pair for m in (pa, pa.testing, strategies) for pair in sorted(of_module(m)))
 # The other names in this file serve other files.
 for name in ("all_reduce", "shard_batch", "Pending"):
     PUBLIC[f"pa.distributed.{name}"] = getattr(pa.distributed, name)
