@@ -17,33 +17,17 @@ import torch
 from torch import Tensor
 
 # Classes that users find here are of this module.
-from ._base import Claim as _Claim
-from ._base import (
-    Tree,
-    agreement,
-    claim,
-    flatten,
-    mark,
-    paths,
-    refuse_sharded,
-    transform_active,
-    tree_leaves,
-    unflatten,
-)
-from ._core import (
-    AHEAD,
-    cut_batch,
-    exchange,
-    gather_one,
-    group_of,
-    meet,
-    need_rows,
-    read_batch,
-    read_state,
-    rows_to_cut,
-    sum_over_ranks_,
-)
-from ._core import AccumState as _AccumState
+from ._base.agreement import Claim as _Claim
+from ._base.agreement import agreement, claim
+from ._base.dtensors import refuse_sharded
+from ._base.states import mark
+from ._base.torch_internals import transform_active
+from ._base.trees import Tree, flatten, paths, tree_leaves, unflatten
+from ._core.accumulator import AccumState as _AccumState
+from ._core.accumulator import read_state
+from ._core.batches import cut_batch, need_rows, read_batch, rows_to_cut
+from ._core.buckets import AHEAD, group_of, meet, sum_over_ranks_
+from ._core.exchange import exchange, gather_one
 
 
 __all__ = ["Pending", "all_reduce", "gather", "psum", "shard_batch"]

@@ -3,7 +3,7 @@
 Tests that count calls, or let one of them fail, leave that one out.
 """
 
-from pureaccum._base import here
+from pureaccum._base.checks import here
 
 
 def is_dropped() -> bool:

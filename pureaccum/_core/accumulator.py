@@ -11,32 +11,20 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    Spoiled,
-    Tree,
-    add,
+from .._base.checks import (
     check_argnums,
     check_dtype,
     check_fits,
     check_state,
-    closed,
-    flatten,
-    hand_over,
-    loadable,
-    mark,
-    may_write,
-    opened,
     outside_inference_mode,
-    paths,
     positions,
     read_params,
     refuse_autocast_cache,
-    resolved,
-    scalar,
-    tree_leaves,
-    unflatten,
-    zeros,
 )
+from .._base.dtensors import closed, opened, resolved
+from .._base.states import Spoiled, hand_over, loadable, mark
+from .._base.torch_internals import may_write
+from .._base.trees import Tree, add, flatten, paths, scalar, tree_leaves, unflatten, zeros
 from .batches import Batch, read_microbatch
 from .engines import Engine, Loss, Wrt, prepare, run_window
 from .history import refusing_backward

@@ -26,20 +26,12 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    check_argnums,
-    flatten,
-    generators,
-    in_backward,
-    is_out_of_memory,
-    observed,
-    outside_inference_mode,
-    positions,
-    restore,
-    seeing,
-    transform_active,
-)
+from .._base.checks import check_argnums, outside_inference_mode, positions
+from .._base.generators import generators, restore
+from .._base.observation import observed
+from .._base.refusals import is_out_of_memory
+from .._base.torch_internals import in_backward, seeing, transform_active
+from .._base.trees import Tree, flatten
 from .batches import read_batch, rows_to_cut
 from .exchange import inside_of, onlooker
 

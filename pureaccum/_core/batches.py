@@ -19,18 +19,10 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from .._base import (
-    LARGEST_INT,
-    Tree,
-    any_sharded,
-    check_int,
-    flatten,
-    open_tree,
-    paths,
-    rows_over,
-    split_rows,
-    unflatten,
-)
+from .._base.checks import LARGEST_INT, check_int
+from .._base.containers import open_tree
+from .._base.dtensors import any_sharded, rows_over, split_rows
+from .._base.trees import Tree, flatten, paths, unflatten
 from .columns import check_object, column, is_jagged, with_lists
 
 

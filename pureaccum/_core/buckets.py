@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base import CLAIM_NUMBERS as CLAIMED
-from .._base import Claim, between_ranks, compare, owns_its_memory, patience, shared_store
+from .._base.agreement import CLAIM_NUMBERS as CLAIMED
+from .._base.agreement import Claim, between_ranks, compare
+from .._base.torch_internals import owns_its_memory, patience, shared_store
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket

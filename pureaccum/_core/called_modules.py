@@ -18,7 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import BUFFERS, PARAMETERS, Place, Refusing, here, tensor_places
+from .._base.checks import here
+from .._base.states import Refusing
+from .._base.torch_internals import BUFFERS, PARAMETERS, Place, tensor_places
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.

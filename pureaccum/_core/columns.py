@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import NAMESPACE, Flat, Tree, paths, tree_leaves
+from .._base.trees import NAMESPACE, Flat, Tree, paths, tree_leaves
 
 
 def check_object(x: Any, spec: optree.PyTreeSpec, root: str, i: int, cut: bool) -> None:

@@ -25,18 +25,10 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.overrides import TorchFunctionMode
 
-from .._base import (
-    Tree,
-    all_finite,
-    continuous,
-    custom_functions,
-    flatten,
-    generators,
-    read_tensors,
-    real_parts,
-    restore,
-    unflatten,
-)
+from .._base.checks import read_tensors
+from .._base.generators import generators, restore
+from .._base.torch_internals import custom_functions
+from .._base.trees import Tree, all_finite, continuous, flatten, real_parts, unflatten
 
 
 Leaves = Sequence[Tensor]

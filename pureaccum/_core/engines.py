@@ -17,23 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from .._base import (
-    Layout,
-    Layouts,
-    NoGraphError,
-    advise_on_vjp,
+from .._base.checks import NoGraphError, here
+from .._base.dtensors import Layout, Layouts, landed, local, refuse_sharded, sum_layouts
+from .._base.generators import generators, restore
+from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
+from .._base.torch_internals import (
     forward_ad_active,
-    generators,
     gradients,
-    here,
     innermost,
-    landed,
-    local,
     may_write,
-    refuse_pre_dispatch,
-    refuse_sharded,
-    restore,
-    sum_layouts,
     transform_active,
     without_history,
 )

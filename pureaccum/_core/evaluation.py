@@ -11,15 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    check_argnums,
-    flatten,
-    positions,
-    transform_active,
-    tree_map,
-    with_all_terms,
-)
+from .._base.checks import check_argnums, positions
+from .._base.dtensors import with_all_terms
+from .._base.torch_internals import transform_active
+from .._base.trees import Tree, flatten, tree_map
 from .auto_size import Size, automatic
 from .batches import Batch, check_sizes, cutting, read_microbatch
 from .history import refusing_backward, with_history

@@ -35,24 +35,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base import (
-    Agreement,
-    Tree,
-    accumulation_dtype,
-    agreement,
-    between_ranks,
-    claim,
-    continuous,
+from .._base.agreement import Agreement, agreement, between_ranks, claim
+from .._base.checks import here
+from .._base.containers import open_tree
+from .._base.torch_internals import (
     differentiated,
     down_to,
     forward_ad,
-    here,
     in_backward,
-    open_tree,
-    real_parts,
     transform_level,
-    unflatten,
 )
+from .._base.trees import Tree, accumulation_dtype, continuous, real_parts, unflatten
 from .batches import parts_of_batch
 from .buckets import buckets_of, group_of, meet
 from .recomputation import exchanged, note_made

@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import NOWHERE, Over, innermost, join_rows, levels, materialised, sum_dtype
+from .._base.dtensors import NOWHERE, Over, join_rows
+from .._base.torch_internals import innermost, levels, materialised
+from .._base.trees import sum_dtype
 
 
 class Rows(NamedTuple):

@@ -26,25 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .._base import (
-    NAMESPACE,
-    Refusing,
-    Tree,
-    advise_on_vjp,
-    continuous,
-    flatten,
-    generators,
-    here,
-    innermost,
-    mark,
-    nodes_of,
-    refuse_without_graph,
-    restore,
-    transform_active,
-    tree_leaves,
-    unflatten,
-    without_history,
-)
+from .._base.checks import here, refuse_without_graph
+from .._base.generators import generators, restore
+from .._base.refusals import advise_on_vjp
+from .._base.states import Refusing, mark
+from .._base.torch_internals import innermost, nodes_of, transform_active, without_history
+from .._base.trees import NAMESPACE, Tree, continuous, flatten, tree_leaves, unflatten
 from .exchange import Backward, pulled_by, recorded_here
 from .microbatch import Arguments
 from .recomputation import Again, UnseenError, exchanged, note_made

@@ -14,22 +14,11 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    NAMESPACE,
-    Tree,
-    add_once,
-    any_sharded,
-    flatten,
-    innermost,
-    is_sharded,
-    local,
-    open_tree,
-    replicated,
-    select,
-    tree_leaves,
-    unflatten,
-    with_all_terms,
-)
+from .._base.containers import open_tree
+from .._base.dtensors import any_sharded, is_sharded, local, replicated, with_all_terms
+from .._base.refusals import add_once
+from .._base.torch_internals import innermost
+from .._base.trees import NAMESPACE, Tree, flatten, select, tree_leaves, unflatten
 
 
 Reduction = Literal["mean", "sum"]

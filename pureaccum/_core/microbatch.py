@@ -16,26 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base import (
-    NOWHERE,
-    Tree,
-    check_argnums,
-    check_choice,
-    continuous,
+from .._base.checks import check_argnums, check_choice, positions
+from .._base.dtensors import NOWHERE, rows_over
+from .._base.generators import generators, restore
+from .._base.torch_internals import (
     differentiating,
-    flatten,
     forward_ad_active,
     functionalizing,
-    generators,
     in_backward,
     innermost,
-    positions,
-    restore,
-    rows_over,
     transform_active,
     transform_depth,
-    unflatten,
 )
+from .._base.trees import Tree, continuous, flatten, unflatten
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker

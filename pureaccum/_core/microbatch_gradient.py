@@ -15,22 +15,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .._base import (
-    Spoiled,
-    accumulation_dtype,
-    check_choice,
-    finite,
-    gradients,
-    gradients_into,
-    known,
-    mark,
-    norm,
-    norms_of_sums,
-    numbers_in,
-    owns_its_memory,
-    refuse_sharded,
-    zeros_for_sums,
-)
+from .._base.checks import check_choice
+from .._base.dtensors import norms_of_sums, refuse_sharded
+from .._base.states import Spoiled, mark
+from .._base.torch_internals import gradients, gradients_into, owns_its_memory
+from .._base.trees import accumulation_dtype, finite, known, norm, numbers_in, zeros_for_sums
 from .engines import Engine, Hook, Loss, Wrt, alone, hooked_gradients
 from .exchange import Backward
 from .loss import Read, Reduction

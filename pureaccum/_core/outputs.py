@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._base import (
-    NAMESPACE,
-    NOWHERE,
-    Over,
-    Tree,
+from .._base.dtensors import NOWHERE, Over
+from .._base.torch_internals import (
     compares_layouts,
-    continuous,
-    flatten,
     followed,
     forward_ad_active,
+    transform_level,
+    wants_gradient,
+)
+from .._base.trees import (
+    NAMESPACE,
+    Tree,
+    continuous,
+    flatten,
     paths,
     sum_dtype,
-    transform_level,
     tree_leaves,
     tree_map,
     unflatten,
-    wants_gradient,
 )
 from .gathered import Cut, Rows
 from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base import Tree, tree_leaves, tree_map
+from .._base.trees import Tree, tree_leaves, tree_map
 from .recomputation import cast
 
 

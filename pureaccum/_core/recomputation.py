@@ -24,17 +24,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base import (
-    Drawn,
+from .._base.generators import Drawn, noted, replaying
+from .._base.torch_internals import (
     down_to,
     followed,
     innermost,
     is_wrapped,
     memory_of,
     modes_around,
-    noted,
     recorded_at,
-    replaying,
     sequence_number,
     transform_level,
     unnoticed,

@@ -13,15 +13,11 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
+from .._base.dtensors import NOWHERE, Over, is_sharded, join_rows, local
+from .._base.trees import (
     NAMESPACE,
-    NOWHERE,
-    Over,
     Tree,
     flatten,
-    is_sharded,
-    join_rows,
-    local,
     paths,
     sum_dtype,
     tree_leaves,

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .._base import Tree, check_int
+from .._base.checks import check_int
+from .._base.trees import Tree
 from .loss import advising
 from .microbatch import Arguments, call_microbatched
 from .outputs import Whole

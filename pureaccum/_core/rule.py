@@ -21,18 +21,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from .._base import (
-    NOWHERE,
-    continuous,
+from .._base.dtensors import NOWHERE, split_rows
+from .._base.torch_internals import (
     forward_ad,
     forward_ad_active,
     mapped_levels,
-    split_rows,
     traced,
     transform_active,
     transform_level,
     without_history,
 )
+from .._base.trees import continuous
 from .batches import cutting
 from .exchange import Backward, pulled_by, recorded_here
 from .gathered import WHOLE, Cut, Fetched, Gathered

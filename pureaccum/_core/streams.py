@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._base import Tree
+from .._base.trees import Tree
 from .batches import cut_batch, read_batch, rows_to_cut
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import LARGEST_INT, check_int
+from .._base.checks import LARGEST_INT, check_int
 
 
 Bin = list[int]  # the rows of a microbatch

@@ -10,26 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    accumulation_dtype,
-    advise_on_vjp,
-    any_sharded,
+from .._base.checks import (
     check_argnums,
     check_disjoint,
     check_dtype,
-    flatten,
-    generators,
     outside_inference_mode,
     positions,
     read_params,
     refuse_autocast_cache,
-    refuse_pre_dispatch,
-    restore,
-    transform_active,
-    unflatten,
-    without_history,
 )
+from .._base.dtensors import any_sharded
+from .._base.generators import generators, restore
+from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
+from .._base.torch_internals import transform_active, without_history
+from .._base.trees import Tree, accumulation_dtype, flatten, unflatten
 from .auto_size import Size, automatic
 from .batches import check_sizes
 from .engines import Engine

@@ -18,22 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
+from .._base.dtensors import (
     Layouts,
     any_sharded,
-    as_scalar_of,
-    at_once,
-    foreach_add_,
-    foreach_div_,
-    is_finite,
     local,
-    on_host,
-    real_parts,
     replicated,
-    scalars_of,
     true_on_all_ranks,
     with_all_terms,
 )
+from .._base.torch_internals import foreach_add_, foreach_div_
+from .._base.trees import as_scalar_of, at_once, is_finite, on_host, real_parts, scalars_of
 from .loss import Read, Reduction, Shape, counts, join_aux
 
 

@@ -10,21 +10,15 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    NOWHERE,
+from .._base.dtensors import NOWHERE, any_sharded, closed, opened, resolved, rows_over
+from .._base.torch_internals import may_write, transform_active
+from .._base.trees import (
     Tree,
     all_finite_of,
-    any_sharded,
-    closed,
     is_finite,
     known,
-    may_write,
-    opened,
     paths,
-    resolved,
-    rows_over,
     scalar,
-    transform_active,
     unflatten,
     zeros_for_sums,
 )

@@ -26,27 +26,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._base import (
+from .._base.checks import here
+from .._base.dtensors import local
+from .._base.observation import observed, put_back_attributes, put_back_hooks
+from .._base.states import Refusing
+from .._base.torch_internals import (
     BUFFERS,
     PARAMETERS,
-    Refusing,
     dispatched,
-    here,
     is_compiled_module,
     is_taken_as_new,
     leads_to,
-    local,
     memory_of,
-    observed,
-    paths,
-    put_back_attributes,
-    put_back_hooks,
     transform_active,
-    tree_leaves,
     unnoticed,
     versions,
     written_by,
 )
+from .._base.trees import paths, tree_leaves
 from .called_modules import origins
 
 

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import pureaccum as pa
 
-from .._core import counting
+from .._core.auto_size import counting
 
 
 Tensors = dict[str, Tensor]

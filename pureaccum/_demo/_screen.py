@@ -20,7 +20,7 @@ from rich.table import Table
 
 import pureaccum as pa
 
-from .._base import tree_map
+from .._base.trees import tree_map
 from ..checkpoint.files import whole_file
 from ._race import (
     RATE,

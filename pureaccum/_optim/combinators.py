@@ -17,22 +17,17 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
+from .._base.checks import check_number, check_same_structure, read_params
+from .._base.dtensors import any_sharded
+from .._base.states import Spoiled, hand_over, mark
+from .._base.torch_internals import foreach_mul_, may_write
+from .._base.trees import (
     Flat,
-    Spoiled,
     Tree,
-    any_sharded,
     at_once,
-    check_number,
-    check_same_structure,
     flatten,
-    foreach_mul_,
     global_norm,
-    hand_over,
-    mark,
-    may_write,
     paths,
-    read_params,
     scalars_of,
     tree_leaves,
     unflatten,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import LARGEST_INT, check_choice, check_int, check_number
+from .._base.checks import LARGEST_INT, check_choice, check_int, check_number
 from .schedules import (
     COUNT,
     Schedule,

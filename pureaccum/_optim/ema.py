@@ -14,31 +14,29 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    Flat,
-    Tree,
-    accumulation_dtype,
-    any_tangent,
-    at_once,
+from .._base.checks import (
     check_fits,
     check_number,
     check_state,
-    closed,
-    continuous,
-    flatten,
-    foreach_lerp,
     here,
-    known,
-    loadable,
-    moved,
-    on_host,
-    opened,
-    paths,
-    placed_like,
     read_tensors,
     refuse_without_graph,
+)
+from .._base.dtensors import closed, opened, placed_like
+from .._base.states import loadable
+from .._base.torch_internals import any_tangent, foreach_lerp, transform_active
+from .._base.trees import (
+    Flat,
+    Tree,
+    accumulation_dtype,
+    at_once,
+    continuous,
+    flatten,
+    known,
+    moved,
+    on_host,
+    paths,
     scalars_of,
-    transform_active,
     unflatten,
 )
 from .schedules import Schedule, rate_at

@@ -16,25 +16,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    Flat,
-    Spoiled,
-    Tree,
-    any_tangent,
-    check_same_structure,
-    check_state,
-    flatten,
-    loadable,
-    mark,
-    outside_inference_mode,
-    read_params,
-    taken,
-    transform_active,
-    tree_leaves,
-    tree_map,
-    unflatten,
-    with_settings,
-)
+from .._base.checks import check_same_structure, check_state, outside_inference_mode, read_params
+from .._base.states import Spoiled, loadable, mark, taken, with_settings
+from .._base.torch_internals import any_tangent, transform_active
+from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
 from .update import Applied, Optimizer, Ready, optimizer_of
 

@@ -17,25 +17,23 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Flat,
-    Tree,
-    accumulation_dtype,
-    any_tangent,
+from .._base.checks import (
     check_choice,
     check_int,
     check_number,
     check_state,
-    copies,
-    flatten,
-    foreach_add_,
-    hand_over,
-    loadable,
     outside_inference_mode,
     read_params,
+)
+from .._base.dtensors import refuse_sharded
+from .._base.states import copies, hand_over, loadable
+from .._base.torch_internals import any_tangent, foreach_add_, transform_active
+from .._base.trees import (
+    Flat,
+    Tree,
+    accumulation_dtype,
+    flatten,
     real_parts,
-    refuse_sharded,
-    transform_active,
     tree_leaves,
     unflatten,
     widest_dtype,

@@ -16,16 +16,10 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.sgd import sgd as torch_sgd
 
-from .._base import (
-    Tree,
-    as_scalar_of,
-    check_number,
-    fused_adam,
-    known,
-    loadable,
-    may_be_differentiated,
-    moved,
-)
+from .._base.checks import check_number
+from .._base.states import loadable
+from .._base.torch_internals import fused_adam, may_be_differentiated
+from .._base.trees import Tree, as_scalar_of, known, moved
 from .schedules import check_rate
 from .update import Columns, Method, Optimizer, Rate, by_method, refuse_fused
 

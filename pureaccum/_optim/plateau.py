@@ -13,17 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    LARGEST_INT,
-    check_choice,
-    check_int,
-    check_number,
-    check_state,
-    loadable,
-    moved,
-    refuse_sharded,
-    scalar,
-)
+from .._base.checks import LARGEST_INT, check_choice, check_int, check_number, check_state
+from .._base.dtensors import refuse_sharded
+from .._base.states import loadable
+from .._base.trees import moved, scalar
 from .schedules import read_rate
 
 

@@ -14,28 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Flat,
-    Tree,
-    all_finite,
+from .._base.checks import (
     as_float,
     check_fits,
     check_number,
     check_state,
-    closed,
-    global_norm,
-    loadable,
-    opened,
     outside_inference_mode,
-    paths,
-    placed_like,
     read_params,
     read_tensors,
-    scalar,
-    scalars_of,
-    transform_active,
-    unflatten,
 )
+from .._base.dtensors import closed, opened, placed_like
+from .._base.states import loadable
+from .._base.torch_internals import transform_active
+from .._base.trees import Flat, Tree, all_finite, global_norm, paths, scalar, scalars_of, unflatten
 from .combinators import as_optimizer
 
 

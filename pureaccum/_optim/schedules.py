@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._base import (
-    LARGEST_INT,
-    as_float,
-    check_int,
-    check_number,
-    known,
-    moved,
-    numbers_in,
-    paths,
-)
+from .._base.checks import LARGEST_INT, as_float, check_int, check_number
+from .._base.trees import known, moved, numbers_in, paths
 
 
 Schedule = Callable[[Tensor], Any]

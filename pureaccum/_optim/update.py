@@ -18,34 +18,20 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
+from .._base.checks import check_fits, check_state, here, read_params, refuse_without_graph
+from .._base.dtensors import Layouts, any_sharded, closed, opened, placed_like
+from .._base.states import Spoiled, copies, mark, taken, with_settings
+from .._base.torch_internals import any_tangent, may_write, transform_active
+from .._base.trees import (
     Flat,
-    Layouts,
-    Spoiled,
     Tree,
-    any_sharded,
-    any_tangent,
-    check_fits,
-    check_state,
-    closed,
-    copies,
     flatten,
-    here,
     in_common,
     known,
-    mark,
-    may_write,
     moved,
-    opened,
-    placed_like,
-    read_params,
-    refuse_without_graph,
-    taken,
-    transform_active,
     tree_leaves,
     tree_map,
     unflatten,
-    with_settings,
 )
 from .schedules import Schedule, check_held, check_kept, is_sound, rate_at
 

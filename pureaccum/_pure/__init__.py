@@ -6,11 +6,3 @@ one microbatch, ``trace`` writes its operations down, with ``symbols`` for value
 cuts them where ``batch_norm`` merges moments. ``keys`` stands alone, and makes random numbers of a
 key and a position.
 """
-
-from .functional import functional as functional
-from .keys import dropout as dropout
-from .keys import fold_in as fold_in
-from .keys import key as key
-from .keys import normal as normal
-from .keys import split_key as split_key
-from .keys import uniform as uniform

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._base import Asking, accumulation_dtype, transform_active
-from .._core import gather_one
+from .._base.torch_internals import Asking, transform_active
+from .._base.trees import accumulation_dtype
+from .._core.exchange import gather_one
 
 
 class Share(NamedTuple):

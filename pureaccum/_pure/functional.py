@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._base import BUFFERS, LARGEST_INT, any_mapped, tensor_hooks, transform_active, unnoticed
-from .._core import Keep, group_of
+from .._base.checks import LARGEST_INT
+from .._base.torch_internals import BUFFERS, any_mapped, tensor_hooks, transform_active, unnoticed
+from .._core.buckets import group_of
+from .._core.microbatch import Keep
 from .microbatched_module import WholeBatch
 from .shell import Places, call_module, full_name, own_tensor, places_of
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import check_int, check_number, is_sharded, locally, may_write, shown
+from .._base.checks import check_int, check_number, shown
+from .._base.dtensors import is_sharded, locally
+from .._base.torch_internals import may_write
 
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)

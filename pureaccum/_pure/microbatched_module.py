@@ -25,33 +25,23 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._base import (
-    Tree,
-    dispatched,
-    flatten,
-    generators,
-    is_compiled_module,
-    observed,
-    open_tree,
-    paths,
-    refuse_sharded,
-    restore,
-    tree_map,
-    unflatten,
-    unnoticed,
-)
-from .._core import (
-    Keep,
+from .._base.containers import open_tree
+from .._base.dtensors import refuse_sharded
+from .._base.generators import generators, restore
+from .._base.observation import observed
+from .._base.torch_internals import dispatched, is_compiled_module, unnoticed
+from .._base.trees import Tree, flatten, paths, tree_map, unflatten
+from .._core.batches import (
     check_sizes,
-    group_of,
-    microbatch,
     need_rows,
     parts_of_batch,
     read_batch,
     rows_to_cut,
     sizes_of_batch,
-    unguarded,
 )
+from .._core.buckets import group_of
+from .._core.microbatch import Keep, microbatch
+from .._core.writes import unguarded
 from .batch_norm import (
     BatchMoments,
     Scaling,

@@ -16,26 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from .._base import (
+from .._base.checks import outside_inference_mode
+from .._base.containers import open_tree
+from .._base.generators import generators, restore
+from .._base.torch_internals import (
     BUFFERS,
     down_to,
     effects_of,
-    generators,
     is_cache,
     is_taken_as_new,
     memory_of,
     one_member,
-    open_tree,
-    outside_inference_mode,
-    restore,
     seeing,
-    tree_leaves,
     unnoticed,
     untraced,
     version,
     written_by,
 )
-from .._core import ALONE
+from .._base.trees import tree_leaves
+from .._core.called_modules import ALONE
 from .batch_norm import couples, nearly_of_itself
 from .shell import TABLES, Places, call_itself, call_module, own_tensor, places_of, take_shell
 from .symbols import Symbol

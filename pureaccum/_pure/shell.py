@@ -36,24 +36,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
-from .._base import (
+from .._base.checks import here
+from .._base.observation import observed, put_back_attributes, put_back_hooks
+from .._base.torch_internals import (
     BUFFERS,
     CHILDREN,
     PARAMETERS,
     Asking,
     dispatched,
-    here,
     is_cache,
     is_compiled_module,
-    observed,
-    put_back_attributes,
-    put_back_hooks,
     saved_tensors_hooks,
     saved_tensors_hooks_allowed,
     seeing,
-    tree_leaves,
 )
-from .._core import ALONE, origins
+from .._base.trees import tree_leaves
+from .._core.called_modules import ALONE, origins
 
 
 Vars = dict[str, Any]

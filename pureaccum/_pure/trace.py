@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from .._base import is_wrapped, memory_of, one_member, tree_leaves, versions
-from .._core import origins
+from .._base.torch_internals import is_wrapped, memory_of, one_member, versions
+from .._base.trees import tree_leaves
+from .._core.called_modules import origins
 from .batch_norm import BATCH_NORMS, WithoutBatchNorm, batch_norm_call, check_input, in_training
 from .symbols import ROWS, Amount, Formed, Symbol, amount, symbol_of, value_of, values_in
 

@@ -6,15 +6,3 @@ multiplied goes ``by_layers``: ``layers`` tell what they see, by their ``layer_r
 gradients come as ``outer_products``. ``clipping``, ``noise_scale`` and ``gramian`` are what that is
 used for: DP-SGD's noisy sum, how much gradients scatter, and their products with one another.
 """
-
-from .clipping import add_noise as add_noise
-from .clipping import clipped_sum as clipped_sum
-from .gramian import gramian as gramian
-from .noise_scale import BatchNoise as BatchNoise
-from .noise_scale import NoiseScale as NoiseScale
-from .noise_scale import noise_of as noise_of
-from .noise_scale import noise_scale as noise_scale
-from .noise_scale import running_noise_scale as running_noise_scale
-from .per_sample import per_sample_accumulator as per_sample_accumulator
-from .per_sample import per_sample_grad as per_sample_grad
-from .reducers import Moments as Moments

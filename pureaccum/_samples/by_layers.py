@@ -13,18 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from .._base import (
-    LARGEST_INT,
-    Tree,
-    generators,
-    here,
-    is_out_of_memory,
-    over_rows,
-    read_tensors,
-    restore,
-    unflatten,
-)
-from .._core import cutting, in_one_list, inside_of, join_aux, onlooker, read, read_again
+from .._base.checks import LARGEST_INT, here, read_tensors
+from .._base.generators import generators, restore
+from .._base.refusals import is_out_of_memory
+from .._base.torch_internals import over_rows
+from .._base.trees import Tree, unflatten
+from .._core.batches import cutting
+from .._core.exchange import inside_of, onlooker
+from .._core.loss import in_one_list, join_aux, read, read_again
 from .chunks import (
     OF_EACH,
     Chunk,

@@ -16,47 +16,30 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
+from .._base.checks import (
     LARGEST_INT,
-    Tree,
-    at_top_level,
     check_choice,
     check_disjoint,
-    flatten,
-    forward_ad_active,
-    global_norm,
-    gradients,
-    may_write,
     positions,
     read_params,
     read_tensors,
     refuse_autocast_cache,
-    refuse_sharded,
+)
+from .._base.dtensors import refuse_sharded
+from .._base.refusals import vmap_refusal
+from .._base.torch_internals import (
+    at_top_level,
+    forward_ad_active,
+    gradients,
+    may_write,
     transform_active,
-    tree_map,
-    unflatten,
-    vmap_refusal,
 )
-from .._core import (
-    Batch,
-    Engine,
-    Given,
-    Known,
-    Pull,
-    Wrt,
-    alone,
-    as_they_are,
-    captures_are_sought,
-    check_size,
-    cut_batch,
-    cutting,
-    guarding,
-    join_aux,
-    prepare,
-    read_batch,
-    rows_to_cut,
-    run_window,
-)
+from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
+from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
+from .._core.engines import Engine, Pull, Wrt, alone, as_they_are, prepare, run_window
+from .._core.loss import join_aux
+from .._core.recomputation import captures_are_sought
+from .._core.writes import Given, Known, guarding
 from .outer_products import Outer
 from .scaling import Clip, Transform, norms_as_tree, parts_of, scaled_and_kept, scalings_of
 

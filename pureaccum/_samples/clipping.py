@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import (
+from .._base.checks import check_number, read_params
+from .._base.trees import (
     Tree,
     accumulation_dtype,
     as_scalar_of,
-    check_number,
     flatten,
     paths,
-    read_params,
     real_parts,
     unflatten,
 )
-from .._optim import clip_by_global_norm
-from .._pure import fold_in, normal
+from .._optim.combinators import clip_by_global_norm
+from .._pure.keys import fold_in, normal
 from .chunks import Randomness, SampleEngine
 from .per_sample import per_sample_grad
 from .scaling import Clip

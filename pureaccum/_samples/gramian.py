@@ -15,19 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    accumulation_dtype,
+from .._base.checks import (
     check_argnums,
     check_disjoint,
-    flatten,
     outside_inference_mode,
     positions,
     read_params,
-    refuse_sharded,
-    tree_leaves,
 )
-from .._core import Batch, cut_batch, known_of, need_rows, read_batch, rows_to_cut, with_history
+from .._base.dtensors import refuse_sharded
+from .._base.trees import Tree, accumulation_dtype, flatten, tree_leaves
+from .._core.batches import Batch, cut_batch, need_rows, read_batch, rows_to_cut
+from .._core.history import with_history
+from .._core.writes import known_of
 from .by_layers import with_factors
 from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
 from .outer_products import Outer, inner_products

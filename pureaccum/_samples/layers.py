@@ -23,17 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base import (
-    accumulation_dtype,
+from .._base.checks import here
+from .._base.torch_internals import (
     as_members,
     below_vmap,
     ends_of,
     gradients,
-    here,
     members_of,
     over_rows,
     transform_level,
 )
+from .._base.trees import accumulation_dtype
 from .layer_rules import KEYED, RULES
 from .outer_products import Outer, sum_of_parts, zero_gradients
 

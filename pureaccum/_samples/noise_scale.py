@@ -14,20 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    check_number,
-    check_state,
-    flatten,
-    loadable,
-    norm,
-    paths,
-    read_params,
-    tree_leaves,
-    tree_map,
-    where,
-)
-from .._core import AccumState
+from .._base.checks import check_number, check_state, read_params
+from .._base.states import loadable
+from .._base.trees import Tree, flatten, norm, paths, tree_leaves, tree_map, where
+from .._core.accumulator import AccumState
 from .reducers import Moments
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._base import accumulation_dtype, continuous, real_parts
+from .._base.trees import accumulation_dtype, continuous, real_parts
 
 
 class Outer(NamedTuple):

@@ -15,52 +15,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import (
-    NOWHERE,
-    Over,
-    Spoiled,
-    Tree,
-    add,
-    any_sharded,
+from .._base.checks import (
     check_argnums,
     check_disjoint,
     check_dtype,
-    close_rows,
-    flatten,
-    hand_over,
-    is_sharded,
-    local,
-    mark,
-    may_write,
     outside_inference_mode,
-    placed_like,
     positions,
     read_params,
+)
+from .._base.dtensors import (
+    NOWHERE,
+    Over,
+    any_sharded,
+    close_rows,
+    is_sharded,
+    local,
+    placed_like,
     refuse_sharded,
     replicated,
     rows_over,
     sum_over,
-    transform_active,
-    tree_leaves,
-    tree_map,
-    unflatten,
     whole,
 )
-from .._core import (
-    NO_GRAPH,
-    AccumState,
-    Accumulator,
-    check_squares,
-    counts,
-    divisor,
-    empty,
-    is_reducer,
-    known_of,
-    mean_value,
-    read_state,
-    refusing_backward,
-    with_history,
-)
+from .._base.states import Spoiled, hand_over, mark
+from .._base.torch_internals import may_write, transform_active
+from .._base.trees import Tree, add, flatten, tree_leaves, tree_map, unflatten
+from .._core.accumulator import NO_GRAPH, AccumState, Accumulator, check_squares, empty, read_state
+from .._core.history import refusing_backward, with_history
+from .._core.loss import counts, divisor, mean_value
+from .._core.reductions import is_reducer
+from .._core.writes import known_of
 from .by_layers import with_shortcut
 from .chunks import (
     Chunk,

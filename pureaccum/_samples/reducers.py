@@ -16,20 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    add,
-    as_scalar_of,
-    check_fits,
-    flatten,
-    loadable,
-    may_write,
-    tree_leaves,
-    tree_map,
-    unflatten,
-    zeros,
-)
-from .._core import Reducer, divided, divisor, is_reducer, quotient
+from .._base.checks import check_fits
+from .._base.states import loadable
+from .._base.torch_internals import may_write
+from .._base.trees import Tree, add, as_scalar_of, flatten, tree_leaves, tree_map, unflatten, zeros
+from .._core.loss import divisor
+from .._core.reductions import Reducer, is_reducer
+from .._core.weights import divided, quotient
 from .chunks import Chunk, like_transformed, need_leaves
 from .outer_products import Outer, add_weighted_, norms_of, only_kept, written_out
 from .scaling import Clip, Transform

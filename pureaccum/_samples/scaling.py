@@ -13,9 +13,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import NAMESPACE, Tree, on_host, tree_leaves, tree_map
-from .._core import counts, quotient
-from .._optim import GradientMap
+from .._base.trees import NAMESPACE, Tree, on_host, tree_leaves, tree_map
+from .._core.loss import counts
+from .._core.weights import quotient
+from .._optim.combinators import GradientMap
 
 
 Transform = Callable[[Tree], Tree] | GradientMap | Literal["normalize", "sign"] | None

@@ -14,15 +14,3 @@ are added up before they are divided. The files follow each other:
     memory_report                   what a step holds in memory
     taken_over                      going on with a run of torch's, and back
 """
-
-from .loss_scale import LossScaleState as LossScaleState
-from .loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from .loss_scale import static_loss_scale as static_loss_scale
-from .memory_report import Memory as Memory
-from .memory_report import MemoryReport as MemoryReport
-from .memory_report import memory_report as memory_report
-from .state import StepInfo as StepInfo
-from .state import TrainState as TrainState
-from .step import make_step as make_step
-from .taken_over import export_state as export_state
-from .taken_over import import_state as import_state

@@ -29,17 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._base import (
-    Tree,
-    check_choice,
-    check_fits,
-    flatten,
-    here,
-    loadable,
-    paths,
-    read_tensors,
-    unflatten,
-)
+from .._base.checks import check_choice, check_fits, here, read_tensors
+from .._base.states import loadable
+from .._base.trees import Tree, flatten, paths, unflatten
 
 
 Threading = Literal["freeze", "sequential", "pooled"]

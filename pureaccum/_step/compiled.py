@@ -12,37 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import (
-    CompileError,
-    Tree,
-    any_sharded,
-    attempt,
-    check_state,
-    flatten,
-    is_limit,
-    mark,
-    open_tree,
-    put_back,
-    refuse_autocast_cache,
-    tree_leaves,
-    tree_map,
-)
-from .._core import (
-    AuxState,
+from .._base.checks import check_state, refuse_autocast_cache
+from .._base.containers import open_tree
+from .._base.dtensors import any_sharded
+from .._base.generators import put_back
+from .._base.refusals import CompileError, attempt, is_limit
+from .._base.states import mark
+from .._base.trees import Tree, flatten, tree_leaves, tree_map
+from .._core.batches import (
     Batch,
-    Given,
-    Rule,
     cut_batch,
-    finish_aux,
-    fold_stack,
-    guarding,
-    knows,
     read_batch,
     read_microbatch,
     refuse_in_graphs,
     rows_to_cut,
-    stack_of_one,
 )
+from .._core.microbatch_gradient import Rule
+from .._core.reductions import AuxState, finish_aux, fold_stack, stack_of_one
+from .._core.writes import Given, guarding, knows
 from .buffers import begin_buffers
 from .constants import Values, check_values, looks_of
 from .graphs import (

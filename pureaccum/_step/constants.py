@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._base import CompileError, paths
-from .._core import Given
+from .._base.refusals import CompileError
+from .._base.trees import paths
+from .._core.writes import Given
 
 
 MOST_VALUES = 8  # of one number; torch by itself allows as many graphs of one function

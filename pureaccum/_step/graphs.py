@@ -29,18 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Flat,
-    Tree,
-    accumulation_dtype,
-    compile_anew,
-    flatten,
-    let_vary,
-    tree_leaves,
-    tree_map,
-    unflatten,
-)
-from .._core import Batch, Microbatch, cut_batch, power_of_two, read_batch, share_of
+from .._base.torch_internals import compile_anew, let_vary
+from .._base.trees import Flat, Tree, accumulation_dtype, flatten, tree_leaves, tree_map, unflatten
+from .._core.batches import Batch, cut_batch, read_batch
+from .._core.reductions import share_of
+from .._core.weights import Microbatch, power_of_two
 from .constants import looks_of
 from .microbatch_loss import caller
 from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of

@@ -10,18 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    accumulation_dtype,
-    as_scalar_of,
-    check_int,
-    check_number,
-    check_state,
-    loadable,
-    tree_map,
-    tree_set,
-    with_settings,
-)
+from .._base.checks import check_int, check_number, check_state
+from .._base.named_leaves import tree_set
+from .._base.states import loadable, with_settings
+from .._base.trees import Tree, accumulation_dtype, as_scalar_of, tree_map
 
 
 @loadable

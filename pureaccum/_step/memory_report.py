@@ -12,18 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    accumulation_dtype,
-    check_state,
-    generators,
-    imagining,
-    read_params,
-    restore,
-    tree_leaves,
-    tree_map,
-)
-from .._core import Live, counting
+from .._base.checks import check_state, read_params
+from .._base.generators import generators, restore
+from .._base.torch_internals import imagining
+from .._base.trees import Tree, accumulation_dtype, tree_leaves, tree_map
+from .._core.auto_size import Live, counting
 from .state import TrainState
 
 

@@ -11,27 +11,15 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    any_sharded,
-    flatten,
-    is_sharded,
-    numbers_of_rows,
-    open_tree,
-    rows_like,
-    unflatten,
-)
-from .._core import (
-    Batch,
-    Given,
-    LossOfPart,
-    Microbatch,
-    advise_on_arguments,
-    advising,
-    is_pair,
-    need_rows,
-)
-from .._pure import fold_in
+from .._base.containers import open_tree
+from .._base.dtensors import any_sharded, is_sharded, numbers_of_rows, rows_like
+from .._base.trees import Tree, flatten, unflatten
+from .._core.batches import Batch, need_rows
+from .._core.loss import advise_on_arguments, advising, is_pair
+from .._core.weights import Microbatch
+from .._core.whole_batch import LossOfPart
+from .._core.writes import Given
+from .._pure.keys import fold_in
 from .buffers import advance_buffers, collect_buffers, watching
 from .state import Plan, TrainState
 

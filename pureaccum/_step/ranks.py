@@ -15,25 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base import (
+from .._base.agreement import (
     Agreement,
     Claim,
-    Tree,
     agreement,
-    at_top_level,
     between_ranks,
     claim,
-    differentiated,
-    differentiating,
-    flatten,
     nothing_of,
-    read_params,
-    refuse_sharded,
     settings_of,
     tied,
-    unflatten,
 )
-from .._core import AccumState, any_rank, exchange, gather_one, meet
+from .._base.checks import read_params
+from .._base.dtensors import refuse_sharded
+from .._base.torch_internals import at_top_level, differentiated, differentiating
+from .._base.trees import Tree, flatten, unflatten
+from .._core.accumulator import AccumState
+from .._core.buckets import meet
+from .._core.exchange import any_rank, exchange, gather_one
 from ..distributed import begin_sum
 from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
 from .state import Plan, StepWindow, TrainState

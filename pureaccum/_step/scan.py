@@ -24,32 +24,16 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Tree, flatten, scan, unflatten, zeros
-from .._core import (
-    AccumState,
-    Accumulated,
-    Accumulation,
-    AuxState,
-    LossOfPart,
-    Microbatch,
-    Rule,
-    Stack,
-    Tally,
-    Weighing,
-    Wrt,
-    add_microbatch,
-    counted,
-    fold_aux,
-    fold_stack,
-    power_of_two,
-    prepare,
-    read,
-    read_batch,
-    scaled,
-    settle,
-    share_of,
-    term_of,
-)
+from .._base.torch_internals import scan
+from .._base.trees import Tree, flatten, unflatten, zeros
+from .._core.accumulator import AccumState, counted
+from .._core.batches import read_batch
+from .._core.engines import Wrt, prepare
+from .._core.loss import read
+from .._core.microbatch_gradient import Rule, add_microbatch
+from .._core.reductions import AuxState, Stack, fold_aux, fold_stack, share_of
+from .._core.weights import Microbatch, Tally, Weighing, power_of_two, scaled, settle, term_of
+from .._core.whole_batch import Accumulated, Accumulation, LossOfPart
 
 
 LITTLE = 2**20  # bytes that the forward passes of all that go together keep

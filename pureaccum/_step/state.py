@@ -7,20 +7,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._base import (
-    Agreement,
-    Flat,
-    Tree,
-    check_same_structure,
-    check_state,
-    flatten,
-    loadable,
-    read_params,
-    refuse_autocast_cache,
-    transform_active,
-)
-from .._core import AccumState, Known, Policy, Rule, call_with_history, check_belongs, group_of
-from .._optim import Optimizer
+from .._base.agreement import Agreement
+from .._base.checks import check_same_structure, check_state, read_params, refuse_autocast_cache
+from .._base.states import loadable
+from .._base.torch_internals import transform_active
+from .._base.trees import Flat, Tree, flatten
+from .._core.accumulator import AccumState, check_belongs
+from .._core.buckets import group_of
+from .._core.history import call_with_history
+from .._core.microbatch_gradient import Rule
+from .._core.precision import Policy
+from .._core.writes import Known
+from .._optim.update import Optimizer
 from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
 

@@ -15,40 +15,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
+from .._base.checks import (
     check_int,
     check_state,
     outside_inference_mode,
-    paths,
     read_params,
     refuse_without_graph,
-    transform_active,
-    tree_map,
-    without_history,
 )
-from .._core import (
-    Engine,
-    Nonfinite,
-    Policy,
-    Reduction,
-    Rule,
-    Search,
-    by_memory,
-    check_reduce,
-    check_rule,
-    check_sizes,
-    cut_batch,
-    group_of,
-    is_auto,
-    known_of,
-    read_batch,
-    rows_to_cut,
-    sizes_of_batch,
-    under,
-)
-from .._optim import as_optimizer
-from .._pure import key
+from .._base.torch_internals import transform_active, without_history
+from .._base.trees import Tree, paths, tree_map
+from .._core.auto_size import Search, by_memory, is_auto
+from .._core.batches import check_sizes, cut_batch, read_batch, rows_to_cut, sizes_of_batch
+from .._core.buckets import group_of
+from .._core.engines import Engine
+from .._core.loss import Reduction
+from .._core.microbatch_gradient import Nonfinite, Rule, check_rule
+from .._core.precision import Policy, under
+from .._core.reductions import check_reduce
+from .._core.writes import known_of
+from .._optim.combinators import as_optimizer
+from .._pure.keys import key
 from .buffers import Threading, begin_buffers, check_policy
 from .compiled import CompiledStep, check_compilable
 from .loss_scale import LossScale

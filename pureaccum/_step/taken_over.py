@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import check_int, check_state, flatten, made_with, tree_set, unflatten
-from .._optim import AdamState, SGDState, TorchState
+from .._base.checks import check_int, check_state
+from .._base.named_leaves import tree_set
+from .._base.states import made_with
+from .._base.trees import flatten, unflatten
+from .._optim.from_torch import TorchState
+from .._optim.optimizers import AdamState, SGDState
 from .loss_scale import scale_of_scaler
 from .state import TrainState
 
@@ -383,16 +387,13 @@ def _exported(node: State, names: list[str]) -> Iterator[tuple[str, dict[str, An
     if isinstance(node, TorchState):
         rate = node.group["lr"].item() if "lr" in node.group else None
         for name, kept in zip(names, node.per_leaf, strict=True):
-            yield name, {k: _copied(x) for k, x in kept.items()} if count else {}, rate
+            own = {k: x.detach().clone() if isinstance(x, Tensor) else x for k, x in kept.items()}
+            yield name, own if count else {}, rate
         return
     rate = node.lr.item() if isinstance(node.lr, Tensor) else None
     columns = {key: flatten(getattr(node, f))[0] for f, key in KEPT[type(node)].items()}
     for i, name in enumerate(names):
-        kept = {key: _copied(leaves[i]) for key, leaves in columns.items() if leaves}
+        kept = {key: leaves[i].detach().clone() for key, leaves in columns.items() if leaves}
         if isinstance(node, AdamState):
             kept = {"step": torch.tensor(float(count)), **kept}
         yield name, kept if count else {}, rate
-
-
-def _copied(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x

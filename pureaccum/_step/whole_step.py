@@ -10,34 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import (
-    Flat,
-    Tree,
-    add,
-    apart,
-    check_state,
-    flatten,
-    mark,
-    may_write,
-    tree_leaves,
-    tree_map,
-    unflatten,
-)
-from .._core import (
-    Accumulated,
-    Accumulation,
-    AuxState,
-    CutBatch,
-    Microbatch,
-    accumulate,
-    finish_aux,
-    in_tensors,
-    inside_of,
-    need_rows,
-    onlooker,
-    read_batch,
-    read_cut,
-)
+from .._base.checks import check_state
+from .._base.states import mark
+from .._base.torch_internals import may_write
+from .._base.trees import Flat, Tree, add, apart, flatten, tree_leaves, tree_map, unflatten
+from .._core.accumulator import in_tensors
+from .._core.batches import need_rows, read_batch
+from .._core.exchange import inside_of, onlooker
+from .._core.reductions import AuxState, finish_aux
+from .._core.weights import Microbatch
+from .._core.whole_batch import Accumulated, Accumulation, CutBatch, accumulate, read_cut
 from .buffers import begin_buffers
 from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
 from .ranks import before_this_rank, of_all_ranks, on_this_rank

@@ -19,30 +19,21 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    LARGEST_INT,
-    Layouts,
-    Spoiled,
+from .._base.checks import LARGEST_INT, check_int, check_same_structure, check_state
+from .._base.dtensors import Layouts, closed, norms_of_parts, opened, resolved
+from .._base.states import Spoiled, hand_over, mark
+from .._base.torch_internals import may_write
+from .._base.trees import (
     Tree,
     all_finite_of,
     apart,
-    check_int,
-    check_same_structure,
-    check_state,
-    closed,
     flatten,
-    hand_over,
     is_finite,
     known,
-    mark,
-    may_write,
     moved,
     norm,
     norm_of_all,
-    norms_of_parts,
     on_host,
-    opened,
-    resolved,
     scalar,
     seen_finite,
     tree_leaves,
@@ -51,22 +42,14 @@ from .._base import (
     where,
     zeros,
 )
-from .._core import (
-    AccumState,
-    AuxState,
-    Given,
-    Microbatch,
-    divided,
-    divisor,
-    empty,
-    finish_aux,
-    fold_aux,
-    mean_value,
-    read_microbatch,
-    updated,
-)
-from .._core import merged as merge_states
-from .._samples import BatchNoise, noise_of
+from .._core.accumulator import AccumState, empty, updated
+from .._core.accumulator import merged as merge_states
+from .._core.batches import read_microbatch
+from .._core.loss import divisor, mean_value
+from .._core.reductions import AuxState, finish_aux, fold_aux
+from .._core.weights import Microbatch, divided
+from .._core.writes import Given
+from .._samples.noise_scale import BatchNoise, noise_of
 from .buffers import begin_buffers, finish_buffers, merged_moments
 from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
 from .ranks import of_all_ranks, refuse_derivative

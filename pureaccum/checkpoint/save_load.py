@@ -15,23 +15,20 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
+from .._base.agreement import value_in_words
+from .._base.dtensors import (
     any_sharded,
     block_of,
-    flatten,
     is_sharded,
     landed,
     layout_of,
     local,
-    paths,
     resolved,
-    transform_active,
-    unflatten,
-    value_in_words,
     whole_layout,
 )
-from .._base import close as in_layout
+from .._base.dtensors import close as in_layout
+from .._base.torch_internals import transform_active
+from .._base.trees import Tree, flatten, paths, unflatten
 from .file_format import SCALARS, SHOWN, Contents, Piece, read_header, row_by_row, whole_piece
 from .files import Path, read_piece, tile, whole_file, write_file
 from .shards import all_or_none, check_parts, files_of, is_ours_to_write, not_whole, save_by_ranks

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base import Table, between_ranks, differences, largest, layout_of
+from .._base.agreement import Table, between_ranks, differences
+from .._base.dtensors import largest, layout_of
 from .file_format import Contents, Part, Piece
 from .files import whole_folder, write_file
 

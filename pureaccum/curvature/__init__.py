@@ -5,7 +5,7 @@
 ``operator`` writes them with ``@`` and hands them to SciPy.
 """
 
-from .._base import make_public as _make_public
+from .._base.states import make_public as _make_public
 from .cg import CG as CG
 from .cg import CGState as CGState
 from .cg import cg as cg

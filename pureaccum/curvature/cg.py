@@ -16,20 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    as_scalar_of,
-    check_fits,
-    check_int,
-    check_number,
-    check_state,
-    flatten,
-    global_norm,
-    loadable,
-    read_params,
-    tree_map,
-    unflatten,
-)
+from .._base.checks import check_fits, check_int, check_number, check_state, read_params
+from .._base.states import loadable
+from .._base.trees import Tree, as_scalar_of, flatten, global_norm, tree_map, unflatten
 from .derivatives import inner
 
 

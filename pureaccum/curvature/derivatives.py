@@ -15,14 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
-from .._base import (
-    accumulation_dtype,
-    generators,
-    real_parts,
-    restore,
-    saved_tensors_hooks_allowed,
-    transform_active,
-)
+from .._base.generators import generators, restore
+from .._base.torch_internals import saved_tensors_hooks_allowed, transform_active
+from .._base.trees import accumulation_dtype, real_parts
 
 
 def gradient(

@@ -14,19 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    accumulation_dtype,
-    check_fits,
-    check_int,
-    flatten,
-    here,
-    loadable,
-    read_params,
-    real_parts,
-    unflatten,
-)
-from .._pure import fold_in, uniform
+from .._base.checks import check_fits, check_int, here, read_params
+from .._base.states import loadable
+from .._base.trees import Tree, accumulation_dtype, flatten, real_parts, unflatten
+from .._pure.keys import fold_in, uniform
 from .derivatives import inner
 
 

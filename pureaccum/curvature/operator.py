@@ -6,15 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    accumulation_dtype,
-    flatten,
-    paths,
-    read_params,
-    unflatten,
-    widest_dtype,
-)
+from .._base.checks import read_params
+from .._base.trees import Tree, accumulation_dtype, flatten, paths, unflatten, widest_dtype
 
 
 class Operator(NamedTuple):

@@ -19,51 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._base import (
-    Tree,
-    advise_on_curvature,
-    at_top_level,
+from .._base.agreement import nothing_of, tied
+from .._base.checks import (
     check_argnums,
     check_fits,
-    flatten,
     here,
-    in_backward,
-    may_write,
-    nothing_of,
     outside_inference_mode,
-    paths,
     positions,
     read_params,
-    refuse_sharded,
-    tied,
-    transform_active,
-    unflatten,
 )
-from .._core import (
-    Given,
-    InDtype,
-    Known,
-    Miss,
-    Reduction,
-    SecondOrder,
-    accumulator,
-    cast_tree,
-    check_size,
-    cut_batch,
-    exchange,
-    grad_and_value,
-    is_auto,
-    known_of,
-    knows,
-    misses,
-    parts_of_streams,
-    read,
-    read_batch,
-    refusing_backward,
-    remember,
-    unguarded,
-    with_history,
-)
+from .._base.dtensors import refuse_sharded
+from .._base.refusals import advise_on_curvature
+from .._base.torch_internals import at_top_level, in_backward, may_write, transform_active
+from .._base.trees import Tree, flatten, paths, unflatten
+from .._core.accumulator import accumulator
+from .._core.auto_size import is_auto
+from .._core.batches import check_size, cut_batch, read_batch
+from .._core.differences import Miss, SecondOrder, misses
+from .._core.exchange import exchange
+from .._core.history import refusing_backward, with_history
+from .._core.loss import Reduction, read
+from .._core.precision import InDtype, cast_tree
+from .._core.streams import parts_of_streams
+from .._core.transforms import grad_and_value
+from .._core.writes import Given, Known, known_of, knows, remember, unguarded
 
 
 def gradients_over(

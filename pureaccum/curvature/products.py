@@ -16,17 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import (
-    Tree,
-    accumulation_dtype,
-    any_tangent,
-    continuous,
-    flatten,
-    read_tensors,
-    transform_active,
-    unflatten,
-)
-from .._core import Reduction, Weighted, quotient, read, sane
+from .._base.checks import read_tensors
+from .._base.torch_internals import any_tangent, transform_active
+from .._base.trees import Tree, accumulation_dtype, continuous, flatten, unflatten
+from .._core.loss import Reduction, Weighted, read, sane
+from .._core.weights import quotient
 from .derivatives import constants, gradient, inner, pushed
 from .passes import compared, gradients_over, nan_of_nothing, noting, with_history_of
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Tree, check_same_structure, flatten, paths
+from .._base.checks import check_same_structure
+from .._base.trees import Tree, flatten, paths
 
 
 def assert_trees_bitwise_equal(got: Tree, want: Tree) -> None:

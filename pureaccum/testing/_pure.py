@@ -18,17 +18,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._base import (
-    Refusing,
-    flatten,
+from .._base.states import Refusing
+from .._base.torch_internals import (
     hooks_of_all_modules,
     module_vars,
-    paths,
     saved_tensors_hooks_allowed,
     tensor_hooks,
     transform_level,
     version,
 )
+from .._base.trees import flatten, paths
 from ._assertions import dense
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from tests.bounds import resnets
 from tests.draws import generator
 from tests.exact.test_exchange import Collectives, cut_by_ranks, near

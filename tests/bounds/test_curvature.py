@@ -19,7 +19,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from pureaccum._core.auto_size import counting
 from pureaccum.curvature import Operator, cg, diagonal, fisher_vp, ggnvp, hvp, trace
 from tests.draws import examples

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pureaccum as pa
-from pureaccum._base import seeing
-from pureaccum._core import known_of
+from pureaccum._base.torch_internals import seeing
 from pureaccum._core.auto_size import counting
+from pureaccum._core.writes import known_of
 from pureaccum.testing.strategies import pieces, seeds
 from tests.bounds.rounding import UNIT, gamma
 from tests.draws import examples, generator

@@ -14,7 +14,7 @@ from hypothesis import given
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base import dispatched
+from pureaccum._base.torch_internals import dispatched
 from pureaccum._core.auto_size import by_memory, counting
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged

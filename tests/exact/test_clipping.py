@@ -15,7 +15,7 @@ from optree import tree_leaves, tree_map
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._core import known_of
+from pureaccum._core.writes import known_of
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator

@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from pureaccum._core.writes import unguarded
 from pureaccum.distributed import gather, psum
 from pureaccum.testing import assert_trees_bitwise_equal

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 
 import pureaccum as pa
-from pureaccum._core import known_of
 from pureaccum._core.auto_size import counting
+from pureaccum._core.writes import known_of
 from pureaccum._samples.outer_products import Outer, inner_products
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal
 from pureaccum.testing.strategies import seeds

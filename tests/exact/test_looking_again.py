@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from pureaccum.testing import assert_pure, assert_trees_bitwise_equal, unchanged
 from tests.draws import examples, generator
 from tests.faults.refusals import refused, saying

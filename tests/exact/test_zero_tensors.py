@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from pureaccum.testing import assert_trees_bitwise_equal
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._base import Refusing, Spoiled
+from pureaccum._base.states import Refusing, Spoiled
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.allocator import SHARES, refusing
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pureaccum as pa
-from pureaccum._base import tree_map
+from pureaccum._base.trees import tree_map
 from pureaccum.testing import unchanged
 from tests.faults.refusals import (
     PARAMS,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pureaccum as pa
-from pureaccum._base import check_same_structure
+from pureaccum._base.checks import check_same_structure
 from tests.faults.refusals import PARAMS, Loss, Receiver, make_batch, receivers, refused, squares
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base import flatten
+from pureaccum._base.trees import flatten
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import refused
 from tests.optimizers import Copies, Count, by_name, clones, make_params, unread

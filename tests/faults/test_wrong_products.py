@@ -21,7 +21,7 @@ from torch.func import jvp, vmap
 from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from pureaccum._core.differences import SecondOrder, misses
 from pureaccum.curvature import diagonal, fisher_vp, ggnvp, hvp, trace
 from pureaccum.curvature.passes import WrongProductError

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.func import functional_call
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves, tree_map
+from pureaccum._base.trees import tree_leaves, tree_map
 
 
 FEATURES = {  # and what it is, as the page says it

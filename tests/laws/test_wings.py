@@ -1,4 +1,4 @@
-"""The package is built in wings: one imports only from those on lower lines, and through its door.
+"""The package is built in wings: one imports only from those on lower lines.
 
 CONTRIBUTING.md has the picture.
 """
@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,14 +49,7 @@ def imports(name: str, tree: ast.AST) -> Iterator[str]:
         base = list(filter(None, base[1:]))
         for each in node.names:
             places = [[*base, each.name], [*base, each.name, "__init__"], base, [*base, "__init__"]]
-            if base and name_of_door(TREES.get(".".join(places[3])), each.name):
-                places = places[3:]  # and no file of that name, such as accumulator.py
             yield next(found for found in map(".".join, places) if found in TREES)
-
-
-def name_of_door(door: ast.AST | None, name: str) -> bool:
-    nodes = ast.walk(door) if door else ()
-    return any(name == a.asname for x in nodes if isinstance(x, ast.ImportFrom) for a in x.names)
 
 
 def is_for_types(node: ast.AST) -> bool:
@@ -87,13 +81,13 @@ def test_a_wing_imports_only_from_lower_lines() -> None:
             assert other == wing or LINE[other] < LINE[wing], f"{name} imports {found}"
 
 
-def test_a_private_wing_is_entered_by_its_door() -> None:
-    """By its ``__init__``, which is the map of what others may use."""
-    for name, tree in TREES.items():
-        for found in imports(name, tree):
-            wing, _, file = found.partition(".")
-            inside = wing == name.split(".")[0] or not wing.startswith("_")
-            assert inside or file in ("", "__init__"), f"{name} imports {found}"
+def test_a_name_is_imported_from_the_file_that_has_it() -> None:
+    """The ``__init__`` of a private wing says in words what is where, and has no names."""
+    for wing in LINE:
+        tree: Any = TREES.get(f"{wing}.__init__")
+        if tree and wing.startswith("_") and LINE[wing] < LINE["__init__"]:
+            assert ast.get_docstring(tree), wing
+            assert len(tree.body) == 1, wing
 
 
 def test_one_word_for_one_thing() -> None:

@@ -28,7 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
-from pureaccum._base import mark, tree_leaves, tree_map
+from pureaccum._base.states import mark
+from pureaccum._base.trees import tree_leaves, tree_map
 from pureaccum.testing import assert_trees_bitwise_equal
 
 

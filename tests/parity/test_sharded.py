@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.faults.refusals import saying
 from tests.parity.sharded import CASES, checkpoints, in_mid_window

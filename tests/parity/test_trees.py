@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._base import paths
+from pureaccum._base.trees import paths
 from pureaccum.testing import assert_trees_bitwise_equal
 
 

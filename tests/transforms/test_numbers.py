@@ -9,7 +9,7 @@ from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import pureaccum as pa
-from pureaccum._base import known
+from pureaccum._base.trees import known
 
 
 pytestmark = pytest.mark.base

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 
 import pureaccum as pa
-from pureaccum._base import tree_leaves
+from pureaccum._base.trees import tree_leaves
 from tests.draws import generator
 from tests.ranks import exchanging_alike, in_step, on_ranks
 

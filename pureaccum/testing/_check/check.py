@@ -15,8 +15,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..._base import all_finite, check_choice, flatten, paths, read_params
-from ..._core import Batch, Reduction, need_rows, read_batch, rows_to_cut
+from ..._base.checks import check_choice, read_params
+from ..._base.trees import all_finite, flatten, paths
+from ..._core.batches import Batch, need_rows, read_batch, rows_to_cut
+from ..._core.loss import Reduction
 from .diagnosis import UNKNOWN, Case, diagnose, wrong_derivatives
 from .kept import names_of
 from .loop import Loop, of_loop, run_loop, trial_of_loop

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._base import flatten, here, paths, tree_leaves, tree_map, unflatten
-from ..._core import Miss, Reduction, SecondOrder, misses, read
+from ..._base.checks import here
+from ..._base.trees import flatten, paths, tree_leaves, tree_map, unflatten
+from ..._core.differences import Miss, SecondOrder, misses
+from ..._core.loss import Reduction, read
 from ...curvature import hvp
 from .kept import Kept
 from .report import Diagnosis, Split

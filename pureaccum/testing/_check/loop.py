@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._base import check_same_structure, flatten, paths, tree_leaves
-from ..._core import divisor, plain_sum
+from ..._base.checks import check_same_structure
+from ..._base.trees import flatten, paths, tree_leaves
+from ..._core.accumulator import plain_sum
+from ..._core.loss import divisor
 from .report import Diagnosis, Indices, Split
 from .subject import Subject, split_at
 from .trials import Bound, Result, Trial, repeats

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base import all_finite, norm
-from ..._core import Weighted
+from ..._base.trees import all_finite, norm
+from ..._core.loss import Weighted
 from .report import Diagnosis, Indices, Split
 from .trials import Bound, Result, Trial, errors, value_and_gradient
 

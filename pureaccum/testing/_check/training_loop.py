@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..._base import all_finite, check_number, norm
-from ..._core import read_batch, rows_to_cut
+from ..._base.checks import check_number
+from ..._base.trees import all_finite, norm
+from ..._core.batches import read_batch, rows_to_cut
 from .check import read_splits
 from .diagnosis import UNKNOWN
 from .loop import fitted, mistake

@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._base import add, all_finite, norm, tree_leaves, tree_map
-from ..._core import AccumState, divisor, mean_value, plain_sum
+from ..._base.trees import add, all_finite, norm, tree_leaves, tree_map
+from ..._core.accumulator import AccumState, plain_sum
+from ..._core.loss import divisor, mean_value
 from .kept import Kept
 from .report import Indices, Split
 from .subject import Subject

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ..._base import flatten, is_cache, leads_to, paths, transform_active, tree_leaves
-from ..._core import Weighted, is_pair
+from ..._base.torch_internals import is_cache, leads_to, transform_active
+from ..._base.trees import flatten, paths, tree_leaves
+from ..._core.loss import Weighted, is_pair
 from .._pure import generators_beside_torch, reachable
 from .kept import Held, Kept, Namespace, differs
 from .subject import BATCH_NORM, Subject, is_active

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._base import Tree, flatten, unflatten
+from ..._base.trees import Tree, flatten, unflatten
 
 
 def seeds() -> st.SearchStrategy[int]:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._base import Tree, flatten, tree_map, unflatten
-from ..._core import AccumState, Accumulator
+from ..._base.trees import Tree, flatten, tree_map, unflatten
+from ..._core.accumulator import AccumState, Accumulator
 
 
 MergeTree: TypeAlias = "int | tuple[MergeTree, MergeTree]"

@@ -15,8 +15,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._base import Tree, tree_leaves, tree_map
-from ..._core import Reduction, Weighted
+from ..._base.trees import Tree, tree_leaves, tree_map
+from ..._core.loss import Reduction, Weighted
 from .data import seeds
 
 
