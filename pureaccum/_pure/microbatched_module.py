@@ -146,8 +146,8 @@ class WholeBatch:
             raise ValueError(f"{place} was given a batch without rows.")
         refuse_sharded([*given, *tensors.values()], "what apply is given", _NO_RULE)
         in_parts = partial(microbatch, microbatch_size=self.size, keep=self.keep)
-        out, *found = _run(trace, batch, in_parts, self.group)
-        _update(trace, batch, new, *found)
+        out, moments, notes = _run(trace, batch, in_parts, self.group)
+        _update(trace, batch, new, moments, notes)
         return unflatten(trace.spec, out)
 
     def trace(self, batch: ModuleCall) -> Trace:
@@ -283,13 +283,7 @@ def _call_level(
     return gives, shares
 
 
-def _update(
-    trace: Trace,
-    batch: ModuleCall,
-    buffers: Tensors,
-    found: dict[Symbol, BatchMoments],
-    notes: _Notes,
-) -> None:
+def _update(trace: Trace, batch: ModuleCall, buffers: Tensors, found: Any, notes: _Notes) -> None:
     """Update running statistics with the moments of a batch."""
     names = {id(own_tensor(batch.places, name)): name for name in batch.places.slots}
     for value, moments in sorted(found.items()):  # since a layer may be called twice

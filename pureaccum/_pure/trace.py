@@ -243,7 +243,8 @@ class Recorder(TorchFunctionMode):
 
     def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
         """What a batch norm of the batch gives, here with other moments."""
-        layer, place = self.module(), self.place()
+        layer = self.module()
+        place = self.place_of(layer)
         statistics = [k for k in ("running_mean", "running_var") if symbols[k] is not None]
         if any(getattr(symbols[k], "kind", "") != "own" for k in statistics):
             self.refuse(_NO_BUFFERS)
