@@ -75,7 +75,7 @@ def levels_of(
     made = {Symbol("made", i): operation for i, operation in enumerate(operations)}
     reads = [read for operation in operations for read in operation.reads()]
     inputs = {read: 0 for read in (*reads, *outputs) if read.kind == "input"}
-    graph = _Graph(made, {}, inputs, set(), seeded)
+    graph = _Graph(made=made, users={}, level=inputs, repeated=set(), seeded=seeded)
     users, level = graph.users, graph.level
     for value, operation in made.items():
         reads = operation.reads()
@@ -158,7 +158,7 @@ def _step(graph: _Graph, value: Symbol) -> Instruction:
         func, args = partial(_on_copy, func), (operation.writes, *args)
     if operation.draws and graph.seeded:
         func = partial(_seeded, value.at, func)
-    return Instruction(func, args, kwargs, value, [])
+    return Instruction(func=func, args=args, kwargs=kwargs, gives=value, last=[])
 
 
 def _on_copy(func: Callable[..., Any], target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -105,7 +105,9 @@ class Recorder(TorchFunctionMode):
     def note(self, x: Tensor, value: Symbol) -> None:
         """Note what a tensor is."""
         writes = len(self.writers.get(memory_of(x), ())) if self.writers else 0
-        self.known[id(x)] = _Known(ref(x), value, writes, self.of_batch, self.varies)
+        self.known[id(x)] = _Known(
+            tensor=ref(x), value=value, writes=writes, of_batch=self.of_batch, varies=self.varies
+        )
 
     def begin(self, norm: bool = False) -> None:
         """Begin with an operation of which nothing is known."""
@@ -139,7 +141,9 @@ class Recorder(TorchFunctionMode):
             self.refuse(_UNSEEN)
         value, differs = Symbol("captured", len(self.captured)), is_wrapped(x) or x.requires_grad
         self.captured.append(x)
-        self.known[id(x)] = known = _Known(ref(x), value, 0, False, differs)
+        self.known[id(x)] = known = _Known(
+            tensor=ref(x), value=value, writes=0, of_batch=False, varies=differs
+        )
         return known
 
     # What it gives ------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ class Recorder(TorchFunctionMode):
             out = func(*args, **kwargs)
             if not isinstance(out, Tensor):
                 return self.fact(name, args, kwargs, out)
-        return self.computed(Operation(func, symbols, named), name, args, kwargs)
+        return self.computed(Operation(func=func, args=symbols, kwargs=named), name, args, kwargs)
 
     def computed(self, operation: Operation, name: str, args: Any, kwargs: Any) -> Any:
         """Compute an operation, and note it and what it gives."""
@@ -239,7 +243,7 @@ class Recorder(TorchFunctionMode):
         elif isinstance(out, (tuple, list, dict)):
             for key, x in out.items() if isinstance(out, dict) else enumerate(out):
                 if isinstance(x, (Tensor, tuple, list, dict)):
-                    self.gives(x, self.added(Operation(getitem, (value, key), {})))
+                    self.gives(x, self.added(Operation(func=getitem, args=(value, key), kwargs={})))
 
     def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
         """What a batch norm of the batch gives, here with other moments."""
@@ -254,7 +258,7 @@ class Recorder(TorchFunctionMode):
         out = self.answer(call)
         for k in statistics:  # at the end of the batch
             self.writers.setdefault(memory_of(call[k]), []).append(f"{place} writes (batch_norm)")
-        operation = Operation(F.batch_norm, (), symbols, place=place, layer=layer)
+        operation = Operation(func=F.batch_norm, args=(), kwargs=symbols, place=place, layer=layer)
         self.note(out, self.added(operation))
         return out
 

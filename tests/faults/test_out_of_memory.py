@@ -190,8 +190,9 @@ PLACES: dict[str, tuple[str, tuple[Point, ...]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_memory_may_run_out_in_every_place(place: str) -> None:
-    SEEN.clear()
     name, points = PLACES[place]
+    started(name)
+    SEEN.clear()
     check(name, *points)
 
 
