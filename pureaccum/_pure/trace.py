@@ -36,8 +36,8 @@ class Operation(NamedTuple):
     """An operation, and symbols of what it is given."""
 
     func: Callable[..., Any]
-    args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
     writes: Symbol | None = None  # what it writes to; its own value is that, afterwards
     draws: bool = False  # random numbers
     place: str = ""  # the module in whose forward it stands
@@ -72,9 +72,9 @@ class _Known(NamedTuple):
 
     tensor: ref[Tensor]
     value: Symbol
-    writes: int  # how often its memory had been written to
-    of_batch: bool
     varies: bool  # whether it depends on the batch or on the module's tensors
+    of_batch: bool = False
+    writes: int = 0  # how often its memory had been written to
 
 
 class Recorder(TorchFunctionMode):
@@ -141,9 +141,7 @@ class Recorder(TorchFunctionMode):
             self.refuse(_UNSEEN)
         value, differs = Symbol("captured", len(self.captured)), is_wrapped(x) or x.requires_grad
         self.captured.append(x)
-        self.known[id(x)] = known = _Known(
-            tensor=ref(x), value=value, writes=0, of_batch=False, varies=differs
-        )
+        self.known[id(x)] = known = _Known(tensor=ref(x), value=value, varies=differs)
         return known
 
     # What it gives ------------------------------------------------------------------------------
@@ -243,7 +241,7 @@ class Recorder(TorchFunctionMode):
         elif isinstance(out, (tuple, list, dict)):
             for key, x in out.items() if isinstance(out, dict) else enumerate(out):
                 if isinstance(x, (Tensor, tuple, list, dict)):
-                    self.gives(x, self.added(Operation(func=getitem, args=(value, key), kwargs={})))
+                    self.gives(x, self.added(Operation(func=getitem, kwargs={}, args=(value, key))))
 
     def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
         """What a batch norm of the batch gives, here with other moments."""
@@ -390,10 +388,7 @@ _OWN = (
     "and would write each time; keep such a state outside"
 )
 _NO_BUFFERS = f"{_CUT}its batch_norm has running statistics that are no buffers of the module"
-_NO_BATCH = (
-    "is given what does not depend on the batch; expected values of its rows, or no running "
-    "statistics"
-)
+_NO_BATCH = "is given nothing of the batch; expected values of its rows, or no running statistics"
 _NO_CUT = (
     "calls {} with training=True, where there is no cut; expected nn.BatchNorm1d, 2d or 3d, or "
     "F.batch_norm, in a forward that is looked into"
