@@ -388,7 +388,7 @@ _OWN = (
     "and would write each time; keep such a state outside"
 )
 _NO_BUFFERS = f"{_CUT}its batch_norm has running statistics that are no buffers of the module"
-_NO_BATCH = "is given nothing of the batch; expected values of its rows, or no running statistics"
+_NO_BATCH = "is given what does not depend on the batch; expected rows, or no running statistics"
 _NO_CUT = (
     "calls {} with training=True, where there is no cut; expected nn.BatchNorm1d, 2d or 3d, or "
     "F.batch_norm, in a forward that is looked into"
