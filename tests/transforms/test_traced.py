@@ -305,7 +305,7 @@ def test_who_only_looks_changes_no_bit(call: str, mode: Any) -> None:
     want = flat(CALLS[call](*POINTS[0]))
     with mode():
         came = flat(CALLS[call](*POINTS[0]))
-    if call == "clipped":  # layers are not recognised there, and norms are those of vmap's gradients
+    if call == "clipped":  # norms are those of vmap's gradients there, not those of layers
         for x, y in zip(came, want, strict=True):
             assert float((x - y).norm()) <= 2.0**-26 * float(y.norm())
         return
