@@ -244,7 +244,7 @@ def _collected(
     if rule.nonfinite == "raise" and torch.compiler.is_dynamo_compiling():
         refuse_to_look()
 
-    def pulled(leaves: list[Tensor]) -> Counted:
+    def pulled(leaves: list[Tensor], args: Sequence[Any]) -> Counted:
         prepared = wrt._replace(leaves=leaves)
         seen, shape, pull, backward = wrt.forward(loss, args, prepared, {}, rule.has_aux)
         total = seen.total
@@ -285,7 +285,7 @@ def _collected(
         return Counted((grads, entry, weighing), weighing.keep)
 
     if in_place:
-        grads, entry, weighing = pulled(wrt.leaves).tree
+        grads, entry, weighing = pulled(wrt.leaves, args).tree
         if len(sums) == 0:
             sums = zeros_for_sums(wrt.leaves, wrt.at_least)
         try:
@@ -302,16 +302,17 @@ def _collected(
     if len(sums) == 0:
         dtypes = [accumulation_dtype(x.dtype, wrt.at_least) for x in wrt.leaves]
 
-    def terms(leaves: list[Tensor]) -> Counted:
-        (grads, entry, weighing), keep = pulled(leaves)
+    def terms(leaves: list[Tensor], args: Sequence[Any]) -> Counted:
+        (grads, entry, weighing), keep = pulled(leaves, args)
         pairs = zip(grads, dtypes, strict=False)  # no gradients at all where nothing is added
         terms = [g if g is None else term_of(g, dtype, weighing) for g, dtype in pairs]
         return Counted((terms, entry), keep)
 
     if wrt.whole or wrt.records is not None:
-        added, entry = terms(wrt.leaves).tree
+        added, entry = terms(wrt.leaves, args).tree
     else:
-        added, entry = call_microbatched(terms, Arguments.of((wrt.leaves,), {}), Whole(), None)
+        given = Arguments.of((wrt.leaves, args), {})
+        added, entry = call_microbatched(terms, given, Whole(), None)
     if not added:
         return [x.clone() for x in sums], entry
     if len(sums) == 0:

@@ -504,3 +504,18 @@ def test_in_several_threads() -> None:
         thread.join()
     assert len(found) == 30
     assert all(torch.equal(x, want) for x in found)
+
+
+def test_a_vmap_in_a_loss_twice_backwards() -> None:
+    """What a piece is given is its operand, not captured: levels are over by the backward pass."""
+    mapped = torch.func.vmap(rows, (None, 0, None))
+    of = pa.grad(lambda w, x: mapped(w, x, C).sum(), microbatch_size=3, reduction="sum")
+    plain = torch.func.grad(lambda w: rows(w, X, C).sum())
+    w = W.clone().requires_grad_()
+    (first,) = torch.autograd.grad((of(w, X) * V).sum(), w, create_graph=True)
+    (second,) = torch.autograd.grad((first * V).sum(), w)
+    along = torch.func.grad(lambda w: (plain(w) * V).sum())
+    assert torch.equal(first, along(W))
+    assert torch.equal(second, torch.func.grad(lambda w: (along(w) * V).sum())(W))
+    _, pull = torch.func.vjp(torch.func.grad(lambda w: (of(w, X) * V).sum()), W)
+    assert torch.equal(pull(V)[0], second)
