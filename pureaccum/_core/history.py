@@ -189,7 +189,9 @@ def _followed(
     except (CapturedError, UnseenError):
         restore(before)
         if captures:
-            return refused(first(None), _UNSEEN)
+            found: list[Tensor] = []
+            result = first(lambda outs, leaves: found.extend(captured_in(outs, leaves)))
+            return refused(result, _UNSEEN, found)
         known.captures = True
         return _followed(call, plain, True, stop, known, args, kwargs)
 
@@ -248,13 +250,13 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
     return wrapped
 
 
-def refused(result: Tree, why: str) -> Tree:
-    """A result that raises when a backward pass reaches it. It keeps nothing of what it is from."""
+def refused(result: Tree, why: str, operands: Sequence[Tensor] = ()) -> Tree:
+    """A result that raises when a backward pass reaches it. It keeps operands alone."""
 
-    def repeated(_: Tensor) -> list[Tensor]:
+    def repeated(*_: Tensor) -> list[Tensor]:
         raise RuntimeError(why)
 
-    return _attached(result, repeated, [torch.empty(0, requires_grad=True)])
+    return _attached(result, repeated, [torch.empty(0, requires_grad=True), *operands])
 
 
 def _has_derivative(x: Any) -> bool:

@@ -519,3 +519,15 @@ def test_a_vmap_in_a_loss_twice_backwards() -> None:
     assert torch.equal(second, torch.func.grad(lambda w: (along(w) * V).sum())(W))
     _, pull = torch.func.vjp(torch.func.grad(lambda w: (of(w, X) * V).sum()), W)
     assert torch.equal(pull(V)[0], second)
+
+
+def test_what_is_refused_is_refused_to_who_asks_for_one_gradient() -> None:
+    c = C.clone().requires_grad_()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return mean(w, x, c) + torch.func.grad(lambda w: mean(w, x, C))(w).sum()
+
+    _, product = hvp(loss, microbatch_size=4)(W, X, V)
+    for unused in (False, True):  # None would be a silent constant
+        with saying(RuntimeError, "captures what requires grad"):
+            torch.autograd.grad(product.sum(), c, allow_unused=unused)
