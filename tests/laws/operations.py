@@ -65,12 +65,13 @@ def differentiable() -> dict[str, Any]:
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
     scripted = torch._C.ScriptFunction.__call__, torch._C.ScriptMethod.__call__
-    allowed = torch.backends.__allow_nonbracketed_mutation_flag
+    flags: Any = torch.backends.flags_frozen.__globals__  # torch.backends itself is a stand-in
+    allowed = flags["__allow_nonbracketed_mutation_flag"]
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     finally:
         torch._C.ScriptFunction.__call__, torch._C.ScriptMethod.__call__ = scripted
-        torch.backends.__allow_nonbracketed_mutation_flag = allowed
+        flags["__allow_nonbracketed_mutation_flag"] = allowed
     names = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
     return {
         name: op
