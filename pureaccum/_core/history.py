@@ -110,9 +110,14 @@ def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor])
 
 
 def _stop(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+    """End the call where a loss captures what requires grad: it is made again, and followed.
+
+    Leaves that require grad are those of an engine that records a graph, which is looked at as
+    rarely as by ``refuse_captured``. What torch.func records is below its level: a look is cheap.
+    """
     if captured_in(outs, leaves):
         raise CapturedError
-    if known.captures is not None and leaves and leaves[0].requires_grad:  # as above
+    if known.captures is not None and leaves and leaves[0].requires_grad:
         here.look = None
 
 

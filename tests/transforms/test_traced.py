@@ -76,12 +76,15 @@ def streaming(w: Tensor, x: Tensor) -> Any:
     return step.apply(state, window)[0].params
 
 
-def accumulated(w: Tensor, x: Tensor) -> Any:
-    acc = pa.accumulator(loss, reduction="sum", engine="auto")
+def folded(acc: Any, w: Tensor, x: Tensor) -> Any:
     state = acc.init(w)
     for part in x.split(3):
         state = acc.update(state, w, part, donate=True)
     return acc.finalize(state)
+
+
+def accumulated(w: Tensor, x: Tensor) -> Any:
+    return folded(pa.accumulator(loss, reduction="sum", engine="auto"), w, x)
 
 
 NET = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -97,11 +100,7 @@ def sample(w: Tensor, x: Tensor) -> Tensor:
 
 
 def signs(w: Tensor, x: Tensor) -> Any:
-    acc = pa.per_sample_accumulator(sample, transform="sign", reduce="sum")
-    state = acc.init(w)
-    for part in x.split(3):
-        state = acc.update(state, w, part, donate=True)
-    return acc.finalize(state)
+    return folded(pa.per_sample_accumulator(sample, transform="sign", reduce="sum"), w, x)
 
 
 def averaged(w: Tensor, x: Tensor) -> Any:
