@@ -16,6 +16,7 @@ from ._core.accumulator import AccumState as AccumState
 from ._core.accumulator import accumulator as accumulator
 from ._core.batches import microbatches as microbatches
 from ._core.batches import windows as windows
+from ._core.causes import CoupledLossError as CoupledLossError
 from ._core.evaluation import value as value
 from ._core.loss import Weighted as Weighted
 from ._core.microbatch import microbatch as microbatch

@@ -8,7 +8,7 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -293,13 +293,15 @@ class Here(threading.local):
         first: Of a product of curvature that is to be compared, its arguments: see passes.py.
         compares: Whether such products are compared.
         observed: What undoes a run that is observed: see observation.py.
+        seeks: What looks for the tensors that a function captures: see recomputation.py.
     """
 
     backward: Any = None
     look: Any = None
     first: Any = None
     compares: bool = True
-    observed: ExitStack | None = None
+    observed: Any = None
+    seeks: Any = None
 
 
 here = Here()

@@ -11,8 +11,8 @@ exchange.py), and at a collective of torch's, or an operation on DTensors, the r
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -28,13 +28,44 @@ class _ReachedRanksError(BaseException):
     """An observed run is about to reach other ranks. Only ``observed`` may catch this."""
 
 
+class Undo(ExitStack):
+    """What undoes a run, and whether it was about to exchange something with other ranks."""
+
+    reached = False
+
+
+@contextmanager
+def leaving_nothing() -> Generator[Undo]:
+    """Say that what runs inside is dropped: its end undoes what it does."""
+    with Undo() as undo:
+        undo.callback(setattr, here, "observed", here.observed)
+        here.observed = undo
+        undo.callback(random_states())
+        yield undo
+
+
+def random_states() -> Callable[[], None]:
+    """A function that puts Python's and numpy's generators back to where they stand now."""
+    numpy, python = sys.modules.get("numpy.random"), random.getstate()
+    words = None if numpy is None else numpy.get_state()
+
+    def put_back() -> None:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(words)
+
+    return put_back
+
+
 def observed(
     run: Callable[[], Any],
     devices: Iterable[torch.device],
     before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda *_: None,
     see: Callable[[tuple[Any, ...], Any], None] | None = None,
-) -> tuple[Any, Literal["whole", "at ranks", "failed"]]:
+) -> tuple[Any, Literal["whole", "reaching", "at ranks", "failed"]]:
     """What a run returns, or None, and how it ended; lack of memory is raised.
+
+    One that is "reaching" called ``psum`` or ``gather``, and went on; "at ranks" it was ended.
 
     ``before(operation, args, kwargs)`` and ``see(operands, out)`` are called around each operation.
     Where the run has failed, and not because of the observer, so will the one that counts. Of
@@ -54,17 +85,13 @@ def observed(
                 else:
                     undo.callback(own.set_state, own.get_state())
 
-    with ExitStack() as undo:
-        undo.callback(setattr, here, "observed", here.observed)
-        here.observed = undo
-        undo.callback(random.setstate, random.getstate())
-        if (numpy := sys.modules.get("numpy.random")) is not None:
-            undo.callback(numpy.set_state, numpy.get_state())
+    with leaving_nothing() as undo:
         if saved_tensors_hooks() is not None:  # a checkpoint counts what is saved
             undo.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         try:
             with seeing(see, look):
-                return run(), "whole"
+                out = run()
+            return out, "reaching" if undo.reached else "whole"
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except _ReachedRanksError:
@@ -88,11 +115,11 @@ def put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
     """Let an observed run leave the hooks of modules as they are now, which shells share."""
     if (undo := here.observed) is not None:
         tables = [x for m in modules for name, x in vars(m).items() if "hooks" in name]
-        for table in tables:
-            if isinstance(table, dict):
-                undo.callback(_refill, table, dict(table))
+        undo.callback(_refill, [(x, x.copy()) for x in tables if isinstance(x, dict)])
 
 
-def _refill(table: dict[Any, Any], then: dict[Any, Any]) -> None:
-    table.clear()
-    table.update(then)
+def _refill(tables: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
+    for table, then in tables:
+        if table != then:
+            table.clear()
+            table.update(then)

@@ -4,11 +4,13 @@ A table for each has words of torch and what they mean. torch's own message alwa
 anyone who knows it.
 """
 
+import inspect
+import linecache
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 import optree
@@ -315,3 +317,14 @@ def _module_of(error: Exception) -> tuple[str, nn.Module | None]:
     root, at = modules[0], modules[-1]
     name = next((name for name, module in root.named_modules() if module is at), "")
     return f"{type(at).__name__} {name!r}" if name else type(at).__name__, at
+
+
+def users_line() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    for frame, line in walk_stack(inspect.currentframe()):  # of None it skips some frames
+        file = Path(frame.f_code.co_filename)
+        if not str(file).startswith(LIBRARIES):
+            text = linecache.getline(str(file), line).strip()
+            text = text if len(text) <= 60 else f"{text[:59]}…"
+            return f"{file.name}:{line}" + (f" ({text})" if text else "")
+    return "an unknown line"

@@ -714,6 +714,13 @@ def seeing(
     return (_Uncompiled if "torch._dynamo" in sys.modules else _Seeing)(see, before)
 
 
+def answering(answer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> Any:
+    """A mode in which an operation gives ``answer(operation, args, kwargs)``."""
+    mode: Any = seeing()
+    mode.answer = answer
+    return mode
+
+
 class _Seeing(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -722,7 +729,7 @@ class _Seeing(TorchDispatchMode):
 
     def __init__(self, see: Any, before: Any) -> None:
         super().__init__()
-        self.see, self.before = see, before
+        self.see, self.before, self.answer = see, before, None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -730,6 +737,8 @@ class _Seeing(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.before is not None:
             self.before(func, args, kwargs)
+        if self.answer is not None:
+            return self.answer(func, args, kwargs)
         out = func(*args, **kwargs)
         if self.see is not None:
             self.see((*args, *kwargs.values()), out)
@@ -780,6 +789,14 @@ def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             several = value if isinstance(value, (list, tuple)) else [value]
             written += [x for x in several if isinstance(x, Tensor)]
     return written
+
+
+@cache
+def signature_of(operation: Any) -> tuple[str, dict[str, Any]]:
+    """The name of an operation, without an underscore at its end, and the defaults of arguments."""
+    schema = operation._schema
+    name = schema.name.rpartition("::")[2].removesuffix("_")
+    return name, {a.name: a.default_value for a in schema.arguments}
 
 
 @cache

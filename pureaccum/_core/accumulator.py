@@ -26,7 +26,8 @@ from .._base.states import Spoiled, hand_over, loadable, mark
 from .._base.torch_internals import may_write
 from .._base.trees import Tree, add, flatten, paths, scalar, tree_leaves, unflatten, zeros
 from .batches import Batch, read_microbatch
-from .engines import Engine, Loss, Wrt, prepare, run_window
+from .coupling import LossOfPart, Question, question_of
+from .engines import Engine, Wrt, prepare, run_window
 from .history import refusing_backward
 from .loss import Reduction, advising, divisor, mean_value
 from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule
@@ -101,6 +102,7 @@ def accumulator(
     nonfinite: Nonfinite = "propagate",
     engine: Engine = "func",
     squares: bool = False,
+    check: bool = True,
 ) -> Accumulator:
     """Accumulate the gradient of a loss over a stream of microbatches.
 
@@ -127,6 +129,7 @@ def accumulator(
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses;
             ``"auto"`` is autograd at top level and torch.func under a transform: see ``make_step``.
         squares: Also sum the squared norms of the microbatches' gradients, for ``noise_scale``.
+        check: Whether the loss is asked if microbatches add up: see ``grad_and_value``.
 
     Returns:
         ``init(params)``, ``update(state, params, *args, donate=False)``, ``merge(a, b)`` and
@@ -175,14 +178,19 @@ def accumulator(
         at = positions(batches, len(called), "batch_argnums")
         _check_not_params(at, batch_argnums)
         batch = tuple(called[i] for i in at)
-        read = read_microbatch(batch[0] if len(batch) == 1 else batch)
+        read = read_microbatch(own := batch[0] if len(batch) == 1 else batch)
         refuse_autocast_cache(leaves)
 
-        def loss(leaves: list[Tensor]) -> Any:
-            return told(unflatten(spec, leaves), *args)
+        def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
+            given = dict(zip(at, (part,) if len(at) == 1 else part, strict=True))
+            params = unflatten(spec, leaves)
+            return told(params, *(given.get(i, x) for i, x in enumerate(args, 1)))
 
+        question = question_of(read, rule) if check else None
         given = known, Given("params", leaves, spec), Given("batch", *read[:2])
-        new, entry = updated(state, loss, leaves, spec, read, rule, given, donate=donate)
+        new, entry = updated(
+            state, loss, own, leaves, spec, read, rule, given, question, donate=donate
+        )
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
@@ -248,13 +256,16 @@ def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squ
 
 def updated(
     state: AccumState,
-    loss: Loss,
+    loss: LossOfPart,
+    part: Tree,
     leaves: list[Tensor],
     spec: optree.PyTreeSpec,
-    batch: Batch,
+    batch: Batch,  # the same, as it was read
     rule: Rule,
     given: tuple[Any, ...],  # what is known of the loss, and all that it is given
+    question: Question | None,
     *,
+    carried: Any = (),
     donate: bool,
     scale: Tensor | None = None,
     unit: float | None = None,
@@ -275,9 +286,10 @@ def updated(
         wrt = prepare(leaves, rule.engine, given[0])._replace(scale=scale, unit=unit)
 
         def window(wrt: Wrt) -> tuple[list[Tensor], Microbatch]:
-            with guarding(*given) as guarded:
+            args = part, batch.rows or 0, carried
+            with guarding(*given, question=question) as guarded:
                 return add_microbatch(
-                    guarded(loss), (), wrt, sums, batch.rows, rule, before=before, label=label
+                    guarded(loss), args, wrt, sums, batch.rows, rule, before=before, label=label
                 )
 
         added = False

@@ -11,7 +11,7 @@ that holds tensors. A microbatch of a stream is not cut, so nothing in it needs 
 
 import itertools
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -187,6 +187,14 @@ def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
     return map(partial(unflatten, batch.spec), zip(*columns, strict=True))
 
 
+def cut_at(batch: Batch, start: int, *sizes: int) -> list[tuple[Tree, int, int]]:
+    """Pieces of some sizes, one after the other: each, its rows, and how many come before them."""
+    rest = (batch.rows or 0) - start - sum(sizes)
+    pieces = [*cut_batch(batch, [start, *sizes, rest])][1:-1]
+    starts = itertools.accumulate(sizes[:-1], initial=start)
+    return [*zip(pieces, sizes, starts, strict=True)]
+
+
 def sizes_of(rows: int, size: int | Sequence[int]) -> Sequence[int]:
     """The rows of every microbatch."""
     if isinstance(size, Sequence):  # no symbol of make_fx is an int
@@ -323,3 +331,54 @@ def _disagreement(leaves: list[Any], spec: optree.PyTreeSpec, root: str, i: int,
         f"tensor of a batch has one row per sample along dim {dim}. A tensor that all samples "
         "share (class weights, a mask of positions) goes in another argument of the function."
     )
+
+
+# Streams of batches, such as a loader ----------------------------------------------------------
+
+
+def parts_of_streams(
+    batch: dict[int, Any], size: int | list[int] | None, nothing: str, *, stream: bool
+) -> Iterator[dict[int, Tree]]:
+    """The microbatches of a batch, by the positions of its arguments; or of a stream of batches.
+
+    Where that gives no batch, ``nothing`` says what there is none of, if it is an error.
+    """
+    if stream:
+        for i, its in batch.items():
+            if isinstance(its, (torch.Tensor, Mapping, str)) or not isinstance(its, Iterable):
+                raise TypeError(
+                    f"args[{i}] is a {type(its).__name__}; expected, with stream=True, an iterable "
+                    "of batches, such as a list or a loader. A batch at hand is no stream."
+                )
+        batches = (dict(zip(batch, x, strict=True)) for x in _side_by_side(batch))
+    else:
+        batches = iter([batch])
+    some = False
+    for whole in batches:
+        some = True
+        if size is None:
+            yield whole
+        else:
+            flat = read_batch(whole, "args")
+            rows_to_cut(flat, "args")
+            yield from cut_batch(flat, size)
+    if not some and nothing:
+        raise ValueError(
+            f"the stream gave no batch, and there is no {nothing} of nothing. An iterator that is "
+            "used up? Each call goes through it once, so give what can be gone through again: a "
+            "list, a DataLoader."
+        )
+
+
+def _side_by_side(streams: dict[int, Any]) -> Iterable[tuple[Any, ...]]:
+    """The batches of streams that end together, or an error that says which ended first."""
+    over = object()
+    for n, batches in enumerate(itertools.zip_longest(*streams.values(), fillvalue=over)):
+        ended = [i for i, x in zip(streams, batches, strict=True) if x is over]
+        if ended:
+            goes_on = next(i for i in streams if i not in ended)
+            raise ValueError(
+                f"args[{ended[0]}] has no batch {n}, counted from 0, and args[{goes_on}] has one; "
+                "expected as many batches of each stream. A loader that drops its last batch?"
+            )
+        yield batches

@@ -16,7 +16,8 @@ from .._base.dtensors import with_all_terms
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, flatten, tree_map
 from .auto_size import Size, automatic
-from .batches import Batch, check_sizes, cutting, read_microbatch
+from .batches import Batch, check_sizes, cutting, parts_of_streams, read_microbatch
+from .coupling import LossOfPart, question_of
 from .history import refusing_backward, with_history
 from .loss import Reduction, advising, counts, is_pair, known_to_all_ranks, mean_of, read, settled
 from .microbatch import Arguments, call_microbatched
@@ -24,7 +25,6 @@ from .microbatch_gradient import Rule, check_rule
 from .outputs import Counted, Whole
 from .precision import Policy, under
 from .reductions import check_reduce
-from .streams import parts_of_streams
 from .weights import NoRowsError
 from .whole_batch import evaluate, read_cut
 from .writes import Given, guarding, known_of
@@ -41,6 +41,7 @@ def value(  # noqa: D417
     aux_reduction: Tree = "concat",
     policy: Policy | None = None,
     stream: bool = False,
+    check: bool = True,
 ) -> Callable[..., Any]:
     """The loss over a whole batch in the memory of one microbatch.
 
@@ -56,6 +57,7 @@ def value(  # noqa: D417
         stream: Whether the batch arguments are iterables of batches, such as a loader, which are
             gone through once. A batch of a stream need not have rows where ``func`` is no mean over
             rows, and is not cut.
+        check: Whether ``func`` is asked if microbatches add up: see ``grad_and_value``.
 
     Returns:
         A function of ``func``'s arguments giving the value, or ``(value, aux)``.
@@ -91,10 +93,10 @@ def value(  # noqa: D417
         keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
         return Counted(out, keep)
 
-    def each_of(args: tuple[Any, ...], kwargs: Any) -> Callable[[Tree], Any]:
+    def each_of(args: tuple[Any, ...], kwargs: Any) -> LossOfPart:
         """What the loss returns for a microbatch of the batch arguments."""
 
-        def one_of(part: Tree) -> Any:
+        def one_of(_: object, part: Tree, *__: Any) -> Any:
             given = [part.get(i, arg) for i, arg in enumerate(args)]
             if transform_active():  # a function of one piece, of which nothing is kept
                 return call_microbatched(judged, Arguments.of(given, kwargs), Whole(), None)
@@ -113,9 +115,13 @@ def value(  # noqa: D417
     def over_batch(*args: Any, **kwargs: Any) -> Any:
         batch = {i: args[i] for i in positions(batches, len(args), "batch_argnums")}
         cut = read_cut(batch, size, has_aux)
-        with guarding(known, _given(args)) as guarded:
+        question = None
+        if check and not cut.untouched:
+            question = question_of(cut.batch, rule, cut.sizes[0], len(cut.sizes))
+        with guarding(known, _given(args), question=question) as guarded:
             one = guarded(each_of(args, kwargs))
-            outs = ((one(part), rows, counted) for part, rows, counted in cut.parts())
+            parts = cut.parts()
+            outs = ((one([], part, rows, ()), rows, counted) for part, rows, counted in parts)
             with cutting(len(cut.sizes), sized=cut.size is not None):
                 result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
@@ -128,8 +134,9 @@ def value(  # noqa: D417
             for part in parts_of_streams(batch, size, "value", stream=True):
                 last[:] = [its := read_microbatch(part, "args")]
                 given = _given(args), Given("args", its.leaves, its.spec)
-                with guarding(known, *given) as guarded:
-                    out = guarded(each_of(args, kwargs))(part)
+                question = question_of(its, rule) if check else None
+                with guarding(known, *given, question=question) as guarded:
+                    out = guarded(each_of(args, kwargs))([], part, its.rows or 0, ())
                 yield out, its.rows or 0, its.rows
 
         try:

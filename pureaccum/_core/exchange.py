@@ -135,6 +135,7 @@ class Exchange:
             at, each = dist.get_rank(self.group), self.each
             return [(x if each is None else x.split(each)[at]).clone() for x in tensors]
         if here.observed is not None:  # other ranks may not observe, and what comes is dropped
+            here.observed.reached = True
             return [*map(self.alone, tensors)]
         self.agree(tensors)
         reals = [*map(real_parts, tensors)]

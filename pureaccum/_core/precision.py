@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._base.deterministic import becomes
 from .._base.trees import Tree, tree_leaves, tree_map
 from .recomputation import cast
 
@@ -140,27 +141,7 @@ def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
 # In another dtype ------------------------------------------------------------------------
 
 
-def cast_tree(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Copies of a tree's tensors, those of floating-point numbers in ``dtype``."""
-    becomes = _becomes(dtype) if dtype else {}
-
-    def copy(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.detach().to(becomes.get(x.dtype, x.dtype), copy=True)
-
-    return tree_map(copy, tree)
-
-
-_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 _CASTS = {"float", "double", "half", "bfloat16"}
-
-
-def _becomes(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """What each other floating-point or complex dtype becomes."""
-    becomes = dict.fromkeys(_REAL, dtype) | dict.fromkeys(_COMPLEX.values(), _COMPLEX[dtype])
-    return {old: new for old, new in becomes.items() if old != new}
 
 
 class InDtype(TorchFunctionMode):
@@ -173,7 +154,7 @@ class InDtype(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype, left_out: Callable[..., bool] | None = None) -> None:
         super().__init__()
-        self.dtype, self.becomes, self.left_out = dtype, _becomes(dtype), left_out
+        self.dtype, self.becomes, self.left_out = dtype, becomes(dtype), left_out
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,7 +14,6 @@ exchanged for the one that is given in its place. So it is found in every piece,
 from: a closure, a module, a function that calls this one.
 """
 
-import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._base.checks import here
 from .._base.generators import Drawn, noted, replaying
 from .._base.torch_internals import (
     down_to,
@@ -42,9 +42,6 @@ from .._base.torch_internals import (
 )
 from .called_modules import HeldTensors, Modules, hold, holding, in_modes, remembering
 from .writes import Known
-
-
-_here = threading.local()
 
 
 class UnseenError(BaseException):
@@ -134,12 +131,12 @@ NOT_FOUND_AGAIN = (
 
 def captures_are_sought() -> bool:
     """Whether a function runs here whose captured tensors are looked for in its operations."""
-    return getattr(_here, "mode", None) is not None
+    return here.seeks is not None
 
 
 def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
     """Say that tensors were made inside of the functions that run now, where they cannot see it."""
-    mode = mode or getattr(_here, "mode", None)
+    mode = mode or here.seeks
     while mode is not None:
         mode.note(tensors)
         mode = mode.outer
@@ -147,7 +144,7 @@ def note_made(tensors: Iterable[Tensor], mode: "_Mode | None" = None) -> None:
 
 def exchanged(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors that the function around gives in place of some, as to an operation."""
-    mode: _Mode | None = getattr(_here, "mode", None)
+    mode: _Mode | None = here.seeks
     if mode is None:
         return tensors
     with unnoticed():
@@ -158,13 +155,13 @@ def exchanged(tensors: list[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _active(mode: "_Mode") -> Generator[None]:
-    before, _here.mode = getattr(_here, "mode", None), mode
+    before, here.seeks = here.seeks, mode
     mode.outer = before
     try:
         with mode:
             yield
     finally:
-        _here.mode = before
+        here.seeks = before
 
 
 class _Mode(TorchFunctionMode):
@@ -195,11 +192,11 @@ class _Mode(TorchFunctionMode):
         with unnoticed():  # else the function around would take these for operations of its own
             args = tuple([self.each_of(x) for x in args])
             kwargs = {key: self.each_of(x) for key, x in (kwargs or {}).items()}
-        before, _here.mode = getattr(_here, "mode", None), self.outer
+        before, here.seeks = here.seeks, self.outer
         try:  # a backward pass may run functions inside, which this mode does not see
             out = func(*args, **kwargs)
         finally:
-            _here.mode = before
+            here.seeks = before
         several = out if isinstance(out, (tuple, list)) else (out,)
         made = [x for x in several if isinstance(x, Tensor)]  # pyright: ignore
         with unnoticed():

@@ -49,6 +49,7 @@ def grad_and_value(
     dtype: torch.dtype | None = None,
     nonfinite: Nonfinite = "propagate",
     engine: Engine = "func",
+    check: bool = True,
 ) -> Callable[..., Any]:
     """``torch.func.grad_and_value`` in the memory of one microbatch.
 
@@ -83,6 +84,8 @@ def grad_and_value(
         nonfinite: What becomes of a microbatch with an inf or NaN: see ``accumulator``.
         engine: ``"func"`` composes with transforms; ``"autograd"`` runs what torch.func refuses;
             ``"auto"`` is autograd at top level and torch.func under a transform: see ``make_step``.
+        check: Whether ``func`` is asked, at calls 1, 2, 4, 8, …, if its microbatches add up to the
+            batch; if not it raises ``CoupledLossError``. False adds them up all the same.
 
     Returns:
         A function of ``func``'s arguments giving ``(grads, value)``, or
@@ -143,6 +146,7 @@ def grad_and_value(
                 at_least=at_least,
                 aux_reduction=aux_reduction,
                 known=known,
+                check=check,
                 alone=True,
             )
             with outside_inference_mode():
@@ -169,6 +173,7 @@ def grad(  # noqa: D417
     dtype: torch.dtype | None = None,
     nonfinite: Nonfinite = "propagate",
     engine: Engine = "func",
+    check: bool = True,
 ) -> Callable[..., Any]:
     """``torch.func.grad`` in the memory of one microbatch.
 
@@ -176,7 +181,7 @@ def grad(  # noqa: D417
 
     Args:
         func, argnums, has_aux, batch_argnums, microbatch_size, reduction, aux_reduction, dtype,
-            nonfinite, engine: As for ``grad_and_value``.
+            nonfinite, engine, check: As for ``grad_and_value``.
 
     Returns:
         A function of ``func``'s arguments giving the gradients, or ``(grads, aux)``.
@@ -200,6 +205,7 @@ def grad(  # noqa: D417
         dtype=dtype,
         nonfinite=nonfinite,
         engine=engine,
+        check=check,
     )
 
     @wraps(func)

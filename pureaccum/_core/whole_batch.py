@@ -24,6 +24,7 @@ from .._base.trees import (
 )
 from .accumulator import AccumState, amounts_of, plain_sum
 from .batches import Batch, cut_batch, cutting, read_batch, rows_to_cut, sizes_of_batch
+from .coupling import FEW, LossOfPart, Question
 from .engines import Wrt, alone, as_they_are, detached, prepare, run_window
 from .exchange import any_rank, inside_of, onlooker
 from .loss import Reduction, divisor, mean_value, read
@@ -54,10 +55,6 @@ class CutBatch(NamedTuple):
         return zip(parts, sizes, [1] * len(sizes) if untouched else sizes, strict=True)
 
 
-# Of leaves, a microbatch, its rows, and what is carried.
-LossOfPart = Callable[[list[Tensor], Tree, int, Any], Any]
-
-
 class Accumulation(NamedTuple):
     """What is to be accumulated: a loss of leaves and a microbatch, over a batch that is cut."""
 
@@ -72,18 +69,23 @@ class Accumulation(NamedTuple):
     roots: tuple[str, str] = ("args", "args")  # what a user calls the leaves, and the batch
     beside: tuple[Given, ...] = ()  # what else the loss is given
     scale: Tensor | None = None  # of the loss
+    check: bool = False  # whether the loss is asked if it may be cut: see coupling.py
     alone: bool = False  # whether the sums are divided, and not added to those of other ranks
     carried: Any = ()  # what goes from one microbatch to the next
     aux: AuxState | None = None  # what was reduced before
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
 
-    def given(self) -> tuple[Given, ...]:
-        """What the loss is given, if the batch is at hand."""
+    def given(self) -> tuple[tuple[Given, ...], Question | None]:
+        """What the loss is given, if the batch is at hand, and what it is asked if that is cut."""
         if not isinstance(self.batch, CutBatch):
-            return ()
-        batch = self.batch.batch
+            return (), None
+        batch, size, sizes, untouched, _ = self.batch
         leaves = Given(self.roots[0], self.leaves, self.spec)
-        return leaves, *self.beside, Given(self.roots[1], batch.leaves, batch.spec)
+        given = leaves, *self.beside, Given(self.roots[1], batch.leaves, batch.spec)
+        if not self.check or size is None or untouched or not sizes:
+            return given, None
+        kind = self.rule.has_aux, self.rule.reduction, min(sizes[0], FEW)
+        return given, Question(batch, len(sizes), kind)
 
 
 class Accumulated(NamedTuple):
@@ -219,7 +221,8 @@ def _accumulate(job: Accumulation) -> Accumulated:
         carried: Any = job.carried
         aux = job.aux
         cut_here = cutting(len(batch.sizes), sized=batch.size is not None)
-        with guarding(job.known, *job.given()) as guarded, cut_here:
+        given, question = job.given()
+        with guarding(job.known, *given, question=question) as guarded, cut_here:
             loss = guarded(job.call)
             for part, rows, counts in batch.parts():
                 sums, entry = add_microbatch(

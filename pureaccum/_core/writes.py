@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
-from .._base.dtensors import local
+from .._base.deterministic import draws
+from .._base.dtensors import any_sharded, local
 from .._base.observation import observed, put_back_attributes, put_back_hooks
 from .._base.states import Refusing
 from .._base.torch_internals import (
@@ -45,6 +46,7 @@ from .._base.torch_internals import (
 )
 from .._base.trees import paths, tree_leaves
 from .called_modules import origins
+from .coupling import Answer, Inquiry, Question, answers_of, may_be_asked
 
 
 class Known:
@@ -59,7 +61,10 @@ class Known:
             ``run_window`` in engines.py.
         captures: Whether it captures what requires grad, once a call has gone through: see
             history.py.
+        answers: What it, or a loss made of the same functions, has answered: see coupling.py.
         by_func: Whether it calls what plain autograd takes for a constant.
+        draws: Whether it was seen to draw random numbers.
+        reaches: Whether it was seen to reach other ranks.
         unseen: Whether it was found that what it does with its leaves cannot be followed.
     """
 
@@ -70,7 +75,8 @@ class Known:
         self.themselves: list[ReferenceType[nn.Module]] = []
         self.recomputes: bool | None = None
         self.captures: bool | None = None
-        self.by_func = False
+        self.answers: dict[Any, Answer] = {}
+        self.by_func = self.draws = self.reaches = False
         self.unseen = False
 
 
@@ -99,9 +105,11 @@ def known_of(loss: Any) -> Known:
     if torch.compiler.is_dynamo_compiling():
         return Known()
     try:
-        return _of_losses.setdefault(loss, Known())
+        known = _of_losses.setdefault(loss, Known())
     except TypeError:  # it has no hash, or takes no weak reference
-        return Known()
+        known = Known()
+    known.answers = answers_of(loss)
+    return known
 
 
 @contextmanager
@@ -114,24 +122,37 @@ def unguarded() -> Generator[None]:
         _here.off = before
 
 
-def guarding(known: Known | None, *given: Given) -> AbstractContextManager[Callable[..., Any]]:
+def guarding(
+    known: Known | None, *given: Given, question: Question | None = None
+) -> AbstractContextManager[Callable[..., Any]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
     Args:
         known: What is known of the loss; None for one of ours.
         given: What it is given: first what it is differentiated with respect to, if there is more.
+        question: What it is asked of rows that are cut; then it is called as a ``LossOfPart``.
 
     Returns:
         A context, which yields a function that makes a guarded loss of a loss: see ``guarded``.
     """
     if known is None or torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
-    return _Guard(known, given)
+    return _Guard(known, given, question)
 
 
-def knows(known: Known, *given: Given) -> bool:
-    """Whether batches of this kind were watched before."""
-    return _kind(known, given) in known.kinds
+def knows(known: Known, *given: Given, asked: Question | None = None) -> bool:
+    """Whether batches of this kind were watched before; and the loss need not be asked, if it is.
+
+    A call in which it need not is counted.
+    """
+    kind = _kind(known, given)
+    if asked is None or kind not in known.kinds:
+        return kind in known.kinds
+    answer = known.answers.get((kind, asked.kind))
+    if answer is None or answer.pending or not answer.calls & (answer.calls + 1):
+        return False
+    answer.calls += 1
+    return True
 
 
 def remember(known: Known, *given: Given) -> None:
@@ -146,17 +167,31 @@ def _itself(loss: Any, _tried: Any = None) -> Any:
 class _Guard:
     """The context of ``guarding``, a class because @contextmanager would take twice the time."""
 
-    __slots__ = ("before", "decides", "given", "known", "tensors", "watched")
+    __slots__ = (
+        "asks", "before", "decides", "given", "inquiry", "known", "question", "tensors", "watched"
+    )  # fmt: skip
 
-    def __init__(self, known: Known, given: tuple[Given, ...]) -> None:
-        self.known, self.given = known, given
+    def __init__(
+        self, known: Known, given: tuple[Given, ...], question: Question | None = None
+    ) -> None:
+        self.known, self.given, self.question = known, given, question
+        self.asks, self.inquiry = question is not None, None
         self.decides = given[1:] or given  # all but the leaves to differentiate with respect to
         self.tensors: list[Tensor] | None = None
         self.watched = False
 
     def __enter__(self) -> Callable[..., Any]:
-        if _kind(self.known, self.decides) in self.known.kinds:
+        known, question, kind = self.known, self.question, _kind(self.known, self.decides)
+        if kind in known.kinds:
+            self.watched = True
             self.begin()
+            if question is not None:
+                answer = known.answers.get((kind, question.kind))
+                if answer is not None:  # as answer.is_due says it: each call pays for this
+                    calls = answer.calls
+                    if not answer.pending and calls & (calls + 1):
+                        answer.calls, self.asks = calls + 1, False
+        self.asks = self.asks and may_be_asked()
         return self.guarded
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -176,21 +211,39 @@ class _Guard:
 
     def guarded(self, loss: Any, tried: Callable[..., Any] | None = None) -> Any:
         """A guarded loss; where that cannot be called twice, something else is ``tried``."""
-        if self.tensors is not None:
+        if self.tensors is not None and not self.asks:
             return loss
 
         def call(*args: Any) -> Any:
             first = not self.watched and (here.observed is not None or not dispatched())
             if first and _goes_well(partial(tried or loss, *args), args, self.known, self.given):
                 self.note()
+            elif first:  # what failed where it was observed is not called for its parts
+                self.asks = False
             if self.tensors is None:
                 self.begin()
-            out = loss(*args)
+            out = self.asked(loss, args) if self.asks else loss(*args)
             if first:  # it was the observer's fault if that run has not gone well
                 self.note()
             return out
 
         return call
+
+    def asked(self, loss: Any, args: tuple[Any, ...]) -> Any:
+        """What the loss returns, once it is sure that rows may be cut."""
+        known, question = self.known, self.question
+        assert question is not None
+        if self.inquiry is None:  # only now are the modes of its modules known
+            key = _kind(known, self.decides), question.kind
+            answer = known.answers.setdefault(key, Answer())
+            sharded = any(any_sharded(each.leaves) for each in self.given)
+            answer.pending = answer.pending and not (known.reaches or sharded)
+            if known.reaches or sharded or not answer.is_due():
+                self.asks = False
+                return loss(*args)
+            modules = [x for at in known.modules if (x := at()) is not None]
+            self.inquiry = Inquiry(question, answer, known.draws, modules)
+        return self.inquiry(loss, args)
 
     def note(self) -> None:
         """Take the kind for known."""
@@ -257,6 +310,7 @@ def _goes_well(
     thread = threading.get_ident()
 
     def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        known.draws = known.draws or draws(operation, args, kwargs)
         for x in written_by(operation, args, kwargs):
             memory = memory_of(local(x))
             if memory is not None and memory not in ours:
@@ -302,6 +356,7 @@ def _goes_well(
     ):
         held = {id(at()) for at in references}
         references.extend(ref(x) for x in found if id(x) not in held)  # pyright: ignore
+    known.reaches = known.reaches or end in ("reaching", "at ranks")
     return end != "failed"
 
 

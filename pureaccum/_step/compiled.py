@@ -7,6 +7,7 @@ without the compiler, and only if that goes well is the compiler to blame.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .._base.dtensors import any_sharded
 from .._base.generators import put_back
 from .._base.refusals import CompileError, attempt, is_limit
 from .._base.states import mark
-from .._base.trees import Tree, flatten, tree_leaves, tree_map
+from .._base.trees import Tree, flatten, tree_leaves, tree_map, unflatten
 from .._core.batches import (
     Batch,
     cut_batch,
@@ -27,6 +28,7 @@ from .._core.batches import (
     refuse_in_graphs,
     rows_to_cut,
 )
+from .._core.coupling import Question, question_of
 from .._core.microbatch_gradient import Rule
 from .._core.reductions import AuxState, finish_aux, fold_stack, stack_of_one
 from .._core.writes import Given, guarding, knows
@@ -46,7 +48,7 @@ from .graphs import (
     unit_of,
 )
 from .microbatch_loss import caller, check_keys, sharing, what_is_shared
-from .ranks import before_this_rank, window_of_all_ranks
+from .ranks import before_this_rank, telling_ranks, window_of_all_ranks
 from .state import (
     Flat,
     Plan,
@@ -99,6 +101,8 @@ class CompiledStep:
         self.recipes: dict[Any, Recipe] = {}
         self.values: Values = {}
         self.fitting: set[Any] = set()  # kinds of states and windows
+        self.asked: dict[Any, Question | None] = {}  # about kinds of batches
+        self.looks = count()
 
     def form(self, state: TrainState, batch: Tree, *_: Any) -> str:
         """The form in which the compiler gets a batch."""
@@ -127,14 +131,15 @@ class CompiledStep:
                 return step_whole(plan, state, batch)
             refuse_in_graphs(flat, "batch", size_of(plan))
             check_values(self.values, *given)
-        if kind not in self.recipes or not knows(plan.known, *given):
-            look(plan, state, read_batch(batch), "batch", size_of(plan))
         refuse_autocast_cache([state.samples])
         began = state
         if plan.group is not None and plan.keys:
             rows = read_batch(batch).rows or 0
             first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
+        if kind not in self.recipes or not knows(plan.known, *given, asked=self.asked.get(kind)):
+            with telling_ranks(plan, state):
+                self.asked[kind] = look(plan, state, read_batch(batch), "batch", next(self.looks))
         eagerly = partial(step_whole, self.alone, state, batch, *shared)
 
         def make(free: Freedom | None) -> Recipe:
@@ -205,8 +210,8 @@ class CompiledStep:
         kind = "more", *kind_of(old, *told)
         if kind not in self.recipes:
             check_values(self.values, *told)
-        if not knows(plan.known, *told):
-            look(plan, state, flat, "microbatch")
+        if not knows(plan.known, *told, asked=self.asked.get(kind)):
+            self.asked[kind] = look(plan, state, flat, "microbatch")
         rows = window.rows + flat.rows
         own = window if plan.donate else tree_map(torch.clone, window)
         own = own._replace(rows=at)
@@ -330,21 +335,31 @@ class CompiledStep:
         return new, info
 
 
-def look(plan: Plan, state: TrainState, batch: Batch, root: str, size: int | None = None) -> None:
-    """Call the loss once for each kind of batch, to see what it writes to: no graph can tell."""
+def look(
+    plan: Plan, state: TrainState, batch: Batch, root: str, number: int = 0
+) -> Question | None:
+    """Call the loss of a microbatch, to see what it writes to, or couples: no graph can tell.
+
+    It is that of this ``number`` of a batch at hand, or the only one. What it was asked is
+    returned, if rows are cut.
+    """
     leaves, spec = flatten(state.params)
-    call, rows = caller(plan, state, spec), batch.rows or 1
-    size = min(size or rows, rows)
-
-    def loss(leaves: list[Tensor]) -> Any:
-        carried = begin_buffers(plan.buffers, state.buffers), 0
-        return call(leaves, next(cut_batch(batch, size)), size, carried)
-
-    own, of_batch = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
-    with guarding(plan.known, own, *what_is_shared(plan), of_batch) as guarded:
-        if (watched := guarded(loss)) is not loss:
+    size, own, before = size_of(plan) if root == "batch" else batch.rows, batch, 0
+    if root == "batch" and size is not None:
+        parts = [*cut_batch(batch, size)]
+        before = number % len(parts) * size
+        own = read_batch(parts[number % len(parts)])
+    cut = plan.check and size is not None and (root != "batch" or (batch.rows or 0) > size)
+    question = question_of(own, plan.rule) if cut else None
+    named = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
+    call, given = caller(plan, state, spec), (named[0], *what_is_shared(plan), named[1])
+    with guarding(plan.known, *given, question=question) as guarded:
+        if (watched := guarded(call)) is not call:
             with put_back(state.samples.device), torch.enable_grad():
-                watched([x.detach().requires_grad_() for x in leaves])
+                part = unflatten(own.spec, own.leaves)
+                carried = begin_buffers(plan.buffers, state.buffers), before
+                watched([x.detach().requires_grad_() for x in leaves], part, own.rows or 1, carried)
+    return question
 
 
 def kind_of(state: Flat, *given: Given) -> tuple[Any, ...]:

@@ -15,9 +15,9 @@ from .._base.containers import open_tree
 from .._base.dtensors import any_sharded, is_sharded, numbers_of_rows, rows_like
 from .._base.trees import Tree, flatten, unflatten
 from .._core.batches import Batch, need_rows
+from .._core.coupling import LossOfPart
 from .._core.loss import advise_on_arguments, advising, is_pair
 from .._core.weights import Microbatch
-from .._core.whole_batch import LossOfPart
 from .._core.writes import Given
 from .._pure.keys import fold_in
 from .buffers import advance_buffers, collect_buffers, watching

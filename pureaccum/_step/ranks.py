@@ -8,6 +8,8 @@ All that follows (division, clipping, whether the step is applied, what the loss
 computed from the same bits on every rank, and so every rank comes to the same state.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from functools import reduce
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from .._base.agreement import (
     Agreement,
     Claim,
+    Table,
     agreement,
     between_ranks,
     claim,
@@ -28,9 +31,10 @@ from .._base.agreement import (
 from .._base.checks import read_params
 from .._base.dtensors import refuse_sharded
 from .._base.torch_internals import at_top_level, differentiated, differentiating
-from .._base.trees import Tree, flatten, unflatten
-from .._core.accumulator import AccumState
+from .._base.trees import Tree, flatten, unflatten, zeros_for_sums
+from .._core.accumulator import AccumState, empty
 from .._core.buckets import meet
+from .._core.causes import CoupledLossError
 from .._core.exchange import any_rank, exchange, gather_one
 from ..distributed import begin_sum
 from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
@@ -89,7 +93,12 @@ def on_this_rank(
 
 
 def of_all_ranks(
-    plan: Plan, state: TrainState, window: StepWindow, unit: Any = 1.0, given: Tree = ()
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    unit: Any = 1.0,
+    given: Tree = (),
+    refused: str = "",
 ) -> tuple[AccumState, tuple[Any, Tensor]]:
     """What was accumulated on all ranks.
 
@@ -99,13 +108,14 @@ def of_all_ranks(
         window: The window of this rank; its gradients are a list, and are given up.
         unit: What the gradients of this rank are still to be multiplied by; ranks may differ.
         given: What the window was computed from.
+        refused: Why this rank has no window: its loss may not be cut.
 
     Returns:
         The sums of all ranks, and what is carried after their last row: buffers, and their rows.
     """
     if not at_top_level():
         return _under_transforms(plan, state, window, unit, given)
-    claimed = _claimed(plan, state, window.accum)
+    claimed = _claimed(plan, state, window.accum, refused)
     accum, of_all = begin_sum(window.accum, plan.group, claimed, window.rows, unit=unit)()
     buffers = window.buffers
     if plan.buffers not in (None, "freeze"):
@@ -161,10 +171,36 @@ _CAUSE = (
 )
 
 
-def _claimed(plan: Plan, state: TrainState, accum: AccumState) -> Claim:
+@contextmanager
+def telling_ranks(plan: Plan, state: TrainState) -> Generator[None]:
+    """Let all ranks raise, in place of waiting, where the loss of some may not be cut."""
+    try:
+        yield
+    except CoupledLossError as error:
+        if plan.group is None:
+            raise
+        nothing = zeros_for_sums(flatten(state.params)[0], torch.float32)
+        count = len(nothing) if plan.rule.squares else None
+        accum = empty(nothing, state.samples.device, count)
+        buffers = begin_buffers(plan.buffers, state.buffers)
+        window = StepWindow(accum, buffers, torch.zeros_like(state.samples))
+        with suppress(ValueError):  # the others raise that
+            of_all_ranks(plan, state, window, refused=str(error).partition(". ")[0])
+        raise
+
+
+def _claimed(plan: Plan, state: TrainState, accum: AccumState, refused: str) -> Claim:
     assert plan.agreed is not None
     sums, values = {"window.accum": accum}, {"state": state}
-    return claim(plan.agreed, "the end of a step", sums, values, state.samples.device, _CAUSE)
+    mine = claim(plan.agreed, "the end of a step", sums, values, state.samples.device, _CAUSE)
+    if not refused:
+        return mine
+
+    def words() -> list[Table]:
+        table, *rest = mine.words()
+        return [{**table, "what refuses the step": refused}, *rest]
+
+    return mine._replace(kind=mine.kind + 1, words=words)
 
 
 def _under_transforms(

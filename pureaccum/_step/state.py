@@ -185,6 +185,7 @@ class Plan(NamedTuple):
     keys: bool
     donate: bool
     known: Known  # what is known of the loss: see writes.py
+    check: bool = True  # whether the loss is asked if it may be cut
     shared: tuple[Any, ...] = ()  # what a call gives the loss beside the batch, whole
     group: Any = None  # the ranks that share a batch
     agreed: Agreement | None = None  # what these have to agree on: see agreement.py

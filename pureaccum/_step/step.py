@@ -74,6 +74,7 @@ def make_step(
     buffers: Threading | None = None,
     keys: bool = False,
     engine: Engine = "auto",
+    check: bool = True,
     noise: bool = False,
     group: Any = None,
     donate: bool = False,
@@ -128,6 +129,7 @@ def make_step(
             graph: a gradient of its own, a step. ``"func"`` and ``"autograd"`` insist. All give
             the same bits, but for the few operations that torch.func differentiates by another
             formula: see ``grad_and_value``.
+        check: Whether the loss is asked if microbatches add up: see ``grad_and_value``.
         noise: Also measure how much the gradients of microbatches scatter: ``info.noise``, for
             ``noise_scale`` and ``running_noise_scale``.
         group: The ranks that share each batch, such as ``torch.distributed.group.WORLD`` once that
@@ -204,6 +206,7 @@ def make_step(
         keys=keys,
         donate=donate,
         known=known_of(loss_fn),
+        check=check,
         group=group,
     )
     if group is not None:

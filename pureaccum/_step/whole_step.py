@@ -22,7 +22,7 @@ from .._core.weights import Microbatch
 from .._core.whole_batch import Accumulated, Accumulation, CutBatch, accumulate, read_cut
 from .buffers import begin_buffers
 from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
-from .ranks import before_this_rank, of_all_ranks, on_this_rank
+from .ranks import before_this_rank, of_all_ranks, on_this_rank, telling_ranks
 from .state import (
     Plan,
     StepInfo,
@@ -88,7 +88,8 @@ def step_in_sums(
     if plan.keys and plan.group is not None:
         first = first + before_this_rank(plan, state, rows)
     mine, shared = on_this_rank(plan, state, shared)
-    sums, times = summing(mine, batch, first, *shared)
+    with telling_ranks(plan, state):
+        sums, times = summing(mine, batch, first, *shared)
     accum, unit, carried = sums.state, sums.unit, sums.carried
     if plan.group is not None:
         buffers, own_rows = carried
@@ -168,6 +169,7 @@ def _accumulation(
         roots=("state.params", "batch"),
         beside=what_is_shared(plan) if plan.shared else (),
         scale=scale_of(plan, state),
+        check=plan.check,
         carried=(begin_buffers(plan.buffers, state.buffers), before),
         advance=partial(onwards, plan),
     )

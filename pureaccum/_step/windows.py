@@ -45,6 +45,7 @@ from .._base.trees import (
 from .._core.accumulator import AccumState, empty, updated
 from .._core.accumulator import merged as merge_states
 from .._core.batches import read_microbatch
+from .._core.coupling import question_of
 from .._core.loss import divisor, mean_value
 from .._core.reductions import AuxState, finish_aux, fold_aux
 from .._core.weights import Microbatch, divided
@@ -129,20 +130,17 @@ def updated_window(
     rows = read.rows or 0
     refuse_derivative(plan)
     given = Given("microbatch", read.leaves, read.spec)
-    call = caller(plan, state, spec)
-    at = first_row(plan, window, offset)
-
-    def loss(leaves: list[Tensor]) -> Any:
-        return call(leaves, microbatch, rows, (window.buffers, at))
-
     accum, entry = updated(
         window.accum,
-        loss,
+        caller(plan, state, spec),
+        microbatch,
         leaves,
         spec,
         read,
         plan.rule,
         (plan.known, Given("state.params", leaves, spec), *what_is_shared(plan), given),
+        question_of(read, plan.rule) if plan.check else None,
+        carried=(window.buffers, first_row(plan, window, offset)),
         donate=plan.donate,
         scale=scale_of(plan, state),
         unit=unit,

@@ -28,19 +28,19 @@ from .._base.checks import (
     positions,
     read_params,
 )
+from .._base.deterministic import cast_tree
 from .._base.dtensors import refuse_sharded
 from .._base.refusals import advise_on_curvature
 from .._base.torch_internals import at_top_level, in_backward, may_write, transform_active
 from .._base.trees import Tree, flatten, paths, unflatten
 from .._core.accumulator import accumulator
 from .._core.auto_size import is_auto
-from .._core.batches import check_size, cut_batch, read_batch
+from .._core.batches import check_size, cut_batch, parts_of_streams, read_batch
 from .._core.differences import Miss, SecondOrder, misses
 from .._core.exchange import exchange
 from .._core.history import refusing_backward, with_history
 from .._core.loss import Reduction, read
-from .._core.precision import InDtype, cast_tree
-from .._core.streams import parts_of_streams
+from .._core.precision import InDtype
 from .._core.transforms import grad_and_value
 from .._core.writes import Given, Known, known_of, knows, remember, unguarded
 

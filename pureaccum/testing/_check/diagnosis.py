@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..._base.checks import here
+from ..._base.refusals import users_line
 from ..._base.trees import flatten, paths, tree_leaves, tree_map, unflatten
 from ..._core.differences import Miss, SecondOrder, misses
 from ..._core.loss import Reduction, read
@@ -24,7 +25,7 @@ from .report import Diagnosis, Split
 from .rows import of_rows
 from .subject import BATCH_NORM, DROPOUTS, Subject
 from .trials import Trial, repeats, trial_of, whole_batch
-from .watch import Call, Seen, users_line
+from .watch import Call, Seen
 
 
 class Case(NamedTuple):

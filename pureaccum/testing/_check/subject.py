@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._base.deterministic import cast_tree
 from ..._base.trees import tree_map, unflatten
 from ..._core.accumulator import AccumState, accumulator
 from ..._core.batches import Batch
 from ..._core.loss import Reduction
-from ..._core.precision import InDtype, cast_tree
+from ..._core.precision import InDtype
 from ..._core.writes import unguarded
 from .kept import Kept
 from .report import Indices, Split

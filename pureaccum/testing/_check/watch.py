@@ -5,13 +5,9 @@ function is called with, and that no function has returned, is one that the loss
 it holds.
 """
 
-import inspect
-import linecache
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
-from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ..._base.refusals import users_line
 from ..._base.torch_internals import is_cache, leads_to, transform_active
 from ..._base.trees import flatten, paths, tree_leaves
 from ..._core.loss import Weighted, is_pair
@@ -315,17 +312,3 @@ class _Watching(TorchFunctionMode):
 def _random_state() -> Tensor:
     state = torch.get_rng_state()
     return torch.cat([state, torch.cuda.get_rng_state()]) if torch.cuda.is_initialized() else state
-
-
-def users_line() -> str:
-    """The innermost line that is neither torch's nor ours."""
-    for frame, line in walk_stack(inspect.currentframe()):  # of None it skips some frames
-        file = Path(frame.f_code.co_filename)
-        if not any(ours in file.parents for ours in _NOT_THE_USERS):
-            text = linecache.getline(str(file), line).strip()
-            text = text if len(text) <= 60 else f"{text[:59]}…"
-            return f"{file.name}:{line}" + (f" ({text})" if text else "")
-    return "an unknown line"
-
-
-_NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[2])

@@ -1,0 +1,269 @@
+"""Why a loss may not be cut, and what is right in its place: the error that says both.
+
+What it calls tells some causes (batch norm, a mean over some targets, rows beside rows), and how
+its values for some rows add up tells others.
+"""
+
+import inspect
+from collections.abc import Sequence
+from math import nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._base.refusals import users_line
+from .batches import cut_at
+from .called_modules import origins
+
+
+class Cause(NamedTuple):
+    """A kind of loss that may not be cut, what it does, and a line of code that is right for it."""
+
+    kind: str
+    says: str
+    way: str
+
+
+CAUSES = {
+    cause.kind: cause
+    for cause in (
+        Cause(
+            "batch statistics",
+            "the statistics of a microbatch are not the batch's",
+            "fn = pa.functional(module, microbatch_size={rows})  # and no microbatch_size outside",
+        ),
+        Cause(
+            "mean of means",
+            "it is a mean over something else than rows, of which a microbatch has more than "
+            "another: class weights, targets that count, a mask",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
+        ),
+        Cause(
+            "weight",
+            "its total and its weight are not both sums over rows",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # a sum, and what it is over",
+        ),
+        Cause(
+            "sum as mean",
+            "it is a sum over its rows, and was declared a mean",
+            'reduction="sum"  # or .mean() in the loss',
+        ),
+        Cause(
+            "mean as sum",
+            "it is a mean over its rows, and was declared a sum",
+            'reduction="mean"  # or .sum() in the loss',
+        ),
+        Cause(
+            "constant term",
+            "it holds a term that does not depend on the rows, such as a penalty on parameters, "
+            "which each microbatch adds once more",
+            "return (per_row + penalty / rows_of_batch).sum()  # a share for every row",
+        ),
+        Cause(
+            "several means",
+            "no one weight makes it a mean: a sum of means over different things, or a total over "
+            "a count that some rows are no part of",
+            'return a.sum() / batch["rows"] + b.sum() / batch["tokens"]  # of the whole batch, as '
+            'Python numbers; reduction="sum"',
+        ),
+        Cause(
+            "batch coupling",
+            "what a row adds depends on the other rows",
+            "z = pa.microbatch(encode, microbatch_size={rows})(params, batch)  # and the loss of "
+            "all rows in plain code, with no microbatch_size outside",
+        ),
+    )
+}
+
+
+class CoupledLossError(ValueError):
+    """A loss whose microbatches do not add up to the batch, so that none may be cut.
+
+    Attributes:
+        whole: The loss of some rows.
+        parts: The losses of two parts of them.
+        percent: By how much the parts miss the whole.
+        kind: What kind of loss it is, as ``testing.check_accumulation`` calls it.
+        where: The module or the line that couples rows, where that can be told.
+        way: A line of code that is right for it.
+
+    Example:
+        >>> import torch
+        >>> from pureaccum import grad
+        >>> x = torch.tensor([[1.0, 0.0], [3.0, 1.0], [2.0, 1.0], [4.0, 1.0]])
+        >>> def loss(w, x):  # a mean over a mask
+        ...     return (w * x[:, 0] * x[:, 1]).sum() / x[:, 1].sum()
+        >>> try:
+        ...     grad(loss, microbatch_size=4)(torch.tensor(1.0), torch.cat([x, x]))
+        ... except CoupledLossError as error:
+        ...     error.whole, error.parts, error.kind
+        (3.0, (3.0, 3.0), 'mean of means')
+
+    References:
+        ``Weighted``, ``microbatch`` and ``functional``, which are right for most of them.
+    """
+
+    whole: float
+    parts: tuple[float, ...]
+    percent: float
+    kind: str
+    where: str
+    way: str
+
+
+def coupled_error(
+    asked: Any, pieces: list[Any], sums: Any, modules: Sequence[nn.Module]
+) -> CoupledLossError:
+    """The error for a loss, from what it came to.
+
+    Args:
+        asked: Calls the loss: see coupling.py.
+        pieces: Some rows, and two parts of these.
+        sums: Their totals and weights.
+        modules: The modules that the loss calls.
+    """
+    rows = [n for _, n, _ in pieces]
+    weights = sums.weights if any(sums.weights) else [1.0] * 3
+    pairs = zip(sums.totals, weights, strict=True)
+    whole, *parts = (total / weight if weight else nan for total, weight in pairs)
+    (kind, says, way), where = _cause(asked, pieces, sums, modules)
+    way = way.format(rows=asked.rows)
+    largest = max(abs(sums.totals[0]), abs(sum(sums.totals[1:]))) or 1.0
+    percent = 100 * sums.missing()[0] / largest
+    of_parts = " and ".join(f"{x:.6g} of {n}" for x, n in zip(parts, rows[1:], strict=True))
+    error = CoupledLossError(
+        f"the loss of {rows[0]} rows is {whole:.6g}, and that of their parts is {of_parts}, which "
+        f"does not add up: {percent:.2g} % are missing. So a loop over microbatches does not give "
+        f"the gradient of the full batch. Likely cause ({kind}): {says}"
+        f"{where and f', in {where}'}. Expected:\n\n    {way}\n\n"
+        "check=False adds microbatches up all the same, as a loop written by hand does."
+    )
+    error.whole, error.parts, error.percent = whole, tuple(parts), percent
+    error.kind, error.where, error.way = kind, where, way
+    return error
+
+
+def _cause(
+    asked: Any, pieces: list[Any], sums: Any, modules: Sequence[nn.Module]
+) -> tuple[Cause, str]:
+    whole, part = _Calls(modules, pieces[0][1]), _Calls(modules, pieces[2][1])
+    for calls, piece in ((whole, pieces[0]), (part, pieces[2])):
+        asked.sums([piece], None, calls)
+    if whole.norms:
+        return CAUSES["batch statistics"], whole.norms[0]
+    if both := [where for number, where in whole.beside.items() if number in part.beside]:
+        return CAUSES["batch coupling"], both[0]
+    if any(sums.weights) and sums.weights != tuple(float(n) for _, n, _ in pieces):  # Weighted
+        return CAUSES["weight"], ""
+    kind = _kind_of_sum(asked, pieces[0])
+    if kind not in ("sum as mean", "mean as sum", "constant term") and whole.means:
+        where, way = whole.means[0]
+        return CAUSES["mean of means"]._replace(way=way), where
+    return CAUSES[kind], ""
+
+
+def _kind_of_sum(asked: Any, piece: Any) -> str:
+    """What a loss is of its rows, by how three parts, and neighbours among them, add up."""
+    (_, rows, start), batch = piece, asked.question.batch
+    rows = min(max(rows, 6), batch.rows)
+    start = min(start, batch.rows - rows)
+    ends = [start + i * rows // 3 for i in range(4)]
+    spans = [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)]
+    sizes = [ends[j] - ends[i] for i, j in spans]
+    cuts = [cut_at(batch, ends[i], n)[0] for (i, _), n in zip(spans, sizes, strict=True)]
+    found = asked.sums(cuts, torch.float64) if min(sizes) else None
+    if found is None:
+        return "several means"
+    is_mean = asked.question.kind[1] == "mean"
+    a, b, c, ab, bc, abc = (
+        total / n if is_mean else total for (total, _), n in zip(found, sizes, strict=True)
+    )
+    excess = a + b - ab, b + c - bc, (a + b + c - abc) / 2
+    means = (
+        ((a * sizes[0] + b * sizes[1]) / sizes[3], ab),
+        ((b * sizes[1] + c * sizes[2]) / sizes[4], bc),
+    )
+    if is_mean and all(x and _equal(x, x + y) for x, y in zip((ab, bc), excess, strict=False)):
+        return "sum as mean"
+    if not is_mean and all(_equal(x, y) for x, y in means):
+        return "mean as sum"
+    if _equal(excess[0], excess[1]) and _equal(excess[0], excess[2]):
+        return "constant term"
+    shares = [(z - x) / (y - x) if x != y else nan for x, y, z in ((a, b, ab), (b, c, bc))]
+    if all(0 < share < 1 for share in shares):
+        to_a, to_b = (share / (1 - share) for share in shares)
+        if _equal(abc * (1 + to_a + to_a * to_b), a + to_a * b + to_a * to_b * c):
+            return "mean of means"
+    return "several means"
+
+
+def _equal(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-6 * (abs(a) + abs(b))
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the calls of torch's functions that couple rows."""
+
+    def __init__(self, modules: Sequence[nn.Module], rows: int) -> None:
+        super().__init__()
+        self.modules, self.rows, self.number = modules, rows, 0
+        self.norms: list[str] = []
+        self.means: list[tuple[str, str]] = []
+        self.beside: dict[int, str] = {}  # by their number, those of which a row needs the others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        out, self.number = func(*args, **kwargs), self.number + 1
+        if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
+            self.norms.append(self.where(name))
+        if name in ("cross_entropy", "nll_loss") and (way := _way_of_targets(*args, **kwargs)):
+            self.means.append((self.where(name), way))
+        beside = self.compares(out) and not any(map(self.compares, args))
+        if beside or (name in _OVER_ROWS and self.over_rows(*args, **kwargs)):
+            self.beside[self.number] = self.where(name)
+        return out
+
+    def compares(self, x: Any) -> bool:
+        """Whether a tensor has a number for each pair of rows, or for each row by its place."""
+        return isinstance(x, Tensor) and [*x.shape].count(self.rows) > 1
+
+    def over_rows(self, x: Any, dim: Any = None, *_: Any, **kwargs: Any) -> bool:
+        """Whether a statistic is one of each column, over the rows."""
+        dim = kwargs.get("dim", kwargs.get("axis", dim))
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        return isinstance(x, Tensor) and [*x.shape[:1]] == [self.rows] and 0 in dims
+
+    def where(self, name: str) -> str:
+        """The module that calls, by its path, or the user's line."""
+        frame: Any = inspect.currentframe()
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                own = origins.get(module, module)
+                paths = (path for m in self.modules for path, x in m.named_modules() if x is own)
+                return f"{next(filter(None, paths), '')} ({type(own).__name__})".lstrip()
+            frame = frame.f_back
+        return f"torch's {name} at {users_line()}"
+
+
+_OVER_ROWS = {
+    *("mean", "std", "var", "std_mean", "var_mean", "amax", "amin", "max", "min", "cumsum", "roll"),
+    *("softmax", "log_softmax", "logsumexp", "normalize", "sort", "argsort", "topk", "median"),
+}
+
+
+def _way_of_targets(
+    input: Any, target: Any, weight: Any = None, *_: Any, ignore_index: int = -100, **named: Any
+) -> str:
+    """The right line for a mean over targets of which some weigh more, or nothing."""
+    if named.get("reduction", "mean") != "mean":
+        return ""
+    if weight is not None:
+        total, over = "weight=w, reduction='sum'", "w[y].sum()"
+    elif not target.is_floating_point() and bool((target == ignore_index).any()):
+        total, over = "reduction='sum'", f"(y != {ignore_index}).sum()"
+    else:
+        return ""
+    return f"return pa.Weighted(F.cross_entropy(out, y, {total}), {over})"

@@ -1,0 +1,348 @@
+"""Whether a loss may be cut into microbatches: it is asked, by value, before anything is added.
+
+    whole         the total and the weight of a microbatch, which are computed anyway
+    one, other    those of two parts of it, which nothing records
+
+    coupled  <=>  |whole - one - other| > 1e-6 (|whole| + |one| + |other|)
+
+in the loss's own dtypes, and in float64 of the larger sizes of both: there rounding is gone, and
+what is coupled is as far off. No threshold in the loss's own dtypes separates the two.
+
+A loss that draws random numbers is asked in float64 alone, where none are drawn. It is asked at
+calls 1, 2, 4, 8, … about a kind of batch, of another microbatch each time, since one ignored target
+need not be in the first; and at every call once it was refused. What cannot be computed is no
+proof: then it is asked again, eight times at most.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from math import isfinite
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .._base.checks import here
+from .._base.deterministic import cast_tree, deterministic
+from .._base.dtensors import any_sharded
+from .._base.generators import generators, restore
+from .._base.observation import Undo, leaving_nothing, put_back_attributes, random_states
+from .._base.torch_internals import at_top_level, dispatched, down_to, in_backward, innermost
+from .batches import Batch, cut_at, rows_to_cut
+from .causes import coupled_error
+from .loss import NO_GRAPH, Reduction, read
+from .weights import enter
+
+
+MOST = 1e-6  # what rounding in float32 leaves of a sum is less than a tenth of it
+QUESTIONS = 8  # to a loss that gives no answer
+FEW = 8  # rows: an answer about fewer tells nothing of others
+
+# Of leaves, a microbatch, its rows, and what is carried.
+LossOfPart = Callable[[list[Tensor], Any, int, Any], Any]
+Piece = tuple[Any, int, int]  # some rows, how many, and how many of the batch come before them
+
+
+class Answer:
+    """What a loss has answered about batches of one kind.
+
+    Attributes:
+        calls: How many calls have cut a batch of this kind.
+        questions: At how many of them it was asked.
+        coupled: Whether it was refused.
+        pending: Whether it is asked at the next call, whatever its number.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.questions = 0
+        self.coupled, self.pending = False, True
+
+    def is_due(self) -> bool:
+        """Count a call; whether it is one that asks."""
+        self.calls += 1
+        return self.pending or not self.calls & (self.calls - 1)
+
+    def note(self, coupled: bool | None, rows: int) -> None:
+        """Note an answer about some rows, of which two settle nothing; None where there is none."""
+        self.questions += 1
+        self.coupled = self.coupled or bool(coupled)
+        settled = coupled is False and rows > 2
+        self.pending = self.coupled or (self.pending and not settled and self.questions < QUESTIONS)
+
+
+class Question(NamedTuple):
+    """What a call is about to cut, or is given a microbatch of.
+
+    Attributes:
+        batch: The rows.
+        parts: Into how many microbatches they are cut.
+        kind: Whether the loss has aux, what it is of its rows, and how many these are in a
+            microbatch, or ``FEW``.
+    """
+
+    batch: Batch
+    parts: int
+    kind: tuple[bool, Reduction, int]
+
+
+def question_of(batch: Batch, rule: Any, rows: int | None = None, parts: int = 1) -> Question:
+    """The question of a rule about a microbatch, or about a batch that is cut into such."""
+    rows = min((batch.rows or 0) if rows is None else rows, FEW)
+    return Question(batch, parts, (rule.has_aux, rule.reduction, rows))
+
+
+class Sums(NamedTuple):
+    """The totals, and the weights, of a whole and of its parts."""
+
+    totals: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    def missing(self) -> list[float]:
+        """By how much the parts do not add up to the whole."""
+        return [abs(whole - sum(parts)) for whole, *parts in self]
+
+    def sizes(self) -> list[float]:
+        """How much was added."""
+        return [sum(map(abs, each)) for each in self]
+
+    def off(self, *others: "Sums") -> float:
+        """What is missing as a share of what was added here, or elsewhere where that is more."""
+        sizes = map(max, zip(self.sizes(), *(x.sizes() for x in others), strict=True))
+        shares = [d / size if size else d for d, size in zip(self.missing(), sizes, strict=True)]
+        return max(x if x == x else torch.inf for x in shares)
+
+
+def may_be_asked() -> bool:
+    """Whether a loss that is called now may be called once more, and its numbers be looked at."""
+    if here.observed is not None or here.seeks is not None or not at_top_level():
+        return False
+    return not (dispatched() or in_backward())
+
+
+class Inquiry:
+    """A question as it is put in one call: to the loss of one of its microbatches."""
+
+    def __init__(
+        self, question: Question, answer: Answer, draws: bool, modules: Sequence[Any]
+    ) -> None:
+        self.question, self.answer, self.draws, self.modules = question, answer, draws, modules
+        self.target = answer.questions % max(question.parts, 1)
+        self.microbatches = self.rows = 0  # so far
+
+    def __call__(self, loss: LossOfPart, args: tuple[Any, ...]) -> Any:
+        """What the loss returns for a microbatch, once it is sure that it may be cut."""
+        rows, number, start = args[2], self.microbatches, self.rows
+        self.microbatches, self.rows = number + 1, start + rows
+        if number != self.target and not self.answer.coupled:
+            return loss(*args)
+        asked, python = Asked(loss, args, self.question, start), random_states()
+        coupled: bool | None = None
+        for whole, *parts in _cuts(self.question.batch, start, rows):
+            own, out = None, None
+            if not self.draws:
+                found = asked.sums(parts)
+                if found is None:
+                    continue  # a part raises: perhaps others do not
+                if whole[1] == rows:  # it is this microbatch, which is computed anyway
+                    out = loss(*args)
+                    found = [asked.amount(out, rows), *found]
+                else:
+                    found = (asked.sums([whole]) or [(torch.nan, torch.nan)]) + found
+                own = Sums(*zip(*found, strict=True))
+                if own.off() <= MOST:
+                    self.answer.note(coupled=False, rows=whole[1])
+                    return loss(*args) if out is None else out
+            out = None  # its graph would be in memory beside what follows
+            coupled, sums = _judged(asked, [whole, *parts], own)
+            restore(asked.drawn)
+            python()
+            if coupled:
+                self.answer.note(coupled, whole[1])
+                raise coupled_error(asked, [whole, *parts], sums, self.modules)
+            if own is not None or coupled is False:
+                break
+        self.answer.note(coupled, rows)
+        return loss(*args)
+
+
+def _cuts(batch: Batch, start: int, rows: int) -> Iterator[list[Piece]]:
+    """Some rows, and two parts of them: of a microbatch, or of two where it has few rows."""
+    try:
+        total = rows_to_cut(batch)
+    except (TypeError, ValueError):
+        return
+    if any_sharded(batch.leaves):
+        return
+    if rows > 1:
+        first = 2 if rows == 4 else max(1, 2 * rows // 5)
+        yield cut_at(batch, start, rows) + cut_at(batch, start, first, rows - first)
+    if 0 < rows < 4 and total >= 2 * rows:  # of a batch at hand
+        start = min(start, total - 2 * rows)
+        yield cut_at(batch, start, 2 * rows) + cut_at(batch, start, rows, rows)
+
+
+class Asked:
+    """A loss that is called for numbers alone: nothing is recorded, and nothing is left of it.
+
+    Attributes:
+        question: What it is asked.
+        rows: Those of the microbatch, of which the batch has so many ``before``.
+        dtype: The narrowest that it returned.
+        drawn: Where the generators stood before it was asked.
+    """
+
+    def __init__(
+        self, loss: LossOfPart, args: tuple[Any, ...], question: Question, before: int
+    ) -> None:
+        leaves, _, self.rows, self.carried = args
+        self.loss, self.question, self.before = loss, question, before
+        self.leaves = [*map(innermost, leaves)]
+        self.dtype = torch.float64
+        self.drawn = generators(x.device for x in question.batch.leaves if isinstance(x, Tensor))
+
+    def sums(
+        self,
+        pieces: Sequence[Piece],
+        dtype: torch.dtype | None = None,
+        mode: Any = None,
+        *,
+        records: bool = False,
+        cast: bool = False,
+    ) -> list[tuple[float, float]] | None:
+        """The total and the weight of each piece; None where that cannot be told.
+
+        It is computed in a dtype, where nothing is random, and under a mode, if these are given.
+        """
+        computing = nullcontext() if dtype is None else deterministic(dtype)
+        given: Any = self.leaves, self.carried, [x for x, _, _ in pieces]
+        try:
+            with _apart(self.drawn) as undo, torch.set_grad_enabled(records), computing:
+                leaves, carried, parts = cast_tree(given, dtype) if cast else given
+                with mode or nullcontext():
+                    found: list[tuple[float, float]] = []
+                    for part, (_, rows, start) in zip(parts, pieces, strict=True):
+                        its = carried and (carried[0], carried[1] + (start - self.before))
+                        found.append(self.amount(self.loss(leaves, part, rows, its), rows))
+            return None if undo.reached else found
+        except Exception as error:  # it holds what was computed
+            records_next = not records and NO_GRAPH in str(error)  # it takes a gradient itself
+        if records_next:
+            return self.sums(pieces, dtype, mode, records=True, cast=cast)
+        if dtype is None or cast:
+            return None
+        return self.sums(pieces, dtype, mode, records=records, cast=True)  # for kernels by dtype
+
+    def amount(self, out: Any, rows: int) -> tuple[float, float]:
+        """The total and the weight of what the loss returned for so many rows."""
+        with torch.no_grad():
+            has_aux, reduction, _ = self.question.kind
+            seen, shape = read(out, has_aux)
+            entry = enter(seen, shape, rows, reduction)
+            self.dtype = max(self.dtype, shape.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            numbers = entry.value, entry.weight
+            value, weight = (innermost(x) if isinstance(x, Tensor) else x for x in numbers)
+            return float(value) * entry.times, float(weight)
+
+
+@contextmanager
+def _apart(drawn: Any) -> Generator[Undo]:
+    """Run something at top level, in no call of ours, and undo it."""
+
+    def note(module: torch.nn.Module, _: object) -> None:
+        if here.observed is undo:  # in this thread
+            put_back_attributes([module])
+
+    look, backward = here.look, here.backward
+    with leaving_nothing() as undo, down_to(0):
+        undo.callback(restore, drawn)
+        undo.callback(register_module_forward_pre_hook(note).remove)
+        here.look = here.backward = None
+        try:
+            yield undo
+        finally:
+            here.look, here.backward = look, backward
+
+
+def _judged(asked: Asked, pieces: list[Piece], own: Sums | None) -> tuple[bool | None, Sums]:
+    """Whether a loss is coupled, and by which numbers; None where nobody can tell."""
+    nothing = Sums((torch.nan,), (torch.nan,))
+
+    def sums(dtype: torch.dtype, *pieces: Piece) -> Sums | None:
+        found = asked.sums(pieces, dtype)
+        return None if found is None else Sums(*zip(*found, strict=True))
+
+    eps = torch.finfo(asked.dtype).eps
+    double = own is None or asked.dtype == torch.float64
+    own = own or sums(torch.float64, *pieces)
+    if own is None or not isfinite(own.totals[0]):
+        return None, nothing
+    if own.off() <= MOST:
+        return False, own
+    other = sums(torch.float32 if double else torch.float64, *pieces, pieces[0])
+    if other is None:  # an operation that has no such kernel, say
+        return own.off() > max(MOST, 64 * eps), own
+    repeated = Sums(*((each[0], each[-1]) for each in other))
+    if not repeated.off() <= MOST:
+        return None, nothing  # it is another one at each call
+    other = Sums(*(each[:-1] for each in other))
+    exact = own if double else other
+    return exact.off(own, other) > MOST, exact
+
+
+# Which losses are one ------------------------------------------------------------------------
+
+# Those that a program makes anew at each step: functions of the same code, of which what they close
+# over, their defaults and the globals that they name are one. A module, or another object that
+# lives on, is itself. Of a tensor or a number the type counts: a temperature may change.
+
+_DEEPEST = 3  # functions that call functions
+_MOST = 1000
+_answers: dict[Any, dict[Any, Any]] = {}
+
+
+def answers_of(loss: Any) -> dict[Any, Any]:
+    """What this loss, and those that are one with it, have answered: see coupling.py."""
+    if len(_answers) >= _MOST:
+        _answers.clear()
+    return _answers.setdefault(_sameness(loss, 0), {})
+
+
+def _sameness(x: Any, depth: int) -> Any:
+    """What is equal for two things that are one."""
+    if x is None or isinstance(x, (bool, str)):
+        return x
+    if isinstance(x, Tensor):
+        return Tensor, x.dtype, x.dim()
+    if isinstance(x, ModuleType):
+        return x.__name__
+    if isinstance(x, partial):
+        parts = x.func, *x.args, *x.keywords.values()
+    elif isinstance(x, MethodType):
+        parts = x.__func__, x.__self__
+    elif isinstance(x, FunctionType):
+        parts = () if depth > _DEEPEST else _parts(x)
+        return x.__code__, *(_sameness(part, depth + 1) for part in parts)
+    else:
+        try:
+            own = type(x), ref(x)
+            hash(own)
+            return own
+        except TypeError:  # a number, or a container
+            return type(x)
+    return type(x), *(_sameness(part, depth) for part in parts)
+
+
+def _parts(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            yield None
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for name in function.__code__.co_names:
+        yield function.__globals__.get(name)
