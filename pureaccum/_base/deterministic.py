@@ -68,20 +68,27 @@ def cast_tree(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(copy, tree)
 
 
-def deterministic(dtype: torch.dtype) -> Any:
-    """A mode in which code runs in a dtype, without chance; a draw that it does not know raises."""
-    others = becomes(dtype)
+def deterministic(dtype: torch.dtype | None) -> Any:
+    """A mode in which code runs in a dtype, if one is given, and without chance.
+
+    A draw that it does not know raises.
+    """
+    others = becomes(dtype) if dtype else {}
 
     def cast(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x.to(others[x.dtype]) if x.dtype in others else x
+        if type(x) in (list, tuple):
+            return type(x)(map(cast, x))
         return others.get(x, x) if isinstance(x, torch.dtype) else x
 
     def answer(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given, named = tree_map(cast, ([*args], {**kwargs}))
-        chance = draws(operation, given, named)
-        out = (_drawless(operation) if chance else operation)(*given, **named)
-        return tree_map(cast, out)
+        if others:
+            args, kwargs = cast(args), {name: cast(x) for name, x in kwargs.items()}
+        out = (_drawless(operation) if draws(operation, args, kwargs) else operation)(
+            *args, **kwargs
+        )
+        return cast(out) if others else out
 
     return answering(answer)
 

@@ -44,15 +44,20 @@ def leaving_nothing() -> Generator[Undo]:
         yield undo
 
 
-def random_states() -> Callable[[], None]:
-    """A function that puts Python's and numpy's generators back to where they stand now."""
+def random_states(devices: Iterable[torch.device] | None = None) -> Callable[[], None]:
+    """A function that puts generators back to where they stand now.
+
+    These are Python's and numpy's, and torch's of the CPU and some devices, if these are given.
+    """
     numpy, python = sys.modules.get("numpy.random"), random.getstate()
     words = None if numpy is None else numpy.get_state()
+    drawn = [] if devices is None else generators(devices)
 
     def put_back() -> None:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(words)
+        restore(drawn)
 
     return put_back
 

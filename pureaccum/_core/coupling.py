@@ -14,11 +14,12 @@ need not be in the first; and at every call once it was refused. What cannot be 
 proof: then it is asked again, eight times at most.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from math import isfinite
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -29,7 +30,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .._base.checks import here
 from .._base.deterministic import cast_tree, deterministic
 from .._base.dtensors import any_sharded
-from .._base.generators import generators, restore
 from .._base.observation import Undo, leaving_nothing, put_back_attributes, random_states
 from .._base.torch_internals import at_top_level, dispatched, down_to, in_backward, innermost
 from .batches import Batch, cut_at, rows_to_cut
@@ -139,33 +139,27 @@ class Inquiry:
         self.microbatches, self.rows = number + 1, start + rows
         if number != self.target and not self.answer.coupled:
             return loss(*args)
-        asked, python = Asked(loss, args, self.question, start), random_states()
-        coupled: bool | None = None
+        asked = Asked(loss, args, self.question, start, self.draws)
         for whole, *parts in _cuts(self.question.batch, start, rows):
-            own, out = None, None
-            if not self.draws:
-                found = asked.sums(parts)
-                if found is None:
-                    continue  # a part raises: perhaps others do not
-                if whole[1] == rows:  # it is this microbatch, which is computed anyway
-                    out = loss(*args)
-                    found = [asked.amount(out, rows), *found]
-                else:
-                    found = (asked.sums([whole]) or [(torch.nan, torch.nan)]) + found
-                own = Sums(*zip(*found, strict=True))
-                if own.off() <= MOST:
-                    self.answer.note(coupled=False, rows=whole[1])
-                    return loss(*args) if out is None else out
-            out = None  # its graph would be in memory beside what follows
-            coupled, sums = _judged(asked, [whole, *parts], own)
-            restore(asked.drawn)
-            python()
-            if coupled:
-                self.answer.note(coupled, whole[1])
-                raise coupled_error(asked, [whole, *parts], sums, self.modules)
-            if own is not None or coupled is False:
-                break
-        self.answer.note(coupled, rows)
+            computed = whole[1] == rows and not self.draws  # the whole, by the call itself
+            found, out = asked.sums(parts if computed else [whole, *parts]), None
+            if found is None:
+                continue  # a part raises: perhaps others do not
+            if computed:
+                out = loss(*args)
+                found.insert(0, asked.amount(out, rows))
+            own = Sums(*zip(*found, strict=True))
+            coupled = None if own.off() > MOST else False
+            if coupled is None:
+                out = None  # its graph would be in memory beside what follows
+                coupled, sums = _judged(asked, [whole, *parts], own)
+                asked.put_back()
+                if coupled:
+                    self.answer.note(coupled, whole[1])
+                    raise coupled_error(asked, [whole, *parts], sums, self.modules)
+            self.answer.note(coupled, whole[1])
+            return loss(*args) if out is None else out
+        self.answer.note(None, rows)
         return loss(*args)
 
 
@@ -192,17 +186,22 @@ class Asked:
         question: What it is asked.
         rows: Those of the microbatch, of which the batch has so many ``before``.
         dtype: The narrowest that it returned.
-        drawn: Where the generators stood before it was asked.
+        put_back: Lets the generators stand where they stood before it was asked.
     """
 
     def __init__(
-        self, loss: LossOfPart, args: tuple[Any, ...], question: Question, before: int
+        self,
+        loss: LossOfPart,
+        args: tuple[Any, ...],
+        question: Question,
+        before: int,
+        draws: bool,
     ) -> None:
         leaves, _, self.rows, self.carried = args
-        self.loss, self.question, self.before = loss, question, before
-        self.leaves = [*map(innermost, leaves)]
-        self.dtype = torch.float64
-        self.drawn = generators(x.device for x in question.batch.leaves if isinstance(x, Tensor))
+        self.loss, self.question, self.before, self.draws = loss, question, before, draws
+        self.leaves, self.dtype = [*map(innermost, leaves)], torch.float64
+        tensors = (x for x in question.batch.leaves if isinstance(x, Tensor))
+        self.put_back = random_states(x.device for x in tensors)
 
     def sums(
         self,
@@ -215,22 +214,24 @@ class Asked:
     ) -> list[tuple[float, float]] | None:
         """The total and the weight of each piece; None where that cannot be told.
 
-        It is computed in a dtype, where nothing is random, and under a mode, if these are given.
+        It is computed in a dtype, and under a mode, if these are given. Nothing is random then, or
+        where the loss is known to draw.
         """
-        computing = nullcontext() if dtype is None else deterministic(dtype)
+        without_chance = deterministic(dtype) if dtype or self.draws else nullcontext()
         given: Any = self.leaves, self.carried, [x for x, _, _ in pieces]
         try:
-            with _apart(self.drawn) as undo, torch.set_grad_enabled(records), computing:
+            with _apart(self.put_back) as undo, torch.set_grad_enabled(records), without_chance:
                 leaves, carried, parts = cast_tree(given, dtype) if cast else given
                 with mode or nullcontext():
                     found: list[tuple[float, float]] = []
                     for part, (_, rows, start) in zip(parts, pieces, strict=True):
+                        self.put_back()  # what is drawn once a call is the same in each
                         its = carried and (carried[0], carried[1] + (start - self.before))
                         found.append(self.amount(self.loss(leaves, part, rows, its), rows))
             return None if undo.reached else found
         except Exception as error:  # it holds what was computed
-            records_next = not records and NO_GRAPH in str(error)  # it takes a gradient itself
-        if records_next:
+            takes_gradient = not records and NO_GRAPH in str(error)
+        if takes_gradient:
             return self.sums(pieces, dtype, mode, records=True, cast=cast)
         if dtype is None or cast:
             return None
@@ -249,63 +250,54 @@ class Asked:
 
 
 @contextmanager
-def _apart(drawn: Any) -> Generator[Undo]:
+def _apart(put_back: Callable[[], None]) -> Generator[Undo]:
     """Run something at top level, in no call of ours, and undo it."""
 
     def note(module: torch.nn.Module, _: object) -> None:
         if here.observed is undo:  # in this thread
             put_back_attributes([module])
 
-    look, backward = here.look, here.backward
     with leaving_nothing() as undo, down_to(0):
-        undo.callback(restore, drawn)
+        undo.callback(put_back)
         undo.callback(register_module_forward_pre_hook(note).remove)
-        here.look = here.backward = None
-        try:
-            yield undo
-        finally:
-            here.look, here.backward = look, backward
+        for name in "look", "backward":
+            undo.callback(setattr, here, name, getattr(here, name))
+            setattr(here, name, None)
+        yield undo
 
 
-def _judged(asked: Asked, pieces: list[Piece], own: Sums | None) -> tuple[bool | None, Sums]:
-    """Whether a loss is coupled, and by which numbers; None where nobody can tell."""
-    nothing = Sums((torch.nan,), (torch.nan,))
+def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, Sums]:
+    """Whether a loss is coupled that does not fit by its own numbers, and by which numbers.
 
-    def sums(dtype: torch.dtype, *pieces: Piece) -> Sums | None:
-        found = asked.sums(pieces, dtype)
-        return None if found is None else Sums(*zip(*found, strict=True))
-
-    eps = torch.finfo(asked.dtype).eps
-    double = own is None or asked.dtype == torch.float64
-    own = own or sums(torch.float64, *pieces)
-    if own is None or not isfinite(own.totals[0]):
-        return None, nothing
-    if own.off() <= MOST:
-        return False, own
-    other = sums(torch.float32 if double else torch.float64, *pieces, pieces[0])
-    if other is None:  # an operation that has no such kernel, say
+    None where nobody can tell.
+    """
+    if not isfinite(own.totals[0]):
+        return None, own
+    double, eps = asked.dtype == torch.float64, torch.finfo(asked.dtype).eps
+    found = asked.sums([*pieces, pieces[0]], torch.float32 if double else torch.float64)
+    if found is None:  # an operation that has no such kernel, say
         return own.off() > max(MOST, 64 * eps), own
-    repeated = Sums(*((each[0], each[-1]) for each in other))
-    if not repeated.off() <= MOST:
-        return None, nothing  # it is another one at each call
-    other = Sums(*(each[:-1] for each in other))
+    *found, again = found
+    if not Sums(*zip(found[0], again, strict=True)).off() <= MOST:
+        return None, own  # it is another one at each call
+    other = Sums(*zip(*found, strict=True))
     exact = own if double else other
     return exact.off(own, other) > MOST, exact
 
 
 # Which losses are one ------------------------------------------------------------------------
 
-# Those that a program makes anew at each step: functions of the same code, of which what they close
-# over, their defaults and the globals that they name are one. A module, or another object that
-# lives on, is itself. Of a tensor or a number the type counts: a temperature may change.
+# A program may make its loss anew at each step. Functions are one if their code is, and what they
+# close over, their defaults and the globals that they name. A module, or another object that lives
+# on, is itself. Of a tensor or a number the type counts: a temperature may change.
 
-_DEEPEST = 3  # functions that call functions
+_DEEPEST = 2  # of functions that name functions
 _MOST = 1000
-_answers: dict[Any, dict[Any, Any]] = {}
+_answers: dict[Any, dict[Any, Answer]] = {}
 
 
-def answers_of(loss: Any) -> dict[Any, Any]:
-    """What this loss, and those that are one with it, have answered: see coupling.py."""
+def answers_of(loss: Any) -> dict[Any, Answer]:
+    """What this loss, and those that are one with it, have answered."""
     if len(_answers) >= _MOST:
         _answers.clear()
     return _answers.setdefault(_sameness(loss, 0), {})
@@ -317,32 +309,23 @@ def _sameness(x: Any, depth: int) -> Any:
         return x
     if isinstance(x, Tensor):
         return Tensor, x.dtype, x.dim()
-    if isinstance(x, ModuleType):
-        return x.__name__
+    parts: Iterable[Any] = ()
     if isinstance(x, partial):
         parts = x.func, *x.args, *x.keywords.values()
     elif isinstance(x, MethodType):
         parts = x.__func__, x.__self__
     elif isinstance(x, FunctionType):
-        parts = () if depth > _DEEPEST else _parts(x)
+        if depth <= _DEEPEST:
+            own = [x.__closure__ or (), x.__defaults__ or (), (x.__kwdefaults__ or {}).values()]
+            named = map(x.__globals__.get, x.__code__.co_names)
+            parts = itertools.chain(*own, named)
         return x.__code__, *(_sameness(part, depth + 1) for part in parts)
+    elif isinstance(x, CellType):
+        with suppress(ValueError):  # it is empty
+            return _sameness(x.cell_contents, depth)
     else:
-        try:
+        with suppress(TypeError):  # a number, or a container
             own = type(x), ref(x)
             hash(own)
             return own
-        except TypeError:  # a number, or a container
-            return type(x)
     return type(x), *(_sameness(part, depth) for part in parts)
-
-
-def _parts(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # it is empty
-            yield None
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for name in function.__code__.co_names:
-        yield function.__globals__.get(name)

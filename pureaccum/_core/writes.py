@@ -237,8 +237,7 @@ class _Guard:
             key = _kind(known, self.decides), question.kind
             answer = known.answers.setdefault(key, Answer())
             sharded = any(any_sharded(each.leaves) for each in self.given)
-            answer.pending = answer.pending and not (known.reaches or sharded)
-            if known.reaches or sharded or not answer.is_due():
+            if not answer.is_due() or known.reaches or sharded:
                 self.asks = False
                 return loss(*args)
             modules = [x for at in known.modules if (x := at()) is not None]
