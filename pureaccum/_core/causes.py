@@ -31,19 +31,19 @@ CAUSES = {
     for cause in (
         Cause(
             "batch statistics",
-            "the statistics of a microbatch are not the batch's",
+            "it normalises with the mean and variance of a microbatch, which are not the batch's",
             "fn = pa.functional(module, microbatch_size={rows})  # and no microbatch_size outside",
         ),
         Cause(
             "mean of means",
-            "it is a mean over something else than rows, of which a microbatch has more than "
-            "another: class weights, targets that count, a mask",
-            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and what it is over",
+            "it is a mean over weights, targets or tokens that count, of which some rows have more "
+            "than others",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # the total and its count",
         ),
         Cause(
             "weight",
             "its total and its weight are not both sums over rows",
-            "return pa.Weighted(per_token.sum(), mask.sum())  # a sum, and what it is over",
+            "return pa.Weighted(per_token.sum(), mask.sum())  # two sums",
         ),
         Cause(
             "sum as mean",
@@ -81,6 +81,10 @@ CAUSES = {
 class CoupledLossError(ValueError):
     """A loss whose microbatches do not add up to the batch, so that none may be cut.
 
+    Args:
+        message: What is the matter, and what to do.
+        told: The attributes.
+
     Attributes:
         whole: The loss of some rows.
         parts: The losses of two parts of them.
@@ -91,26 +95,28 @@ class CoupledLossError(ValueError):
 
     Example:
         >>> import torch
-        >>> from pureaccum import grad
-        >>> x = torch.tensor([[1.0, 0.0], [3.0, 1.0], [2.0, 1.0], [4.0, 1.0]])
-        >>> def loss(w, x):  # a mean over a mask
-        ...     return (w * x[:, 0] * x[:, 1]).sum() / x[:, 1].sum()
+        >>> from pureaccum import CoupledLossError, grad
+        >>> def loss(w, batch):  # a mean over a mask
+        ...     return (w * batch["x"] * batch["mask"]).sum() / batch["mask"].sum()
+        >>> batch = {"x": torch.arange(6.0), "mask": torch.tensor([1, 1, 0, 1, 1, 1])}
         >>> try:
-        ...     grad(loss, microbatch_size=4)(torch.tensor(1.0), torch.cat([x, x]))
+        ...     grad(loss, microbatch_size=3)(torch.tensor(1.0), batch)
         ... except CoupledLossError as error:
-        ...     error.whole, error.parts, error.kind
-        (3.0, (3.0, 3.0), 'mean of means')
+        ...     print(error.kind, error.whole, error.parts)
+        mean of means 0.5 (0.0, 1.0)
 
     References:
         ``Weighted``, ``microbatch`` and ``functional``, which are right for most of them.
     """
 
-    whole: float
-    parts: tuple[float, ...]
-    percent: float
-    kind: str
-    where: str
-    way: str
+    def __init__(self, message: str = "", **told: Any) -> None:
+        super().__init__(message)
+        self.whole: float = told.get("whole", nan)
+        self.parts: tuple[float, ...] = told.get("parts", ())
+        self.percent: float = told.get("percent", nan)
+        self.kind: str = told.get("kind", "")
+        self.where: str = told.get("where", "")
+        self.way: str = told.get("way", "")
 
 
 def coupled_error(
@@ -126,23 +132,29 @@ def coupled_error(
     """
     rows = [n for _, n, _ in pieces]
     weights = sums.weights if any(sums.weights) else [1.0] * 3
-    pairs = zip(sums.totals, weights, strict=True)
+    pairs = [*zip(sums.totals, weights, strict=True)]
     whole, *parts = (total / weight if weight else nan for total, weight in pairs)
     (kind, says, way), where = _cause(asked, pieces, sums, modules)
     way = way.format(rows=asked.rows)
-    largest = max(abs(sums.totals[0]), abs(sum(sums.totals[1:]))) or 1.0
-    percent = 100 * sums.missing()[0] / largest
-    of_parts = " and ".join(f"{x:.6g} of {n}" for x, n in zip(parts, rows[1:], strict=True))
-    error = CoupledLossError(
-        f"the loss of {rows[0]} rows is {whole:.6g}, and that of their parts is {of_parts}, which "
-        f"does not add up: {percent:.2g} % are missing. So a loop over microbatches does not give "
-        f"the gradient of the full batch. Likely cause ({kind}): {says}"
-        f"{where and f', in {where}'}. Expected:\n\n    {way}\n\n"
-        "check=False adds microbatches up all the same, as a loop written by hand does."
+    shares = [
+        d / max(*map(abs, each), 1e-300) for d, each in zip(sums.missing(), sums, strict=True)
+    ]
+    told = [f"{x:.6g}" for x in (whole, *parts)]
+    if kind == "weight":
+        told = [f"{total:.6g} / {weight:.6g}" for total, weight in pairs]
+    return CoupledLossError(
+        f"the loss does not add up over rows: it is {told[0]} for {rows[0]} rows, and {told[1]} "
+        f"and {told[2]} for two parts of them ({rows[1]} and {rows[2]} rows), "
+        f"{100 * max(shares):.2g} % apart. So microbatches do not give the gradient of the full "
+        f"batch. Likely cause ({kind}{where and f', in {where}'}): {says}. Expected:\n\n    {way}"
+        "\n\ncheck=False adds microbatches up all the same, as a loop written by hand does.",
+        whole=whole,
+        parts=tuple(parts),
+        percent=100 * max(shares),
+        kind=kind,
+        where=where,
+        way=way,
     )
-    error.whole, error.parts, error.percent = whole, tuple(parts), percent
-    error.kind, error.where, error.way = kind, where, way
-    return error
 
 
 def _cause(
@@ -243,7 +255,8 @@ class _Calls(TorchFunctionMode):
             if isinstance(module, nn.Module):
                 own = origins.get(module, module)
                 paths = (path for m in self.modules for path, x in m.named_modules() if x is own)
-                return f"{next(filter(None, paths), '')} ({type(own).__name__})".lstrip()
+                path = next(filter(None, paths), "")
+                return f"{path and f'module {path!r}, a '}{type(own).__name__}"
             frame = frame.f_back
         return f"torch's {name} at {users_line()}"
 
