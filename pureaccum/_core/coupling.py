@@ -210,7 +210,6 @@ class Asked:
         mode: Any = None,
         *,
         records: bool = False,
-        cast: bool = False,
     ) -> list[tuple[float, float]] | None:
         """The total and the weight of each piece; None where that cannot be told.
 
@@ -221,7 +220,7 @@ class Asked:
         given: Any = self.leaves, self.carried, [x for x, _, _ in pieces]
         try:
             with _apart(self.put_back) as undo, torch.set_grad_enabled(records), without_chance:
-                leaves, carried, parts = cast_tree(given, dtype) if cast else given
+                leaves, carried, parts = cast_tree(given, dtype) if dtype else given
                 with mode or nullcontext():
                     found: list[tuple[float, float]] = []
                     for part, (_, rows, start) in zip(parts, pieces, strict=True):
@@ -231,11 +230,7 @@ class Asked:
             return None if undo.reached else found
         except Exception as error:  # it holds what was computed
             takes_gradient = not records and NO_GRAPH in str(error)
-        if takes_gradient:
-            return self.sums(pieces, dtype, mode, records=True, cast=cast)
-        if dtype is None or cast:
-            return None
-        return self.sums(pieces, dtype, mode, records=records, cast=True)  # for kernels by dtype
+        return self.sums(pieces, dtype, mode, records=True) if takes_gradient else None
 
     def amount(self, out: Any, rows: int) -> tuple[float, float]:
         """The total and the weight of what the loss returned for so many rows."""
@@ -291,7 +286,7 @@ def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, 
 # close over, their defaults and the globals that they name. A module, or another object that lives
 # on, is itself. Of a tensor or a number the type counts: a temperature may change.
 
-_DEEPEST = 2  # of functions that name functions
+_DEEPEST = 1  # of functions that name functions
 _MOST = 1000
 _answers: dict[Any, dict[Any, Answer]] = {}
 
