@@ -20,7 +20,14 @@ import torch
 from .checks import here
 from .dtensors import any_sharded
 from .generators import generators, restore
-from .torch_internals import COLLECTIVES, saved_tensors_hooks, seeing, unseen
+from .torch_internals import (
+    BUFFERS,
+    COLLECTIVES,
+    PARAMETERS,
+    saved_tensors_hooks,
+    seeing,
+    unseen,
+)
 from .trees import tree_leaves
 
 
@@ -113,7 +120,10 @@ def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
     """Let an observed run leave the attributes of modules as they are now."""
     if (undo := here.observed) is not None:
         for module in modules:
-            undo.callback(vars(module).update, dict(vars(module)))
+            attributes = vars(module)
+            undo.callback(attributes.update, attributes.copy())
+            tables = [x for name in (BUFFERS, PARAMETERS) if (x := attributes.get(name))]
+            undo.callback(_refill, [(x, x.copy()) for x in tables])
 
 
 def put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
@@ -125,6 +135,6 @@ def put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
 
 def _refill(tables: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
     for table, then in tables:
-        if table != then:
+        if [*map(id, table.values())] != [*map(id, then.values())]:
             table.clear()
             table.update(then)

@@ -223,8 +223,9 @@ class Asked:
                 leaves, carried, parts = cast_tree(given, dtype) if dtype else given
                 with mode or nullcontext():
                     found: list[tuple[float, float]] = []
-                    for part, (_, rows, start) in zip(parts, pieces, strict=True):
-                        self.put_back()  # what is drawn once a call is the same in each
+                    for n, (part, (_, rows, start)) in enumerate(zip(parts, pieces, strict=True)):
+                        if n == 0 or pieces[n] is not pieces[0]:  # … again: what differs then?
+                            self.put_back()  # what is drawn once a call is the same in each
                         its = carried and (carried[0], carried[1] + (start - self.before))
                         found.append(self.amount(self.loss(leaves, part, rows, its), rows))
             return None if undo.reached else found
