@@ -25,12 +25,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.deterministic import cast_tree, deterministic
 from .._base.dtensors import any_sharded
-from .._base.observation import Undo, leaving_nothing, put_back_attributes, random_states
+from .._base.observation import Undo, following_modules, leaving_nothing, random_states
 from .._base.torch_internals import at_top_level, dispatched, down_to, in_backward, innermost
 from .batches import Batch, cut_at, rows_to_cut
 from .causes import coupled_error
@@ -248,14 +247,8 @@ class Asked:
 @contextmanager
 def _apart(put_back: Callable[[], None]) -> Generator[Undo]:
     """Run something at top level, in no call of ours, and undo it."""
-
-    def note(module: torch.nn.Module, _: object) -> None:
-        if here.observed is undo:  # in this thread
-            put_back_attributes([module])
-
-    with leaving_nothing() as undo, down_to(0):
+    with leaving_nothing() as undo, down_to(0), following_modules():
         undo.callback(put_back)
-        undo.callback(register_module_forward_pre_hook(note).remove)
         for name in "look", "backward":
             undo.callback(setattr, here, name, getattr(here, name))
             setattr(here, name, None)
