@@ -210,7 +210,7 @@ _ENTRY = re.compile(  # of a text, or of a tensor
     rb'\}?, ("%s): (?:("%s)|\{("dtype": "\w{1,20}", "shape": \[[\d, ]{0,2100}\]), '
     rb'"data_offsets": \[[\d, ]{1,50}\]\})' % (_REST, _REST)
 )
-_END = re.compile(rb'\}?, "crc32": \{[^{}]{1,99}, (\d{1,19})\]\}\} {0,7}\Z')
+_LAST = re.compile(rb'\}?, "crc32": \{[^{}]{1,99}, (\d{1,19})\]\}\} {0,7}\Z')
 LONGEST_TEXT = 10_000  # bytes of a note, or of a number
 SHOWN = 20  # leaves that an error names
 MANY = 100_000  # entries about leaves that are not wanted
@@ -234,7 +234,7 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
     header[:8] = start
     file.readinto(memoryview(header)[8:])
     part, at = _begun(header)
-    if (last := _END.search(header, max(at, len(header) - 200))) is None:
+    if (last := _LAST.search(header, max(at, len(header) - 200))) is None:
         raise ValueError(CONTRADICTS)
     if size != (end := len(header) + int(last[1])):
         raise ValueError(f"it has {size} bytes, and {end} were written. Cut short, or damaged")
