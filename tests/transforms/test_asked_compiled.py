@@ -87,7 +87,8 @@ def test_a_stream_of_a_loss_that_was_watched_before_is_asked() -> None:
     def loss(params: Any, batch: Any) -> Tensor:
         return masked(params, batch)
 
-    pa.grad(loss, microbatch_size=SIZE, check=False)(W, rows(12))
+    plain = pa.make_step(loss, pa.sgd(0.1), microbatch_size=SIZE, check=False)
+    plain(plain.init(W), rows(12))
     step, state, _ = made(loss)
     with pytest.raises(CoupledLossError):
         step.update(state, step.begin(state), rows(4, 0))
