@@ -5,6 +5,6 @@ on these two stands the arithmetic of ``trees``. ``containers`` are classes of a
 trees too. ``states`` are tuples of tensors that may be given
 up, and stacked; ``checks`` say what is wrong with what callers hand in, and ``refusals`` what
 torch's compiler, vmap and vjp refuse. ``agreement`` compares what ranks hold, by checksums of
-their bytes; ``generators`` draw the same random numbers again, and ``observation`` leaves nothing
-behind.
+their bytes; ``generators`` draw the same random numbers again, ``observation`` leaves nothing
+behind, and a ``deterministic`` run knows neither chance nor narrow dtypes.
 """

@@ -16,11 +16,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .checks import here
 from .dtensors import any_sharded
 from .generators import generators, restore
-from .torch_internals import COLLECTIVES, saved_tensors_hooks, seeing, unseen
+from .torch_internals import (
+    BUFFERS,
+    COLLECTIVES,
+    saved_tensors_hooks,
+    seeing,
+    unseen,
+)
 from .trees import tree_leaves
 
 
@@ -114,6 +121,37 @@ def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
     if (undo := here.observed) is not None:
         for module in modules:
             undo.callback(vars(module).update, dict(vars(module)))
+
+
+@contextmanager
+def following_modules() -> Generator[None]:
+    """Let modules that are called inside, in this thread, be left as they are now.
+
+    Buffers count that a module itself replaces: others may have put theirs into it for the call.
+    """
+    undo, held = here.observed, dict[torch.nn.Module, dict[str, Any]]()
+
+    def before(module: torch.nn.Module, _: object) -> None:
+        if here.observed is undo:
+            put_back_attributes([module])
+            held[module] = vars(module)[BUFFERS].copy()
+
+    def after(module: torch.nn.Module, *_: object) -> None:
+        if here.observed is undo:
+            table = vars(module)[BUFFERS]
+            for name, old in held.pop(module, {}).items():
+                if (new := table.get(name)) is not old:
+                    undo.callback(_replace, table, name, new, old)
+
+    with ExitStack() as hooks:
+        hooks.callback(register_module_forward_pre_hook(before).remove)
+        hooks.callback(register_module_forward_hook(after).remove)
+        yield
+
+
+def _replace(table: dict[str, Any], name: str, new: Any, old: Any) -> None:
+    if table.get(name) is new:
+        table[name] = old
 
 
 def put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:

@@ -7,6 +7,7 @@ What a loss returns (``loss``) weighs something (``weights``); ``engines`` go fo
 ``microbatch`` is the primitive, whose derivatives follow the ``rule`` and whose ``outputs`` are put
 together by the words of ``reductions``; ``remat`` is the same with one piece. A function that is
 run again sees what it saw (``recomputation``, ``called_modules``), and writes to nothing that is
-not its own (``writes``). Results have a ``history`` that plain autograd follows. Whether
+not its own (``writes``). A loss is asked whether it may be cut (``coupling``), and told why not
+(``causes``). Results have a ``history`` that plain autograd follows. Whether
 derivatives are those of the numbers is said by ``differences``.
 """

@@ -25,12 +25,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.deterministic import cast_tree, deterministic
 from .._base.dtensors import any_sharded
-from .._base.observation import Undo, leaving_nothing, put_back_attributes, random_states
+from .._base.observation import Undo, following_modules, leaving_nothing, random_states
 from .._base.torch_internals import at_top_level, dispatched, down_to, in_backward, innermost
 from .batches import Batch, cut_at, rows_to_cut
 from .causes import coupled_error
@@ -210,7 +209,6 @@ class Asked:
         mode: Any = None,
         *,
         records: bool = False,
-        cast: bool = False,
     ) -> list[tuple[float, float]] | None:
         """The total and the weight of each piece; None where that cannot be told.
 
@@ -221,21 +219,18 @@ class Asked:
         given: Any = self.leaves, self.carried, [x for x, _, _ in pieces]
         try:
             with _apart(self.put_back) as undo, torch.set_grad_enabled(records), without_chance:
-                leaves, carried, parts = cast_tree(given, dtype) if cast else given
+                leaves, carried, parts = cast_tree(given, dtype) if dtype else given
                 with mode or nullcontext():
                     found: list[tuple[float, float]] = []
-                    for part, (_, rows, start) in zip(parts, pieces, strict=True):
-                        self.put_back()  # what is drawn once a call is the same in each
+                    for n, (part, (_, rows, start)) in enumerate(zip(parts, pieces, strict=True)):
+                        if n == 0 or pieces[n] is not pieces[0]:  # … again: what differs then?
+                            self.put_back()  # what is drawn once a call is the same in each
                         its = carried and (carried[0], carried[1] + (start - self.before))
                         found.append(self.amount(self.loss(leaves, part, rows, its), rows))
             return None if undo.reached else found
         except Exception as error:  # it holds what was computed
             takes_gradient = not records and NO_GRAPH in str(error)
-        if takes_gradient:
-            return self.sums(pieces, dtype, mode, records=True, cast=cast)
-        if dtype is None or cast:
-            return None
-        return self.sums(pieces, dtype, mode, records=records, cast=True)  # for kernels by dtype
+        return self.sums(pieces, dtype, mode, records=True) if takes_gradient else None
 
     def amount(self, out: Any, rows: int) -> tuple[float, float]:
         """The total and the weight of what the loss returned for so many rows."""
@@ -252,14 +247,8 @@ class Asked:
 @contextmanager
 def _apart(put_back: Callable[[], None]) -> Generator[Undo]:
     """Run something at top level, in no call of ours, and undo it."""
-
-    def note(module: torch.nn.Module, _: object) -> None:
-        if here.observed is undo:  # in this thread
-            put_back_attributes([module])
-
-    with leaving_nothing() as undo, down_to(0):
+    with leaving_nothing() as undo, down_to(0), following_modules():
         undo.callback(put_back)
-        undo.callback(register_module_forward_pre_hook(note).remove)
         for name in "look", "backward":
             undo.callback(setattr, here, name, getattr(here, name))
             setattr(here, name, None)
@@ -291,7 +280,7 @@ def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, 
 # close over, their defaults and the globals that they name. A module, or another object that lives
 # on, is itself. Of a tensor or a number the type counts: a temperature may change.
 
-_DEEPEST = 2  # of functions that name functions
+_DEEPEST = 1  # of functions that name functions
 _MOST = 1000
 _answers: dict[Any, dict[Any, Answer]] = {}
 

@@ -21,7 +21,7 @@ from .._base.states import loadable
 from .._base.torch_internals import fused_adam, may_be_differentiated
 from .._base.trees import Tree, as_scalar_of, known, moved
 from .schedules import check_rate
-from .update import Columns, Method, Optimizer, Rate, by_method, refuse_fused
+from .update import Columns, Method, Optimizer, Rate, Row, by_method
 
 
 @loadable
@@ -116,31 +116,28 @@ def _sgd(
     knobs: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     knobs |= {"nesterov": nesterov, "maximize": maximize}
 
-    def formula(
-        grad: Tensor, numbers: tuple[Tensor, Any], param: Tensor, *rest: Tensor
-    ) -> tuple[Tensor, ...]:
-        rate, first = numbers
-        if maximize:
-            grad = -grad
-        if weight_decay:
-            grad = grad + weight_decay * param
-        if not momentum:
-            return (param - rate * grad,)
-        if first is True:
-            buffer = grad.clone()
-        else:
-            later = momentum * rest[0] + ((1 - dampening) * grad if dampening else grad)
-            buffer = later if first is False else torch.where(first, grad, later)
-        return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
-
-    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Tensor, Any]:
+    def formula(step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
         rate, count = as_scalar_of(leaf, rate), known(step)
-        return rate, (moved(step, leaf.device) if count is None else count) == 1
+        first = (moved(step, leaf.device) if count is None else count) == 1
 
-    def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
-        if fused:
-            refuse_fused("sgd", params)
-        elif isinstance(rate, Tensor):
+        def row(grad: Tensor, param: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            if maximize:
+                grad = -grad
+            if weight_decay:
+                grad = grad + weight_decay * param
+            if not momentum:
+                return (param - rate * grad,)
+            if first is True:
+                buffer = grad.clone()
+            else:
+                later = momentum * rest[0] + ((1 - dampening) * grad if dampening else grad)
+                buffer = later if first is False else torch.where(first, grad, later)
+            return param - rate * (grad + momentum * buffer if nesterov else buffer), buffer
+
+        return row
+
+    def runs(step: Tensor, rate: float | Tensor) -> bool:
+        if isinstance(rate, Tensor) and not fused:
             return False  # the kernel would read it on the host
         # the first gradient is not dampened, and nobody may know whether it is the first
         return not (momentum and dampening and known(step) is None)
@@ -178,7 +175,6 @@ def _sgd(
     return Method(
         kernel=kernel,
         runs=runs,
-        numbers=numbers,
         formula=formula,
         fused=fused,
         lr=lr,
@@ -300,47 +296,40 @@ def _adam(
         for i, beta in enumerate(betas)
     )
 
-    def formula(
-        grad: Tensor, numbers: tuple[Any, Tensor, Tensor, bool], param: Tensor, *rest: Tensor
-    ) -> tuple[Tensor, ...]:
-        if param.is_complex():  # its parts are parameters of their own
-            pairs = [torch.view_as_real(x) for x in (grad, param, *rest)]
-            new = formula(pairs[0], numbers, *pairs[1:])
-            return tuple(torch.view_as_complex(x) for x in new)
-        decay, rate_by_first, root_of_second, differentiated = numbers
-        mean, square, *most = rest
-        if maximize:
-            grad = -grad
-        if decay is not None:
-            param = param * decay
-        elif weight_decay:
-            grad = grad + weight_decay * param
-        mean = torch.lerp(mean, grad, 1 - beta1)
-        square = torch.addcmul(beta2 * square, grad, grad, value=1 - beta2)
-        if amsgrad:
-            most = [torch.maximum(most[0], square)]
-        top = most[0] if amsgrad else square
-        if differentiated:
-            # The root has no derivative at zero, where a meta-gradient would turn into NaN.
-            positive = top > 0
-            root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
-        else:
-            root = top.sqrt()
-        denominator = root / root_of_second + eps
-        return param - rate_by_first * mean / denominator, mean, square, *most
-
-    def numbers(step: Tensor, rate: Tensor, leaf: Tensor) -> tuple[Any, Tensor, Tensor, bool]:
+    def formula(step: Tensor, rate: Tensor, leaf: Tensor) -> Row:
         rate = as_scalar_of(leaf, rate)
         wide = moved(step, leaf.device, torch.float64)
         first, second = 1 - beta1**wide, 1 - beta2**wide
         decay = 1 - rate * weight_decay if weight_decay and decoupled else None
-        by_first, root = rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
-        return decay, by_first, root, may_be_differentiated()
+        by_first, root_of_second = rate / first.to(rate.dtype), second.sqrt().to(rate.dtype)
+        differentiated = may_be_differentiated()
 
-    def runs(params: list[Tensor], step: Tensor, rate: float | Tensor) -> bool:
-        if fused:
-            refuse_fused(owner, params)
-        return True
+        def row(grad: Tensor, param: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            if param.is_complex():  # its parts are parameters of their own
+                new = row(*(torch.view_as_real(x) for x in (grad, param, *rest)))
+                return tuple(torch.view_as_complex(x) for x in new)
+            mean, square, *most = rest
+            if maximize:
+                grad = -grad
+            if decay is not None:
+                param = param * decay
+            elif weight_decay:
+                grad = grad + weight_decay * param
+            mean = torch.lerp(mean, grad, 1 - beta1)
+            square = torch.addcmul(beta2 * square, grad, grad, value=1 - beta2)
+            if amsgrad:
+                most = [torch.maximum(most[0], square)]
+            top = most[0] if amsgrad else square
+            if differentiated:
+                # The root has no derivative at zero, where a meta-gradient would turn into NaN.
+                positive = top > 0
+                root = torch.where(positive, torch.where(positive, top, 1.0).sqrt(), 0.0)
+            else:
+                root = top.sqrt()
+            denominator = root / root_of_second + eps
+            return param - by_first * mean / denominator, mean, square, *most
+
+        return row
 
     knobs: Any = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
     knobs |= {"amsgrad": amsgrad, "maximize": maximize}
@@ -378,8 +367,6 @@ def _adam(
 
     return Method(
         kernel=kernel,
-        runs=runs,
-        numbers=numbers,
         formula=formula,
         fused=fused,
         lr=lr,

@@ -124,6 +124,7 @@ def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str) -> list[
 
 
 Columns = list[list[Tensor]]  # parameters, then each tree of the state, leaf by leaf
+Row = Callable[..., tuple[Tensor, ...]]  # row(grad, param, *state) is the next row of one leaf
 
 
 class Method(NamedTuple):
@@ -133,27 +134,24 @@ class Method(NamedTuple):
         kernel: ``kernel(columns, grads, step, rate, found_inf, foreach)`` writes the next columns
             in place. ``step`` counts this step; ``rate`` is a number if the host knows it;
             ``foreach`` is torch's variant for all leaves at once.
-        runs: ``runs(params, step, rate)``: whether the kernel runs without waiting for a device.
-            Raises where it cannot take such parameters.
-        numbers: ``numbers(step, rate, leaf)`` gives what the formula of all leaves of one device
-            and dtype needs of the two.
-        formula: ``formula(grad, numbers, param, *state)`` gives the next row of one leaf.
+        formula: ``formula(step, rate, leaf)`` gives the rule of all leaves of that device and
+            dtype.
         fused: Whether the kernel itself leaves everything as it was where ``found_inf`` is 1.
         lr: The learning rate; one that is a number becomes part of the state.
         state: The class of the state: steps, learning rate and trees.
         trees: The name of each tree, and whether it is kept, or is ``()``.
         owner: What errors call the optimizer.
+        runs: ``runs(step, rate)``: whether the kernel runs without waiting for a device.
     """
 
     kernel: Callable[[Columns, list[Tensor], Tensor, Any, Tensor | None, bool], None]
-    runs: Callable[[list[Tensor], Tensor, float | Tensor], bool]
-    numbers: Callable[[Tensor, Tensor, Tensor], Any]
-    formula: Callable[..., tuple[Tensor, ...]]
+    formula: Callable[[Tensor, Tensor, Tensor], Row]
     fused: bool
     lr: Rate
     state: type
     trees: tuple[tuple[str, bool], ...]
     owner: str
+    runs: Callable[[Tensor, float | Tensor], bool] = lambda step, rate: True
 
 
 def by_method(method: Method, settings: dict[str, Any]) -> Optimizer:
@@ -239,9 +237,8 @@ def _step(
     mark(given_up)
     new = new if layouts is None else [closed(column, layouts) for column in new]
     new_params, *later = (unflatten(spec, column) for column in new)
-    names = (name for name, kept in method.trees if kept)
-    changed = dict(zip(names, later, strict=True))
-    trees = {name: changed.get(name, ()) for name, _ in method.trees}
+    found = iter(later)
+    trees = {name: next(found) if kept else () for name, kept in method.trees}
     # not _replace, from which torch 2.11's compiler returns broken tuples
     return new_params, method.state(steps=count, lr=lr, **trees)
 
@@ -279,14 +276,14 @@ def by_formula(
         return [[x.clone() for x in column] for column in columns]
     step, rate = in_common(step), in_common(rate)
     rows: list[tuple[Tensor, ...]] = []
-    made: dict[Any, tuple[Any, Any]] = {}  # for each device and dtype, and not for every leaf
+    made: dict[Any, tuple[Row, Any]] = {}  # for each device and dtype, and not for every leaf
     for grad, *row in zip(grads, *columns, strict=True):
         kind = row[0].device, row[0].dtype
         if kind not in made:
             keep = None if applied is True else moved(applied, row[0].device)
-            made[kind] = method.numbers(step, rate, row[0]), keep
-        numbers, keep = made[kind]
-        new = method.formula(grad, numbers, *row)
+            made[kind] = method.formula(step, rate, row[0]), keep
+        rule, keep = made[kind]
+        new = rule(grad, *row)
         if keep is not None:
             new = tuple(torch.where(keep, x, y) for x, y in zip(new, row, strict=True))
         rows.append(new)
@@ -315,7 +312,9 @@ def by_kernel(
     """
     number = known(rate)
     rate_ = rate if number is None else number
-    if not method.runs(columns[0], step, rate_) and applied is not False:
+    if method.fused:
+        refuse_fused(method.owner, columns[0])
+    if not method.runs(step, rate_) and applied is not False:
         return by_formula(method, grads, columns, step, rate, applied)
     # Donated memory is written under new names, which take over if all goes well.
     work, written = taken(columns, bool(given_up)), False

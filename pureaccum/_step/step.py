@@ -122,6 +122,7 @@ def make_step(
             ``"pooled"``, which updates BatchNorm's running statistics once, from the moments of
             all microbatches: the full batch's, for a BatchNorm with no other above it (for all of
             them with ``functional(module, microbatch_size=...)`` and no size here).
+            With a size here a BatchNorm normalises by microbatch, which wants ``check=False``.
         keys: Hand each row of a batch a key of its own, made of the run's seed, the number of the
             step and the number of the row: masks do not depend on how a batch is cut.
         engine: ``"auto"`` is autograd at top level, which is faster and runs every loss, and

@@ -87,7 +87,10 @@ def test_plain_accumulation_is_far_off(name: str) -> None:
     """The control: the same function, its rows taken for uncoupled."""
     loss, params, batch = FAMILIES[name], params_of(0), batch_of(0)
     want = torch.func.grad(loss)(params, batch)
-    plain = pa.grad(loss, microbatch_size=4)(params, batch)
+    asked = pa.grad(loss, microbatch_size=4)
+    with pytest.raises(pa.CoupledLossError):  # parts of the first microbatch of experts do add up
+        [asked(params, batch) for _ in range(2)]
+    plain = pa.grad(loss, microbatch_size=4, check=False)(params, batch)
     assert off(plain, want) > MISSED > 1e5 * BOUND
     used = {k for k, x in want.items() if x.norm() > 0}
     got = pa.grad(partial(loss, cut=pieces(5)))(params, batch)
@@ -108,7 +111,7 @@ def test_a_contrastive_loss_of_two_towers_is_the_full_batch_s() -> None:
     grads, value = pa.grad_and_value(partial(one_way, cut=pieces(32)))(params, batch)
     assert off(grads, want) <= BOUND
     assert (value - want_value).abs() <= BOUND
-    other, easier = pa.grad_and_value(one_way, microbatch_size=32)(params, batch)
+    other, easier = pa.grad_and_value(one_way, microbatch_size=32, check=False)(params, batch)
     assert easier < value - 1  # among 32 the right one is found more easily
     assert off(other, want) > MISSED
 

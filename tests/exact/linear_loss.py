@@ -64,24 +64,22 @@ def linear_batch(seed: int, rows: int = ROWS) -> Batch:
 
 
 def linear_loss(kind: str) -> Callable[[dict[str, Tensor], Batch], Tensor | pa.Weighted]:
-    def total(params: dict[str, Tensor], s: Tensor, t: Tensor, batch: Batch) -> Tensor:
-        loss = s.sum() + batch["offset"].sum()
+    def total(params: dict[str, Tensor], batch: Batch, by: Tensor) -> Tensor:
+        s, t = batch["s"] * by, batch["t"] * by
+        loss = s.sum() + (batch["offset"] * by).sum()
         for name, leaf in params.items():
             loss = loss + (leaf * FIRST[name]).sum() * s.sum()
             loss = loss + (leaf * SECOND[name]).sum() * t.sum()
             # of slope 0 where sound is 1, and of slope inf * 0 where it is 0
             sound = batch["sound"][:, KINDS_OF_LEAF.index(name)]
-            loss = loss + (leaf.sum() * 0 + sound).sqrt().sum()
+            loss = loss + ((leaf.sum() * 0 + sound).sqrt() * by).sum()
         return loss
 
     def loss(params: dict[str, Tensor], batch: Batch) -> Tensor | pa.Weighted:
-        s, t, mask = batch["s"], batch["t"], batch["mask"]
-        if kind == "weighted":
-            weight, out = mask.sum(), total(params, s * mask, t * mask, batch)
-            # of no weight a total of 0 or NaN, whose gradient is what it is
-            return pa.Weighted(out - torch.where(weight != 0, 0.0, out.detach()), weight)
-        sum_ = total(params, s, t, batch)
-        return sum_ / len(s) if kind == "mean" else sum_
+        if kind == "weighted":  # of no weight a total of 0 or NaN, whose gradient is what it is
+            return pa.Weighted(total(params, batch, batch["mask"]), batch["mask"].sum())
+        sum_ = total(params, batch, torch.ones_like(batch["s"]))
+        return sum_ / len(batch["s"]) if kind == "mean" else sum_
 
     return loss
 

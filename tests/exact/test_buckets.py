@@ -109,7 +109,7 @@ def test_a_sum_is_one_collective_of_no_more_bytes_than_needed(rank, world):
         return plain(x, *args, **kwargs)
 
     dist.all_reduce = noted
-    acc = pa.accumulator(lambda p, x: sum((p[k] * x.sum()).sum() for k in p))
+    acc = pa.accumulator(lambda p, x: sum((p[k] * x.sum()).sum() for k in p), reduction="sum")
     params = {str(i): torch.ones(100) for i in range(50)}
     state = acc.update(acc.init(params), params, torch.ones(3))
     distributed.all_reduce(state)
@@ -133,7 +133,7 @@ def test_what_has_travelled_is_not_held_twice(rank, world):
     """By the time that a bucket is sent, all but the one before it are the sums."""
     params = {str(i): torch.ones(2**16) for i in range(8)}
     buckets.CAP = params["0"].nbytes + 1  # two in a bucket
-    acc = pa.accumulator(lambda p, x: sum((p[k] * x.sum()).sum() for k in p))
+    acc = pa.accumulator(lambda p, x: sum((p[k] * x.sum()).sum() for k in p), reduction="sum")
     state = acc.update(acc.init(params), params, torch.ones(3))
     state = state._replace(grads=[*state.grads.values()])
     given_up = [StorageWeakRef(x.untyped_storage()) for x in state.grads]
@@ -171,7 +171,7 @@ def test_what_was_summed_before_changes_no_bit(rank, world, seed, sizes):
 @given(seed=st.integers(0, 99))
 def test_all_ranks_have_the_same_bits_of_rounded_sums(rank, world, seed):
     """Where the order of a sum matters, it is one order."""
-    acc = pa.accumulator(lambda w, x: (w * x).sum() ** 2)
+    acc = pa.accumulator(lambda w, x: ((w * x).sum(1) ** 2).mean())
     w = torch.randn(1000, generator=generator(seed))
     x = torch.randn(8, 1000, generator=generator(seed + 1 + rank))
     state = acc.init(w)

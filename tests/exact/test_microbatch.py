@@ -258,7 +258,10 @@ def test_a_microbatch_alone_is_another_function() -> None:
     """The control: the same program, as if its rows were not coupled, gives other gradients."""
     program = build([("sum", ()), ("relu", (0,)), ("squared", ())], 3, 8)
     want, _ = full_batch(program, "sum")
-    plain = pa.grad(partial(program.loss, "sum"), microbatch_size=3, reduction="sum")
+    knobs: Any = {"microbatch_size": 3, "reduction": "sum"}
+    with pytest.raises(pa.CoupledLossError):
+        pa.grad(partial(program.loss, "sum"), **knobs)(program.params, program.batch)
+    plain = pa.grad(partial(program.loss, "sum"), **knobs, check=False)
     with pytest.raises(AssertionError):
         assert_trees_bitwise_equal(plain(program.params, program.batch), want)
     assert_trees_bitwise_equal(want["unused"], [torch.zeros(3)])

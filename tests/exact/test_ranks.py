@@ -227,13 +227,12 @@ def test_batch_norm_pools_over_ranks(rank, world, data, size):
     x = torch.randint(-8, 9, (world, rows, 3), generator=generator(rows)).double()
     empty = data.draw(st.booleans())  # the last half of the ranks have none
     given_rows = x[: world // 2] if empty else x
-    alone = pa.make_step(loss, pa.sgd(0.5), buffers="pooled", microbatch_size=rows)
+    knobs: Any = {"buffers": "pooled", "microbatch_size": rows, "check": False}
+    alone = pa.make_step(loss, pa.sgd(0.5), **knobs)
     w = torch.ones(3, dtype=torch.float64)
     want, _ = alone(alone.init(w, fn.buffers), given_rows.flatten(0, 1))
 
-    step = pa.make_step(
-        loss, pa.sgd(0.5), buffers="pooled", microbatch_size=rows, group=dist.group.WORLD
-    )
+    step = pa.make_step(loss, pa.sgd(0.5), group=dist.group.WORLD, **knobs)
     mine = given_rows[rank] if rank < len(given_rows) else x[0, :0]
     new, _ = step(step.init(w, fn.buffers), mine)
     for name in ("running_mean", "running_var", "num_batches_tracked"):

@@ -26,7 +26,7 @@ def loss(p: Any, x: Tensor) -> Tensor:
 
 
 def stream(p: Any, engine: Any) -> Any:
-    step = pa.make_step(loss, pa.sgd(0.5), engine=engine)
+    step = pa.make_step(loss, pa.sgd(0.5), engine=engine, reduction="sum")
     state = step.init(p)
     window = step.begin(state)
     for part in X.split(2):
@@ -93,7 +93,7 @@ def test_such_a_gradient_is_differentiated_again(around: str, size: int) -> None
 
 def test_backward_leaves_gradients_that_may_be_written_to() -> None:
     p = {k: x.clone().requires_grad_() for k, x in SMALL.items()}
-    pa.value(loss, microbatch_size=2)(p, X).backward()
+    pa.value(loss, microbatch_size=2, reduction="sum")(p, X).backward()
     assert p["a"].grad is not None
     assert not p["a"].grad.add_(1).sub_(1).any()
     assert_trees_bitwise_equal(stream(SMALL, "auto"), stream(SMALL, "func"))

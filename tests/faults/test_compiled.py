@@ -67,7 +67,7 @@ LOG = logging.getLogger("mine")
 
 def branches(params: Any, batch: Any) -> Tensor:
     value = squares(params, batch)
-    return value * 2 if value > 100 else value
+    return value * 2 if value > 0 else value
 
 
 def prints(params: Any, batch: Any) -> Tensor:
@@ -108,7 +108,7 @@ def keeps(params: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "line", "why"),
     [
-        (branches, "if value > 100", "torch.where takes both sides"),
+        (branches, "if value > 0", "torch.where takes both sides"),
         (lists, 'batch["x"].tolist()', "keep it a tensor"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)

@@ -145,7 +145,8 @@ def kept_elsewhere(params: Tensors, batch: Any) -> Tensor:
 
 
 def slope(params: Tensors, x: Tensor) -> Tensor:
-    return torch.autograd.grad(squares(params, {"x": x}), x, create_graph=True)[0].square().sum()
+    rows = torch.autograd.grad(squares(params, {"x": x}), x, create_graph=True)[0] * len(x)
+    return rows.square().sum(1).mean()
 
 
 def gradient_penalty(params: Tensors, batch: Any) -> Tensor:

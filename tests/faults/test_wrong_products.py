@@ -448,7 +448,10 @@ COST = 6  # calls of a loss: five gradients and a product, of a few rows
 
 
 def test_once_a_loss_and_kind() -> None:
-    """However products of it are made; and again where a module changed its mode."""
+    """However products of it are made; and again where a module changed its mode.
+
+    Of a batch that is not cut: a loss that is cut is asked whether it may be, too.
+    """
     params, batch, v = problem()
     net, calls = nn.Dropout(0.5).eval(), list[int]()
 
@@ -458,11 +461,11 @@ def test_once_a_loss_and_kind() -> None:
 
     def count(make: Any, *args: Any) -> int:
         calls.clear()
-        make(microbatch_size=4)(*args)
+        make()(*args)
         return len(calls)
 
     make = partial(hvp, loss)
-    once = 1 + 3  # a new product computes its first microbatch twice
+    once = 1 + 1  # a new product computes its first microbatch twice
     assert count(make, params, batch, v) == once + COST
     assert count(make, params, batch, v) == once
     assert count(partial(make, check=False), params, batch, v) == once

@@ -89,6 +89,11 @@ REFUSED = {
         "of that function",
         "that are not in new_buffers",
     ),
+    ("batch norm", "stream"): Refused(
+        NO_MEANING,
+        "a BatchNorm that is given one microbatch of a stream has not the moments of all",
+        "which does not add up",
+    ),
     ("skip", "raise"): Refused(NO_MEANING, "one knob has one value", "cannot be"),
     ("group", "dtensors"): Refused(
         NO_MEANING,

@@ -67,9 +67,9 @@ def test_mean_is_weighted_as_the_loss_is(
     """By rows, or by the weight of ``Weighted``; rounded by the division and by the cast."""
 
     def loss(w: Tensor, x: Tensor) -> Any:
-        out = (x @ w).mean()
+        out = (x @ w).mean() if kind == "mean" else (x @ w).sum()
         if kind == "weighted":
-            out = pa.Weighted(len(x) * out, x[:, 0].abs().sum())
+            out = pa.Weighted(out, x[:, 0].abs().sum())
         return out, {"top": x.max(), "tops": x.amax(0).reshape(1, 2)}
 
     reduction = "sum" if kind == "sum" else "mean"

@@ -173,11 +173,8 @@ def refuses_or_goes_on(species: Species, dtype: torch.dtype, pairs: list[tuple[s
 
 @pytest.mark.parametrize(("species", "dtype"), residents(lambda kind: kind == "randomness"))
 def test_losses_whose_rows_are_apart_but_for_chance_are_not_refused(
-    species: Species, dtype: torch.dtype, request: pytest.FixtureRequest
+    species: Species, dtype: torch.dtype
 ) -> None:
-    if species.name == "noise_of_numpy":
-        reason = "numpy's numbers of a part begin where those of the whole do"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     for way, size in pairs(species):
         got = outcome(species, dtype, way, size)
         assert not isinstance(got, CoupledLossError), (way, size, got)

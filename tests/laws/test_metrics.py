@@ -156,9 +156,8 @@ def test_metrics_of_no_weight_are_nan() -> None:
         return (x * w).sum(), {"mean": pa.Weighted(x.sum(), 0), "int": pa.Weighted(3, 2)}
 
     for size in (None, 1, 2):
-        _, aux = pa.value(nothing, has_aux=True, microbatch_size=size)(
-            torch.ones(()), torch.ones(2)
-        )
+        evaluate = pa.value(nothing, has_aux=True, microbatch_size=size, reduction="sum")
+        _, aux = evaluate(torch.ones(()), torch.ones(2))
         assert aux["mean"].isnan()
         assert aux["int"] == 1.5
 
@@ -173,10 +172,9 @@ def test_metrics_of_no_weight_are_nan() -> None:
 )
 @pytest.mark.parametrize("size", [None, 1])
 def test_what_is_no_mean_is_refused(mean: Any, words: str, size: int | None) -> None:
+    knobs: Any = {"has_aux": True, "microbatch_size": size, "reduction": "sum"}
     with pytest.raises((TypeError, ValueError), match=words if size else "total|weight"):
-        pa.value(lambda w, x: ((w * x).sum(), {"m": mean}), has_aux=True, microbatch_size=size)(
-            torch.ones(()), torch.ones(2)
-        )
+        pa.value(lambda w, x: ((w * x).sum(), {"m": mean}), **knobs)(torch.ones(()), torch.ones(2))
 
 
 # Value: a policy, a stream -----------------------------------------------------------------------
@@ -193,7 +191,8 @@ def test_a_policy_is_that_of_the_step(way: str, mode: str) -> None:
         return out.square().mean(), {"out": out.sum(), "mean": pa.Weighted(out.sum(), len(x))}
 
     w, x = torch.ones(4, 2), torch.arange(24.0).reshape(6, 4) / 7
-    knobs: Any = {"policy": pa.Policy(**{mode: torch.bfloat16}), "aux_reduction": "sum"}
+    policy = pa.Policy(**{mode: torch.bfloat16})
+    knobs: Any = {"policy": policy, "aux_reduction": "sum", "check": False}
     step = pa.make_step(squares, pa.sgd(0.0), has_aux=True, microbatch_size=2, **knobs)
     _, info = step(step.init(w), x)
     cut = {"whole": {}, "cut": {"microbatch_size": 2}, "stream": {"stream": True}}[way]

@@ -200,6 +200,7 @@ class Training(RuleBasedStateMachine):
                 reduction="sum" if reduction == "sum" else "mean",
                 loss_scale=scaler and pa.dynamic_loss_scale(*scaler, min_scale=2.0**-149),
                 buffers="sequential",
+                check=False,  # the loop normalises each microbatch by itself, too
                 engine=engine,
                 donate=donate,
             )

@@ -124,7 +124,7 @@ def test_sums_take_no_memory_that_is_also_that_of_something_else(engine: Any) ->
         return Given.apply(params["v"], slope) + params["w"].reshape(())
 
     params = {"v": torch.ones(2), "w": torch.ones(1)}
-    gradient = pa.grad(loss, microbatch_size=1, reduction="sum", engine=engine)
+    gradient = pa.grad(loss, microbatch_size=1, reduction="sum", engine=engine, check=False)
     for _ in range(2):
         got = gradient(params, x)
         assert_trees_bitwise_equal(got, {"v": 5 * slope, "w": torch.tensor([5.0])})

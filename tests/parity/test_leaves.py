@@ -47,7 +47,8 @@ def test_gradients_of_complex_parameters_are_summed(
 
     def loss(p: Any, batch: Any) -> Tensor:
         out = batch[0] * p["w"][:3] * p["v"].conj()
-        return (batch[1] * (out.real - 2 * out.imag)).sum() + (p["v"].conj() * 3).real.sum()
+        once = (p["v"].conj() * 3).real.sum()
+        return (batch[1] * (out.real - 2 * out.imag)).sum() + len(batch[1]) * once
 
     params = {"w": w, "v": torch.complex(whole(g, 3), whole(g, 3))}
     gradient = pa.grad(
@@ -93,8 +94,8 @@ def test_a_gradient_may_be_nan_where_the_loss_is_not(
     """The root of zero: ``skip`` looks at every leaf, large and small, not only at the loss."""
 
     def loss(p: Any, x: Tensor) -> Any:
-        out = (p["w"][:3] * x[:, None]).sqrt().sum() + 4 * p["v"]
-        return pa.Weighted(out, 2.0) if weighted else out
+        out = (p["w"][:3] * x[:, None]).sqrt().sum() + 4 * len(x) * p["v"]
+        return pa.Weighted(out, 2.0 * len(x)) if weighted else out
 
     params = {"w": torch.ones(width), "v": torch.tensor(1.0)}
     acc = pa.accumulator(loss, reduction="sum", nonfinite="skip", engine=engine)
@@ -151,13 +152,13 @@ def test_leaves_need_not_be_contiguous(
     x = (torch.arange(5 * 4) % 7 - 3.0).view(4, 5).t()
 
     def loss(w: Tensor, x: Tensor) -> pa.Weighted:
-        return pa.Weighted((x @ w)[:, :2].sum() + (x[:, :, None] * w[:, -1:]).sum(), 2.0)
+        return pa.Weighted((x @ w)[:, :2].sum() + (x[:, :, None] * w[:, -1:]).sum(), len(x))
 
     gradient = pa.grad(loss, microbatch_size=2, nonfinite=nonfinite, engine=engine)
     expected = torch.zeros(4, columns)
     expected[:, :2] += x.sum(0)[:, None]
     expected[:, -1:] += x.sum(0)[:, None]
-    assert torch.equal(gradient(w, x), expected / 6)
+    assert torch.equal(gradient(w, x), expected / 5)
 
 
 @each_once("reduction, engine, nonfinite", {"mean": "mean", "sum": "sum"}, POLICIES)

@@ -32,7 +32,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mish": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Mish()), (4, 6)),
     "groups": (lambda: nn.Sequential(nn.Conv1d(6, 6, 3), nn.GroupNorm(2, 6)), (4, 6, 9)),
     "layers": (lambda: nn.Sequential(nn.LayerNorm(6), nn.GELU()), (4, 6)),
-    "recurrent": (lambda: nn.LSTM(6, 6, 2), (4, 2, 6)),
+    "recurrent": (lambda: nn.LSTM(6, 6, 2, batch_first=True), (4, 2, 6)),
     "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), (4, 2, 6)),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)), (4, 6)),
 }

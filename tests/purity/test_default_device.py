@@ -36,7 +36,8 @@ def mean(params: Any, x: Tensor) -> Tensor:
 
 def weighted(params: Any, x: Tensor) -> pa.Weighted:
     """By a number of Python, and by a tensor."""
-    return pa.Weighted(mean(params, x) * len(x), len(x) if len(x) == 2 else (x > 0).sum() + 1)
+    weight = len(x) if len(x) == 2 else (x == x).sum() / x.shape[-1]
+    return pa.Weighted(mean(params, x) * len(x), weight)
 
 
 def with_aux(params: Any, x: Tensor) -> Any:

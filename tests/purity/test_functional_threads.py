@@ -233,7 +233,7 @@ def job_of(fn: Any, call: str, seed: int) -> Job:
     def job() -> list[Any]:
         if call == "plain":
             return [fn.apply(*each) for each in given]
-        knobs: Any = {"has_aux": True, "aux_reduction": "last", "engine": call}
+        knobs: Any = {"has_aux": True, "aux_reduction": "last", "engine": call, "check": False}
         grad = pa.grad_and_value(loss, microbatch_size=3, **knobs)
         return [grad(params, x, buffers) for params, buffers, x in given]
 
@@ -409,9 +409,12 @@ def compiling() -> Iterator[None]:
         other.result()
 
 
+CUT: dict[str, Any] = {"microbatch_size": 2, "check": False}
+
+
 def donated_step(fn: Any) -> tuple[Any, bool]:
     """By sgd, since adamw of torch itself asks whether something compiles."""
-    step = pa.make_step(loss_of(fn), pa.sgd(0.1, 0.9), microbatch_size=2, donate=True)
+    step = pa.make_step(loss_of(fn), pa.sgd(0.1, 0.9), donate=True, **CUT)
     state = step.init(fn.params)
     new, _ = step(state, rows(1))
     try:
@@ -436,9 +439,7 @@ MEANWHILE: dict[str, Callable[[Any], Any]] = {
     "func": lambda fn: job_of(fn, "func", 1)(),
     "autograd": lambda fn: job_of(fn, "autograd", 1)(),
     "auto": lambda fn: pa.grad(loss_of(fn), microbatch_size="auto")(fn.params, rows(1)),
-    "raise": lambda fn: pa.grad(loss_of(fn), microbatch_size=2, nonfinite="raise")(
-        fn.params, rows(1)
-    ),
+    "raise": lambda fn: pa.grad(loss_of(fn), nonfinite="raise", **CUT)(fn.params, rows(1)),
     "donated step": donated_step,
     "save": saved,
 }
@@ -524,7 +525,7 @@ def training(fn: Any, engine: Any, seed: int) -> Job:
     def loss(params: Any, x: Tensor) -> Tensor:
         return fn.apply(params, fn.buffers, x)[0].square().mean()
 
-    step = pa.make_step(loss, pa.adamw(1e-2), microbatch_size=2, engine=engine)
+    step = pa.make_step(loss, pa.adamw(1e-2), engine=engine, **CUT)
 
     def train() -> Any:
         state = step.init(others(fn, seed)[0])

@@ -124,7 +124,7 @@ def test_no_activation_outlives_its_microbatch(engine: Any, nonfinite: Any) -> N
 
     params = KINDS["parameters"](make_params())
     knobs: Any = {"engine": engine, "nonfinite": nonfinite, "microbatch_size": 1}
-    pa.grad(loss, **knobs)(params, make_batch(5))
+    pa.grad(loss, **knobs, check=False)(params, make_batch(5))
     assert alive == [0] * 6  # the first is observed before
 
 

@@ -290,7 +290,7 @@ def test_a_write_to_what_the_loss_itself_has_made_is_let_through(name: str, engi
     for guard in (unguarded, torch.enable_grad):
         torch.manual_seed(0)
         with guard():
-            gradient = pa.grad_and_value(loss, microbatch_size=2, engine=engine)
+            gradient = pa.grad_and_value(loss, microbatch_size=2, engine=engine, check=False)
             results.append([gradient(of.params, of.batch) for _ in range(2)])
     assert_trees_bitwise_equal(results[0], results[1])
 

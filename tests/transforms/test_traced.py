@@ -49,7 +49,7 @@ def rows(w: Tensor, x: Tensor) -> Tensor:
 
 
 def weighted(w: Tensor, x: Tensor) -> pa.Weighted:
-    return pa.Weighted((x @ w).square().sum(), (x[:, 0] > 0).sum() + 1.0)
+    return pa.Weighted((x @ w).square().sum(), ((x[:, 0] > 0) + 1.0).sum())
 
 
 def cut(func: Any, reduce: Any = "concat") -> Any:
@@ -58,7 +58,7 @@ def cut(func: Any, reduce: Any = "concat") -> Any:
 
 def stepping(optimizer: Callable[[], Any], **knobs: Any) -> Any:
     def two_steps(w: Tensor, x: Tensor) -> Any:
-        step = pa.make_step(loss, optimizer(), microbatch_size=3, **knobs)
+        step = pa.make_step(loss, optimizer(), microbatch_size=3, reduction="sum", **knobs)
         state = step.init(w)
         for _ in range(2):
             state, info = step(state, x)
@@ -68,7 +68,7 @@ def stepping(optimizer: Callable[[], Any], **knobs: Any) -> Any:
 
 
 def streaming(w: Tensor, x: Tensor) -> Any:
-    step = pa.make_step(loss, pa.sgd(0.5), donate=True)
+    step = pa.make_step(loss, pa.sgd(0.5), donate=True, reduction="sum")
     state = step.init(w)
     window = step.begin(state)
     for part in x.split(3):

@@ -66,7 +66,7 @@ def check_accumulation(
     The batch is cut into halves, quarters and single rows (at most 16 microbatches), into all rows
     but one and that one, and at random in random order. Then experiments look for the cause.
     Nothing is changed: captured tensors that the loss writes to, and random generators, are put
-    back.
+    back. (``grad`` and the others ask by value alone, of one microbatch: see their ``check``.)
 
     Args:
         loss_fn: ``loss_fn(params, batch)`` gives a scalar loss or ``Weighted``.
