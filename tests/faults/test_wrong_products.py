@@ -405,7 +405,7 @@ RIGHT: dict[str, Any] = {
     "not finite": lambda h, w, y: plain(h, w, y) / (w.sum() - w.sum()),
     "linear": lambda h, w, y: w.sum(),
     "chaos": lambda h, w, y: chaos((h.sin() ** 2) @ w.softmax(1).T).mean(),
-    "constant": lambda h, w, y: y.to(w).sum(),
+    "constant": lambda h, w, y: y.to(w).mean(),
 }
 
 
