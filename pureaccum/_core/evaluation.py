@@ -121,7 +121,7 @@ def value(  # noqa: D417
         with guarding(known, _given(args), question=question) as guarded:
             one = guarded(each_of(args, kwargs))
             parts = cut.parts()
-            outs = ((one([], part, rows, ()), rows, counted) for part, rows, counted in parts)
+            outs = ((one((), part, rows, ()), rows, counted) for part, rows, counted in parts)
             with cutting(len(cut.sizes), sized=cut.size is not None):
                 result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
@@ -136,7 +136,7 @@ def value(  # noqa: D417
                 given = _given(args), Given("args", its.leaves, its.spec)
                 question = question_of(its, rule) if check else None
                 with guarding(known, *given, question=question) as guarded:
-                    out = guarded(each_of(args, kwargs))([], part, its.rows or 0, ())
+                    out = guarded(each_of(args, kwargs))((), part, its.rows or 0, ())
                 yield out, its.rows or 0, its.rows
 
         try:

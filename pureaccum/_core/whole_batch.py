@@ -84,8 +84,8 @@ class Accumulation(NamedTuple):
         given = leaves, *self.beside, Given(self.roots[1], batch.leaves, batch.spec)
         if not self.check or size is None or untouched or not sizes:
             return given, None
-        kind = self.rule.has_aux, self.rule.reduction, min(sizes[0], FEW)
-        return given, Question(batch, len(sizes), kind)
+        few = min(sizes[0], FEW) if type(sizes[0]) is int else FEW
+        return given, Question(batch, len(sizes), (self.rule.has_aux, self.rule.reduction, few))
 
 
 class Accumulated(NamedTuple):
