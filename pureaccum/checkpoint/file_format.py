@@ -9,8 +9,8 @@ Every reader of that format finds the right numbers in the right places. What th
 words for stands as JSON in the metadata, by the name of the tensor: a dtype, an order in memory,
 and which part of which leaf the numbers are.
 
-Nothing in a file decides what runs or how much memory is taken. A header is not parsed but matched,
-entry by entry, against what ``header_of`` can write, so that any other bytes cost nothing.
+Nothing in a file decides what runs or how much memory is taken. Of a header only what it says of
+wanted leaves is read, and believed where ``header_of`` makes the same bytes of it.
 """
 
 import itertools
@@ -21,7 +21,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from io import BufferedReader
 from typing import Any, NamedTuple
@@ -136,20 +136,14 @@ def header_of(
     tensors: list[str] = []
     end = 0
     for path, piece in pieces.items():
-        name, last = _in_words(piece.dtype)
-        begin, end = end, end + piece.nbytes
-        tensors.append(_entry(path, name, piece.shape + last, begin, end))
-        note: dict[str, Any] = {}
-        if last:
-            note["dtype"] = str(piece.dtype).removeprefix("torch.")
-        if piece.strides != row_by_row(piece.whole):
-            note["strides"] = piece.strides
-        if piece.shape != piece.whole:
-            note |= {"whole": piece.whole, "at": piece.at}
+        words, note, size = _in_words(piece)
+        begin, end = end, end + size
+        tensors.append(_entry(path, words, begin, end))
         if note:
-            metadata[path] = json.dumps(note)
+            metadata[path] = note
     metadata |= {path: json.dumps(value) for path, value in scalars.items()}
-    tensors.append(_entry_of_checks(len(pieces), end))
+    size = 4 * (len(pieces) + 1)
+    tensors.append(_entry("crc32", f'"dtype": "U8", "shape": [{size}]', end, end + size))
     text = f'{{"__metadata__": {json.dumps(metadata)}, {", ".join(tensors)}}}'.encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     if len(text) > LONGEST:
@@ -161,7 +155,7 @@ def header_of(
     return len(text).to_bytes(8, "little") + text
 
 
-def checks_of(header: bytes, of_tensors: list[int]) -> bytes:
+def checks_of(header: bytes | bytearray, of_tensors: list[int]) -> bytes:
     """All bytes after the tensors: their checksums, and that of the header.
 
     The byte order is this machine's; on a machine with the other order no checksum fits.
@@ -169,16 +163,25 @@ def checks_of(header: bytes, of_tensors: list[int]) -> bytes:
     return struct.pack(f"={len(of_tensors) + 1}I", *of_tensors, zlib.crc32(header))
 
 
-def _entry(path: str, name: str, shape: tuple[int, ...], begin: int, end: int) -> str:
+def _entry(path: str, words: str, begin: int, end: int) -> str:
     """What a header says of a tensor; written by hand, as there may be a hundred thousand."""
-    sizes = ", ".join(map(str, shape))
-    where = f'"shape": [{sizes}], "data_offsets": [{begin}, {end}]'
-    return f'{_QUOTED(path)}: {{"dtype": "{name}", {where}}}'
+    return f'{_QUOTED(path)}: {{{words}, "data_offsets": [{begin}, {end}]}}'
 
 
-def _entry_of_checks(count: int, end: int) -> str:
-    size = 4 * (count + 1)
-    return _entry("crc32", "U8", (size,), end, end + size)
+@lru_cache(256)
+def _in_words(piece: Piece) -> tuple[str, str, int]:
+    """What a header says of a piece: in its entry, and in a note if it needs one; and its bytes."""
+    name, last = _dtype_in_words(piece.dtype)
+    sizes = ", ".join(map(str, piece.shape + last))
+    note: dict[str, Any] = {}
+    if last:
+        note["dtype"] = str(piece.dtype).removeprefix("torch.")
+    if piece.strides != row_by_row(piece.whole):
+        note["strides"] = piece.strides
+    if piece.shape != piece.whole:
+        note |= {"whole": piece.whole, "at": piece.at}
+    words = f'"dtype": "{name}", "shape": [{sizes}]'
+    return words, json.dumps(note) if note else "", piece.nbytes
 
 
 _QUOTED = json.JSONEncoder().encode
@@ -191,7 +194,7 @@ def row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(sizes[:-1] if shape else (), operator.mul))[::-1]
 
 
-def _in_words(dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
+def _dtype_in_words(dtype: torch.dtype) -> tuple[str, tuple[int, ...]]:
     return NAMES.get(dtype, ("U8", (dtype.itemsize,)))
 
 
@@ -203,16 +206,15 @@ _BEGIN = re.compile(
     rb'\{"__metadata__": \{"format": "pureaccum", "version": "([^"\\]{0,20})"'
     rb'(?:, "save": "([0-9a-f]{32})", "shard": "(\d{1,6}) of (\d{1,6})")?'
 )
-_NOTE = re.compile(rb', ("%s): ("\{%s)' % (_REST, _REST))
-_SCALAR = re.compile(rb', ("%s): ("%s)' % (_REST, _REST))
-_TENSOR = re.compile(
-    rb', ("%s): \{"dtype": "(\w{1,20})", "shape": \[((?:\d{1,19}(?:, \d{1,19}){0,99})?)\], '
-    rb'"data_offsets": \[(\d{1,19}), (\d{1,19})\]\}' % _REST
+_ENTRY = re.compile(  # of a text, or of a tensor
+    rb'\}?, ("%s): (?:("%s)|\{("dtype": "\w{1,20}", "shape": \[[\d, ]{0,2100}\]), '
+    rb'"data_offsets": \[[\d, ]{1,50}\]\})' % (_REST, _REST)
 )
-_CHECKS = b', "crc32": '
+_LAST = re.compile(rb'\}?, "crc32": \{[^{}]{1,99}, (\d{1,19})\]\}\} {0,7}\Z')
 LONGEST_TEXT = 10_000  # bytes of a note, or of a number
 SHOWN = 20  # leaves that an error names
 MANY = 100_000  # entries about leaves that are not wanted
+CONTRADICTS = "its header contradicts itself. Damaged"
 
 
 def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
@@ -232,19 +234,20 @@ def read_header(file: BufferedReader, wanted: Mapping[str, Any]) -> Contents:
     header[:8] = start
     file.readinto(memoryview(header)[8:])
     part, at = _begun(header)
-    try:
-        contents, end = _matched(header, at, wanted)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise ValueError("its header contradicts itself. Damaged") from None
-    if not end:  # too many leaves are not wanted to look at them all
-        return contents
-    if size != end:
+    if (last := _LAST.search(header, max(at, len(header) - 200))) is None:
+        raise ValueError(CONTRADICTS)
+    if size != (end := len(header) + int(last[1])):
         raise ValueError(f"it has {size} bytes, and {end} were written. Cut short, or damaged")
+    file.seek(size - 4)
+    if file.read(4) != checks_of(header, []):
+        raise ValueError("the checksum of its header is another. Damaged")
+    try:
+        contents = _matched(header, at, last.start(), wanted, part)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ValueError(CONTRADICTS) from None
     file.seek(size - contents.checks.nbytes)
     file.readinto(contents.checks)
-    if contents.checks[-1] != zlib.crc32(header):
-        raise ValueError("the checksum of its header is another. Damaged")
-    return contents._replace(part=part)
+    return contents
 
 
 def _begun(header: bytearray) -> tuple[Part | None, int]:
@@ -261,122 +264,71 @@ def _begun(header: bytearray) -> tuple[Part | None, int]:
     return Part(save, int(shard), int(shards)) if save else None, begin.end()
 
 
-def _matched(header: bytearray, at: int, wanted: Mapping[str, Any]) -> tuple[Contents, int]:
-    """What a header says of leaves, and how long the file should be, or 0 where there are too many.
+def _matched(
+    header: bytearray, at: int, until: int, wanted: Mapping[str, Any], part: Part | None
+) -> Contents:
+    """What a header says of leaves; it raises whatever its bytes lead to.
 
-    It raises whatever its bytes lead to, a ValueError where they contradict themselves.
+    A header with other leaves is refused in any case, and need not make sense.
     """
     names = {_QUOTED(path).encode(): path for path in wanted}
     longest = max(map(len, names), default=0)
-    notes: dict[str, Any] = {}
+    notes: dict[str, bytes] = {}
     scalars: dict[str, Any] = {}
     pieces: dict[str, Piece] = {}
     places: dict[str, tuple[int, int]] = {}
     others: list[str] = []
-    count_of_others = count = end = 0
-    left = 2 * len(wanted) + MANY
-
-    def entries(pattern: re.Pattern[bytes]) -> Iterator[re.Match[bytes]]:
-        nonlocal at, left
-        while left and not header.startswith(_CHECKS, at) and (it := pattern.match(header, at)):
-            at, left = it.end(), left - 1
-            yield it
-
-    def path_of(entry: re.Match[bytes], among: dict[str, Any]) -> str | None:
-        nonlocal count_of_others
-        begin, until = entry.span(1)
-        path = names.get(entry[1]) if until - begin <= longest else None
-        if path in among:
-            raise ValueError("twice")
-        if path is None and among is not notes:
+    count_of_others, end, left = 0, len(header), 2 * len(wanted) + MANY
+    while left and at < until and (entry := _ENTRY.match(header, at)):
+        (begin, stop), at, left = entry.span(1), entry.end(), left - 1
+        path = names.get(entry[1]) if stop - begin <= longest else None
+        if path is None:
+            if header.startswith(b'"{', stop + 2):
+                continue  # its tensor is still to come
             count_of_others += 1
             if len(others) < SHOWN:
-                others.append(header[begin + 1 : min(until - 1, begin + 200)].decode("ascii"))
-        return path
-
-    for entry in entries(_NOTE):
-        if path := path_of(entry, notes):
-            notes[path] = _text(header, entry)
-    for entry in entries(_SCALAR):
-        if path := path_of(entry, scalars):
-            scalars[path] = _text(header, entry, type(wanted[path]))
-    at = _after(header, at, b"}") if left else at
-    for entry in entries(_TENSOR):
-        begin, end = end, int(entry[5])
-        if path := path_of(entry, pieces):
-            if (note := notes.pop(path, None)) is None:
-                piece = _plain_piece(entry[2], entry[3])
-            else:
-                piece = _noted_piece(entry[2], entry[3], note)
-            if piece.nbytes != end - begin or path in scalars:
-                raise ValueError(path)
-            pieces[path] = piece
-            places[path] = len(header) + begin, count
-        if int(entry[4]) != begin or end < begin:
-            raise ValueError("holes")
-        count += 1
-    checks = memoryview(bytearray(4 * count + 4)).cast("I")  # as this machine writes numbers
-    contents = Contents(
-        part=None,
+                others.append(header[begin + 1 : min(stop - 1, begin + 200)].decode("ascii"))
+        elif entry.lastindex == 3:
+            piece = _piece(entry[3], notes.get(path, b'"{}"'))
+            pieces[path], places[path] = piece, (end, len(pieces))
+            end += piece.nbytes
+        elif (is_string := header.startswith(b'"\\"', stop + 2)) and type(wanted[path]) is not str:
+            scalars[path] = ""  # nobody reads it, whatever its length
+        elif not is_string and at - stop > LONGEST_TEXT:
+            raise ValueError("too long")
+        elif header.startswith(b'"{', stop + 2):
+            notes[path] = entry[2]
+        elif type(value := json.loads(json.loads(entry[2]))) in SCALARS:
+            scalars[path] = value
+        else:
+            raise TypeError(value)
+    alike = all(type(x) is type(wanted[path]) for path, x in scalars.items())
+    if alike and not others and header != header_of(pieces, scalars, part):  # pyright: ignore[reportUnnecessaryComparison]
+        raise ValueError("not as it is written")
+    return Contents(
+        part=part,
         scalars=scalars,
         pieces=pieces,
         places=places,
-        checks=checks,
+        checks=memoryview(bytearray(4 * len(pieces) + 4)).cast("I"),  # as this machine writes
         others=others,
         count_of_others=count_of_others,
     )
-    if not left:  # it is of another tree
-        return contents._replace(others=others or ["much else"]), 0
-    at = _after(header, at, f", {_entry_of_checks(count, end)}}}".encode())
-    if notes or len(header) - at > 7 or header[at:].strip(b" "):
-        raise ValueError("something else")
-    return contents, len(header) + end + 4 * count + 4
-
-
-def _after(header: bytearray, at: int, what: bytes) -> int:
-    """Where a header goes on after some bytes, which have to be there."""
-    if not header.startswith(what, at):
-        raise ValueError(what)
-    return at + len(what)
-
-
-def _text(header: bytearray, entry: re.Match[bytes], kind: type = dict) -> Any:
-    """What the metadata say of a leaf: a note, or a scalar of that class."""
-    begin, until = entry.span(2)
-    is_string = header.startswith(b'"\\"', begin)
-    if is_string and kind is not str:
-        return ""  # nobody reads it, whatever its length
-    if not is_string and until - begin > LONGEST_TEXT:
-        raise ValueError("too long")
-    value = json.loads(json.loads(header[begin:until]))
-    if type(value) not in (*SCALARS, dict):
-        raise TypeError(value)
-    return value
 
 
 @lru_cache(256)
-def _plain_piece(name: bytes, sizes: bytes) -> Piece:
-    """The piece that an entry describes alone."""
-    shape = _shape_of(sizes)
-    return whole_piece(ITSELF[name.decode()], shape, row_by_row(shape))
-
-
-def _noted_piece(name: bytes, sizes: bytes, note: dict[str, Any]) -> Piece:
+def _piece(entry: bytes, text: bytes) -> Piece:
     """The piece that an entry and a note describe; a ValueError if no leaf has such a piece."""
-    dtype = DTYPES[note.pop("dtype")] if "dtype" in note else ITSELF[name.decode()]
-    expected, last = _in_words(dtype)
-    in_file = _shape_of(sizes)
-    shape = in_file[: len(in_file) - len(last)]
-    whole, at = tuple(note.pop("whole", shape)), tuple(note.pop("at", (0,) * len(shape)))
-    strides = tuple(note.pop("strides")) if "strides" in note else row_by_row(whole)
+    said, note = json.loads(b"{%s}" % entry), json.loads(json.loads(text))
+    dtype = DTYPES[note["dtype"]] if "dtype" in note else ITSELF[said["dtype"]]
+    shape = tuple(said["shape"])
+    shape = shape[: len(shape) - len(_dtype_in_words(dtype)[1])]
+    whole, at = tuple(note.get("whole", shape)), tuple(note.get("at", (0,) * len(shape)))
+    strides = tuple(note["strides"]) if "strides" in note else row_by_row(whole)
     piece = Piece(dtype=dtype, shape=shape, whole=whole, at=at, strides=strides)
-    if note or name.decode() != expected or in_file != shape + last or not _makes_sense(piece):
-        raise ValueError(name)
+    if not _makes_sense(piece):
+        raise ValueError(entry)
     return piece
-
-
-def _shape_of(sizes: bytes) -> tuple[int, ...]:
-    return tuple(map(int, sizes.split(b", "))) if sizes else ()
 
 
 def _makes_sense(piece: Piece) -> bool:

@@ -23,6 +23,7 @@ import pureaccum as pa
 LIKE = {"epoch": 3, "name": "run", "w": torch.arange(4.0)}
 BEGIN = '{"__metadata__": {"format": "pureaccum", "version": "2"'
 W = """, "tree['w']": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}"""
+END = ', "crc32": {"dtype": "U8", "shape": [8], "data_offsets": [16, 24]}}'
 MANY = 28 * 10**6  # bytes
 
 
@@ -31,7 +32,8 @@ def filled(pattern: str, size: int = MANY) -> str:
 
 
 def sealed(text: str) -> bytes:
-    """A header that says what it likes, with a checksum that fits."""
+    """A header that says what it likes, and ends as all do, with a checksum that fits."""
+    text = text.removesuffix("}") + END
     header = len(text).to_bytes(8, "little") + text.encode()
     return header + bytes(16) + zlib.crc32(bytes(16)).to_bytes(4, "little") + sum_of(header)
 

@@ -93,7 +93,8 @@ def test_the_module_s_own_parameters_can_be_what_is_differentiated(name: str, kn
 def test_captured_buffers_that_would_be_written_raise_and_stay(size: int) -> None:
     """torch.func refuses to write to what it did not clone; so nothing was written."""
     net = module("batch norm")
-    params, knobs = other_params(net), {"microbatch_size": size, "check": False}
+    params = other_params(net)
+    knobs: Any = {"microbatch_size": size, "check": False}
     with unchanged(net, params), pytest.raises(RuntimeError, match="mutate a captured Tensor"):
         pa.grad(lambda p, x: functional_call(net, p, x).mean(), **knobs)(params, inputs(6))
 

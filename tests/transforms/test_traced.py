@@ -58,7 +58,7 @@ def cut(func: Any, reduce: Any = "concat") -> Any:
 
 def stepping(optimizer: Callable[[], Any], **knobs: Any) -> Any:
     def two_steps(w: Tensor, x: Tensor) -> Any:
-        step = pa.make_step(loss, optimizer(), microbatch_size=3, reduction="sum", **knobs)
+        step = pa.make_step(loss, optimizer(), microbatch_size=3, **{"reduction": "sum", **knobs})
         state = step.init(w)
         for _ in range(2):
             state, info = step(state, x)
@@ -156,7 +156,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "many draws": lambda w, x: w.sum() * pa.uniform(KEYS[0], (70,)),
     "averages": averaged,
     "signs": signs,
-    "noise": stepping(lambda: pa.sgd(0.5), noise=True),
+    "noise": stepping(lambda: pa.sgd(0.5), noise=True, reduction="mean", check=False),
     "sam": minimized,
     "moments": pa.per_sample_grad(sample, chunk_size=3, reduce="moments"),
     "diagonal": diagonal,
