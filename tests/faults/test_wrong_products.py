@@ -367,7 +367,7 @@ class Reversed(Function):
 def ratio(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     """Of probabilities on policy: its value is one, and its gradient is not."""
     chosen = torch.log_softmax(h @ w.T, 1).gather(1, y[:, None])[:, 0]
-    return -((chosen - chosen.detach()).exp() * torch.linspace(-1, 2, len(y)).to(h)).mean()
+    return -((chosen - chosen.detach()).exp() * (y.to(h) - 1)).mean()
 
 
 def chaos(x: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ RIGHT: dict[str, Any] = {
     "not finite": lambda h, w, y: plain(h, w, y) / (w.sum() - w.sum()),
     "linear": lambda h, w, y: w.sum(),
     "chaos": lambda h, w, y: chaos((h.sin() ** 2) @ w.softmax(1).T).mean(),
-    "constant": lambda h, w, y: y.to(w).sum(),
+    "constant": lambda h, w, y: y.to(w).mean(),
 }
 
 

@@ -92,7 +92,7 @@ REFUSED = {
     ("batch norm", "stream"): Refused(
         NO_MEANING,
         "a BatchNorm that is given one microbatch of a stream has not the moments of all",
-        "which does not add up",
+        "does not add up",
     ),
     ("skip", "raise"): Refused(NO_MEANING, "one knob has one value", "cannot be"),
     ("group", "dtensors"): Refused(
