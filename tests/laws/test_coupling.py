@@ -1,6 +1,7 @@
 """Of the zoo of losses, none that fits is refused, and none whose values are off is let through."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import optree
@@ -20,7 +21,7 @@ from tests.laws.zoo import (  # noqa: F401
     loops,
     weights,
 )
-from tests.laws.zoo.species import ROWS, ZOO, Species
+from tests.laws.zoo.species import DTYPES, ROWS, WIDE, ZOO, Species
 
 
 pytestmark = [pytest.mark.core, pytest.mark.step]
@@ -93,16 +94,31 @@ def pairs(species: Species) -> list[tuple[str, int]]:
 
 
 def outcome(
-    species: Species, dtype: torch.dtype, way: str, size: int, **knobs: Any
+    species: Species, dtype: torch.dtype, way: str, size: int, calls: int = 8, **knobs: Any
 ) -> list[Any] | Exception:
-    """What eight calls of a loss return that nobody was asked about before, or what they raise."""
+    """What calls of a loss return that nobody was asked about before, or what they raise."""
     coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # or they go on counting
     loss, params, batch, its = species.make(dtype, seed=0)
     its = {name: x for name, x in its.items() if name in ("reduction", "has_aux")}
     try:
-        return [*WAYS[way](loss, params, batch, size, **its, **knobs)]
+        return [*islice(WAYS[way](loss, params, batch, size, **its, **knobs), calls)]
     except Exception as error:
         return error
+
+
+_HOOK = "a hook that an asked call has installed stays"
+_VALUE = "of a value the parameters are not cast, so that an LSTM in bfloat16 cannot be told"
+WRONG = {  # what is known to be wrong, in these dtypes
+    "a_hook_installed_once": (_HOOK, WIDE),
+    "in_batch_negatives_and_a_hook": (_HOOK, DTYPES),
+    "in_batch_negatives_of_an_lstm": (_VALUE, (torch.bfloat16,)),
+}
+
+
+def marks(species: Species, dtype: torch.dtype, slow: bool) -> list[Any]:
+    reason, dtypes = WRONG.get(species.name, ("", ()))
+    found = [pytest.mark.xfail(strict=True, reason=reason)] if dtype in dtypes else []
+    return found + ([pytest.mark.slow] if slow else [])
 
 
 def residents(kinds: Callable[[str], bool]) -> list[Any]:
@@ -112,7 +128,7 @@ def residents(kinds: Callable[[str], bool]) -> list[Any]:
             species,
             dtype,
             id=f"{species.name}-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.slow if i % 3 or dtype != species.dtypes[0] else (),
+            marks=marks(species, dtype, slow=i % 3 > 0 or dtype != species.dtypes[0]),
         )
         for i, species in enumerate(it for it in ZOO if kinds(it.kind) and "loop" not in it.knobs)
         for dtype in species.dtypes
@@ -140,8 +156,10 @@ def test_no_loss_that_fits_is_refused_and_the_question_changes_no_bit(
 def test_no_loss_that_fits_is_refused_at_any_size(species: Species, dtype: torch.dtype) -> None:
     for way in WAYS:
         for size in SIZES:
-            got = outcome(species, dtype, way, size)
-            assert not isinstance(got, CoupledLossError), (way, size, got)
+            got = outcome(species, dtype, way, size, calls=2)
+            if isinstance(got, Exception):
+                want = outcome(species, dtype, way, size, calls=2, check=False)
+                assert type(got) is type(want), (way, size, got, want)
 
 
 @pytest.mark.parametrize(("species", "dtype"), residents(COUPLED.__contains__))
@@ -163,8 +181,10 @@ def refuses_or_goes_on(species: Species, dtype: torch.dtype, pairs: list[tuple[s
         if isinstance(plain, Exception):
             continue
         got = outcome(species, dtype, way, size)
-        alone = size == 1 and way in ("updates", "stream")  # one row at a time has no parts
-        told = not alone and size not in SILENT.get(species.name, ())
+        # Of a stream: one row has no parts, and batch norm takes no single row.
+        few = 4 if species.kind == "batch statistics" else 2
+        told = way not in ("updates", "stream") or size >= few
+        told = told and size not in SILENT.get(species.name, ())
         refused = isinstance(got, CoupledLossError)
         assert refused or not (told and off(species, size) > FAR), (way, size, off(species, size))
         if not refused:

@@ -282,6 +282,20 @@ def test_its_neighbours_are_refused_at_once(name: str, dtype: torch.dtype) -> No
         pa.value(it.loss, microbatch_size=SIZE)(params, it.batch)
 
 
+@pytest.mark.xfail(strict=True, reason="three rows of eight cut a pair, and the loss raises")
+def test_pairs_that_stand_side_by_side_are_refused() -> None:
+    """Two views of each sample, against all others."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        z = F.normalize(x @ w, dim=1)
+        scores = (10 * z @ z.T).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(scores, torch.arange(len(x)) ^ 1)
+
+    value = pa.value(loss, microbatch_size=8)
+    with pytest.raises(CoupledLossError):
+        value(torch.randn(6, 3), torch.randn(32, 6))
+
+
 # Policies of precision -------------------------------------------------------------------
 
 
