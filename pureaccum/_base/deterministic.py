@@ -35,6 +35,7 @@ _MEANS: dict[str, Callable[[Mapping[str, Any]], Any]] = {  # of draws, by their 
     "random": lambda its: its.get("from", 0),
     "poisson": lambda its: its["self"],
     "_standard_gamma": lambda its: its["self"],
+    "_sample_dirichlet": lambda its: its["self"] / its["self"].sum(-1, keepdim=True),
     "binomial": lambda its: its["count"] * its["prob"],
 }
 _SWITCHES = {"dropout_p": 0.0, "dropout": 0.0, "training": False}  # that turn draws off
@@ -108,7 +109,7 @@ def _drawless(operation: Any) -> Callable[..., Any]:
             return operation(*given, **kwargs | {n: _SWITCHES[n] for n in switches & kwargs.keys()})
         if name not in _MEANS and name != "randperm":
             raise NotImplementedError(f"{name} draws random numbers")
-        kwargs.pop("generator", None)
+        kwargs |= {"generator": None} if "generator" in kwargs else {}
         x = args[0] if args and isinstance(args[0], Tensor) else None
         with put_back(torch.device("cpu") if x is None else x.device):
             out = operation(*args, **kwargs)

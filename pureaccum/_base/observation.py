@@ -24,6 +24,7 @@ from .generators import generators, restore
 from .torch_internals import (
     BUFFERS,
     COLLECTIVES,
+    is_compiled_module,
     saved_tensors_hooks,
     seeing,
     unseen,
@@ -48,7 +49,8 @@ def leaving_nothing() -> Generator[Undo]:
         undo.callback(setattr, here, "observed", here.observed)
         here.observed = undo
         undo.callback(random_states())
-        yield undo
+        with _following_modules():
+            yield undo
 
 
 def random_states(devices: Iterable[torch.device] | None = None) -> Callable[[], None]:
@@ -124,7 +126,7 @@ def put_back_attributes(modules: Iterable[torch.nn.Module]) -> None:
 
 
 @contextmanager
-def following_modules() -> Generator[None]:
+def _following_modules() -> Generator[None]:
     """Let modules that are called inside, in this thread, be left as they are now.
 
     Buffers count that a module itself replaces: others may have put theirs into it for the call.
@@ -132,14 +134,16 @@ def following_modules() -> Generator[None]:
     undo, held = here.observed, dict[torch.nn.Module, dict[str, Any]]()
 
     def before(module: torch.nn.Module, _: object) -> None:
-        if here.observed is undo:
+        if here.observed is undo and not is_compiled_module(module):
             put_back_attributes([module])
+            if not held:  # those below it follow
+                _put_back_hooks(module.modules())
             held[module] = vars(module)[BUFFERS].copy()
 
     def after(module: torch.nn.Module, *_: object) -> None:
-        if here.observed is undo:
+        if here.observed is undo and module in held:
             table = vars(module)[BUFFERS]
-            for name, old in held.pop(module, {}).items():
+            for name, old in held.pop(module).items():
                 if (new := table.get(name)) is not old:
                     undo.callback(_replace, table, name, new, old)
 
@@ -154,7 +158,7 @@ def _replace(table: dict[str, Any], name: str, new: Any, old: Any) -> None:
         table[name] = old
 
 
-def put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
+def _put_back_hooks(modules: Iterable[torch.nn.Module]) -> None:
     """Let an observed run leave the hooks of modules as they are now, which shells share."""
     if (undo := here.observed) is not None:
         tables = [x for m in modules for name, x in vars(m).items() if "hooks" in name]

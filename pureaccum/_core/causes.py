@@ -167,7 +167,7 @@ def _cause(
         return CAUSES["batch statistics"], whole.norms[0]
     if both := [where for number, where in whole.beside.items() if number in part.beside]:
         return CAUSES["batch coupling"], both[0]
-    if any(sums.weights) and sums.weights != tuple(float(n) for _, n, _ in pieces):  # Weighted
+    if asked.weighted:
         return CAUSES["weight"], ""
     kind = _kind_of_sum(asked, pieces[0])
     if kind not in ("sum as mean", "mean as sum", "constant term") and whole.means:
@@ -233,7 +233,7 @@ class _Calls(TorchFunctionMode):
         if name in ("cross_entropy", "nll_loss") and (way := _way_of_targets(*args, **kwargs)):
             self.means.append((self.where(name), way))
         beside = self.compares(out) and not any(map(self.compares, args))
-        if beside or (name in _OVER_ROWS and self.over_rows(*args, **kwargs)):
+        if beside or (name in _OVER_ROWS and self.over_rows(args, kwargs)):
             self.beside[self.number] = self.where(name)
         return out
 
@@ -241,11 +241,13 @@ class _Calls(TorchFunctionMode):
         """Whether a tensor has a number for each pair of rows, or for each row by its place."""
         return isinstance(x, Tensor) and [*x.shape].count(self.rows) > 1
 
-    def over_rows(self, x: Any, dim: Any = None, *_: Any, **kwargs: Any) -> bool:
+    def over_rows(self, args: Any, kwargs: Any) -> bool:
         """Whether a statistic is one of each column, over the rows."""
+        x, dim = [*args, None, None][:2]
         dim = kwargs.get("dim", kwargs.get("axis", dim))
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-        return isinstance(x, Tensor) and [*x.shape[:1]] == [self.rows] and 0 in dims
+        is_first = any(type(d) is int and d == 0 for d in dims)
+        return isinstance(x, Tensor) and [*x.shape[:1]] == [self.rows] and is_first
 
     def where(self, name: str) -> str:
         """The module that calls, by its path, or the user's line."""

@@ -29,8 +29,16 @@ from torch import Tensor
 from .._base.checks import here
 from .._base.deterministic import cast_tree, deterministic
 from .._base.dtensors import any_sharded
-from .._base.observation import Undo, following_modules, leaving_nothing, random_states
-from .._base.torch_internals import at_top_level, dispatched, down_to, in_backward, innermost
+from .._base.observation import Undo, leaving_nothing, random_states
+from .._base.torch_internals import (
+    at_top_level,
+    dispatched,
+    down_to,
+    in_backward,
+    innermost,
+    seeing,
+)
+from .._base.trees import tree_leaves
 from .batches import Batch, cut_at, rows_to_cut
 from .causes import coupled_error
 from .loss import NO_GRAPH, Reduction, read
@@ -178,7 +186,8 @@ def _cuts(batch: Batch, start: int, rows: int) -> Iterator[list[Piece]]:
         return
     if rows > 1:
         first = 2 if rows == 4 else max(1, 2 * rows // 5)
-        yield cut_at(batch, start, rows) + cut_at(batch, start, first, rows - first)
+        for one in dict.fromkeys((first, rows // 2)):  # pairs may belong together
+            yield cut_at(batch, start, rows) + cut_at(batch, start, one, rows - one)
     if 0 < rows < 4 and total >= 2 * rows:  # of a batch at hand
         start = min(start, total - 2 * rows)
         yield cut_at(batch, start, 2 * rows) + cut_at(batch, start, rows, rows)
@@ -191,6 +200,7 @@ class Asked:
         question: What it is asked.
         rows: Those of the microbatch, of which the batch has so many ``before``.
         dtype: The narrowest that it returned.
+        weighted: Whether it returns ``Weighted``.
         put_back: Lets the generators stand where they stood before it was asked.
     """
 
@@ -204,7 +214,8 @@ class Asked:
     ) -> None:
         leaves, _, self.rows, self.carried = args
         self.loss, self.question, self.before, self.draws = loss, question, before, draws
-        self.leaves, self.dtype = [*map(innermost, leaves)], torch.float64
+        self.leaves = [innermost(x) if isinstance(x, Tensor) else x for x in leaves]
+        self.dtype, self.weighted = torch.float64, False
         tensors = (x for x in question.batch.leaves if isinstance(x, Tensor))
         self.put_back = random_states(x.device for x in tensors)
 
@@ -244,16 +255,31 @@ class Asked:
             has_aux, reduction, _ = self.question.kind
             seen, shape = read(out, has_aux)
             entry = enter(seen, shape, rows, reduction)
-            self.dtype = max(self.dtype, shape.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+            self.dtype, self.weighted = _narrower(self.dtype, shape.dtype), shape.weighted
             numbers = entry.value, entry.weight
             value, weight = (innermost(x) if isinstance(x, Tensor) else x for x in numbers)
             return float(value) * entry.times, float(weight)
+
+    def unit(self, piece: Piece) -> float:
+        """The rounding unit of the narrowest dtype in which anything is computed."""
+        dtypes = {self.dtype}
+
+        def note(_: object, args: tuple[Any, ...], kwargs: Any) -> None:
+            tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            dtypes.update(x.dtype for x in tensors if x.is_floating_point())
+
+        self.sums([piece], None, seeing(before=note))
+        return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 @contextmanager
 def _apart(put_back: Callable[[], None]) -> Generator[Undo]:
     """Run something at top level, in no call of ours, and undo it."""
-    with leaving_nothing() as undo, down_to(0), following_modules():
+    with leaving_nothing() as undo, down_to(0):
         undo.callback(put_back)
         for name in "look", "backward":
             undo.callback(setattr, here, name, getattr(here, name))
@@ -268,23 +294,29 @@ def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, 
     """
     if not isfinite(own.totals[0]):
         return None, own
-    double, eps = asked.dtype == torch.float64, torch.finfo(asked.dtype).eps
+    if not _repeats(asked.sums([pieces[0], pieces[0]])):
+        return None, own  # before what it keeps is in float64
+    double = asked.dtype == torch.float64
     found = asked.sums([*pieces, pieces[0]], torch.float32 if double else torch.float64)
     if found is None:  # an operation that has no such kernel, say
-        return own.off() > max(MOST, 64 * eps), own
-    *found, again = found
-    if not Sums(*zip(found[0], again, strict=True)).off() <= MOST:
-        return None, own  # it is another one at each call
+        return own.off() > max(MOST, 64 * asked.unit(pieces[0])), own
+    if not _repeats([found[0], found.pop()]):
+        return None, own
     other = Sums(*zip(*found, strict=True))
     exact = own if double else other
     if not exact.off(own, other) > MOST:
         return False, exact
     narrow = other if double else own
-    if asked.dtype.itemsize < 4 and (found := asked.sums(pieces, torch.float32)) is not None:
-        narrow = Sums(*zip(*found, strict=True))
+    if not double and (found := asked.sums(pieces, torch.float32)) is not None:
+        narrow = Sums(*zip(*found, strict=True))  # wherever it computes in 16 bits
     # Of a chaotic loss nothing is left but rounding, in float64 too.
     pairs = zip(exact.missing(), exact.apart(narrow), strict=True)
     return (True if any(not d <= 4 * rounding for d, rounding in pairs) else None), exact
+
+
+def _repeats(found: list[tuple[float, float]] | None) -> bool:
+    """Whether two calls with the same rows, and other random numbers, came to the same."""
+    return found is not None and Sums(*zip(*found, strict=True)).off() <= MOST
 
 
 # Which losses are one ------------------------------------------------------------------------

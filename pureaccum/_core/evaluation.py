@@ -5,7 +5,7 @@ for part in microbatches of all batches:
 return total / weight, metrics
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .._base.checks import check_argnums, positions
 from .._base.dtensors import with_all_terms
 from .._base.torch_internals import transform_active
-from .._base.trees import Tree, flatten, tree_map
+from .._base.trees import Tree, flatten, tree_map, unflatten
 from .auto_size import Size, automatic
 from .batches import Batch, check_sizes, cutting, parts_of_streams, read_microbatch
 from .coupling import LossOfPart, question_of
@@ -93,16 +93,20 @@ def value(  # noqa: D417
         keep = None if isinstance(seen.weight, tuple) else counts(seen.total, seen.weight)
         return Counted(out, keep)
 
-    def each_of(args: tuple[Any, ...], kwargs: Any) -> LossOfPart:
-        """What the loss returns for a microbatch of the batch arguments."""
+    def each_of(
+        args: tuple[Any, ...], kwargs: Any, batch: dict[int, Any]
+    ) -> tuple[LossOfPart, tuple[Any, ...]]:
+        """What the loss returns for a microbatch of the batch arguments; and the other leaves."""
+        leaves, spec = flatten({i: x for i, x in enumerate(args) if i not in batch})
 
-        def one_of(_: object, part: Tree, *__: Any) -> Any:
-            given = [part.get(i, arg) for i, arg in enumerate(args)]
+        def one_of(leaves: Sequence[Any], part: Tree, *_: Any) -> Any:
+            whole = unflatten(spec, leaves)
+            given = [part[i] if i in part else whole[i] for i in range(len(args))]
             if transform_active():  # a function of one piece, of which nothing is kept
                 return call_microbatched(judged, Arguments.of(given, kwargs), Whole(), None)
             return run(*given, **kwargs)
 
-        return one_of
+        return one_of, tuple(leaves)
 
     def at_once(*args: Any, **kwargs: Any) -> Any:
         with guarding(known, _given(args)) as guarded:
@@ -119,9 +123,9 @@ def value(  # noqa: D417
         if check and not cut.untouched:
             question = question_of(cut.batch, rule, cut.sizes[0], len(cut.sizes))
         with guarding(known, _given(args), question=question) as guarded:
-            one = guarded(each_of(args, kwargs))
-            parts = cut.parts()
-            outs = ((one((), part, rows, ()), rows, counted) for part, rows, counted in parts)
+            loss, leaves = each_of(args, kwargs, batch)
+            one, parts = guarded(loss), cut.parts()
+            outs = ((one(leaves, part, rows, ()), rows, counted) for part, rows, counted in parts)
             with cutting(len(cut.sizes), sized=cut.size is not None):
                 result, aux = evaluate(outs, rule, aux_reduction)
         return (result, aux) if has_aux else result
@@ -136,7 +140,8 @@ def value(  # noqa: D417
                 given = _given(args), Given("args", its.leaves, its.spec)
                 question = question_of(its, rule) if check else None
                 with guarding(known, *given, question=question) as guarded:
-                    out = guarded(each_of(args, kwargs))((), part, its.rows or 0, ())
+                    loss, leaves = each_of(args, kwargs, batch)
+                    out = guarded(loss)(leaves, part, its.rows or 0, ())
                 yield out, its.rows or 0, its.rows
 
         try:

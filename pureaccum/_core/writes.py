@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .._base.checks import here
 from .._base.deterministic import draws
 from .._base.dtensors import any_sharded, local
-from .._base.observation import observed, put_back_attributes, put_back_hooks
+from .._base.observation import observed
 from .._base.states import Refusing
 from .._base.torch_internals import (
     BUFFERS,
@@ -328,8 +328,6 @@ def _goes_well(
 
     def note(module: nn.Module, _: object) -> None:
         if threading.get_ident() == thread and not is_compiled_module(module):
-            put_back_attributes([module])
-            put_back_hooks(module.modules())
             modules.setdefault(origins.get(module, module))
             if module not in origins:
                 if vars(module)[BUFFERS]:

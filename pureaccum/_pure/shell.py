@@ -37,7 +37,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 
 from .._base.checks import here
-from .._base.observation import observed, put_back_attributes, put_back_hooks
+from .._base.observation import observed, put_back_attributes
 from .._base.torch_internals import (
     BUFFERS,
     CHILDREN,
@@ -274,8 +274,6 @@ def _call_shell(
     for name, tensor in tensors.items():
         for table, key in slots[name]:
             table[key] = tensor
-    if here.observed is not None:
-        put_back_hooks(places.modules)
     out = shell.modules[0](*args, **kwargs)
     held = {name: table[key] for name in wanted for table, key in slots[name][:1]}
     if changed(shell.ours):

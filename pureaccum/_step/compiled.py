@@ -138,8 +138,9 @@ class CompiledStep:
             first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
         if kind not in self.recipes or not knows(plan.known, *given, asked=self.asked.get(kind)):
+            note, number = partial(self.asked.__setitem__, kind), next(self.looks)
             with telling_ranks(plan, state):
-                self.asked[kind] = look(plan, state, read_batch(batch), "batch", next(self.looks))
+                look(plan, state, read_batch(batch), "batch", note, number)
         eagerly = partial(step_whole, self.alone, state, batch, *shared)
 
         def make(free: Freedom | None) -> Recipe:
@@ -210,8 +211,8 @@ class CompiledStep:
         kind = "more", *kind_of(old, *told)
         if kind not in self.recipes:
             check_values(self.values, *told)
-        if not knows(plan.known, *told, asked=self.asked.get(kind)):
-            self.asked[kind] = look(plan, state, flat, "microbatch")
+        if kind not in self.asked or not knows(plan.known, *told, asked=self.asked[kind]):
+            look(plan, state, flat, "microbatch", partial(self.asked.__setitem__, kind))
         rows = window.rows + flat.rows
         own = window if plan.donate else tree_map(torch.clone, window)
         own = own._replace(rows=at)
@@ -336,30 +337,37 @@ class CompiledStep:
 
 
 def look(
-    plan: Plan, state: TrainState, batch: Batch, root: str, number: int = 0
-) -> Question | None:
+    plan: Plan,
+    state: TrainState,
+    batch: Batch,
+    root: str,
+    note: Callable[[Question | None], None],
+    number: int = 0,
+) -> None:
     """Call the loss of a microbatch, to see what it writes to, or couples: no graph can tell.
 
-    It is that of this ``number`` of a batch at hand, or the only one. What it was asked is
-    returned, if rows are cut.
+    It is that of this ``number`` of a batch at hand, each of them once the loss was refused, or the
+    only one. What it is asked is noted, if rows are cut.
     """
     leaves, spec = flatten(state.params)
-    size, own, before = size_of(plan) if root == "batch" else batch.rows, batch, 0
+    size, parts = size_of(plan) if root == "batch" else batch.rows, [batch]
     if root == "batch" and size is not None:
-        parts = [*cut_batch(batch, size)]
-        before = number % len(parts) * size
-        own = read_batch(parts[number % len(parts)])
-    cut = plan.check and size is not None and (root != "batch" or (batch.rows or 0) > size)
-    question = question_of(own, plan.rule) if cut else None
-    named = Given("state.params", leaves, spec), Given(root, batch.leaves, batch.spec)
-    call, given = caller(plan, state, spec), (named[0], *what_is_shared(plan), named[1])
-    with guarding(plan.known, *given, question=question) as guarded:
-        if (watched := guarded(call)) is not call:
-            with put_back(state.samples.device), torch.enable_grad():
-                part = unflatten(own.spec, own.leaves)
-                carried = begin_buffers(plan.buffers, state.buffers), before
-                watched([x.detach().requires_grad_() for x in leaves], part, own.rows or 1, carried)
-    return question
+        parts = [read_batch(part) for part in cut_batch(batch, size)]
+    cut = plan.check and size is not None and (root != "batch" or len(parts) > 1)
+    if not any(answer.coupled for answer in plan.known.answers.values()):
+        parts = [parts[number % len(parts)]]
+    of_leaves = Given("state.params", leaves, spec), *what_is_shared(plan)
+    given, call = (*of_leaves, Given(root, batch.leaves, batch.spec)), caller(plan, state, spec)
+    for own in parts:
+        question = question_of(own, plan.rule) if cut else None
+        note(question)
+        with guarding(plan.known, *given, question=question) as guarded:
+            if (watched := guarded(call)) is not call:
+                with put_back(state.samples.device), torch.enable_grad():
+                    part = unflatten(own.spec, own.leaves)
+                    carried = begin_buffers(plan.buffers, state.buffers), 0
+                    wrt = [x.detach().requires_grad_() for x in leaves]
+                    watched(wrt, part, own.rows or 1, carried)
 
 
 def kind_of(state: Flat, *given: Given) -> tuple[Any, ...]:

@@ -115,24 +115,13 @@ def test_a_loss_that_draws_for_each_row_is_not_refused(name: str) -> None:
     ask(ALL[name], masked=False)
 
 
-UNKNOWN = pytest.mark.xfail(strict=True, reason="of a draw by Dirichlet no mean is known")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=UNKNOWN if x in ("Beta", "Dirichlet") else ()) for x in OF_TORCH],
-)
+@pytest.mark.parametrize("name", OF_TORCH)
 def test_what_torch_draws_excuses_nothing(name: str) -> None:
     with pytest.raises(CoupledLossError):
         ask(OF_TORCH[name], masked=True, calls=1)
 
 
-NOT_ANSWERED = pytest.mark.xfail(strict=True, reason="a factory has to have its generator")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=NOT_ANSWERED if x in FACTORIES else ()) for x in OF_ITS_OWN]
-)
+@pytest.mark.parametrize("name", OF_ITS_OWN)
 def test_what_is_drawn_of_a_generator_of_its_own_excuses_nothing(name: str) -> None:
     with pytest.raises(CoupledLossError):
         ask(OF_ITS_OWN[name], masked=True, calls=1)

@@ -21,7 +21,7 @@ from tests.laws.zoo import (  # noqa: F401
     loops,
     weights,
 )
-from tests.laws.zoo.species import DTYPES, ROWS, WIDE, ZOO, Species
+from tests.laws.zoo.species import ROWS, ZOO, Species
 
 
 pytestmark = [pytest.mark.core, pytest.mark.step]
@@ -106,21 +106,6 @@ def outcome(
         return error
 
 
-_HOOK = "a hook that an asked call has installed stays"
-_VALUE = "of a value the parameters are not cast, so that an LSTM in bfloat16 cannot be told"
-WRONG = {  # what is known to be wrong, in these dtypes
-    "a_hook_installed_once": (_HOOK, WIDE),
-    "in_batch_negatives_and_a_hook": (_HOOK, DTYPES),
-    "in_batch_negatives_of_an_lstm": (_VALUE, (torch.bfloat16,)),
-}
-
-
-def marks(species: Species, dtype: torch.dtype, slow: bool) -> list[Any]:
-    reason, dtypes = WRONG.get(species.name, ("", ()))
-    found = [pytest.mark.xfail(strict=True, reason=reason)] if dtype in dtypes else []
-    return found + ([pytest.mark.slow] if slow else [])
-
-
 def residents(kinds: Callable[[str], bool]) -> list[Any]:
     """Every species in all its dtypes; where time is short every third one, in its first."""
     return [
@@ -128,7 +113,7 @@ def residents(kinds: Callable[[str], bool]) -> list[Any]:
             species,
             dtype,
             id=f"{species.name}-{str(dtype).removeprefix('torch.')}",
-            marks=marks(species, dtype, slow=i % 3 > 0 or dtype != species.dtypes[0]),
+            marks=pytest.mark.slow if i % 3 or dtype != species.dtypes[0] else (),
         )
         for i, species in enumerate(it for it in ZOO if kinds(it.kind) and "loop" not in it.knobs)
         for dtype in species.dtypes

@@ -282,7 +282,6 @@ def test_its_neighbours_are_refused_at_once(name: str, dtype: torch.dtype) -> No
         pa.value(it.loss, microbatch_size=SIZE)(params, it.batch)
 
 
-@pytest.mark.xfail(strict=True, reason="three rows of eight cut a pair, and the loss raises")
 def test_pairs_that_stand_side_by_side_are_refused() -> None:
     """Two views of each sample, against all others."""
 

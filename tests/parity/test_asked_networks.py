@@ -109,12 +109,7 @@ def sizes(few: bool) -> list[int]:
         for dtype in DTYPES
     ],
 )
-def test_a_network_whose_rows_are_apart_is_not_refused(
-    seed: int, dtype: torch.dtype, request: pytest.FixtureRequest
-) -> None:
-    if (seed, dtype) == (25, torch.bfloat16):
-        reason = "torch's GRU asks for the dtype of its weights, and those of a value are not cast"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_a_network_whose_rows_are_apart_is_not_refused(seed: int, dtype: torch.dtype) -> None:
     net = network(seed).to(dtype)
     params = {name: p.detach() for name, p in net.named_parameters()}
     kind = [*LOSSES][seed % len(LOSSES)]

@@ -179,14 +179,9 @@ def test_padded_rows_are_right_as_weighted_totals(it: Model, dtype: Any, dropout
 
 
 @every
-def test_a_mean_over_padded_rows_is_refused_at_once(
-    it: Model, dtype: Any, dropout: bool, request: pytest.FixtureRequest
-) -> None:
+def test_a_mean_over_padded_rows_is_refused_at_once(it: Model, dtype: Any, dropout: bool) -> None:
     if it.kind == "image":
         return
-    if it.name == "Mixtral":
-        reason = "topk(x, k, dim=...) ends the search for a cause"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     model = model_of(it, dtype, dropout)
     loss, params, batch = loss_of(model), parameters(model), batch_of(it, dtype, padded=True)
     with pytest.raises(CoupledLossError) as caught:

@@ -82,7 +82,6 @@ def test_a_stream_that_is_refused_is_not_compiled() -> None:
     assert graphs.count == 0
 
 
-@pytest.mark.xfail(strict=True, reason="what was watched before is not asked")
 def test_a_stream_of_a_loss_that_was_watched_before_is_asked() -> None:
     def loss(params: Any, batch: Any) -> Tensor:
         return masked(params, batch)
@@ -95,7 +94,6 @@ def test_a_stream_of_a_loss_that_was_watched_before_is_asked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="a compiled step does not keep that a loss was refused")
 @pytest.mark.parametrize("stream", [False, True])
 def test_it_is_refused_again(stream: bool) -> None:
     step, state, graphs = made(masked, microbatch_size=None if stream else SIZE)
