@@ -29,7 +29,6 @@ from .._core.batches import (
     rows_to_cut,
 )
 from .._core.coupling import Question, question_of
-from .._core.microbatch_gradient import Rule
 from .._core.reductions import AuxState, finish_aux, fold_stack, stack_of_one
 from .._core.writes import Given, guarding, knows
 from .buffers import begin_buffers
@@ -378,30 +377,3 @@ def kind_of(state: Flat, *given: Given) -> tuple[Any, ...]:
 
 def _rows(part: Tree) -> int:
     return read_batch(part).rows or 0
-
-
-def check_compilable(rule: Rule, settings: Any) -> None:
-    """Check that a step of this rule can compile itself, with these settings."""
-    if settings is not True and not isinstance(settings, Mapping):
-        raise TypeError(
-            f"compile is {settings!r}; expected True, False, or the arguments of torch.compile, "
-            'such as {"mode": "reduce-overhead"}.'
-        )
-    taken = ("backend", "mode", "options", "dynamic")
-    strange = [name for name in ({} if settings is True else settings) if name not in taken]
-    if strange:
-        raise ValueError(
-            f"compile has {strange[0]!r}; what it may hand on to torch.compile is "
-            f"{', '.join(taken)}."
-        )
-    if rule.engine == "autograd":
-        raise ValueError(
-            "engine='autograd' came with compile; a graph is made of torch.func. For checkpoints "
-            "leave compile out, or use engine='func' without them: a graph recomputes by itself "
-            "what is cheap."
-        )
-    if rule.nonfinite == "raise":
-        raise ValueError(
-            "nonfinite='raise' came with compile; it has to look at the numbers, which a graph "
-            "cannot. Use 'skip' or 'propagate', and look at info.applied afterwards."
-        )

@@ -4,15 +4,17 @@
 
 So they are computed with as Python does. A graph of a value that came before is used again; the
 ninth value of one number raises, since a number that changes at every step would be compiled at
-every step. A tensor may change freely.
+every step. A tensor may change freely. Some settings of a step no graph can have.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .._base.refusals import CompileError
 from .._base.trees import paths
+from .._core.microbatch_gradient import Rule
 from .._core.writes import Given
 
 
@@ -70,3 +72,30 @@ def _sentence(name: str, x: Any, before: list[Any]) -> str:
         "float32 where an int64 is divided; a policy casts it. For a size, a range or a branch, "
         "which take a number, keep to these values, or leave compile out."
     )
+
+
+def check_compilable(rule: Rule, settings: Any) -> None:
+    """Check that a step of this rule can compile itself, with these settings."""
+    if settings is not True and not isinstance(settings, Mapping):
+        raise TypeError(
+            f"compile is {settings!r}; expected True, False, or the arguments of torch.compile, "
+            'such as {"mode": "reduce-overhead"}.'
+        )
+    taken = ("backend", "mode", "options", "dynamic")
+    strange = [name for name in ({} if settings is True else settings) if name not in taken]
+    if strange:
+        raise ValueError(
+            f"compile has {strange[0]!r}; what it may hand on to torch.compile is "
+            f"{', '.join(taken)}."
+        )
+    if rule.engine == "autograd":
+        raise ValueError(
+            "engine='autograd' came with compile; a graph is made of torch.func. For checkpoints "
+            "leave compile out, or use engine='func' without them: a graph recomputes by itself "
+            "what is cheap."
+        )
+    if rule.nonfinite == "raise":
+        raise ValueError(
+            "nonfinite='raise' came with compile; it has to look at the numbers, which a graph "
+            "cannot. Use 'skip' or 'propagate', and look at info.applied afterwards."
+        )

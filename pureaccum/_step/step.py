@@ -36,7 +36,8 @@ from .._core.writes import known_of
 from .._optim.combinators import as_optimizer
 from .._pure.keys import key
 from .buffers import Threading, begin_buffers, check_policy
-from .compiled import CompiledStep, check_compilable
+from .compiled import CompiledStep
+from .constants import check_compilable
 from .loss_scale import LossScale
 from .ranks import agreement_of, check_same
 from .state import Plan, Step, StepInfo, TrainState, check_buffers
