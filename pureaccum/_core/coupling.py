@@ -114,7 +114,7 @@ class Sums(NamedTuple):
         return [abs(whole - sum(parts)) for whole, *parts in self]
 
     def apart(self, other: "Sums") -> list[float]:
-        """By how much they differ from those that were computed in another dtype."""
+        """By how much they differ from those of nudged leaves."""
         pairs = zip(self, other, strict=True)
         return [sum(abs(x - y) for x, y in zip(*each, strict=True)) for each in pairs]
 
@@ -226,17 +226,19 @@ class Asked:
         mode: Any = None,
         *,
         records: bool = False,
+        nudged: bool = False,
     ) -> list[tuple[float, float]] | None:
         """The total and the weight of each piece; None where that cannot be told.
 
         It is computed in a dtype, and under a mode, if these are given. Nothing is random then, or
-        where the loss is known to draw.
+        where the loss is known to draw. Leaves may be ``nudged`` by their last bit.
         """
         without_chance = deterministic(dtype) if dtype or self.draws else nullcontext()
         given: Any = self.leaves, self.carried, [x for x, _, _ in pieces]
         try:
             with _apart(self.put_back) as undo, torch.set_grad_enabled(records), without_chance:
                 leaves, carried, parts = cast_tree(given, dtype) if dtype else given
+                leaves = [*map(_next, leaves)] if nudged else leaves
                 with mode or nullcontext():
                     found: list[tuple[float, float]] = []
                     for n, (part, (_, rows, start)) in enumerate(zip(parts, pieces, strict=True)):
@@ -247,7 +249,9 @@ class Asked:
             return None if undo.reached else found
         except Exception as error:  # it holds what was computed
             takes_gradient = not records and NO_GRAPH in str(error)
-        return self.sums(pieces, dtype, mode, records=True) if takes_gradient else None
+        if not takes_gradient:
+            return None
+        return self.sums(pieces, dtype, mode, records=True, nudged=nudged)
 
     def amount(self, out: Any, rows: int) -> tuple[float, float]:
         """The total and the weight of what the loss returned for so many rows."""
@@ -270,6 +274,11 @@ class Asked:
 
         self.sums([piece], None, seeing(before=note))
         return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _next(x: Any) -> Any:
+    is_real = isinstance(x, Tensor) and x.is_floating_point()
+    return torch.nextafter(x, torch.full_like(x, torch.inf)) if is_real else x
 
 
 def _narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
@@ -306,11 +315,10 @@ def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, 
     exact = own if double else other
     if not exact.off(own, other) > MOST:
         return False, exact
-    narrow = other if double else own
-    if not double and (found := asked.sums(pieces, torch.float32)) is not None:
-        narrow = Sums(*zip(*found, strict=True))  # wherever it computes in 16 bits
+    found = asked.sums(pieces, torch.float64, nudged=True)
+    nudged = exact if found is None else Sums(*zip(*found, strict=True))
     # Of a chaotic loss nothing is left but rounding, in float64 too.
-    pairs = zip(exact.missing(), exact.apart(narrow), strict=True)
+    pairs = zip(exact.missing(), exact.apart(nudged), strict=True)
     return (True if any(not d <= 4 * rounding for d, rounding in pairs) else None), exact
 
 

@@ -152,6 +152,7 @@ def by_step(run: Run, cut: Microbatches) -> Iterator[Progress]:
         pa.adamw(RATE),
         policy=pa.Policy(compute=torch.float16) if run.half else None,
         loss_scale=SCALE if run.half else None,
+        check=not run.normed,  # a window may be the whole batch, which BatchNorm is to see at once
     )
     state = step.init(pa.functional(net).params)
     losses: list[float] = []

@@ -69,7 +69,8 @@ PARAMS = {of_large: LARGE, mixed: MIXED, threaded: NORMED.params}
 
 def a_step(loss: Any = plain, optimizer: Any = None, *, of: str = "whole", **knobs: Any) -> Any:
     """One step of a run that has begun, so that there are moments."""
-    sized = {"microbatch_size": SIZE} if of == "whole" else {}
+    sized: Any = {"microbatch_size": SIZE} if of == "whole" else {}
+    knobs.setdefault("check", loss is not threaded)  # whose BatchNorm couples rows
 
     def made(its: Any) -> Any:
         return pa.make_step(its, optimizer or pa.adamw(0.125), **sized, **knobs)

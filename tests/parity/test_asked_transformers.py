@@ -182,6 +182,8 @@ def test_padded_rows_are_right_as_weighted_totals(it: Model, dtype: Any, dropout
 def test_a_mean_over_padded_rows_is_refused_at_once(it: Model, dtype: Any, dropout: bool) -> None:
     if it.kind == "image":
         return
+    if (it.name, dtype) == ("Mixtral", torch.bfloat16):
+        pytest.skip("torch's grouped products have no kernel in float64, and bfloat16 cannot tell")
     model = model_of(it, dtype, dropout)
     loss, params, batch = loss_of(model), parameters(model), batch_of(it, dtype, padded=True)
     with pytest.raises(CoupledLossError) as caught:

@@ -125,6 +125,7 @@ def test_a_number_in_the_batch_is_the_constant_that_it_is_without_the_compiler(n
         lambda w, b: case.loss(rows(w, b["x"]), b["t"]),
         pa.sgd(0.01),
         compile=settings,
+        check=False,
         **case.knobs,
     )
     state = ours.init(torch.ones(3, 1, dtype=case.dtype))

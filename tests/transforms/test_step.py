@@ -94,7 +94,8 @@ def normed(buffers: Any) -> Case:
         out, new_buffers = fn.apply(params, buffers, batch["x"])
         return ((out - batch["y"]) ** 2).sum(-1).mean(), (new_buffers, out)
 
-    step = pa.make_step(loss, pa.sgd(0.1), has_aux=True, microbatch_size=2, buffers=buffers)
+    knobs: Any = {"has_aux": True, "microbatch_size": 2, "buffers": buffers, "check": False}
+    step = pa.make_step(loss, pa.sgd(0.1), **knobs)
     return Case(step, lambda: step.init(fn.params, fn.buffers), make_batch(rows=4))
 
 
