@@ -67,9 +67,8 @@ def made(name: str, engine: Any = "func", **knobs: Any) -> tuple[Any, Any, Tenso
     def loss(params: Any, batch: Tensor) -> Tensor:
         return (torch.func.functional_call(net, params, (batch,)) ** 2).mean()
 
-    step = pa.make_step(
-        loss, pa.adamw(1e-3), microbatch_size=8, engine=engine, check=False, **knobs
-    )
+    knobs |= {"microbatch_size": 8, "engine": engine, "check": False}
+    step = pa.make_step(loss, pa.adamw(1e-3), **knobs)
     return step, step.init({k: p.detach() for k, p in net.named_parameters()}), draw(*shape)
 
 
@@ -137,6 +136,7 @@ def test_what_is_predicted_of_steps_of_all_kinds_is_counted(donate: bool) -> Non
         pa.chain(pa.clip_by_global_norm(1.0), pa.sgd(0.1, momentum=0.9)),
         has_aux=True,
         microbatch_size=4,
+        check=False,
         loss_scale=pa.dynamic_loss_scale(),
         policy=pa.Policy(autocast=torch.bfloat16),
         nonfinite="skip",

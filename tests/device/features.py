@@ -179,9 +179,8 @@ def of_buffers(how: Any, engine: Any) -> Case:
         out, new = fn.apply(params, buffers, batch["x"])
         return (out - batch["y"]).square().mean(), new
 
-    step = pa.make_step(
-        loss, pa.sgd(0.1), buffers=how, microbatch_size=6, engine=engine, check=False
-    )
+    knobs: Any = {"buffers": how, "microbatch_size": 6, "engine": engine, "check": False}
+    step = pa.make_step(loss, pa.sgd(0.1), **knobs)
 
     def given() -> Any:
         batch = make_batch()

@@ -40,9 +40,8 @@ def test_samples_on_cuda_have_the_bits_of_the_cpu(reduce: str, engine: Any) -> N
 def test_samples_do_not_wait_for_the_device() -> None:
     params, batch = (moved(tree, "cuda") for tree in problem())
     acc = pa.per_sample_accumulator(loss, chunk_size=4, transform="normalize", squares=True)
-    step = pa.make_step(
-        lambda p, b: loss(p, b) / 11, pa.sgd(0.1), microbatch_size=4, noise=True, check=False
-    )
+    knobs: Any = {"microbatch_size": 4, "noise": True, "check": False}
+    step = pa.make_step(lambda p, b: loss(p, b) / 11, pa.sgd(0.1), **knobs)
     running, key = pa.running_noise_scale(), pa.key(0, "cuda")
     first, averages = step.init(params), running.init(params)
 
