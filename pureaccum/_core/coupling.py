@@ -6,12 +6,13 @@
     coupled  <=>  |whole - one - other| > 1e-6 (|whole| + |one| + |other|)
 
 in the loss's own dtypes, and in float64 of the larger sizes of both: there rounding is gone, and
-what is coupled is as far off. No threshold in the loss's own dtypes separates the two.
+what is coupled is as far off. No threshold in the loss's own dtypes separates the two. A miss that
+the last bit of a leaf explains, as in a chaotic loss, is none.
 
-A loss that draws random numbers is asked in float64 alone, where none are drawn. It is asked at
-calls 1, 2, 4, 8, … about a kind of batch, of another microbatch each time, since one ignored target
-need not be in the first; and at every call once it was refused. What cannot be computed is no
-proof: then it is asked again, eight times at most.
+Of a loss that draws random numbers the whole is computed once more, too: nothing is drawn in these
+runs. It is asked at calls 1, 2, 4, 8, … about a kind of batch, of another microbatch each time,
+since one ignored target need not be in the first; and at every call once it was refused. What
+cannot be computed is no proof: then it is asked at the next call, eight times at most.
 """
 
 import itertools
@@ -59,26 +60,23 @@ class Answer:
 
     Attributes:
         calls: How many calls have cut a batch of this kind.
-        questions: At how many of them it was asked.
+        due: The number of the call that asks next.
+        questions: How often it was asked.
         coupled: Whether it was refused.
-        pending: Whether it is asked at the next call, whatever its number.
+        settled: Whether it was seen to fit.
     """
 
     def __init__(self) -> None:
-        self.calls = self.questions = 0
-        self.coupled, self.pending = False, True
-
-    def is_due(self) -> bool:
-        """Count a call; whether it is one that asks."""
-        self.calls += 1
-        return self.pending or not self.calls & (self.calls - 1)
+        self.calls, self.due, self.questions = 0, 1, 0
+        self.coupled = self.settled = False
 
     def note(self, coupled: bool | None, rows: int) -> None:
         """Note an answer about some rows, of which two settle nothing; None where there is none."""
         self.questions += 1
         self.coupled = self.coupled or bool(coupled)
-        settled = coupled is False and rows > 2
-        self.pending = self.coupled or (self.pending and not settled and self.questions < QUESTIONS)
+        self.settled = self.settled or (coupled is False and rows > 2)
+        soon = self.coupled or not (self.settled or self.questions >= QUESTIONS)
+        self.due = self.calls + 1 if soon else 1 << self.calls.bit_length()
 
 
 class Question(NamedTuple):

@@ -140,16 +140,16 @@ def guarding(
     return _Guard(known, given, question)
 
 
-def knows(known: Known, *given: Given, asked: Question | None = None) -> bool:
-    """Whether batches of this kind were watched before; and the loss need not be asked, if it is.
+def knows(known: Known, *given: Given, asked: Any = None) -> bool:
+    """Whether batches of this kind were watched before, and the loss need not be asked.
 
-    A call in which it need not is counted.
+    It is asked a question of the kind ``asked``, if any. A call in which it need not is counted.
     """
     kind = _kind(known, given)
     if asked is None or kind not in known.kinds:
         return kind in known.kinds
-    answer = known.answers.get((kind, asked.kind))
-    if answer is None or answer.pending or not answer.calls & (answer.calls + 1):
+    answer = known.answers.get((kind, asked))
+    if answer is None or answer.calls + 1 >= answer.due:
         return False
     answer.calls += 1
     return True
@@ -187,10 +187,8 @@ class _Guard:
             self.begin()
             if question is not None:
                 answer = known.answers.get((kind, question.kind))
-                if answer is not None:  # as answer.is_due says it: each call pays for this
-                    calls = answer.calls
-                    if not answer.pending and calls & (calls + 1):
-                        answer.calls, self.asks = calls + 1, False
+                if answer is not None and answer.calls + 1 < answer.due:
+                    answer.calls, self.asks = answer.calls + 1, False
         self.asks = self.asks and may_be_asked()
         return self.guarded
 
@@ -236,8 +234,12 @@ class _Guard:
         if self.inquiry is None:  # only now are the modes of its modules known
             key = _kind(known, self.decides), question.kind
             answer = known.answers.setdefault(key, Answer())
-            sharded = any(any_sharded(each.leaves) for each in self.given)
-            if not answer.is_due() or known.reaches or sharded:
+            answer.calls += 1
+            due = answer.calls >= answer.due
+            if due and (known.reaches or any(any_sharded(each.leaves) for each in self.given)):
+                answer.note(None, 0)
+                due = False
+            if not due:
                 self.asks = False
                 return loss(*args)
             modules = [x for at in known.modules if (x := at()) is not None]

@@ -28,7 +28,7 @@ from .._core.batches import (
     refuse_in_graphs,
     rows_to_cut,
 )
-from .._core.coupling import Question, question_of
+from .._core.coupling import question_of
 from .._core.reductions import AuxState, finish_aux, fold_stack, stack_of_one
 from .._core.writes import Given, guarding, knows
 from .buffers import begin_buffers
@@ -100,7 +100,7 @@ class CompiledStep:
         self.recipes: dict[Any, Recipe] = {}
         self.values: Values = {}
         self.fitting: set[Any] = set()  # kinds of states and windows
-        self.asked: dict[Any, Question | None] = {}  # about kinds of batches
+        self.asked: dict[Any, Any] = {}  # the kind of question about a kind of batch, or None
         self.looks = count()
 
     def form(self, state: TrainState, batch: Tree, *_: Any) -> str:
@@ -340,13 +340,13 @@ def look(
     state: TrainState,
     batch: Batch,
     root: str,
-    note: Callable[[Question | None], None],
+    note: Callable[[Any], None],
     number: int = 0,
 ) -> None:
     """Call the loss of a microbatch, to see what it writes to, or couples: no graph can tell.
 
     It is that of this ``number`` of a batch at hand, each of them once the loss was refused, or the
-    only one. What it is asked is noted, if rows are cut.
+    only one. The kind of the question is noted, or None where no rows are cut.
     """
     leaves, spec = flatten(state.params)
     size, parts = size_of(plan) if root == "batch" else batch.rows, [batch]
@@ -359,7 +359,7 @@ def look(
     given, call = (*of_leaves, Given(root, batch.leaves, batch.spec)), caller(plan, state, spec)
     for own in parts:
         question = question_of(own, plan.rule) if cut else None
-        note(question)
+        note(question and question.kind)  # not the rows
         with guarding(plan.known, *given, question=question) as guarded:
             if (watched := guarded(call)) is not call:
                 with put_back(state.samples.device), torch.enable_grad():
