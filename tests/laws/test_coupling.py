@@ -12,15 +12,7 @@ import pureaccum as pa
 from pureaccum import CoupledLossError
 from pureaccum._core import coupling
 from pureaccum._core.loss import read
-from tests.laws.zoo import (  # noqa: F401
-    coupled,
-    fits_networks,
-    fits_programs,
-    fits_sums,
-    impure,
-    loops,
-    weights,
-)
+from tests.laws.zoo.residents import residents
 from tests.laws.zoo.species import ROWS, ZOO, Species
 
 
@@ -106,24 +98,14 @@ def outcome(
         return error
 
 
-def residents(kinds: Callable[[str], bool]) -> list[Any]:
-    """Every species in all its dtypes; where time is short every third one, in its first."""
-    return [
-        pytest.param(
-            species,
-            dtype,
-            id=f"{species.name}-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.slow if i % 3 or dtype != species.dtypes[0] else (),
-        )
-        for i, species in enumerate(it for it in ZOO if kinds(it.kind) and "loop" not in it.knobs)
-        for dtype in species.dtypes
-    ]
+def asked_of(kinds: Callable[[str], bool]) -> list[Any]:
+    return residents(lambda it: kinds(it.kind) and "loop" not in it.knobs)
 
 
 # The laws --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("species", "dtype"), residents(lambda kind: not kind))
+@pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: not kind))
 def test_no_loss_that_fits_is_refused_and_the_question_changes_no_bit(
     species: Species, dtype: torch.dtype
 ) -> None:
@@ -137,7 +119,7 @@ def test_no_loss_that_fits_is_refused_and_the_question_changes_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("species", "dtype"), residents(lambda kind: not kind))
+@pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: not kind))
 def test_no_loss_that_fits_is_refused_at_any_size(species: Species, dtype: torch.dtype) -> None:
     for way in WAYS:
         for size in SIZES:
@@ -147,7 +129,7 @@ def test_no_loss_that_fits_is_refused_at_any_size(species: Species, dtype: torch
                 assert type(got) is type(want), (way, size, got, want)
 
 
-@pytest.mark.parametrize(("species", "dtype"), residents(COUPLED.__contains__))
+@pytest.mark.parametrize(("species", "dtype"), asked_of(COUPLED.__contains__))
 def test_a_loss_that_is_off_is_refused_by_the_eighth_call(
     species: Species, dtype: torch.dtype
 ) -> None:
@@ -155,7 +137,7 @@ def test_a_loss_that_is_off_is_refused_by_the_eighth_call(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("species", "dtype"), residents(COUPLED.__contains__))
+@pytest.mark.parametrize(("species", "dtype"), asked_of(COUPLED.__contains__))
 def test_a_loss_that_is_off_is_refused_at_any_size(species: Species, dtype: torch.dtype) -> None:
     refuses_or_goes_on(species, dtype, [(way, size) for way in WAYS for size in SIZES])
 
@@ -176,7 +158,7 @@ def refuses_or_goes_on(species: Species, dtype: torch.dtype, pairs: list[tuple[s
             torch.testing.assert_close(got, plain, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("species", "dtype"), residents(lambda kind: kind == "randomness"))
+@pytest.mark.parametrize(("species", "dtype"), asked_of(lambda kind: kind == "randomness"))
 def test_losses_whose_rows_are_apart_but_for_chance_are_not_refused(
     species: Species, dtype: torch.dtype
 ) -> None:

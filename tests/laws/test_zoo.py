@@ -14,36 +14,14 @@ from torch import Tensor, nn
 import pureaccum as pa
 from pureaccum.curvature.passes import WrongProductError
 from pureaccum.testing import Report, check_accumulation
-from tests.laws.zoo import (  # noqa: F401
-    coupled,
-    fits_networks,
-    fits_programs,
-    fits_sums,
-    impure,
-    loops,
-    weights,
-)
-from tests.laws.zoo.species import ROWS, ZOO, Species
+from tests.laws.zoo.residents import residents
+from tests.laws.zoo.species import ROWS, Species
 
 
 pytestmark = [pytest.mark.testing, pytest.mark.promise("check")]
 
 
-def residents(fit: bool) -> list[Any]:
-    """Every species in all its dtypes; where time is short every third one, in its first."""
-    return [
-        pytest.param(
-            species,
-            dtype,
-            id=f"{species.name}-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.slow if i % 3 or dtype != species.dtypes[0] else (),
-        )
-        for i, species in enumerate(it for it in ZOO if (not it.kind) == fit)
-        for dtype in species.dtypes
-    ]
-
-
-@pytest.mark.parametrize(("species", "dtype"), residents(fit=True))
+@pytest.mark.parametrize(("species", "dtype"), residents(lambda it: not it.kind))
 def test_a_loss_that_fits_is_said_to_fit(species: Species, dtype: torch.dtype) -> None:
     report = examined(species, dtype)
     assert report.fits, report
@@ -52,7 +30,7 @@ def test_a_loss_that_fits_is_said_to_fit(species: Species, dtype: torch.dtype) -
     assert not any(leaf.split for leaf in report.leaves)
 
 
-@pytest.mark.parametrize(("species", "dtype"), residents(fit=False))
+@pytest.mark.parametrize(("species", "dtype"), residents(lambda it: bool(it.kind)))
 def test_of_a_loss_that_fails_the_cause_is_found(species: Species, dtype: torch.dtype) -> None:
     report = examined(species, dtype)
     assert not report.fits
@@ -63,7 +41,7 @@ def test_of_a_loss_that_fails_the_cause_is_found(species: Species, dtype: torch.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("species", "dtype"), residents(fit=True))
+@pytest.mark.parametrize(("species", "dtype"), residents(lambda it: not it.kind))
 def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(
     species: Species, dtype: torch.dtype
 ) -> None:
