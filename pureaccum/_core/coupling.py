@@ -7,7 +7,7 @@
 
 in the loss's own dtypes, and in float64 of the larger sizes of both: there rounding is gone, and
 what is coupled is as far off. No threshold in the loss's own dtypes separates the two. A miss that
-the last bit of a leaf explains, as in a chaotic loss, is none.
+a share of 1e-12 in a leaf explains, as in a chaotic loss, is none.
 
 Of a loss that draws random numbers the whole is computed once more, too: nothing is drawn in these
 runs. It is asked at calls 1, 2, 4, 8, … about a kind of batch, of another microbatch each time,
@@ -229,14 +229,14 @@ class Asked:
         """The total and the weight of each piece; None where that cannot be told.
 
         It is computed in a dtype, and under a mode, if these are given. Nothing is random then, or
-        where the loss is known to draw. Leaves may be ``nudged`` by their last bit.
+        where the loss is known to draw. Leaves may be ``nudged``.
         """
         without_chance = deterministic(dtype) if dtype or self.draws else nullcontext()
         given: Any = self.leaves, self.carried, [x for x, _, _ in pieces]
         try:
             with _apart(self.put_back) as undo, torch.set_grad_enabled(records), without_chance:
                 leaves, carried, parts = cast_tree(given, dtype) if dtype else given
-                leaves = [*map(_next, leaves)] if nudged else leaves
+                leaves = [*map(_nudged, leaves)] if nudged else leaves
                 with mode or nullcontext():
                     found: list[tuple[float, float]] = []
                     for n, (part, (_, rows, start)) in enumerate(zip(parts, pieces, strict=True)):
@@ -274,9 +274,9 @@ class Asked:
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def _next(x: Any) -> Any:
+def _nudged(x: Any) -> Any:
     is_real = isinstance(x, Tensor) and x.is_floating_point()
-    return torch.nextafter(x, torch.full_like(x, torch.inf)) if is_real else x
+    return x * (1 + 2.0**-40) if is_real else x
 
 
 def _narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:

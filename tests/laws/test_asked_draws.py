@@ -125,3 +125,33 @@ def test_what_torch_draws_excuses_nothing(name: str) -> None:
 def test_what_is_drawn_of_a_generator_of_its_own_excuses_nothing(name: str) -> None:
     with pytest.raises(CoupledLossError):
         ask(OF_ITS_OWN[name], masked=True, calls=1)
+
+
+def test_a_layer_that_is_dropped_now_and_then_is_not_refused() -> None:
+    """By Python's generator: what is drawn once a call is the same for the whole and its parts."""
+    w, x = torch.randn(3, 2), torch.randn(8, 3)
+    for seed in range(60):
+        random.seed(seed)
+
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            out = x @ w
+            return (out if random.random() < 0.3 else out.tanh()).square().mean()
+
+        coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # each is a first call
+        pa.grad(loss, microbatch_size=4)(w, x)
+
+
+def test_a_chaotic_loss_is_not_refused() -> None:
+    """Its parts are computed by other kernels, whose last bits grow until nothing else is left."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        out = x.sin().square() @ w.softmax(1).T
+        for _ in range(60):
+            out = 3.99 * out * (1 - out)
+        return out.mean()
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        w, x = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+        coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # each is a first call
+        pa.grad(loss, microbatch_size=4)(w, x)
