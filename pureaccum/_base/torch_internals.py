@@ -8,6 +8,7 @@ name                               what for                                check
 ``…functorch._add_batch_dim``      wrap what was computed below a vmap     2.13
 ``…functorch.CVmapInterpreterPtr`` how many members a vmap has             2.13
 ``…functorch._vmap_increment_…``   a vmap, and no checks                   2.13
+``…functorch._grad_increment_…``   a gradient, and no trees                2.13
 ``torch._C.DisableTorchFunction``  look at a tensor past all modes         2.13
 ``…functorch.push_dynamic_...``    a tensor as an outer transform sees it  2.11, 2.13
 ``forward_ad._set_fwd_grad_...``   forward AD inside a Function's rules    2.11, 2.13, 2.15
@@ -358,6 +359,39 @@ def over_rows(
         return [functorch._remove_batch_dim(x, level, count, 0) for x in outs]
     finally:
         functorch._vmap_decrement_nesting()
+
+
+def on_a_level(
+    func: Callable[[list[Tensor]], Sequence[Tensor]], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """The forward pass of ``torch.func.vjp`` at top level, in half of its time: without its trees.
+
+    Gives the leaves and the first output as the level recorded them, which is over by then, for
+    ``gradients``; and all outputs as they are outside of it.
+    """
+    functorch, autograd = torch._C._functorch, torch._C._autograd  # pyright: ignore
+    before = autograd._saved_tensors_hooks_get_disabled_error_message()
+    autograd._saved_tensors_hooks_disable(_NO_HOOKS)
+    level = functorch._grad_increment_nesting()
+    try:
+        with torch.enable_grad():
+            functorch.set_inplace_requires_grad_allowed(True)
+            own = [functorch._wrap_for_grad(x, level).requires_grad_() for x in leaves]
+            functorch.set_inplace_requires_grad_allowed(False)
+            outs = func(own)
+            return own, outs[0], [functorch._unwrap_for_grad(x, level) for x in outs]
+    finally:
+        functorch._grad_decrement_nesting()
+        if before is None:
+            autograd._saved_tensors_hooks_enable()
+        else:
+            autograd._saved_tensors_hooks_disable(before)
+
+
+_NO_HOOKS = (  # in torch's own words
+    "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. "
+    "Please open an issue with your use case."
+)
 
 
 def below_vmap(func: Callable[..., Tensor], *args: Any) -> Tensor:

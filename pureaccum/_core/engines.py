@@ -26,6 +26,7 @@ from .._base.torch_internals import (
     gradients,
     innermost,
     may_write,
+    on_a_level,
     transform_active,
     without_history,
 )
@@ -153,39 +154,62 @@ def _by_func(
     shapes: list[Shape] = []
     backward: Backward | None = None
 
-    def on_primals(*primals: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def on_primals(primals: list[Tensor]) -> list[Tensor]:
         for i, hook in hooks.items():
             primals[i].register_hook(_landing(hook, wrt.at(i)))
         nonlocal backward
         if not torch.compiler.is_dynamo_compiling():  # no graph reaches other ranks
             backward = begun()
         with nullcontext() if backward is None else inside_of(backward):
-            seen, shape = read(loss([*primals], *args), has_aux, wrt.several)
+            seen, shape = read(loss(primals, *args), has_aux, wrt.several)
         shapes.append(shape)
-        total, *rest = in_one_list(seen)
-        return total, rest
+        return in_one_list(seen)
 
     try:
-        # pyright cannot tell the two lengths of vjp's result apart
-        total, vjp, rest = torch.func.vjp(on_primals, *wrt.leaves, has_aux=True)  # pyright: ignore
+        if wrt.records is None:
+            outs, pulled = _under_transforms(on_primals, wrt.leaves)
+        else:
+            outs, pulled = _on_a_level(on_primals, wrt.leaves, again=wrt.several)
     except RuntimeError as error:
         advise_on_vjp(error)
         raise
     shape = shapes[-1]
-    # retain_graph=False frees activations as the pass goes. create_graph stays at its default, the
-    # grad mode: False would silently drop second-order terms under an outer transform.
-    mode = nullcontext() if wrt.records is None else torch.no_grad()
 
     def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
         try:
-            with mode:
-                grads = vjp(cotangent, retain_graph=False)
+            grads = pulled(cotangent)
         except RuntimeError as error:
             advise_on_vjp(error)
             raise
         return grads if wrt.layouts is None else _all_landed(grads, wrt.layouts, hooks)
 
-    return Forward(read_again(total, rest, shape), shape, pull, backward)
+    return Forward(read_again(outs[0], outs[1:], shape), shape, pull, backward)
+
+
+def _under_transforms(func: Any, leaves: list[Tensor]) -> tuple[list[Tensor], Pull]:
+    """All that ``func`` gives, and the way back from the first of it, as transforms follow it."""
+
+    def first_and_rest(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+        first, *rest = func([*leaves])
+        return first, rest
+
+    # pyright cannot tell the two lengths of vjp's result apart
+    total, vjp, rest = torch.func.vjp(first_and_rest, *leaves, has_aux=True)  # pyright: ignore
+    # retain_graph=False frees activations as the pass goes. create_graph stays at its default, the
+    # grad mode: False would silently drop second-order terms under an outer transform.
+    return [total, *rest], lambda cotangent: vjp(cotangent, retain_graph=False)
+
+
+def _on_a_level(func: Any, leaves: list[Tensor], *, again: bool) -> tuple[list[Tensor], Pull]:
+    """The same at top level, where nobody follows it."""
+    own, total, outs = on_a_level(func, leaves)
+
+    def pull(cotangent: Tensor) -> Sequence[Tensor | None]:
+        if not total.requires_grad:
+            return [None] * len(own)
+        return gradients(total, own, cotangent, again)
+
+    return outs, pull
 
 
 def _landing(hook: Hook, at: Layout | None) -> Hook:

@@ -100,6 +100,40 @@ def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
     assert x.grad is y.grad is z.grad is None
 
 
+def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
+    """Over when it is left, by an error too; nested; and without the hooks that vjp refuses."""
+    x, y = torch.arange(3.0), torch.ones(3)
+
+    def outs(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        x, y = leaves
+        within = torch.func.grad(lambda x: (x**3).sum())(x)
+        return [(within * x).sum() + y.sin().sum(), x * 2]
+
+    own, total, (value, twice) = torch_internals.on_a_level(outs, [x, y])
+    assert torch._C._functorch.maybe_current_level() is None
+    assert not torch_internals.is_wrapped(value) and not torch_internals.is_wrapped(twice)
+    want, pull, _ = torch.func.vjp(lambda *xs: (outs([*xs])[0], xs[0]), x, y, has_aux=True)
+    assert torch.equal(value, want)
+    for came, wanted in zip(
+        torch_internals.gradients(total, own, torch.tensor(2.0)),
+        pull(torch.tensor(2.0)),
+        strict=True,
+    ):
+        assert torch.equal(came, wanted)
+        assert not torch_internals.is_wrapped(came)
+
+    def fails(_: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.autograd.graph.save_on_cpu():
+            raise AssertionError
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            torch_internals.on_a_level(fails, [x])
+        assert torch._C._functorch.maybe_current_level() is None
+        assert torch_internals.saved_tensors_hooks_allowed()
+        assert not torch._C._functorch.get_inplace_requires_grad_allowed()
+
+
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_kernel_tells_what_is_finite_and_changes_no_bit(dtype: Any, bad: float) -> None:
