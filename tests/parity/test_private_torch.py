@@ -111,7 +111,8 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
 
     own, total, (value, twice) = torch_internals.on_a_level(outs, [x, y])
     assert torch._C._functorch.maybe_current_level() is None
-    assert not torch_internals.is_wrapped(value) and not torch_internals.is_wrapped(twice)
+    assert not torch_internals.is_wrapped(value)
+    assert not torch_internals.is_wrapped(twice)
     want, pull, _ = torch.func.vjp(lambda *xs: (outs([*xs])[0], xs[0]), x, y, has_aux=True)
     assert torch.equal(value, want)
     for came, wanted in zip(
