@@ -49,6 +49,10 @@ class Form(NamedTuple):
 Keeps = tuple[Tensor, ...]  # for each group but 0, whether this piece counts in it
 Outs = tuple[list[Tensor], Keeps]
 PieceCall = Callable[[int, Sequence[Tensor]], Outs]
+Tensors = Sequence[Tensor]
+Sums = Sequence[Gathered]
+Piece = Callable[[Tensors], tuple[Tensors, Keeps]]  # some outputs of a piece of given operands
+Pulled = tuple[list[Tensor | None], Keeps]
 
 
 class Pieces:
@@ -113,15 +117,24 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
     count = len(f.form.operands)
     groups = sorted({f.form.groups[i] for i in used})
 
+    def outs_of(p: int, group: int, operands: Tensors) -> tuple[Tensors, Keeps]:
+        with pulled_by(backward):
+            outs, keeps = f.call(p, operands)
+        return tuple(outs[i] for i in used if f.form.groups[i] == group), keeps
+
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         given, cotangents = operands[:count], operands[count:]
         found: list[Tensor] = []
         keeps: Keeps = ()
         for group in groups:
-            its = [n for n, i in enumerate(used) if f.form.groups[i] == group]
-            tops, cs = [used[n] for n in its], [cotangents[n] for n in its]
-            sums = pieces.gathered[len(found) : len(found) + len(wrt)]
-            grads, keeps = pulled(f, p, given, wrt, tops, cs, sums, backward)
+            pairs = zip(used, cotangents, strict=True)
+            cs = [c for i, c in pairs if f.form.groups[i] == group]
+            piece = partial(outs_of, p, group)
+            if transform_level() is None:
+                sums = pieces.gathered[len(found) : len(found) + len(wrt)]
+                grads, keeps = _pulled_by_autograd(piece, given, wrt, cs, group, sums)
+            else:
+                grads, keeps = _pulled_by_transform(piece, given, wrt, cs, group)
             pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
             pairs = zip(wrt, grads, strict=True)
             found += [nothing_like(given[i]) if g is None else g for i, g in pairs]
@@ -155,41 +168,29 @@ def selected(x: Tensor, keeps: Keeps, group: int) -> Tensor:
     return torch.where(keep.to(x.device), x, 0.0)
 
 
-def pulled(
-    f: Pieces,
-    p: int,
-    given: Sequence[Tensor],
-    wrt: Sequence[int],
-    used: Sequence[int],
-    cotangents: Sequence[Tensor],
-    sums: Sequence[Gathered],
-    backward: Backward | None,
-) -> tuple[list[Tensor | None], Keeps]:
-    """The gradients of some operands of a piece, of which one group of outputs is used.
+def _pulled_by_transform(
+    f: Piece, given: Tensors, wrt: Sequence[int], cotangents: Tensors, group: int
+) -> Pulled:
+    """The gradients of some operands of a piece, of one group of outputs."""
+    of, xs = _of_some(f, given, wrt), [given[i] for i in wrt]
+    _, pull, keeps = torch.func.vjp(of, *xs, has_aux=True)  # pyright: ignore
+    grads = pull(tuple(cotangents), retain_graph=False)
+    return [selected(g, keeps, group) for g in grads], keeps
 
-    Outside of transforms, plain autograd computes them: with the formulas, hence the bits, of
-    ``.backward()``. Large gradients are added to their sums as they come, so that no two of a piece
-    exist at once.
+
+def _pulled_by_autograd(
+    f: Piece, given: Tensors, wrt: Sequence[int], cotangents: Tensors, group: int, sums: Sums
+) -> Pulled:
+    """The same outside of transforms: with the formulas, hence the bits, of ``.backward()``.
+
+    Large gradients are added to their sums as they come: no two of a piece exist at once.
     """
-    group = f.form.groups[used[0]]
-    if transform_level() is not None:
-
-        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
-            with pulled_by(backward):
-                outs, keeps = f.call(p, filled(given, wrt, some))
-            return tuple(outs[i] for i in used), keeps
-
-        _, pull, keeps = torch.func.vjp(of, *(given[i] for i in wrt), has_aux=True)  # pyright: ignore
-        grads = pull(tuple(cotangents), retain_graph=False)
-        return [selected(g, keeps, group) for g in grads], keeps
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
         inputs = [x.view_as(x) for x in given] if record else without_history(given)
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
-        with pulled_by(backward):
-            outs, keeps = f.call(p, inputs)
-    pairs = zip((outs[i] for i in used), cotangents, strict=True)
-    pairs = [(x, c) for x, c in pairs if x.requires_grad]
+        outs, keeps = f(inputs)
+    pairs = [(x, c) for x, c in zip(outs, cotangents, strict=True) if x.requires_grad]
     found: list[Tensor | None] = [None] * len(xs)
     if not pairs:
         return found, keeps
@@ -217,11 +218,7 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
 
     def call(p: int, operands: Sequence[Tensor]) -> Outs:
         given, tangents = operands[:count], operands[count:]
-
-        def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
-            outs, keeps = f.call(p, filled(given, moved, some))
-            return tuple(outs), keeps
-
+        of = _of_some(partial(f.call, p), given, moved)
         with forward_ad():  # torch turns it off in the rules of Functions
             # The level of the call may be over.
             if transform_level() is not None or not forward_ad_active():
@@ -239,11 +236,17 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
     return Pieces(call, f.form._replace(operands=operands), f.sizes)
 
 
-def filled(given: Sequence[Tensor], at: Sequence[int], some: Sequence[Tensor]) -> list[Tensor]:
-    filled = list(given)
-    for i, x in zip(at, some, strict=True):
-        filled[i] = x
-    return filled
+def _of_some(f: Piece, given: Tensors, at: Sequence[int]) -> Callable[..., tuple[Any, Keeps]]:
+    """A piece as a function of some of its operands."""
+
+    def of(*some: Tensor) -> tuple[tuple[Tensor, ...], Keeps]:
+        operands = list(given)
+        for i, x in zip(at, some, strict=True):
+            operands[i] = x
+        outs, keeps = f(operands)
+        return tuple(outs), keeps
+
+    return of
 
 
 def mapped(
