@@ -178,37 +178,41 @@ def _cause(
 
 def _kind_of_sum(asked: Any, piece: Any) -> str:
     """What a loss is of its rows, by how three parts, and neighbours among them, add up."""
+    sizes, totals = _thirds(asked, piece)
+    if totals is None:
+        return "several means"
+    is_mean, (m, n, o, *_) = asked.question.kind[1] == "mean", sizes
+    pairs = zip(totals, sizes, strict=True)
+    a, b, c, ab, bc, abc = (x / rows if is_mean else x for x, rows in pairs)
+    if is_mean and ab and bc and _equal(ab, a + b) and _equal(bc, b + c):
+        return "sum as mean"
+    means = (a * m + b * n) / (m + n), (b * n + c * o) / (n + o)
+    if not is_mean and _equal(means[0], ab) and _equal(means[1], bc):
+        return "mean as sum"
+    excess = a + b - ab
+    if _equal(excess, b + c - bc) and _equal(excess, (a + b + c - abc) / 2):
+        return "constant term"
+    v, w = _weight(a, b, ab), _weight(b, c, bc)
+    weighted = _equal(abc * (1 + v + v * w), a + v * b + v * w * c)
+    return "mean of means" if weighted else "several means"
+
+
+def _thirds(asked: Any, piece: Any) -> tuple[list[int], list[float] | None]:
+    """The rows and the losses of three parts, of each two neighbours, and of all of them."""
     (_, rows, start), batch = piece, asked.question.batch
     rows = min(max(rows, 6), batch.rows)
     start = min(start, batch.rows - rows)
     ends = [start + i * rows // 3 for i in range(4)]
-    spans = [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)]
-    sizes = [ends[j] - ends[i] for i, j in spans]
-    cuts = [cut_at(batch, ends[i], n)[0] for (i, _), n in zip(spans, sizes, strict=True)]
-    found = asked.sums(cuts, torch.float64) if min(sizes) else None
-    if found is None:
-        return "several means"
-    is_mean = asked.question.kind[1] == "mean"
-    a, b, c, ab, bc, abc = (
-        total / n if is_mean else total for (total, _), n in zip(found, sizes, strict=True)
-    )
-    excess = a + b - ab, b + c - bc, (a + b + c - abc) / 2
-    means = (
-        ((a * sizes[0] + b * sizes[1]) / sizes[3], ab),
-        ((b * sizes[1] + c * sizes[2]) / sizes[4], bc),
-    )
-    if is_mean and all(x and _equal(x, x + y) for x, y in zip((ab, bc), excess, strict=False)):
-        return "sum as mean"
-    if not is_mean and all(_equal(x, y) for x, y in means):
-        return "mean as sum"
-    if _equal(excess[0], excess[1]) and _equal(excess[0], excess[2]):
-        return "constant term"
-    shares = [(z - x) / (y - x) if x != y else nan for x, y, z in ((a, b, ab), (b, c, bc))]
-    if all(0 < share < 1 for share in shares):
-        to_a, to_b = (share / (1 - share) for share in shares)
-        if _equal(abc * (1 + to_a + to_a * to_b), a + to_a * b + to_a * to_b * c):
-            return "mean of means"
-    return "several means"
+    spans = [(ends[i], ends[i + n] - ends[i]) for n in (1, 2, 3) for i in range(4 - n)]
+    cuts = [cut_at(batch, at, size)[0] for at, size in spans]
+    found = asked.sums(cuts, torch.float64) if rows >= 3 else None
+    return [size for _, size in spans], found and [total for total, _ in found]
+
+
+def _weight(a: float, b: float, both: float) -> float:
+    """How much ``b`` weighs beside ``a`` where a mean of them is ``both``; NaN if none is."""
+    share = (both - a) / (b - a) if a != b else nan
+    return share / (1 - share) if 0 < share < 1 else nan
 
 
 def _equal(a: float, b: float) -> bool:
