@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,15 +43,6 @@ FLOATS = torch.float32, torch.float64
 # that begins anew has to add them up as one that goes on.
 Room = tuple[int, torch.dtype]
 _rooms: WeakKeyDictionary[Any, Room] = WeakKeyDictionary()
-
-
-class Sent(NamedTuple):
-    """A collective under way, and where in it the numbers of all ranks are, if they are in it."""
-
-    members: list[int]
-    flat: Tensor
-    numbers: Tensor | None
-    work: Any
 
 
 def sum_over_ranks_(
@@ -81,81 +72,106 @@ def sum_over_ranks_(
         and whether ranks agree if nobody has looked yet.
     """
     group = dist.group.WORLD if group is None else group
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
     if group not in _rooms:
         _arrive(group, numbers.device)
         _rooms[group] = 0, torch.float32
-    room = _rooms.get(group, (0, torch.float32))
-    parts = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
-    times = [1.0] * len(parts) if times is None else times
-    able = [i for i, x in enumerate(parts) if x.dtype in FLOATS and x.device == numbers.device]
+    sums = _Sums(tensors, numbers, group, claimed, times)
+    few, need = _riding(sums.parts, numbers.device)
+    if few and need != _rooms[group]:
+        sums.send_first(_rooms[group], [])
+        sums.land()
+        _rooms[group] = need
+    sums.send_first(_rooms[group], few)
+    if claimed.look:  # nothing of a length of its own before all ranks are known to agree
+        sums.land()
+    riding = {*few}
+    for members in buckets_of([None if i in riding else x for i, x in enumerate(sums.parts)]):
+        if len(sums.sent) == ahead:
+            sums.land()
+        sums.send(members)
+    return sums.wait
+
+
+def _riding(parts: list[Tensor], device: torch.device) -> tuple[list[int], Room]:
+    """Which tensors travel with the numbers, and the room that these need."""
+    able = [i for i, x in enumerate(parts) if x.dtype in FLOATS and x.device == device]
     few = [i for i in able if parts[i].dtype == parts[able[0]].dtype]
     need = sum(parts[i].numel() for i in few), parts[few[0]].dtype if few else torch.float32
-    if need[0] * need[1].itemsize > RIDING:
-        few = []
-    riding = {*few}
-    slots = torch.cat([claimed.numbers(), numbers, numbers.new_zeros(RANK_NUMBERS - len(numbers))])
-    sent: deque[Sent] = deque()
-    of_all, agreed = slots, None
+    return few if need[0] * need[1].itemsize <= RIDING else [], need
 
-    def fill(flat: Tensor, members: list[int]) -> None:
-        for i, piece in zip(members, pieces_of(flat, [parts[i] for i in members]), strict=True):
-            if isinstance(times[i], Tensor) or times[i] != 1:
-                torch.mul(parts[i], times[i], out=piece)
-            elif piece.data_ptr() != parts[i].data_ptr():
-                piece.copy_(parts[i])
 
-    def send_first(room: Room, members: list[int]) -> None:
-        """Send the numbers of this rank, and with them gradients in as much room."""
-        mine = _encode(slots)
-        before = world * len(mine)
-        flat = torch.zeros(before + room[0], dtype=room[1], device=slots.device)
-        first, rest = flat[:before].view(world, -1), flat[before:]
+class _Sums:
+    """Tensors that are sent to be summed, some at a time, and land in the same order."""
+
+    def __init__(
+        self, tensors: list[Tensor], numbers: Tensor, group: Any, claimed: Claim, times: Any
+    ) -> None:
+        self.tensors, self.numbers, self.group, self.claimed = tensors, numbers, group, claimed
+        self.parts = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
+        self.times = [1.0] * len(tensors) if times is None else times
+        # The members of each, what travels, the numbers of all ranks if they are in it, the work.
+        self.sent: deque[tuple[list[int], Tensor, Tensor | None, Any]] = deque()
+
+    def send_first(self, room: Room, members: list[int]) -> None:
+        """Send the numbers of this rank, and with them some tensors in as much room."""
+        numbers, claimed = self.numbers, self.claimed.numbers()
+        unused = numbers.new_zeros(RANK_NUMBERS - len(numbers))
+        mine = _encode(torch.cat([claimed, numbers, unused]))
+        world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        flat = torch.zeros(world * len(mine) + room[0], dtype=room[1], device=numbers.device)
+        first = flat[: world * len(mine)].view(world, -1)
         first[rank] = mine
-        fill(rest, members)
-        sent.append(Sent(members, rest, first, _summed(flat, group)))
+        self.begin(members, flat, first)
 
-    def land() -> None:
-        nonlocal of_all, agreed
-        members, flat, first, work = sent.popleft()
+    def send(self, members: list[int]) -> None:
+        """Send some tensors."""
+        one, size = self.parts[members[0]], sum(self.parts[i].numel() for i in members)
+        alone = len(members) == 1 and one.is_contiguous()
+        self.begin(members, one.view(-1) if alone else one.new_empty(size))
+
+    def begin(self, members: list[int], flat: Tensor, first: Tensor | None = None) -> None:
+        """Fill what travels, behind what is first in it, and let it go."""
+        rest = flat if first is None else flat[first.numel() :]
+        for i, piece in self.pieces(members, rest):
+            part, times = self.parts[i], self.times[i]
+            if isinstance(times, Tensor) or times != 1:
+                torch.mul(part, times, out=piece)
+            elif piece.data_ptr() != part.data_ptr():
+                piece.copy_(part)
+        with between_ranks():
+            work: Any = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.sent.append((members, rest, first, work))
+
+    def land(self) -> None:
+        """Wait for what was sent first, and let its sums take their places."""
+        members, flat, first, work = self.sent.popleft()
         with between_ranks():
             work.wait()
         if first is not None:
-            of_all = _decode(first)
-            agreed = compare(claimed, of_all[:, :CLAIMED], group)
-        for i, piece in zip(members, pieces_of(flat, [parts[i] for i in members]), strict=True):
-            if piece.data_ptr() == parts[i].data_ptr():
+            self.of_all = _decode(first)
+            self.agreed = compare(self.claimed, self.of_all[:, :CLAIMED], self.group)
+        for i, piece in self.pieces(members, flat):
+            part = self.parts[i]
+            if piece.data_ptr() == part.data_ptr():
                 continue
             # Not where that would not free it, or would change strides; numbers may be complex.
-            if parts[i].is_contiguous() and owns_its_memory(parts[i]):
-                tensors[i] = parts[i] = piece
+            if part.is_contiguous() and owns_its_memory(part):
+                self.tensors[i] = self.parts[i] = piece
             else:
-                parts[i].copy_(piece)
+                part.copy_(piece)
 
-    if few and need != room:
-        send_first(room, [])
-        land()
-        _rooms[group] = room = need
-    send_first(room, few)
-    if claimed.look:  # nothing of a length of its own before all ranks are known to agree
-        land()
-    for members in buckets_of([None if i in riding else x for i, x in enumerate(parts)]):
-        if len(sent) == ahead:
-            land()
-        one = parts[members[0]]
-        if len(members) == 1 and one.is_contiguous():
-            flat = one.view(-1)
-        else:
-            flat = one.new_empty(sum(parts[i].numel() for i in members))
-        fill(flat, members)
-        sent.append(Sent(members, flat, None, _summed(flat, group)))
+    def pieces(self, members: list[int], flat: Tensor) -> list[tuple[int, Tensor]]:
+        """The first pieces of a flat tensor, each with the number of the tensor that it is like."""
+        likes = [self.parts[i] for i in members]
+        sizes = [x.numel() for x in likes]
+        pieces = flat[: sum(sizes)].split(sizes)
+        return [(i, x.view_as(y)) for i, x, y in zip(members, pieces, likes, strict=True)]
 
-    def wait() -> tuple[Tensor, Tensor | None]:
-        while sent:
-            land()
-        return of_all[:, CLAIMED : CLAIMED + len(numbers)], agreed
-
-    return wait
+    def wait(self) -> tuple[Tensor, Tensor | None]:
+        """Wait for all; the numbers of all ranks, and whether they agree if nobody has looked."""
+        while self.sent:
+            self.land()
+        return self.of_all[:, CLAIMED : CLAIMED + len(self.numbers)], self.agreed
 
 
 def group_of(group: Any) -> Any:
@@ -253,11 +269,6 @@ def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
         return sum_over_ranks_([], numbers, group, claimed)()[0][:, 0]
 
 
-def _summed(flat: Tensor, group: Any) -> Any:
-    with between_ranks():
-        return dist.all_reduce(flat, group=group, async_op=True)
-
-
 def buckets_of(tensors: Sequence[Tensor | None]) -> list[list[int]]:
     """Where tensors stand that travel together: of one dtype and device, closed beyond the cap."""
     buckets: list[list[int]] = []
@@ -276,13 +287,6 @@ def buckets_of(tensors: Sequence[Tensor | None]) -> list[list[int]]:
         if filled[at] >= CAP:
             del still_open[kind]
     return buckets
-
-
-def pieces_of(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """The first pieces of a flat tensor, one for each of some tensors, of its shape."""
-    sizes = [x.numel() for x in likes]
-    pieces = flat[: sum(sizes)].split(sizes)
-    return [piece.view(x.shape) for piece, x in zip(pieces, likes, strict=True)]
 
 
 # Float64 numbers as integers below 2**16, which float32 holds exactly, and adds to zero exactly.
