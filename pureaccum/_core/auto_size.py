@@ -131,17 +131,31 @@ class Tried(NamedTuple):
     rows: int = 0  # the longest batch in which ``fits`` went well
     calls: int = 0  # since a size failed
 
+    def next(self, most: int, retry_after: int | None) -> tuple["Tried", int]:
+        """What is known in the next call, and the size that it begins with: ``most``, or less."""
+        known = self._replace(calls=self.calls + 1)
+        if retry_after is not None and known.calls > retry_after:
+            most = min(most, 2 * known.fits)
+            known = known._replace(fails=float("inf"))
+        return known, most if most < known.fails else max(known.fits, 1)
+
+    def without(self, size: int) -> "Tried":
+        """What is known once a size has failed: if it went well before, memory is tighter now."""
+        known = Tried() if size <= self.fits else self
+        return known._replace(fails=min(size, known.fails), calls=0)
+
+    def after(self, size: int, rows: int) -> "Tried":
+        """What is known once a size went well in a batch of so many rows."""
+        if size < self.fits:
+            return self
+        return self._replace(fits=size, rows=max(rows, self.rows) if size == self.fits else rows)
+
 
 class Search(NamedTuple):
-    """A function that finds the microbatch size by itself.
-
-    Attributes:
-        run: The function.
-        size_of: The size that it is known to take with some arguments; None where it would try.
-    """
+    """A function that finds the microbatch size by itself."""
 
     run: Callable[..., Any]
-    size_of: Callable[..., int | None]
+    size_of: Callable[..., int | None]  # the size of some arguments; None where it would try
 
 
 def by_memory(
@@ -153,7 +167,7 @@ def by_memory(
     parts: int = 1,
     retry_after: int | None = None,
 ) -> Search:
-    """A function that finds the microbatch size by itself.
+    """``run`` without its first argument, the microbatch size, which it finds by itself.
 
     Args:
         run: ``run(size, *args, **kwargs)``, a pure function.
@@ -162,9 +176,6 @@ def by_memory(
         root: What errors call the batch.
         parts: How many microbatches there should be at least.
         retry_after: After how many calls a size that failed is tried again; None: never.
-
-    Returns:
-        ``run`` without its first argument.
     """
     kinds: dict[Any, Tried] = {}
 
@@ -173,13 +184,8 @@ def by_memory(
         batch, rest = look(*args, **kwargs)
         rows = max(rows_to_cut(read_batch(batch, root), root), 1)
         kind, device = _kind(batch, rest)
-        known = kinds.get(kind, Tried())
-        known = known._replace(calls=known.calls + 1)
         most = -(-rows // min(parts, rows))
-        if retry_after is not None and known.calls > retry_after:
-            most = min(most, 2 * known.fits)
-            known = known._replace(fails=float("inf"))
-        return kind, device, rows, known, most if most < known.fails else max(known.fits, 1)
+        return kind, device, rows, *kinds.get(kind, Tried()).next(most, retry_after)
 
     def size_of(*args: Any, **kwargs: Any) -> int | None:
         kind, _, rows, known, size = begun_with(args, kwargs)
@@ -190,21 +196,15 @@ def by_memory(
 
     def found(*args: Any, **kwargs: Any) -> Any:
         if transform_active():
-            raise RuntimeError(
-                "microbatch_size='auto' came under a torch.func transform or torch.compile, whose "
-                "own memory a smaller size does not free. Find the size outside of it (rows / "
-                "info.microbatches of a step), and give that number."
-            )
+            raise RuntimeError(_TRANSFORMED)
         kind, device, rows, known, size = begun_with(args, kwargs)
-        outer, tried = sys.exception(), list[int]()
-        before, drain = generators([] if device is None else [device]), _oldest()
-        around = onlooker()
+        outer, tried, around = sys.exception(), list[int](), onlooker()
+        forget = _forgetting(device)
         while True:
             tried.append(size)
-            fits = size <= known.fits and rows <= known.rows
             try:
                 with inside_of(around):
-                    if budget is not None and not fits:
+                    if budget is not None and (size > known.fits or rows > known.rows):
                         _count(partial(run, size, *args, **kwargs), budget, device)
                     result = run(size, *args, **kwargs)
                 break
@@ -219,21 +219,12 @@ def by_memory(
                     error.add_note(_sentence(tried, rows))
                     raise
                 _let_go(error, outer)
-            # Not above, since the interpreter keeps an error until its except block is left.
-            drain()
-            gc.collect()
-            torch.cuda.empty_cache()
-            restore(before)
-            if size <= known.fits:  # memory is tighter than it was
-                known = Tried()
-            known = known._replace(fails=min(size, known.fails), calls=0)
+            forget()  # not above: the interpreter keeps an error until its except block is left
+            known = known.without(size)
             size = max(size // 2, known.fits)
-        if size >= known.fits:
-            longest = max(rows, known.rows) if size == known.fits else rows
-            known = known._replace(fits=size, rows=longest)
         if len(kinds) >= KINDS_REMEMBERED:
             kinds.clear()
-        kinds[kind] = known
+        kinds[kind] = known.after(size, rows)
         return result
 
     return Search(found, size_of)
@@ -250,6 +241,11 @@ def _count(run: Callable[[], Any], budget: int, device: torch.device | None) -> 
         )
 
 
+_TRANSFORMED = (
+    "microbatch_size='auto' came under a torch.func transform or torch.compile, whose own memory a "
+    "smaller size does not free. Find the size outside of it (rows / info.microbatches of a step), "
+    "and give that number."
+)
 _REACHED = (
     "microbatch_size='auto' does not try another size: the loss had reached other ranks, which do "
     "not try again. Give a number for the size."
@@ -297,17 +293,25 @@ def _let_go(error: BaseException, outer: BaseException | None) -> None:
         each.__traceback__ = None
 
 
-def _oldest() -> Callable[[], object]:
-    """A function that empties autograd's queue of all nodes that are made from now on.
+def _forgetting(device: torch.device | None) -> Callable[[], None]:
+    """A function that frees what is left of an attempt that failed, and restores the generators.
 
     A backward pass that fails leaves in its thread's queue the nodes that were ready, with the
     tensors that they saved. The next pass drops those that would run before its own: the younger
     ones. So an old node is made here, and its pass is run to empty the queue.
     """
+    before = generators([] if device is None else [device])
     with outside_inference_mode(), torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)
         out = leaf * 1
-    return partial(torch.autograd.grad, out, leaf, retain_graph=True)
+
+    def forget() -> None:
+        torch.autograd.grad(out, leaf, retain_graph=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        restore(before)
+
+    return forget
 
 
 # Where it may be asked for -------------------------------------------------------------------
