@@ -37,12 +37,13 @@ from .loss import NO_GRAPH, advising
 from .outputs import Outputs, Whole
 from .recomputation import Again, UnseenError, exchanged, note_made, original
 from .reductions import check_reduce
-from .rule import FollowedError, Form, Outs, Pieces, attach, run
+from .rule import FollowedError, Form, Outs, Pieces, Tensors, attach, run
 from .writes import Given, Known, guarding, known_of
 
 
 MicrobatchSize = int | Sequence[int] | str
 Keep = Literal["device", "host"]
+Piece = Callable[..., Outs]
 
 
 def microbatch(
@@ -119,8 +120,7 @@ def microbatch(
             return given(microbatch_size=size, reduce=reduce, dim=dim, keep=keep)(*args, **kwargs)
 
         def look(*args: Any, **kwargs: Any) -> tuple[Tree, Tree]:
-            its = _batch_of(args, kwargs, at, names)
-            return its, [args, kwargs]
+            return _batch_of(args, kwargs, at, names), [args, kwargs]
 
         return wraps(func)(by_memory(of_size, look, root="args").run)
     size, told = check_sizes(microbatch_size), advising(func, *at, *names)
@@ -151,10 +151,8 @@ def _batch_of(
                 f"batch_argnames names {name!r}, but the function got no such argument by name; "
                 "what is passed by position goes into batch_argnums."
             )
-    its: dict[Any, Tree] = {
-        i: args[i] for i in positions(at, len(args), "batch_argnums", missing=bool(names))
-    }
-    return its | {name: kwargs[name] for name in names}
+    at = positions(at, len(args), "batch_argnums", missing=bool(names))
+    return {**{i: args[i] for i in at}, **{name: kwargs[name] for name in names}}
 
 
 class Arguments(NamedTuple):
@@ -229,104 +227,119 @@ def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | N
 def call_microbatched(
     func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
 ) -> Tree:
-    """A microbatched function of some arguments."""
-    tensors, cuts, filled = arguments  # so that no closure that is kept holds the tensors
+    """A microbatched function of some arguments.
 
-    def body(p: int, operands: Sequence[Tensor], around: Any = None, again: bool = False) -> Outs:
-        args, kwargs = filled(operands)
-        with around or nullcontext():
-            return outputs.take(p, func(*args, **kwargs), again)
-
-    def bare(_p: int, operands: Sequence[Tensor], *_: Any) -> Tree:
-        args, kwargs = filled(operands)
-        return func(*args, **kwargs)
-
-    def begun(call: Any) -> Pieces:
-        """Pieces whose form is known once the first has been run."""
-
-        def first(p: int, operands: Sequence[Tensor]) -> Outs:
-            outs, keeps = call(p, operands)
-            assert outputs.form is not None
-            if its:  # once, so that no cycle holds what is guarded
-                its.pop().form = outputs.form._replace(operands=tuple(cuts))
-            return outs, keeps
-
-        pieces = Pieces(first, Form(tuple(cuts), (), ()), outputs.sizes)
-        its = [pieces]
-        return pieces
-
+    In a graph, and where a transform that does not differentiate follows all operations, it is the
+    loop, recorded; where nothing is differentiated, the loop; else ``_Call.followed``.
+    """
+    tensors = arguments.tensors
     if torch.compiler.is_dynamo_compiling():
         if known and not transform_depth() and any(x.requires_grad for x in tensors):
             func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
-        return outputs.finish(run(begun(body), tensors, recorded=True), ())
-    tensors = exchanged(tensors)
+        call = _Call(func, arguments, outputs)
+        return outputs.finish(call.loop(call.piece, tensors, recorded=True), ())
+    call, tensors = _Call(func, arguments, outputs), exchanged(tensors)
     with guarding(known, Given("args", *flatten(tensors))) as guarded:
-        guarded_body = guarded(body, bare)
+        piece = guarded(call.piece, call.bare)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
-            return outputs.finish(run(begun(guarded_body), tensors), ())
-        if functionalizing() or (
-            transform_active()
-            and not differentiating()
-            and not any(innermost(x).requires_grad for x in tensors)
-        ):
-            return outputs.finish(run(begun(guarded_body), tensors, recorded=True), tensors)
-        devices = {x.device for x in tensors}
-        again, before = Again(devices), generators(devices)
+            return outputs.finish(call.loop(piece, tensors), ())
+        mapped = transform_active() and not differentiating()
+        if functionalizing() or (mapped and not any(innermost(x).requires_grad for x in tensors)):
+            return outputs.finish(call.loop(piece, tensors, recorded=True), tensors)
+        outs, operands = call.followed(piece, tensors)
+    return outputs.finish(outs, operands)
 
-        def first(p: int, operands: Sequence[Tensor]) -> Outs:
-            outs, keeps = guarded_body(p, operands, again.finding(operands))
-            return [x.detach() for x in outs] if again.mode.records else outs, keeps
 
+class _Call:
+    """A call of a microbatched function. The rule keeps it, so it holds none of the tensors."""
+
+    def __init__(self, func: Callable[..., Tree], arguments: Arguments, outputs: Any) -> None:
+        _, self.cuts, self.filled = arguments
+        self.func, self.outputs = func, outputs
+
+    def bare(self, _p: int, operands: Tensors, *_: Any) -> Tree:
+        """What the function returns for a piece."""
+        args, kwargs = self.filled(operands)
+        return self.func(*args, **kwargs)
+
+    def piece(self, p: int, operands: Tensors, around: Any = None, repeated: bool = False) -> Outs:
+        """The outputs for a piece."""
+        args, kwargs = self.filled(operands)
+        with around or nullcontext():
+            return self.outputs.take(p, self.func(*args, **kwargs), repeated)
+
+    def loop(self, piece: Piece, tensors: Tensors, recorded: bool = False) -> list[Tensor]:
+        """The outputs for all pieces, whose form is known once the first has been run."""
+
+        def first(p: int, operands: Tensors) -> Outs:
+            outs, keeps = piece(p, operands)
+            assert self.outputs.form is not None
+            if unformed:  # once, so that no cycle holds what is guarded
+                unformed.pop().form = self.outputs.form._replace(operands=tuple(self.cuts))
+            return outs, keeps
+
+        pieces = Pieces(first, Form(tuple(self.cuts), (), ()), self.outputs.sizes)
+        unformed = [pieces]
+        return run(pieces, tensors, recorded=recorded)
+
+    def followed(self, piece: Piece, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs whose derivatives are those of the rule, and what they are functions of.
+
+        Where something captured cannot be exchanged, the loop is recorded as it stands.
+        """
+        before = generators({x.device for x in tensors})
         try:
             try:
-                outs = run(begun(first), [x.detach() for x in tensors])
+                outs, then = self.remembered(piece, tensors, False)
             except RuntimeError as error:
                 if NO_GRAPH not in str(error) or transform_active():
                     raise
                 restore(before)  # it differentiates what it is given, by torch.autograd.grad
-                outputs.begin()
-                again = Again(devices)
-                again.mode.records = True
-                own = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
-                outs = run(begun(first), own)
-            operands = [*tensors, *again.captured]
-            outs = _attached(body, again, cuts, outputs, outs, operands)
+                self.outputs.begin()
+                outs, then = self.remembered(piece, tensors, True)
+            operands = [*tensors, *then.captured]
+            return self.attached(then, outs, operands), operands
         except (UnseenError, FollowedError):
             restore(before)
-            outputs.begin()
-            recorded = any(x.requires_grad for x in tensors) and not (
-                transform_active() or in_backward()
-            )
-            with inside_of(onlooker(plain=True)) if recorded else nullcontext():
-                outs, operands = run(begun(body), tensors, recorded=True), tensors
-    return outputs.finish(outs, operands)
+            self.outputs.begin()
+            plain = any(x.requires_grad for x in tensors)
+            plain = plain and not (transform_active() or in_backward())
+            with inside_of(onlooker(plain=True)) if plain else nullcontext():
+                return self.loop(self.piece, tensors, recorded=True), tensors
 
+    def remembered(self, piece: Piece, tensors: Tensors, records: bool) -> tuple[Any, Again]:
+        """Outputs that nothing follows, and what the same needs to be run once more."""
+        then = Again({x.device for x in tensors})
+        then.mode.records = records
 
-def _attached(
-    body: Callable[..., Outs],
-    again: Again,
-    cuts: Sequence[Cut],
-    outputs: Outputs | Whole,
-    outs: list[Tensor],
-    operands: Sequence[Tensor],
-) -> list[Tensor]:
-    """Outputs that were computed, made a function of the arguments and of what is captured."""
-    found = [i for i, x in enumerate(outs) if continuous(x)]
-    if not found:
-        return outs
-    form, count = outputs.form, len(cuts)
-    assert form is not None
+        def first(p: int, operands: Tensors) -> Outs:
+            outs, keeps = piece(p, operands, then.finding(operands))
+            return [x.detach() for x in outs] if records else outs, keeps
 
-    def rerun(p: int, operands: Sequence[Tensor]) -> Outs:
-        its, keeps = body(p, operands[:count], again.as_then(p, operands[count:]), again=True)
-        return [its[i] for i in found], keeps
+        own = [x.detach() for x in tensors]
+        if records:
+            own = [x.requires_grad_(y.requires_grad) for x, y in zip(own, tensors, strict=True)]
+        return self.loop(first, own), then
 
-    its = Form(
-        operands=(*cuts, *(WHOLE for _ in operands[count:])),
-        outs=tuple(form.outs[i] for i in found),
-        groups=tuple(form.groups[i] for i in found),
-    )
-    attached = attach(Pieces(rerun, its, outputs.sizes), operands, [outs[i] for i in found])
-    note_made(attached)
-    rest = iter(attached)
-    return [next(rest) if continuous(x) else x for x in outs]
+    def attached(self, then: Again, outs: list[Tensor], operands: Tensors) -> list[Tensor]:
+        """Outputs that were computed, made a function of the arguments and of what is captured."""
+        found = [i for i, x in enumerate(outs) if continuous(x)]
+        if not found:
+            return outs
+        form, count = self.outputs.form, len(self.cuts)
+        assert form is not None
+
+        def rerun(p: int, operands: Tensors) -> Outs:
+            around = then.as_then(p, operands[count:])
+            outs, keeps = self.piece(p, operands[:count], around, repeated=True)
+            return [outs[i] for i in found], keeps
+
+        form = Form(
+            operands=(*self.cuts, *(WHOLE for _ in operands[count:])),
+            outs=tuple(form.outs[i] for i in found),
+            groups=tuple(form.groups[i] for i in found),
+        )
+        pieces = Pieces(rerun, form, self.outputs.sizes)
+        note_made(attached := attach(pieces, operands, [outs[i] for i in found]))
+        rest = iter(attached)
+        return [next(rest) if continuous(x) else x for x in outs]
