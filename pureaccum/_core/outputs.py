@@ -42,13 +42,9 @@ from .reductions import Reducer, below, is_reducer, replaced
 from .rule import Form, Outs
 
 
-class Taken(NamedTuple):
-    """The tensors of one microbatch that are summed or laid end to end."""
-
-    outs: list[Tensor]
-    cuts: list[Cut]
-    groups: list[int]  # for each, which of ``keeps`` says whether it counts, from 1; 0: it does
-    keeps: list[Tensor]
+# A tensor that is summed or laid end to end, and which of the pieces' ``keeps`` says whether it
+# counts, from 1; 0: it does.
+Taken = tuple[Tensor, Cut, int]
 
 
 class Look(NamedTuple):
@@ -74,12 +70,12 @@ class Whole:
     def begin(self) -> None:
         """Forget what was taken."""
 
-    def take(self, _p: int, out: Tree, again: bool = False) -> Outs:
+    def take(self, _p: int, out: Tree, repeated: bool = False) -> Outs:
         """The tensors of the output."""
         keep = out.keep if isinstance(out, Counted) else None
         leaves, spec = flatten(out.tree if isinstance(out, Counted) else out)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if not again:
+        if not repeated:
             self.spec, self.static = spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
             groups = (0 if keep is None else 1,) * len(tensors)
             self.form = Form((), ("whole",) * len(tensors), groups)
@@ -118,7 +114,7 @@ class Outputs:
         self.states: dict[int, Any] = {}  # of the users' reducers
         self.followed: list[Tensor] = []  # what they were given that transforms differentiate
 
-    def take(self, p: int, out: Tree, again: bool = False) -> Outs:
+    def take(self, p: int, out: Tree, repeated: bool = False) -> Outs:
         """The tensors of one microbatch, and whether they count."""
         try:
             pairs = below(self.reduce, out)
@@ -126,15 +122,16 @@ class Outputs:
             raise ValueError(
                 f"reduce={self.reduce!r} is no prefix of what func returned: {error}"
             ) from error
-        taken = Taken([], [], [], [])
+        taken: list[Taken] = []
+        keeps: list[Tensor] = []
         self.words = [word for word, _ in pairs]
         for n, (word, part) in enumerate(pairs):
             if is_reducer(word):
-                if not again:
+                if not repeated:
                     self.reduce_part(p, n, word, part)
                 continue
             values, spec = optree.tree_flatten(part, is_weighted, namespace=NAMESPACE)
-            if p == 0 and not again:
+            if p == 0 and not repeated:
                 self.likes[n] = [_look(x) for x in values], spec
             likes, before = self.likes[n]
             if not torch.compiler.is_dynamo_compiling() and spec != before:
@@ -143,57 +140,65 @@ class Outputs:
                     f"{before}; what is reduced over microbatches has one structure."
                 )
             for i, (x, like) in enumerate(zip(values, likes, strict=True)):
-                self.take_leaf(taken, p, (n, i), x, like, again)
-        if not again and p == 0:
-            self.form = Form((), tuple(taken.cuts), tuple(taken.groups))
-        return taken.outs, tuple(taken.keeps)
+                taken += self.take_leaf(p, (n, i), x, like, keeps, repeated)
+        outs, cuts, groups = zip(*taken, strict=True) if taken else ((), (), ())
+        if not repeated and p == 0:
+            self.form = Form((), cuts, groups)
+        return [*outs], tuple(keeps)
 
     def take_leaf(
-        self, taken: Taken, p: int, at: tuple[int, int], x: Any, like: Any, again: bool
-    ) -> None:
-        """Take one leaf of one microbatch."""
+        self, p: int, at: tuple[int, int], x: Any, like: Any, keeps: list[Tensor], repeated: bool
+    ) -> list[Taken]:
+        """What is taken of one leaf of one microbatch."""
         word = self.words[at[0]]
         if isinstance(x, Weighted):
             total, weight = terms_of(x, self.name_of(at))
-            taken.keeps.append(counts(total, weight))
-            taken.outs.extend((torch.where(taken.keeps[-1], total, 0.0).double(), weight))
-            taken.cuts.extend(("whole", "whole"))
-            taken.groups.extend((len(taken.keeps), 0))
-            return
+            keeps.append(counts(total, weight))
+            total = torch.where(keeps[-1], total, 0.0).double()
+            return [(total, "whole", len(keeps)), (weight, "whole", 0)]
         if _is_number(x, word):
             x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
-        if not isinstance(x, Tensor):
-            if x != like:
-                raise TypeError(
-                    f"{self.name_of(at)} is {x!r} after {like!r} in a microbatch before; what is "
-                    f"no tensor has to be the same in all of them, {word!r} or not."
-                )
-            return
-        cut: Cut = "whole"
-        has_dim = -x.dim() <= self.dim < x.dim()
-        if word == "concat" and not (has_dim and x.shape[self.dim] == self.sizes[p]):
-            raise ValueError(self.no_rows(at, x, self.sizes[p]))
+        if isinstance(x, Tensor):
+            self.check(p, at, x, like, word)
+            if word == "last" and repeated and p + 1 < len(self.sizes):
+                x = torch.zeros_like(x)
+            return [(*self.cut(p, x, word), 0)]
+        if x != like:
+            raise TypeError(
+                f"{self.name_of(at)} is {x!r} after {like!r} in a microbatch before; what is "
+                f"no tensor has to be the same in all of them, {word!r} or not."
+            )
+        return []
+
+    def cut(self, p: int, x: Tensor, word: str) -> tuple[Tensor, Cut]:
+        """What is summed or laid end to end of a leaf, and which of these."""
+        if word == "concat":
+            return x, Rows(self.dim % x.dim(), host=self.host, over=self.over)
+        if word in ("stack", "max", "min"):
+            return x.unsqueeze(0), Rows(0, each=True)
+        if word == "last":
+            return x, "last"
+        if word == "mean" and len(self.sizes) > 1:  # that of one microbatch stays, to the bit
+            return x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p], "whole"
+        return x if continuous(x) else x.to(torch.int64), "whole"
+
+    def check(self, p: int, at: tuple[int, int], x: Tensor, like: Any, word: str) -> None:
+        """Raise for a leaf that its word cannot reduce."""
+        rows, has_dim = self.sizes[p], -x.dim() <= self.dim < x.dim()
+        if word == "concat" and not (has_dim and x.shape[self.dim] == rows):
+            raise ValueError(
+                f"{self.name_of(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, "
+                f"and reduce='concat' needs one row per sample along dim {self.dim}. Name what is "
+                "meant in reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per "
+                "microbatch) or 'last', for all outputs or as a tree of words; or return "
+                "Weighted(total, weight)."
+            )
         if word != "last" and isinstance(like, Look) and not self.is_like(x, like, word):
             raise ValueError(
                 f"{self.name_of(at)} has shape {tuple(x.shape)} and {x.dtype} after "
                 f"{tuple(like.shape)} and {like.dtype} in a microbatch before, and reduce={word!r} "
                 "needs one shape and one dtype. A leaf with one row per sample takes 'concat'."
             )
-        if word == "concat":
-            cut = Rows(self.dim % x.dim(), host=self.host, over=self.over)
-        elif word in ("stack", "max", "min"):
-            x, cut = x.unsqueeze(0), Rows(0, each=True)
-        elif word == "last":
-            cut = "last"
-            if again and p + 1 < len(self.sizes):
-                x = torch.zeros_like(x)
-        elif word == "mean" and len(self.sizes) > 1:  # that of one microbatch stays, to the bit
-            x = x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p]
-        elif not continuous(x):
-            x = x.to(torch.int64)
-        taken.outs.append(x)
-        taken.cuts.append(cut)
-        taken.groups.append(0)
 
     def is_like(self, x: Tensor, like: Look, word: str) -> bool:
         """Whether a tensor looks as in the first microbatch; else it would be broadcast or cast."""
@@ -252,16 +257,6 @@ class Outputs:
         words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
         root = paths(words, "out")[at[0]]
         return paths(self.likes[at[0]][1], root)[at[1]]
-
-    def no_rows(self, at: tuple[int, int], x: Tensor, rows: int) -> str:
-        """The message for a leaf without one row per sample."""
-        return (
-            f"{self.name_of(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, and "
-            f"reduce='concat' needs one row per sample along dim {self.dim}. Name what is meant "
-            "in reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per "
-            "microbatch) or 'last', for all outputs or as a tree of words; or return "
-            "Weighted(total, weight)."
-        )
 
 
 def _look(x: Any) -> Any:
