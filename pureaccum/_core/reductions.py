@@ -286,22 +286,39 @@ def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int
         leaf = leaf.full_tensor()
     if how == "last" and not isinstance(leaf, Tensor):
         return leaf
-    if how in ("concat", "stack"):
-        rowless = how == "concat" and isinstance(leaf, Tensor) and leaf.shape[1:2] != (rows,)
-        if not isinstance(leaf, Tensor) or rowless:
-            raise ValueError(_not_joined(leaf, how, rows, name))
-    elif not isinstance(leaf, (Tensor, int, float)):
-        raise TypeError(
-            f"{name} is a {type(leaf).__name__}, which has no {how}; name 'last' for it in "
-            "aux_reduction."
-        )
+    _check(leaf, like, how, rows, name)
     leaf = _numbers(leaf, stack.share)
-    at = 2 if how == "concat" else 1
-    if how != "last" and isinstance(like, Tensor) and like.shape[at:] != leaf.shape[at:]:
-        raise ValueError(_not_alike(like[0], leaf[0], how, name))
     if stack.finite is not None and how in ("sum", "max", "min"):
         leaf = torch.where(_along(stack.finite, leaf), leaf, _neutral(leaf, how))
     return reducer.update(state, leaf, stack.share)
+
+
+def _check(leaf: Any, like: Any, word: str, rows: int, name: str) -> None:
+    """Raise for a leaf that a word cannot reduce."""
+    shape, wrong = leaf.shape[1:] if isinstance(leaf, Tensor) else (), ""
+    if word in ("concat", "stack") and not isinstance(leaf, Tensor):
+        wrong = f"is a {type(leaf).__name__}"
+    elif word == "concat" and shape[:1] != (rows,):
+        wrong = f"has shape {tuple(shape)} for a microbatch of {rows} rows"
+    if wrong:
+        expected = "one row per sample" if word == "concat" else "a tensor"
+        raise ValueError(
+            f"{name} {wrong}, and aux_reduction={word!r} needs {expected}. Name what is meant in "
+            "aux_reduction: 'sum', 'mean' (weighted as the loss is), 'stack' (one per microbatch) "
+            "or 'last', for all of aux or as a tree of words."
+        )
+    if not isinstance(leaf, (Tensor, int, float)):
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__}, which has no {word}; name 'last' for it in "
+            "aux_reduction."
+        )
+    at = 1 if word == "concat" else 0
+    if word != "last" and isinstance(like, Tensor) and like.shape[1 + at :] != shape[at:]:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)} after {tuple(like.shape[1:])} in a microbatch "
+            f"before, and aux_reduction={word!r} needs one shape. A leaf with one row per sample "
+            "takes 'concat'."
+        )
 
 
 def _terms(state: Any, leaf: Weighted, stack: Stack, name: str) -> tuple[Any, Any]:
@@ -372,24 +389,3 @@ def _below(reduction: Tree, aux: Tree) -> list[tuple[Any, Any]]:
         raise ValueError(
             f"aux_reduction={reduction!r} is no prefix of the aux that the loss returned: {error}"
         ) from error
-
-
-def _not_alike(before: Tensor, leaf: Tensor, how: str, name: str) -> str:
-    return (
-        f"{name} has shape {tuple(leaf.shape)} after {tuple(before.shape)} in a microbatch before, "
-        f"and aux_reduction={how!r} needs one shape. A leaf with one row per sample takes 'concat'."
-    )
-
-
-def _not_joined(leaf: Any, how: str, rows: int, name: str) -> str:
-    came = (
-        f"has shape {tuple(leaf.shape[1:])} for a microbatch of {rows} rows"
-        if isinstance(leaf, Tensor)
-        else f"is a {type(leaf).__name__}"
-    )
-    expected = "one row per sample" if how == "concat" else "a tensor"
-    return (
-        f"{name} {came}, and aux_reduction={how!r} needs {expected}. Name what is meant in "
-        "aux_reduction: 'sum', 'mean' (weighted as the loss is), 'stack' (one per microbatch) "
-        "or 'last', for all of aux or as a tree of words."
-    )
