@@ -16,7 +16,7 @@ with a point and a direction of its own: what a kink, or chance, does to one of 
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -32,24 +32,18 @@ from .._base.trees import Tree, all_finite, continuous, flatten, real_parts, unf
 
 
 Leaves = Sequence[Tensor]
+Line = Callable[[float], list[Tensor]]  # the value and the gradients at some point of it
 _STEPS = 2.0**-26, 2.0**-17, 2.0**-8, 2.0**-4
 _ENOUGH = 2.0**-10  # of a leaf
 
 
 class SecondOrder(NamedTuple):
-    """A product of second derivatives, and what it is of.
+    """A product of second derivatives, and what it is of."""
 
-    Attributes:
-        forward: What the product takes as linear, a function of params.
-        loss: What it takes the second derivative of, a function of what forward gives.
-        product: The product, of params and a vector like them.
-        around: Makes a context for each call.
-    """
-
-    forward: Callable[[Tree], Any]
-    loss: Callable[[Any], Tensor]
-    product: Callable[[Tree, Tree], Tree]
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward: Callable[[Tree], Any]  # what the product takes as linear, a function of params
+    loss: Callable[[Any], Tensor]  # what is differentiated twice, a function of what forward gives
+    product: Callable[[Tree, Tree], Tree]  # of params and a vector like them
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # for each call
 
 
 class Miss(NamedTuple):
@@ -70,49 +64,72 @@ def misses(claim: SecondOrder, params: Tree) -> dict[int, Miss] | None:
     gradient says all the same: there detaching hides one of second order. Lines lead through points
     near params, where nothing has a kink on purpose.
     """
-    like, spec = flatten(params)
-    reals, drawn = [real_parts(x.detach()) for x in like], generators({x.device for x in like})
-    if not all_finite(reals):
+    trials = _Trials(claim, params)
+    if not all_finite(trials.leaves):
         return None
-    unit = max(torch.finfo(x.dtype).eps for x in reals) / 2
+    try:
+        spread, found = 2.0**-8, trials.missed(0, 2.0**-8, nullcontext())
+        if found is None:  # such a point may be out of bounds
+            spread, found = 0.0, trials.missed(0, 0.0, nullcontext())
+        for trial, inside in (1, nullcontext()), (2, nullcontext()), (2, _Constants()):
+            if found and (0 in found or not isinstance(inside, _Constants)):
+                others = trials.missed(trial, spread, inside) or {}
+                found = {i: x for i, x in found.items() if i in others}
+        return found
+    finally:
+        restore(trials.drawn)
 
-    def tree(leaves: Leaves) -> Tree:
-        pairs = [(x, y.is_complex()) for x, y in zip(leaves, like, strict=True)]
-        return unflatten(spec, [torch.view_as_complex(x) if is_pair else x for x, is_pair in pairs])
 
-    def missed(trial: int, spread: float, inside: Any) -> dict[int, Miss] | None:
-        point, along, sizes = _line(reals, trial, spread)
+class _Trials:
+    """A product beside the differences of gradients, on lines near params."""
+
+    def __init__(self, claim: SecondOrder, params: Tree) -> None:
+        self.claim, (self.like, self.spec) = claim, flatten(params)
+        self.leaves = [real_parts(x.detach()) for x in self.like]
+        self.drawn = generators({x.device for x in self.like})
+
+    def missed(self, trial: int, spread: float, inside: Any) -> dict[int, Miss] | None:
+        """The misses on one line."""
+        point, along, sizes = _line(self.leaves, trial, spread)
         functions = list[str]()
 
         def f(t: float) -> list[Tensor]:
             moved = [x.detach() + t * v for x, v in zip(point, along, strict=True)]
-            with claim.around(), inside:
-                value, outs, grads = _gradients(claim, tree, point, moved, drawn)
+            with self.claim.around(), inside:
+                value, outs, grads = self.gradients(point, moved)
             functions[:] = custom_functions([value, *outs])
             return [*map(_wide, (value, *grads))]
 
         zero = f(0.0)
         for v, g in zip(along, zero[1:], strict=True):  # a padding token has no gradient by design
             v.mul_((g != 0) | ~g.any())
-        with claim.around():
-            restore(drawn)
-            claimed, _ = flatten(claim.product(tree(point), tree(along)))
+        with self.claim.around():
+            restore(self.drawn)
+            claimed, _ = flatten(self.claim.product(self.tree(point), self.tree(along)))
         slope = torch.stack([(g * v).sum() for g, v in zip(zero[1:], along, strict=True)]).sum()
         claims = [slope, *map(_wide, claimed)]
+        unit = max(torch.finfo(x.dtype).eps for x in self.leaves) / 2
         found = _compared(f, zero, claims, [1.0, *sizes], unit)
         return found and {i: x._replace(functions=functions) for i, x in found.items()}
 
-    try:
-        spread, found = 2.0**-8, missed(0, 2.0**-8, nullcontext())
-        if found is None:  # such a point may be out of bounds
-            spread, found = 0.0, missed(0, 0.0, nullcontext())
-        for trial, inside in (1, nullcontext()), (2, nullcontext()), (2, _Constants()):
-            if found and (0 in found or not isinstance(inside, _Constants)):
-                others = missed(trial, spread, inside) or {}
-                found = {i: x for i, x in found.items() if i in others}
-        return found
-    finally:
-        restore(drawn)
+    def tree(self, leaves: Leaves) -> Tree:
+        """A tree like params, of the real parts of its leaves."""
+        pairs = [(x, y.is_complex()) for x, y in zip(leaves, self.like, strict=True)]
+        whole = [torch.view_as_complex(x) if is_pair else x for x, is_pair in pairs]
+        return unflatten(self.spec, whole)
+
+    def gradients(self, point: Leaves, moved: Leaves) -> tuple[Tensor, Leaves, Leaves]:
+        """The value, outputs and gradients, of which what is linear is taken at a point."""
+        restore(self.drawn)
+        there = self.claim.forward(self.tree([x.requires_grad_() for x in moved]))
+        outs, spec = read_tensors(there, "", "")
+        apart = [x.detach().requires_grad_(continuous(x)) for x in outs]
+        value = self.claim.loss(unflatten(spec, apart))
+        bent = _pulled([value], [None], [x for x in apart if x.requires_grad])
+        restore(self.drawn)
+        outs, _ = read_tensors(self.claim.forward(self.tree(point)), "", "")
+        outs = [x for x in outs if continuous(x)]
+        return value, outs, _pulled(outs, bent, point)
 
 
 def _line(
@@ -133,34 +150,36 @@ def _line(
     return point, along, sizes
 
 
-def _gradients(
-    claim: SecondOrder, tree: Callable[[Leaves], Tree], point: Leaves, moved: Leaves, drawn: Any
-) -> tuple[Tensor, Leaves, Leaves]:
-    """The value, outputs and gradients, of which what is linear is taken at a point."""
-    restore(drawn)
-    outs, spec = read_tensors(claim.forward(tree([x.requires_grad_() for x in moved])), "", "")
-    apart = [x.detach().requires_grad_(continuous(x)) for x in outs]
-    value = claim.loss(unflatten(spec, apart))
-    bent = _pulled([value], [None], [x for x in apart if x.requires_grad])
-    restore(drawn)
-    outs = [x for x in read_tensors(claim.forward(tree(point)), "", "")[0] if continuous(x)]
-    return value, outs, _pulled(outs, bent, point)
-
-
 def _compared(
-    f: Callable[[float], list[Tensor]],
-    zero: Leaves,
-    claims: Leaves,
-    sizes: list[float],
-    unit: float,
+    f: Line, zero: Leaves, claims: Leaves, sizes: list[float], unit: float
 ) -> dict[int, Miss] | None:
     """The misses on one line, each by its smallest bound; None where gradients are nothing."""
-    starts, came = ([float(vector_norm(x)) for x in some] for some in (zero, claims))
+    starts, came = _norms(zero), _norms(claims)
     if not any(0 < x < math.inf for x in starts[1:]):
         return None
     known = [s * x for s, x in zip(sizes[1:], came[1:], strict=True) if x < math.inf]
     floor, best = unit**0.75 * math.hypot(*known), dict[int, tuple[Miss, Tensor]]()
     left = {i for i, x in enumerate(zero) if x.numel()}
+    for i, step, half, expected, far, bend in _slopes(f, zero, starts, unit, left):
+        missing = float(vector_norm(claims[i] - half))
+        bound = 2 * (far + unit * (starts[i] / step + came[i])) + bend + floor / sizes[i]
+        if i in best and bound >= best[i][0].bound:
+            finer, at_finer = best[i]  # than a rounding inside of f, if the two disagree
+            if not i or missing > bound or vector_norm(half - at_finer) <= bound + finer.bound:
+                continue
+        best[i] = Miss(came=came[i], expected=expected, missing=missing, bound=bound), half
+        if missing <= bound <= _ENOUGH * max(came[i], expected, starts[i]):
+            left.discard(i)
+    found = {i: miss for i, (miss, _) in best.items() if miss.missing > miss.bound}
+    if 0 not in best or best[0][0].bound > came[0] / 2:  # nobody knows of the value
+        found[0] = Miss(came=came[0], expected=math.nan, missing=math.inf, bound=0.0)
+    return found
+
+
+def _slopes(
+    f: Line, zero: Leaves, starts: list[float], unit: float, left: set[int]
+) -> Generator[tuple[int, float, Tensor, float, float, float]]:
+    """The slopes of what is left: the leaf, the step, the slope, its norm, error and bend."""
     for step in _STEPS:
         if not left or step < unit**0.5:
             continue
@@ -172,23 +191,15 @@ def _compared(
         for i in [*left]:
             half = (upper[i] - lower[i]) / step
             bend = (bends[i] + float(vector_norm(upper[i] - 2 * zero[i] + lower[i]))) / step
-            far = float(vector_norm(wholes[i] - half))
-            expected, missing = float(vector_norm(half)), float(vector_norm(claims[i] - half))
-            still = not (bend or far or expected)  # a coarse rounding, perhaps
-            if not bend <= max(starts[i], expected / 4) or (still and step < _STEPS[-1]):
-                continue  # no difference follows what is so fast, or not finite
-            bound = 2 * (far + unit * (starts[i] / step + came[i])) + bend + floor / sizes[i]
-            if i in best and bound >= best[i][0].bound:
-                finer, at_finer = best[i]  # than a rounding inside of f, if the two disagree
-                if not i or missing > bound or vector_norm(half - at_finer) <= bound + finer.bound:
-                    continue
-            best[i] = Miss(came=came[i], expected=expected, missing=missing, bound=bound), half
-            if missing <= bound <= _ENOUGH * max(came[i], expected, starts[i]):
-                left.discard(i)
-    found = {i: miss for i, (miss, _) in best.items() if miss.missing > miss.bound}
-    if 0 not in best or best[0][0].bound > came[0] / 2:  # nobody knows of the value
-        found[0] = Miss(came=came[0], expected=math.nan, missing=math.inf, bound=0.0)
-    return found
+            far, size = _norms([wholes[i] - half, half])
+            still = not (bend or far or size)  # a coarse rounding, perhaps
+            # No difference follows what is so fast, or not finite.
+            if bend <= max(starts[i], size / 4) and not (still and step < _STEPS[-1]):
+                yield i, step, half, size, far, bend
+
+
+def _norms(some: Leaves) -> list[float]:
+    return [float(vector_norm(x)) for x in some]
 
 
 def _wide(x: Tensor) -> Tensor:
