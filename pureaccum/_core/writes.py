@@ -15,7 +15,7 @@ observes, since it would see the loss twice; the next run without one is the fir
 """
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -255,9 +255,8 @@ class _Guard:
 def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
     """Raise for a loss that has called modules with their own parameters, and used no others."""
     total = next(iter(tree_leaves(out)), None)
-    if not trained or not isinstance(total, Tensor) or leads_to(total, given):
-        return
-    if torch.is_grad_enabled() or transform_active():
+    recorded = torch.is_grad_enabled() or transform_active()
+    if recorded and trained and isinstance(total, Tensor) and not leads_to(total, given):
         raise ValueError(
             "the loss depends on none of the parameters that it is given, and calls a "
             f"{type(trained[0]).__name__} with its own. Call it with those that are given: "
@@ -296,67 +295,71 @@ def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
 def _goes_well(
     run: Callable[[], Any], args: tuple[Any, ...], known: Known, given: tuple[Given, ...]
 ) -> bool:
-    """Whether a run is observed without an error; what it gives is dropped.
-
-    An operation that would write to memory that was there before is refused.
-    """
-    names = _names(given)
+    """Whether a run is observed without an error; what it gives is dropped."""
     devices = {x.device for each in given for x in each.leaves if isinstance(x, Tensor)}
-    modules: dict[nn.Module, None] = {}
-    themselves: dict[nn.Module, None] = {}
-    trained: list[nn.Module] = []  # the modules that are called with parameters of their own
-    refused: list[WriteError] = []
-    ours: set[Any] = set()  # the memory of what the loss itself has made
-    alive: dict[Any, Tensor] = {}  # held so that no new tensor gets the memory of an old one
-    thread = threading.get_ident()
+    observer = _Observer(known, _names(given))
+    noting = register_module_forward_pre_hook(observer.note)
+    try:
+        out, end = observed(run, devices, observer.before, observer.see)
+    finally:
+        noting.remove()
+    if observer.refused:  # even if the loss has caught it
+        raise observer.refused[0]
+    if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
+        _check_depends(out, args[0], observer.trained)
+    _add(known.captured, [x for at, x in observer.alive.items() if at not in observer.names])
+    _add(known.modules, observer.modules)
+    _add(known.themselves, observer.themselves)
+    known.reaches = known.reaches or end in ("reaching", "at ranks")
+    return end != "failed"
 
-    def before(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        known.draws = known.draws or draws(operation, args, kwargs)
+
+def _add(references: list[Any], found: Iterable[Any]) -> None:
+    held = {id(at()) for at in references}
+    references.extend(ref(x) for x in found if id(x) not in held)
+
+
+class _Observer:
+    """What a loss does, operation by operation: one that would write to what is lent is refused."""
+
+    def __init__(self, known: Known, names: dict[Any, str]) -> None:
+        self.known, self.names, self.thread = known, names, threading.get_ident()
+        self.modules: dict[nn.Module, None] = {}
+        self.themselves: dict[nn.Module, None] = {}
+        self.trained: list[nn.Module] = []  # those that are called with parameters of their own
+        self.refused: list[WriteError] = []
+        self.ours: set[Any] = set()  # the memory of what the loss itself has made
+        self.alive: dict[Any, Tensor] = {}  # held so that no new tensor gets an old one's memory
+
+    def before(self, operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        self.known.draws = self.known.draws or draws(operation, args, kwargs)
+        ours = self.ours
         for x in written_by(operation, args, kwargs):
             memory = memory_of(local(x))
             if memory is not None and memory not in ours:
-                what = _sentence("writes to", names.get(memory) or _named(x, [*modules]))
-                refused.append(WriteError(f"{what}\n\nThe operation: {operation}"))
-                raise refused[-1]
+                what = self.names.get(memory) or _named(x, [*self.modules])
+                what = f"{_sentence('writes to', what)}\n\nThe operation: {operation}"
+                self.refused.append(WriteError(what))
+                raise self.refused[-1]
         if is_taken_as_new(operation):
             ours.add(memory_of(local(args[0])))
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and (memory := memory_of(local(x))) not in ours:
-                alive.setdefault(memory, x)
+                self.alive.setdefault(memory, x)
 
-    def see(_: tuple[Any, ...], out: Any) -> None:
+    def see(self, _: tuple[Any, ...], out: Any) -> None:
         made = (memory_of(local(x)) for x in tree_leaves(out) if isinstance(x, Tensor))
-        ours.update(memory for memory in made if memory not in alive)
+        self.ours.update(memory for memory in made if memory not in self.alive)
 
-    def note(module: nn.Module, _: object) -> None:
-        if threading.get_ident() == thread and not is_compiled_module(module):
-            modules.setdefault(origins.get(module, module))
+    def note(self, module: nn.Module, _: object) -> None:
+        if threading.get_ident() == self.thread and not is_compiled_module(module):
+            self.modules.setdefault(origins.get(module, module))
             if module not in origins:
                 if vars(module)[BUFFERS]:
-                    themselves.setdefault(module)
+                    self.themselves.setdefault(module)
                 own = (x for x in vars(module)[PARAMETERS].values() if isinstance(x, nn.Parameter))
                 if any(x.requires_grad for x in own):
-                    trained.append(module)
-
-    noting = register_module_forward_pre_hook(note)
-    try:
-        out, end = observed(run, devices, before, see)
-    finally:
-        noting.remove()
-    if refused:  # even if the loss has caught it
-        raise refused[0]
-    if args and isinstance(args[0], list):  # leaves, to differentiate with respect to
-        _check_depends(out, args[0], trained)
-    strangers = [x for memory, x in alive.items() if memory not in names]
-    for references, found in (
-        (known.captured, strangers),
-        (known.modules, modules),
-        (known.themselves, themselves),
-    ):
-        held = {id(at()) for at in references}
-        references.extend(ref(x) for x in found if id(x) not in held)  # pyright: ignore
-    known.reaches = known.reaches or end in ("reaching", "at ranks")
-    return end != "failed"
+                    self.trained.append(module)
 
 
 def _names(given: tuple[Given, ...]) -> dict[Any, str]:
