@@ -199,7 +199,7 @@ def by_memory(
             raise RuntimeError(_TRANSFORMED)
         kind, device, rows, known, size = begun_with(args, kwargs)
         outer, tried, around = sys.exception(), list[int](), onlooker()
-        forget = _forgetting(device)
+        forget = _undoing(device)
         while True:
             tried.append(size)
             try:
@@ -293,7 +293,7 @@ def _let_go(error: BaseException, outer: BaseException | None) -> None:
         each.__traceback__ = None
 
 
-def _forgetting(device: torch.device | None) -> Callable[[], None]:
+def _undoing(device: torch.device | None) -> Callable[[], None]:
     """A function that frees what is left of an attempt that failed, and restores the generators.
 
     A backward pass that fails leaves in its thread's queue the nodes that were ready, with the

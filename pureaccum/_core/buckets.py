@@ -124,7 +124,6 @@ class _Sums:
         self.begin(members, flat, first)
 
     def send(self, members: list[int]) -> None:
-        """Send some tensors."""
         one, size = self.parts[members[0]], sum(self.parts[i].numel() for i in members)
         alone = len(members) == 1 and one.is_contiguous()
         self.begin(members, one.view(-1) if alone else one.new_empty(size))
@@ -272,20 +271,15 @@ def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:
 def buckets_of(tensors: Sequence[Tensor | None]) -> list[list[int]]:
     """Where tensors stand that travel together: of one dtype and device, closed beyond the cap."""
     buckets: list[list[int]] = []
-    still_open: dict[Any, int] = {}
-    filled: dict[int, int] = {}  # bytes
+    still_open: dict[Any, tuple[list[int], int]] = {}  # a bucket, and its bytes
     for i, x in enumerate(tensors):
-        if x is None:
-            continue
-        kind = x.dtype, x.device
-        at = still_open.get(kind)
-        if at is None:
-            at = still_open[kind] = len(buckets)
-            buckets.append([])
-        buckets[at].append(i)
-        filled[at] = filled.get(at, 0) + x.nbytes
-        if filled[at] >= CAP:
-            del still_open[kind]
+        if x is not None:
+            bucket, filled = still_open.pop((x.dtype, x.device), ([], 0))
+            if not bucket:
+                buckets.append(bucket)
+            bucket.append(i)
+            if filled + x.nbytes < CAP:
+                still_open[x.dtype, x.device] = bucket, filled + x.nbytes
     return buckets
 
 

@@ -215,13 +215,10 @@ def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | N
     devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
     if not devices:
         return arguments, None
-    tensors: list[Tensor] = []
-    cuts: list[Cut] = []
-    for x, cut in zip(arguments.tensors, arguments.cuts, strict=True):
-        rows = isinstance(cut, Rows)
-        tensors.append(to_host(x) if rows and x.device.type != "cpu" else x)
-        cuts.append(cut._replace(host=devices[0]) if rows else cut)
-    return arguments._replace(tensors=tensors, cuts=cuts), devices[0]
+    pairs = zip(arguments.tensors, arguments.cuts, strict=True)
+    lent = [x if isinstance(cut, str) or x.device.type == "cpu" else to_host(x) for x, cut in pairs]
+    cuts = [x if isinstance(x, str) else x._replace(host=devices[0]) for x in arguments.cuts]
+    return arguments._replace(tensors=lent, cuts=cuts), devices[0]
 
 
 def call_microbatched(
@@ -273,7 +270,6 @@ class _Call:
 
         def first(p: int, operands: Tensors) -> Outs:
             outs, keeps = piece(p, operands)
-            assert self.outputs.form is not None
             if unformed:  # once, so that no cycle holds what is guarded
                 unformed.pop().form = self.outputs.form._replace(operands=tuple(self.cuts))
             return outs, keeps
@@ -327,7 +323,6 @@ class _Call:
         if not found:
             return outs
         form, count = self.outputs.form, len(self.cuts)
-        assert form is not None
 
         def rerun(p: int, operands: Tensors) -> Outs:
             around = then.as_then(p, operands[count:])

@@ -24,15 +24,7 @@ from .._base.trees import (
     tree_map,
     unflatten,
 )
-from .loss import (
-    Weighted,
-    counts,
-    divisor,
-    dtype_of_mean,
-    is_weighted,
-    mean_value,
-    terms_of,
-)
+from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
 from .weights import Microbatch
 
 
@@ -238,25 +230,18 @@ def fold_stack(
     states: list[Any] = []
     likes: list[Any] = []
     specs: list[Any] = []
-    names = iter(paths(stack.spec, "aux"))
+    names = iter(paths(optree.tree_flatten(tree, is_weighted, namespace=NAMESPACE)[1], "aux"))
     for word, part in pairs:
         leaves, spec = optree.tree_flatten(part, is_weighted, namespace=NAMESPACE)
         specs.append((word, spec))
-        several = (
-            [tree_map(lambda x: _numbers(x, stack.share), part)] if is_reducer(word) else leaves
-        )
-        for leaf in several:
+        named = [*zip(leaves, names, strict=False)]
+        if is_reducer(word):
+            named = [(tree_map(lambda x: _numbers(x, stack.share), part), "")]
+        for leaf, name in named:
             before = None if state is None else state.states[len(states)]
             like = leaf if state is None else state.likes[len(likes)]
-            name = "" if is_reducer(word) else next(names)
-            if isinstance(leaf, Weighted):
-                name = name.removesuffix(".total")
-                next(names)
             states.append(_reduced(before, leaf, like, word, stack, rows, name))
             likes.append(like)
-        if is_reducer(word):
-            for _ in tree_leaves(part):
-                next(names)
     return AuxState(
         reduction=reduction, spec=stack.spec, states=states, likes=likes, specs=specs, over=over
     )
@@ -289,7 +274,8 @@ def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int
     _check(leaf, like, how, rows, name)
     leaf = _numbers(leaf, stack.share)
     if stack.finite is not None and how in ("sum", "max", "min"):
-        leaf = torch.where(_along(stack.finite, leaf), leaf, _neutral(leaf, how))
+        finite = stack.finite.view(-1, *[1] * (leaf.dim() - 1))
+        leaf = torch.where(finite, leaf, _neutral(leaf, how))
     return reducer.update(state, leaf, stack.share)
 
 
@@ -342,16 +328,10 @@ def _neutral(leaf: Tensor, how: str) -> Any:
     """The value that changes nothing, in place of one that is skipped."""
     if how == "sum" or leaf.dtype == torch.bool:
         return torch.zeros_like(leaf) if how != "min" else torch.ones_like(leaf)
-    least, most = (
-        (-torch.inf, torch.inf)
-        if leaf.is_floating_point()
-        else (torch.iinfo(leaf.dtype).min, torch.iinfo(leaf.dtype).max)
-    )
-    return torch.full_like(leaf, least if how == "max" else most)
-
-
-def _along(each: Tensor, leaf: Tensor) -> Tensor:
-    return each.view(-1, *[1] * (leaf.dim() - 1))
+    if leaf.is_floating_point():
+        return torch.full_like(leaf, -torch.inf if how == "max" else torch.inf)
+    limits = torch.iinfo(leaf.dtype)
+    return torch.full_like(leaf, limits.min if how == "max" else limits.max)
 
 
 def _numbers(leaf: Any, like: Tensor) -> Any:

@@ -191,9 +191,8 @@ def _pulled_by_autograd(
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
         outs, keeps = f(inputs)
     pairs = [(x, c) for x, c in zip(outs, cotangents, strict=True) if x.requires_grad]
-    found: list[Tensor | None] = [None] * len(xs)
     if not pairs:
-        return found, keeps
+        return [None] * len(xs), keeps
     sums = () if record else sums  # what is recorded is not written to
     adding = {n: so_far for n, so_far in enumerate(sums) if so_far.sums and xs[n].nbytes >= LARGE}
 
@@ -206,10 +205,8 @@ def _pulled_by_autograd(
         xs[n].register_hook(partial(add, so_far))
     tops, given = zip(*pairs, strict=True)
     grads: Any = torch.autograd.grad(tops, xs, given, create_graph=record, allow_unused=True)
-    for n, g in enumerate(grads):
-        if g is not None:
-            found[n] = g if n in adding else selected(g, keeps, group)
-    return found, keeps
+    pairs = enumerate(grads)
+    return [g if g is None or n in adding else selected(g, keeps, group) for n, g in pairs], keeps
 
 
 def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
