@@ -269,6 +269,7 @@ def updated(
     donate: bool,
     scale: Tensor | None = None,
     unit: float | None = None,
+    counts: int | None = None,  # the rows that a mean counts for, if not those of the batch
 ) -> tuple[AccumState, Microbatch]:
     """The state with one more microbatch, and the entry of that microbatch."""
 
@@ -286,10 +287,10 @@ def updated(
         wrt = prepare(leaves, rule.engine, given[0])._replace(scale=scale, unit=unit)
 
         def window(wrt: Wrt) -> tuple[list[Tensor], Microbatch]:
-            args = part, batch.rows or 0, carried
+            args, rows = (part, batch.rows or 0, carried), counts or batch.rows
             with guarding(*given, question=question) as guarded:
                 return add_microbatch(
-                    guarded(loss), args, wrt, sums, batch.rows, rule, before=before, label=label
+                    guarded(loss), args, wrt, sums, rows, rule, before=before, label=label
                 )
 
         added = False

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._base.checks import check_state, refuse_autocast_cache
 from .._base.containers import open_tree
@@ -29,19 +28,22 @@ from .._core.batches import (
     rows_to_cut,
 )
 from .._core.coupling import question_of
-from .._core.reductions import AuxState, finish_aux, fold_stack, stack_of_one
+from .._core.reductions import AuxState
 from .._core.writes import Given, guarding, knows
 from .buffers import begin_buffers
 from .constants import Values, check_values, looks_of
 from .graphs import (
     Freedom,
     Recipe,
+    Seen,
     Shapes,
+    finished_aux,
     form_of,
     has_cuda_graphs,
     narrowed,
     programs,
     recipe_for,
+    reduced,
     renewed,
     seen_of,
     unit_of,
@@ -120,23 +122,15 @@ class CompiledStep:
             return step_whole(self.of_dtensors, state, batch, *shared)
         given = *what_is_shared(plan), Given("batch", leaves, spec)
         kind = kind_of(old, *given)
-        if kind not in self.recipes:  # all that is looked at is the same for the next of this kind
-            read_train_state(plan, state, plan.optimizer.check)
-            flat = read_batch(batch)
-            check_keys(plan, flat)
-            if plan.size is not None:
-                rows_to_cut(flat, "batch")
-            if flat.rows == 0:
-                return step_whole(plan, state, batch)
-            refuse_in_graphs(flat, "batch", size_of(plan))
-            check_values(self.values, *given)
+        if kind not in self.recipes and not self.check_batch(plan, state, batch, given):
+            return step_whole(plan, state, batch)
         refuse_autocast_cache([state.samples])
         began = state
         if plan.group is not None and plan.keys:
             rows = read_batch(batch).rows or 0
             first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
-        if kind not in self.recipes or not knows(plan.known, *given, asked=self.asked.get(kind)):
+        if kind not in self.asked or not knows(plan.known, *given, asked=self.asked[kind]):
             note, number = partial(self.asked.__setitem__, kind), next(self.looks)
             with telling_ranks(plan, state):
                 look(plan, state, read_batch(batch), "batch", note, number)
@@ -148,18 +142,35 @@ class CompiledStep:
         def call(recipe: Recipe) -> Any:
             parts = recipe.arrange(leaves)
             if recipe.form == "loop":
-                return self.looped(recipe, began, plan.shared, parts, eagerly)
-            return self.finished(recipe.form, state, old, (plan.shared, *parts), eagerly, recipe)
+                return self.looped(recipe, began, plan.shared, parts.pieces, eagerly)
+            return self.finished(state, old, (plan.shared, *parts), eagerly, recipe)
 
         came = self.run(kind, make, call)
-        if isinstance(came[0], TrainState):
+        if self.recipes[kind].form != "loop":
             return came
-        window, aux = came
-        name = "applied_of_a_batch"
+        (window, aux), unit = came, unit_of(plan)
         if plan.group is not None:
-            window = window_of_all_ranks(plan, state, window, unit_of(plan))
-            name = "applied"
-        return self.finished(name, state, old, (window, aux), eagerly)
+            window, unit = window_of_all_ranks(plan, state, window, unit), 1.0
+        return self.finished(state, old, (window, unit, aux), eagerly)
+
+    def check_batch(
+        self, plan: Plan, state: TrainState, batch: Tree, given: tuple[Given, ...]
+    ) -> bool:
+        """Check a batch of a new kind; of the next of this kind, all of it is the same.
+
+        Returns:
+            Whether there is anything to compile: whether it has rows, or no tensor tells.
+        """
+        read_train_state(plan, state, plan.optimizer.check)
+        flat = read_batch(batch)
+        check_keys(plan, flat)
+        if plan.size is not None:
+            rows_to_cut(flat, "batch")
+        if flat.rows == 0:
+            return False
+        refuse_in_graphs(flat, "batch", size_of(plan))
+        check_values(self.values, *given)
+        return True
 
     @compiling(update_window)
     def update(
@@ -171,8 +182,8 @@ class CompiledStep:
         offset: int | None = None,
     ) -> Any:
         """The window with one more microbatch, or ``(window, aux)``."""
-        new, out, _ = self.updated(state, window, microbatch, shared, offset)
-        return (new, out[0]) if self.plan.has_aux else new
+        new, seen, _ = self.updated(state, window, microbatch, shared, offset)
+        return (new, seen[0]) if self.plan.has_aux else new
 
     @compiling(folded_window)
     def folded(
@@ -184,8 +195,8 @@ class CompiledStep:
         *shared: Any,
     ) -> tuple[StepWindow, AuxState | None]:
         """The window with one more microbatch, and what has been reduced of aux with its own."""
-        new, out, rows = self.updated(state, window, microbatch, shared)
-        return new, self.reduced(aux, rows, *out) if self.plan.has_aux else None
+        new, seen, rows = self.updated(state, window, microbatch, shared)
+        return new, reduced(self.plan, aux, seen, rows)
 
     def updated(
         self,
@@ -194,8 +205,8 @@ class CompiledStep:
         microbatch: Tree,
         shared: tuple[Any, ...],
         offset: int | None = None,
-    ) -> tuple[StepWindow, tuple[Any, Any, Any], int]:
-        """The window with one more microbatch, what came of its aux, and its rows."""
+    ) -> tuple[StepWindow, Seen, int]:
+        """The window with one more microbatch, what is kept of its aux, and its rows."""
         sharded = any_sharded([*tree_leaves(state), *tree_leaves(microbatch)])
         old = flatten(state) if sharded else self.checked(state, window)
         flat = read_microbatch(microbatch, "microbatch")
@@ -223,16 +234,17 @@ class CompiledStep:
             return recipe_for(as_it_is, state, flat, self.of_microbatches, free)
 
         def call(recipe: Recipe) -> Any:
-            args = own, state, plan.shared, *recipe.arrange(flat.leaves)
-            return attempt(self.graph("more", True, recipe.key), args, eagerly, plan.donate)
+            (part,) = recipe.arrange(flat.leaves).pieces
+            args = own, state, plan.shared, part, None
+            return attempt(self.graph("more", True, (recipe.key, None)), args, eagerly, plan.donate)
 
-        left, out = self.run(kind, make, call)
+        left, seen = self.run(kind, make, call)
         new = renewed(given, left)
         if offset is not None:
             new = new._replace(rows=rows)
         if plan.donate:
             mark(given[0])
-        return new, out, flat.rows
+        return new, seen, flat.rows
 
     @compiling(apply_window)
     def apply(self, state: TrainState, window: StepWindow) -> tuple[TrainState, StepInfo]:
@@ -245,7 +257,7 @@ class CompiledStep:
             own = window if plan.donate else tree_map(torch.clone, window)
             given = window_of_all_ranks(plan, state, own)
         eagerly = partial(apply_window, self.alone, state, window)
-        result = self.finished("applied", state, old, (given, ()), eagerly)
+        result = self.finished(state, old, (given, 1.0, ()), eagerly)
         if plan.donate:
             mark(tree_leaves(window))
         return result
@@ -287,46 +299,48 @@ class CompiledStep:
         parts: Sequence[Tree],
         eagerly: Callable[[], object],
     ) -> tuple[StepWindow, Tree]:
-        """The sums of all microbatches, and their aux."""
-        program = self.graph("first_of_a_batch", False, recipe.key)
-        window, out = attempt(program, (state, shared, parts[0]), eagerly)
-        aux = self.reduced(None, _rows(parts[0]), *out) if self.plan.has_aux else None
-        for part in parts[1:]:
-            program = self.graph("more_of_a_batch", True, recipe.key)
-            left, out = attempt(program, (window, state, shared, part), eagerly)
-            window = renewed(flatten(window), left)
-            if self.plan.has_aux:
-                aux = self.reduced(aux, _rows(part), *out)
-        return window, () if aux is None else finish_aux(aux)
-
-    def reduced(
-        self, aux: AuxState | None, rows: int, out: Tree, share: Tensor, finite: Any
-    ) -> AuxState:
-        """What has been reduced of aux, with that of one more microbatch."""
-        stack = stack_of_one(out, share, finite if isinstance(finite, Tensor) else None)
-        return fold_stack(aux, stack, rows, self.plan.aux_reduction)
+        """The window of all microbatches, and their aux."""
+        unit, aux = unit_of(self.plan), None
+        key, window = (recipe.key, unit), None
+        for part in parts:
+            args = state, shared, part, unit
+            if window is None:
+                window, seen = attempt(self.graph("first", False, key), args, eagerly)
+            else:
+                args = window, *args
+                left, seen = attempt(self.graph("more", True, key), args, eagerly)
+                window = renewed(flatten(window), left)
+            rows = read_batch(part).rows if self.plan.has_aux else 0
+            aux = reduced(self.plan, aux, seen, rows or 0)
+        assert window is not None
+        return window, finished_aux(aux)
 
     def finished(
         self,
-        name: str,
         state: TrainState,
         old: Flat,
         rest: tuple[Any, ...],
         eagerly: Callable[[], object],
         recipe: Recipe | None = None,
     ) -> tuple[TrainState, StepInfo]:
-        """The next state and what happened, from a graph: in place where that saves anything."""
+        """The next state and what happened, from a graph: in place where that saves anything.
+
+        ``rest`` is what the graph is given beside the state: a batch that is arranged by a recipe,
+        or else a window, the unit of its sums, and aux.
+        """
         leaves, spec = old
         if not self.plan.optimizer.in_graphs:
-            unit = unit_of(self.plan) if name == "applied_of_a_batch" else 1.0
-            return applied_window(self.plan._replace(group=None), state, rest[0], unit, rest[1])
+            return applied_window(self.plan._replace(group=None), state, *rest)
         # Not where a tensor stands twice (tied leaves), nor in a recording of CUDA's, which would
         # have to write where it was recorded.
         distinct = len({*map(id, leaves)}) == len(leaves)
         tiny = recipe is not None and recipe.tiny
         in_place = self.plan.donate and not tiny and not self.recorded and distinct
-        key = recipe.key if recipe else (spec, *looks_of(leaves, self.of_batches.told_apart))
-        program = self.graph(name, in_place, key, recipe is not None and recipe.cpp)
+        if recipe is None:
+            looks = looks_of(leaves, self.of_batches.told_apart)
+            program = self.graph("applied", in_place, (spec, rest[1], *looks))
+        else:
+            program = self.graph("whole", in_place, recipe.key, recipe.cpp)
         new, info = attempt(program, (state, *rest), eagerly)
         if in_place:
             new = renewed(old, new)
@@ -373,7 +387,3 @@ def kind_of(state: Flat, *given: Given) -> tuple[Any, ...]:
     """What decides how a batch goes through the compiler, of the state and of what is given."""
     leaves = [*state[0], *(x for each in given for x in each.leaves)]
     return state[1], *[each.spec for each in given], *looks_of(leaves)
-
-
-def _rows(part: Tree) -> int:
-    return read_batch(part).rows or 0

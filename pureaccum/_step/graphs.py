@@ -2,9 +2,12 @@
 
 Each of these functions becomes a graph when it is first called:
 
-    scan, unrolled   a whole step
-    more             one more microbatch, added to a window
-    applied          the next state, from a window
+    whole     a step over a batch: a window is begun, each microbatch added, and the window applied
+    first     a window of one microbatch
+    more      one more microbatch, added to a window
+    applied   the next state, from a window
+
+They are what a stream consists of, and nothing else.
 
 The form follows from sizes, and ``step.form(state, batch)`` says which one it is:
 
@@ -23,7 +26,8 @@ In place, a graph writes the new tensors into the memory of the old ones. It ret
 without dimensions, because torch 2.13 loses what a graph writes to a 0-d tensor on a CPU.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,45 +36,18 @@ from torch import Tensor
 from .._base.torch_internals import compile_anew, let_vary
 from .._base.trees import Flat, Tree, accumulation_dtype, flatten, tree_leaves, tree_map, unflatten
 from .._core.batches import Batch, cut_batch, read_batch
-from .._core.reductions import share_of
+from .._core.reductions import AuxState, Stack, finish_aux, fold_stack, share_of, stack_of_one
 from .._core.weights import Microbatch, power_of_two
 from .constants import looks_of
 from .microbatch_loss import caller
-from .scan import Stacked, fold_scanned, how_many, one_of, tensors_of
-from .state import Plan, StepWindow, TrainState, size_of
-from .whole_step import step_over
-from .windows import applied_window, begin_window, updated_window
+from .scan import add_together, how_many, one_of, scanned, tensors_of
+from .state import Plan, StepInfo, StepWindow, TrainState, size_of
+from .windows import applied_window, begin_window, scale_of, updated_window
 
 
 Program = Callable[..., Any]
 Shared = tuple[Any, ...]  # what the loss is given beside the batch
-
-
-class BatchInParts(NamedTuple):
-    """A batch in microbatches of ``size`` rows, the last one perhaps shorter.
-
-    A graph that is given this does not hold the number of rows of the whole batch.
-    """
-
-    pieces: Sequence[Tree]
-    size: int | list[int] | None
-    untouched: bool  # whether there is only one
-
-    @property
-    def sizes(self) -> Sequence[Tree]:
-        """One entry for each microbatch."""
-        return self.pieces
-
-    @property
-    def unit(self) -> float:
-        """What sums of the gradients of means are multiples of."""
-        return power_of_two(self.size if isinstance(self.size, int) and not self.untouched else 1)
-
-    def parts(self) -> Iterator[tuple[Tree, int, int]]:
-        """Each microbatch, the rows that it holds, and the rows that its mean counts for."""
-        for part in self.pieces:
-            rows = read_batch(part).rows or 0
-            yield part, rows, 1 if self.untouched else rows
+Seen = tuple[Tree, Any, Any]  # see seen_of
 
 
 def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
@@ -79,41 +56,55 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     Graphs with separate keys never count towards one another's limit of recompilations.
     """
     plan = plan._replace(donate=False, group=None)
-    size, unit = size_of(plan) or 1, unit_of(plan)
     made: dict[Any, Program] = {}
 
-    def scan(
-        state: TrainState, shared: Shared, some: Tree, rest: Tree, tail: Tree, together: int
+    def whole(
+        state: TrainState,
+        shared: Shared,
+        groups: Tree,
+        group: Tree,
+        pieces: list[Tree],
+        several: int,
     ) -> Any:
-        cut = Stacked(microbatches=some, rest=rest, tail=tail, size=size, together=together)
-        return step_over(plan._replace(shared=shared), state, cut, fold_scanned)
+        own, unit = plan._replace(shared=shared), unit_of(plan)
+        window, aux = begin_window(own, state), None
+        if groups is None and group is None and len(pieces) == 1:
+            return untouched(own, state, window, pieces[0])
+        call, scale = caller(own, state, flatten(state.params)[1]), scale_of(own, state)
 
-    def unrolled(state: TrainState, shared: Shared, *pieces: Tree) -> Any:
-        cut = BatchInParts(pieces, plan.size, len(pieces) == 1)
-        return step_over(plan._replace(shared=shared), state, cut)
+        def one(window: StepWindow, part: Tree) -> tuple[StepWindow, Tree]:
+            window, entry, _ = updated_window(own, state, window, part, unit)
+            return window, seen_of(own, entry)
+
+        def together(window: StepWindow, part: Tree) -> tuple[StepWindow, Tree]:
+            how = own.rule.reduction
+            return add_together(call, state.params, window, part, how, unit, scale), ()
+
+        if groups is not None:
+            window, seen = scanned(one if several == 1 else together, window, groups)
+            aux = reduced(own, None, seen, size_of(own) or 1, stacked=True)
+        if group is not None:
+            window, _ = together(window, group)
+        for piece in pieces:
+            window, seen = one(window, piece)
+            aux = reduced(own, aux, seen, read_batch(piece).rows or 0)
+        return applied_window(own, state, window, unit, finished_aux(aux))
 
     def more(
-        window: StepWindow, state: TrainState, shared: Shared, part: Tree, unit: Any = None
+        window: StepWindow, state: TrainState, shared: Shared, part: Tree, unit: float | None
     ) -> Any:
         own = plan._replace(shared=shared)
         new, entry, _ = updated_window(own, state, window, part, unit)
-        return new, seen_of(plan, entry)
+        return new, seen_of(own, entry)
 
-    def first_of_a_batch(state: TrainState, shared: Shared, part: Tree) -> Any:
+    def first(state: TrainState, shared: Shared, part: Tree, unit: float | None) -> Any:
         # The compiler sees that the sums begin with zeros: nothing is filled, and nothing added.
         return more(begin_window(plan, state), state, shared, part, unit)
 
-    def more_of_a_batch(window: StepWindow, state: TrainState, shared: Shared, part: Tree) -> Any:
-        return more(window, state, shared, part, unit)
-
-    def applied(state: TrainState, window: StepWindow, aux: Tree) -> Any:
-        return applied_window(plan, state, window, 1.0, aux)
-
-    def applied_of_a_batch(state: TrainState, window: StepWindow, aux: Tree) -> Any:
+    def applied(state: TrainState, window: StepWindow, unit: float, aux: Tree) -> Any:
         return applied_window(plan, state, window, unit, aux)
 
-    of_batches = (scan, unrolled, first_of_a_batch, more_of_a_batch, applied_of_a_batch)
-    functions = {function.__name__: function for function in (*of_batches, more, applied)}
+    functions = {function.__name__: function for function in (whole, first, more, applied)}
 
     def get(name: str, in_place: bool, key: Any, cpp: bool = False) -> Program:
         kind = name, in_place, key
@@ -128,11 +119,40 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     return get
 
 
-def seen_of(plan: Plan, entry: Microbatch) -> tuple[Tree, Any, Any]:
+def untouched(
+    plan: Plan, state: TrainState, window: StepWindow, batch: Tree
+) -> tuple[TrainState, StepInfo]:
+    """A step over a batch that the loss sees at once: it passes through, and its mean weighs 1."""
+    window, entry, held = updated_window(plan, state, window, batch, 1.0, counts=1)
+    aux = reduced(plan, None, seen_of(plan, entry), held)
+    rows = 1.0 if entry.weighted else float(held or 1)
+    return applied_window(plan, state, window, 1.0, finished_aux(aux), rows)
+
+
+def seen_of(plan: Plan, entry: Microbatch) -> Seen:
     """What is kept of a microbatch to reduce its aux: that, its share, and whether it is finite."""
     if not plan.has_aux:
         return (), (), ()
     return entry.aux, share_of(entry), () if entry.finite is None else entry.finite
+
+
+def reduced(
+    plan: Plan, aux: AuxState | None, seen: Seen, rows: int, *, stacked: bool = False
+) -> AuxState | None:
+    """What has been reduced of aux, with that of one more microbatch, or of some, stacked."""
+    if not plan.has_aux:
+        return None
+    out, share, finite = seen
+    finite = finite if isinstance(finite, Tensor) else None
+    if not stacked:
+        return fold_stack(aux, stack_of_one(out, share, finite), rows, plan.aux_reduction)
+    leaves, spec = flatten(out)
+    return fold_stack(aux, Stack(spec, leaves, share, finite), rows, plan.aux_reduction)
+
+
+def finished_aux(aux: AuxState | None) -> Tree:
+    """The reduced aux, if there is any."""
+    return () if aux is None else finish_aux(aux)
 
 
 def unit_of(plan: Plan) -> float:
@@ -206,24 +226,43 @@ class Freedom(NamedTuple):
     sizes: bool = True  # how many microbatches, how many rows in the last one, and the like
 
 
+class Arranged(NamedTuple):
+    """A batch as a graph is given it. What it has none of is None."""
+
+    groups: Tree  # of as many microbatches each, stacked along a new dim; if several, along two
+    group: Tree  # microbatches that are too few to be one of these, stacked
+    pieces: list[Tree]  # microbatches by themselves
+    several: int  # microbatches of each of the groups, which go through at once
+
+
 class Recipe(NamedTuple):
     """How batches of one shape go through the compiler."""
 
     form: str
     key: int  # of its graphs
-    arrange: Callable[[list[Any]], Sequence[Any]]  # from the leaves of a batch
+    arrange: Callable[[list[Any]], Arranged]  # from the leaves of a batch
     tiny: bool  # whether the gradients are
     cpp: bool  # whether in C++, which halves a small step's time, and compiles half as long again
     free: Freedom
 
 
 class BatchForm(NamedTuple):
-    """A form, how many whole microbatches there are, and the rows that are left."""
+    """A form, how many whole microbatches there are, and the rows of a last one that may vary."""
 
     name: str
     whole: int
-    rest: int
+    last: int | None  # None where there is no other
     tiny: bool  # whether the gradients are
+
+
+class Cut(NamedTuple):
+    """How the rows of a batch are arranged."""
+
+    groups: int  # of microbatches that a scan takes together, one by one or several at once
+    several: int  # microbatches of a group
+    left: int  # microbatches that are too few to be a group
+    pieces: int  # microbatches that stand in the graph by themselves
+    last: int | None  # the rows of one that may be of any length
 
 
 class Shapes(NamedTuple):
@@ -238,62 +277,42 @@ def form_of(plan: Plan, state: TrainState, flat: Batch) -> BatchForm:
     """The form that follows from the sizes."""
     leaves = tree_leaves(state.params)
     held = sum(x.numel() * accumulation_dtype(x.dtype).itemsize for x in leaves)
-    tiny = held <= TINY
-    if plan.group is not None or not plan.optimizer.in_graphs:  # what follows sums is no graph
-        count, rest = divmod(flat.rows or 0, size_of(plan) or flat.rows or 1)
-        return BatchForm("loop", count, rest, tiny)
-    size = size_of(plan)
-    if size is None or flat.rows is None or flat.rows <= size:
-        return BatchForm("unrolled", 1, 0, tiny)
-    count, rest = divmod(flat.rows, size)
+    rows, tiny = flat.rows or 0, held <= TINY
+    count, rest = divmod(rows, size_of(plan) or rows or 1)
     parts = count + (rest > 0)
-    few = parts <= FEW and parts * len(leaves) <= SHORT
-    if count == 1 or (few and not tiny):
-        return BatchForm("unrolled", count, rest, tiny)
-    return BatchForm("scan" if held <= SMALL else "loop", count, rest, tiny)
+    whole, last = (count, rest or None) if parts > 1 else (0, rows)
+    if plan.group is not None or not plan.optimizer.in_graphs:  # what follows sums is no graph
+        name = "loop"
+    elif count <= 1 or (not tiny and parts <= FEW and parts * len(leaves) <= SHORT):
+        name = "unrolled"
+    else:
+        name = "scan" if held <= SMALL else "loop"
+    return BatchForm(name, whole, last, tiny)
 
 
 def recipe_for(
     plan: Plan, state: TrainState, flat: Batch, shapes: Shapes, free: Freedom | None = None
 ) -> Recipe:
     """How batches like this one go through the compiler."""
-    name, count, rest, tiny = form_of(plan, state, flat)
-    size, device = size_of(plan) or 1, state.samples.device
-    cpp = len(tree_leaves(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
+    form = form_of(plan, state, flat)
+    name, device, apart = form.name, state.samples.device, shapes.told_apart
     free = free or Freedom(together(plan, state, flat) if name == "scan" else 1)
-    alone = count + (rest > 0) == 1
-    if name == "scan":
-        sizes = *grouped(count, free.several), rest
-    else:
-        sizes = (flat.rows or 0,) if alone else (rest,)
+    cut = cut_of(form, free.several)
     (beside, shared_spec), (held, held_spec) = flatten(plan.shared), flatten(state)
-    apart = shapes.told_apart
     looks = *looks_of(flat.leaves, apart, 1), *looks_of([*beside, *held], apart)
     told = name, free, flat.spec, shared_spec, held_spec, *looks
+    sizes = cut.groups, cut.left, cut.last or 0
     # A graph that knows its sizes is faster: only the second one takes any.
     first = shapes.first.setdefault(told, sizes)
-    usual = [plan.size or first[0]] if alone else [*first[:-1], 0]
+    usual = *first[:-1], 0 if form.whole else plan.size or first[-1]
     vary = [free.sizes and n > 1 and n != m for n, m in zip(sizes, usual, strict=True)]
     # torch makes other graphs for zero and for one than for any number of at least two.
     each = [min(n, 2) for n in sizes] if free.sizes else sizes
-    parts = count if name == "unrolled" else 0
-    key = shapes.graphs.setdefault((*told, parts, *each), len(shapes.graphs))
-    flat = flat._replace(leaves=[])  # a recipe outlives the batch
-
-    def arrange(leaves: list[Any]) -> Sequence[Any]:
-        here = flat._replace(leaves=leaves)
-        if name == "scan":
-            stacked = stacks(here, size, free.several, sizes, vary)
-            tail = rows_of(here, count * size, vary[-1]) if rest else None
-            return *stacked, tail, free.several
-        if alone:
-            return [rows_of(here, 0, vary[0])]
-        pieces = list(cut_batch(here, size))
-        if rest:
-            pieces[-1] = rows_of(here, count * size, vary[-1])
-        return pieces
-
-    return Recipe(form=name, key=key, arrange=arrange, tiny=tiny, cpp=cpp, free=free)
+    pieces = cut.pieces if name == "unrolled" else 0
+    key = shapes.graphs.setdefault((*told, pieces, *each), len(shapes.graphs))
+    arrange = partial(arranged, flat._replace(leaves=[]), size_of(plan) or 1, cut, vary)
+    cpp = len(tree_leaves(state.params)) * FEW <= SHORT and has_cpp_wrapper(device.type)
+    return Recipe(form=name, key=key, arrange=arrange, tiny=form.tiny, cpp=cpp, free=free)
 
 
 def narrowed(recipe: Recipe) -> Freedom | None:
@@ -311,22 +330,34 @@ def together(plan: Plan, state: TrainState, flat: Batch) -> int:
         return 1
     params, spec = flatten(state.params)
     like, size = unflatten(flat.spec, flat.leaves), size_of(plan) or 1
-    first, _ = stacks(flat, size, 1, (2, 0), (False, False))
+    first, _ = stacks(flat, size, Cut(2, 1, 0, 0, None), (False, False))
     one = one_of(caller(plan, state, spec), like, size)
     return how_many(one, params, tensors_of(first))
 
 
-def grouped(count: int, several: int) -> tuple[int, int]:
-    """How many groups of microbatches there are, and how many microbatches are left."""
-    groups, single = divmod(count, several)
-    return (0, count) if groups == 1 else (groups, single)  # one group is no loop
+def cut_of(form: BatchForm, several: int) -> Cut:
+    """How the rows of a batch are arranged for a form."""
+    if form.name != "scan":
+        return Cut(groups=0, several=1, left=0, pieces=form.whole, last=form.last)
+    groups, left = divmod(form.whole, several)
+    if groups == 1:  # one group is no loop
+        groups, left = 0, form.whole
+    return Cut(groups=groups, several=several, left=left, pieces=0, last=form.last)
 
 
-def stacks(
-    flat: Batch, size: int, several: int, sizes: Sequence[int], vary: Sequence[bool]
-) -> tuple[Tree, Tree]:
+def arranged(flat: Batch, size: int, cut: Cut, vary: Sequence[bool], leaves: list[Any]) -> Arranged:
+    """The leaves of a batch as a graph is given them, of which some may be of any length."""
+    flat = flat._replace(leaves=leaves)
+    pieces = [*cut_batch(flat, size)][: cut.pieces] if cut.pieces else []
+    if cut.last is not None:
+        start = (cut.groups * cut.several + cut.left + cut.pieces) * size
+        pieces.append(rows_of(flat, start, vary[-1]))
+    return Arranged(*stacks(flat, size, cut, vary), pieces, cut.several)
+
+
+def stacks(flat: Batch, size: int, cut: Cut, vary: Sequence[bool]) -> tuple[Tree, Tree]:
     """Whole microbatches, stacked, in groups where several go together, and those that are left."""
-    groups, single, *_ = sizes
+    groups, several, left, *_ = cut
     end = groups * several * size
 
     def of(at: slice, any_number: bool, *shape: int) -> Tree:
@@ -338,7 +369,7 @@ def stacks(
     shape = (groups,) if several == 1 else (groups, several)
     return (
         of(slice(end), vary[0], *shape, size) if groups else None,
-        of(slice(end, end + single * size), vary[1], single, size) if single else None,
+        of(slice(end, end + left * size), vary[1], left, size) if left else None,
     )
 
 

@@ -50,18 +50,12 @@ def step_whole(
     return step_over(plan, state, cut)
 
 
-def step_over(
-    plan: Plan,
-    state: TrainState,
-    cut: Any,
-    summing: Callable[[Accumulation], Accumulated] = accumulate,
-) -> tuple[TrainState, StepInfo]:
-    """One step over a batch that is cut, in a form that ``summing`` knows."""
+def step_over(plan: Plan, state: TrainState, cut: CutBatch) -> tuple[TrainState, StepInfo]:
+    """One step over a batch that is cut."""
     params, ready = read_train_state(plan, state, plan.optimizer.ready)
-    before = 0 if summing is accumulate else torch.zeros_like(state.samples)
-    job = _accumulation(plan, state, params, cut, before)
-    counted = isinstance(cut, CutBatch) and not plan.buffers and not plan.keys
-    sums = summing(job._replace(advance=None) if counted else job)
+    job = _accumulation(plan, state, params, cut, 0)
+    counted = not plan.buffers and not plan.keys
+    sums = accumulate(job._replace(advance=None) if counted else job)
     carried = ((), sum(cut.sizes)) if counted else sums.carried
     # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
     rows = carried[1] or 1 if cut.untouched and not sums.weighted else 1
@@ -152,13 +146,12 @@ def _accumulation(
     plan: Plan,
     state: TrainState,
     params: Flat,
-    cut: Any,
+    cut: CutBatch,
     before: Any,
     first: Tensor | None = None,
 ) -> Accumulation:
-    rows = cut.batch.rows if isinstance(cut, CutBatch) else None
     return Accumulation(
-        call=caller(plan, state, params[1], first, rows),
+        call=caller(plan, state, params[1], first, cut.batch.rows),
         leaves=params[0],
         spec=params[1],
         batch=cut,

@@ -121,8 +121,12 @@ def updated_window(
     microbatch: Tree,
     unit: float | None = None,
     offset: int | None = None,
+    counts: int | None = None,
 ) -> tuple[StepWindow, Microbatch, int]:
-    """The window with one more microbatch, what that came to, and its rows, if it has any."""
+    """The window with one more microbatch, what that came to, and its rows, if it has any.
+
+    Its mean counts for its rows, or for as many as ``counts`` says.
+    """
     (leaves, spec), _ = read_train_state(plan, state)
     check_window(plan, state, window, (leaves, spec))
     read = read_microbatch(microbatch, "microbatch")
@@ -144,6 +148,7 @@ def updated_window(
         donate=plan.donate,
         scale=scale_of(plan, state),
         unit=unit,
+        counts=counts,
     )
     carried = window.buffers, window.rows
     try:
@@ -229,9 +234,17 @@ def apply_window(plan: Plan, state: TrainState, window: StepWindow) -> tuple[Tra
 
 
 def applied_window(
-    plan: Plan, state: TrainState, window: StepWindow, unit: float = 1.0, aux: Tree = ()
+    plan: Plan,
+    state: TrainState,
+    window: StepWindow,
+    unit: float = 1.0,
+    aux: Tree = (),
+    rows: float = 1.0,
 ) -> tuple[TrainState, StepInfo]:
-    """The next state and what happened, from sums that are still to be multiplied by ``unit``."""
+    """The next state and what happened.
+
+    The sums are still to be multiplied by ``unit``, and the weight by ``rows``.
+    """
     params, ready = read_train_state(plan, state, plan.optimizer.ready)
     check_window(plan, state, window, params)
     carried = window.buffers, window.rows
@@ -244,7 +257,7 @@ def applied_window(
             accum, carried = of_all_ranks(plan, state, window._replace(accum=accum), unit)
             unit = 1.0
         given = plan, state, ready, params[1], accum, carried, aux
-        result = finished(*given, unit=unit, own=own or shared)
+        result = finished(*given, unit=unit, rows=rows, own=own or shared)
     except BaseException:
         if own:
             mark(sums, Spoiled)
