@@ -33,16 +33,10 @@ from .._core.writes import Given, guarding, knows
 from .buffers import begin_buffers
 from .constants import Values, check_values, looks_of
 from .graphs import (
-    Freedom,
-    Recipe,
     Seen,
-    Shapes,
     finished_aux,
-    form_of,
     has_cuda_graphs,
-    narrowed,
     programs,
-    recipe_for,
     reduced,
     renewed,
     seen_of,
@@ -50,6 +44,7 @@ from .graphs import (
 )
 from .microbatch_loss import caller, check_keys, sharing, what_is_shared
 from .ranks import before_this_rank, telling_ranks, window_of_all_ranks
+from .recipes import Freedom, Recipe, Shapes, form_of, narrowed, recipe_for
 from .state import (
     Flat,
     Plan,
@@ -110,7 +105,7 @@ class CompiledStep:
         check_state(state, TrainState, "this step")
         if any_sharded([*tree_leaves(state), *tree_leaves(batch)]):
             return "loss"
-        return form_of(self.plan, state, read_batch(batch)).name
+        return form_of(self.plan, state, read_batch(batch))
 
     @compiling(step_whole)
     def whole(self, state: TrainState, batch: Tree, *shared: Any) -> tuple[TrainState, StepInfo]:
@@ -143,7 +138,7 @@ class CompiledStep:
             parts = recipe.arrange(leaves)
             if recipe.form == "loop":
                 return self.looped(recipe, began, plan.shared, parts.pieces, eagerly)
-            return self.finished(state, old, (plan.shared, *parts), eagerly, recipe)
+            return self.finished(state, old, (plan.shared, parts), eagerly, recipe)
 
         came = self.run(kind, make, call)
         if self.recipes[kind].form != "loop":

@@ -230,16 +230,16 @@ def test_several_microbatches_at_once_have_the_bits_of_one_at_a_time(
     """In compiled code, of whole numbers: several are added up in another order."""
     params = {"w": torch.arange(-2.0, 2.0), "b": torch.tensor(3.0)}
     batch = {"x": (torch.arange(4.0 * rows).reshape(rows, 4) % 7) - 3}
-    graphs = import_module("pureaccum._step.graphs")
+    recipes = import_module("pureaccum._step.recipes")
     found: list[int] = []
 
     def stepped_once(how_many: Callable[..., int]) -> Any:
-        monkeypatch.setattr(graphs, "how_many", how_many)
+        monkeypatch.setattr(recipes, "how_many", how_many)
         knobs: Any = {"microbatch_size": 2, "compile": {"backend": "eager"}}
         step = pa.make_step(whole, pa.sgd(2.0**-3, momentum=0.5), **knobs)
         return step(step.init(params), batch)
 
-    how_many = graphs.how_many
+    how_many = recipes.how_many
     want = stepped_once(lambda *args: found.append(how_many(*args)) or found[-1])
     assert max(found) > 1
     assert_trees_bitwise_equal(stepped_once(lambda *_: 1), want)
