@@ -94,8 +94,12 @@ def whole_step(plan: Plan, state: TrainState, batch: Arranged) -> tuple[TrainSta
         return add_together(call, state.params, window, group, how, unit, scale), NOTHING
 
     if batch.groups is not None:
-        more = one if batch.several == 1 else several
-        window, seen = scanned(more, window, batch.groups)
+        more, like = several, NOTHING
+        if batch.several == 1:
+            # Traced to see what is kept, and because no scan enters a mode of torch's that was
+            # never entered outside. The compiler drops what nobody uses.
+            more, (_, like) = one, one(window, tree_map(_first, batch.groups))
+        window, seen = scanned(more, window, batch.groups, like)
         aux = reduced(plan, aux, seen, size_of(plan) or 1, stacked=True)
     if batch.group is not None:
         window, _ = several(window, batch.group)
@@ -159,6 +163,10 @@ def _kept(program: Program) -> Program:
         return tree_map(_clone, program(*args))
 
     return run
+
+
+def _first(x: Any) -> Any:
+    return x[0] if isinstance(x, Tensor) else x
 
 
 def _clone(x: Any) -> Any:

@@ -40,26 +40,22 @@ One = Callable[[Sequence[Tensor], list[Tensor], Tensor], object]
 More = Callable[[StepWindow, Tree], tuple[StepWindow, Tree]]
 
 
-def scanned(more: More, window: StepWindow, stacked: Tree) -> tuple[StepWindow, Tree]:
-    """The window with all that is stacked along a new dim 0, and what is kept of aux, stacked."""
+def scanned(more: More, window: StepWindow, stacked: Tree, like: Tree) -> tuple[StepWindow, Tree]:
+    """The window with all that is stacked along a new dim 0, and what is kept of aux, stacked.
+
+    ``like`` is what is kept of one of them.
+    """
     columns, spec = flatten(stacked)
     begun, window_spec = flatten(window)
 
-    def one_more(carry: list[Tensor], tensors: list[Tensor]) -> tuple[StepWindow, Tree]:
-        return more(unflatten(window_spec, carry), _filled(columns, spec, tensors))
-
     def body(carry: list[Tensor], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        after, kept = one_more(carry, tensors)
+        part = _filled(columns, spec, tensors)
+        after, kept = more(unflatten(window_spec, carry), part)
         # Clones, because a scan may return nothing that it was given.
         return flatten(after)[0], [x.clone() for x in tensors_of(kept)]
 
-    xs = tensors_of(stacked)
-    after, outputs = scan(body, begun, xs)
-    if not outputs:
-        return unflatten(window_spec, after), ()
-    # Traced to see what is kept; the compiler drops what nobody uses.
-    leaves, kept_spec = flatten(one_more(begun, [x[0] for x in xs])[1])
-    return unflatten(window_spec, after), _filled(leaves, kept_spec, outputs)
+    after, outputs = scan(body, begun, tensors_of(stacked))
+    return unflatten(window_spec, after), _filled(*flatten(like), outputs)
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
