@@ -50,12 +50,29 @@ def scanned(more: More, window: StepWindow, stacked: Tree, like: Tree) -> tuple[
 
     def body(carry: list[Tensor], tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         part = _filled(columns, spec, tensors)
-        after, kept = more(unflatten(window_spec, carry), part)
+        after, kept = more(unflatten(window_spec, _unpacked(carry, begun)), part)
         # Clones, because a scan may return nothing that it was given.
-        return flatten(after)[0], [x.clone() for x in tensors_of(kept)]
+        return _packed(flatten(after)[0]), [x.clone() for x in tensors_of(kept)]
 
-    after, outputs = scan(body, begun, tensors_of(stacked))
-    return unflatten(window_spec, after), _filled(*flatten(like), outputs)
+    after, outputs = scan(body, _packed(begun), tensors_of(stacked))
+    return unflatten(window_spec, _unpacked(after, begun)), _filled(*flatten(like), outputs)
+
+
+def _packed(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves, those without dimensions last and in few tensors: each in a carry takes time."""
+    numbers: dict[Any, list[Tensor]] = {}
+    for x in leaves:
+        if x.dim() == 0:
+            numbers.setdefault((x.dtype, x.device), []).append(x)
+    return [x for x in leaves if x.dim() > 0] + [*map(torch.stack, numbers.values())]
+
+
+def _unpacked(packed: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """The leaves again, of which there were those of ``like``."""
+    end = sum(x.dim() > 0 for x in like)
+    rest = iter(packed[:end])
+    numbers = {(x.dtype, x.device): iter(x.unbind()) for x in packed[end:]}
+    return [next(rest if x.dim() > 0 else numbers[x.dtype, x.device]) for x in like]
 
 
 def tensors_of(tree: Tree) -> list[Tensor]:
