@@ -12,12 +12,12 @@ from ._base.states import stack as stack
 from ._base.states import unstack as unstack
 from ._base.trees import all_finite as all_finite
 from ._base.trees import global_norm as global_norm
-from ._core.accumulator import AccumState as AccumState
 from ._core.accumulator import accumulator as accumulator
 from ._core.batches import microbatches as microbatches
 from ._core.batches import windows as windows
 from ._core.causes import CoupledLossError as CoupledLossError
 from ._core.evaluation import value as value
+from ._core.ledger import AccumState as AccumState
 from ._core.loss import Weighted as Weighted
 from ._core.microbatch import microbatch as microbatch
 from ._core.precision import Policy as Policy

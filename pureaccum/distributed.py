@@ -23,11 +23,11 @@ from ._base.dtensors import refuse_sharded
 from ._base.states import mark
 from ._base.torch_internals import transform_active
 from ._base.trees import Tree, flatten, paths, tree_leaves, unflatten
-from ._core.accumulator import AccumState as _AccumState
-from ._core.accumulator import read_state
 from ._core.batches import cut_batch, need_rows, read_batch, rows_to_cut
 from ._core.buckets import AHEAD, group_of, meet, sum_over_ranks_
 from ._core.exchange import exchange, gather_one
+from ._core.ledger import AccumState as _AccumState
+from ._core.ledger import read_state
 
 
 __all__ = ["Pending", "all_reduce", "gather", "psum", "shard_batch"]

@@ -167,9 +167,8 @@ _STACKS: Any = [
 ]
 
 
-def transform_level() -> int | None:
-    """The level of the innermost torch.func transform, None outside any."""
-    return torch._C._functorch.maybe_current_level()  # pyright: ignore
+# The level of the innermost torch.func transform, None outside any.
+transform_level: Callable[[], int | None] = _C._functorch.maybe_current_level
 
 
 def differentiating() -> bool:
@@ -371,17 +370,19 @@ def on_a_level(
     """
     functorch, autograd = torch._C._functorch, torch._C._autograd  # pyright: ignore
     before = autograd._saved_tensors_hooks_get_disabled_error_message()
-    autograd._saved_tensors_hooks_disable(_NO_HOOKS)
-    level = functorch._grad_increment_nesting()
     try:
-        with torch.enable_grad():
-            functorch.set_inplace_requires_grad_allowed(True)
-            own = [functorch._wrap_for_grad(x, level).requires_grad_() for x in leaves]
-            functorch.set_inplace_requires_grad_allowed(False)
-            outs = func(own)
-            return own, outs[0], [functorch._unwrap_for_grad(x, level) for x in outs]
+        autograd._saved_tensors_hooks_disable(_NO_HOOKS)  # raises, and is disabled, if some are on
+        level = functorch._grad_increment_nesting()
+        try:
+            with torch.enable_grad():
+                functorch.set_inplace_requires_grad_allowed(True)
+                own = [functorch._wrap_for_grad(x, level).requires_grad_() for x in leaves]
+                functorch.set_inplace_requires_grad_allowed(False)
+                outs = func(own)
+                return own, outs[0], [functorch._unwrap_for_grad(x, level) for x in outs]
+        finally:
+            functorch._grad_decrement_nesting()
     finally:
-        functorch._grad_decrement_nesting()
         if before is None:
             autograd._saved_tensors_hooks_enable()
         else:
@@ -414,9 +415,8 @@ def recorded_at(x: Tensor) -> int:
     return -1 if x.grad_fn is None else x.grad_fn._sequence_nr()  # pyright: ignore
 
 
-def unnoticed() -> AbstractContextManager[None]:
-    """Look at tensors themselves, so that no torch function mode takes notice."""
-    return torch._C.DisableTorchFunction()  # pyright: ignore
+# A context in which tensors themselves are looked at: no torch function mode takes notice.
+unnoticed: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunction
 
 
 def unseen() -> AbstractContextManager[Any]:

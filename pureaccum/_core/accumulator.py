@@ -4,73 +4,44 @@ Ragged microbatches, means over tokens, short last windows, ranks and a resumed 
 rule. Sums are float32 at least; totals and weights are float64: token counts pass 2**24.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from .._base.checks import (
     check_argnums,
     check_dtype,
-    check_fits,
-    check_state,
     outside_inference_mode,
     positions,
     read_params,
     refuse_autocast_cache,
 )
 from .._base.dtensors import closed, opened, resolved
-from .._base.states import Spoiled, hand_over, loadable, mark
+from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import may_write
-from .._base.trees import Tree, add, flatten, paths, scalar, tree_leaves, unflatten, zeros
+from .._base.trees import Tree, flatten, paths, tree_leaves, unflatten, zeros
 from .batches import Batch, read_microbatch
-from .coupling import LossOfPart, Question, question_of
-from .engines import Engine, Wrt, prepare, run_window
+from .coupling import question_of
+from .engines import Way
 from .history import refusing_backward
+from .layers.order import check_rule
+from .ledger import (
+    AccumState,
+    check_belongs,
+    counted,
+    empty,
+    merged,
+    plain_sum,
+    read_state,
+)
 from .loss import Reduction, advising, divisor, mean_value
-from .microbatch_gradient import Nonfinite, Rule, add_microbatch, check_rule
-from .weights import Microbatch, NoRowsError, divided, settle
-from .writes import Given, LateWriteError, guarding, known_of
-
-
-@loadable
-class AccumState(NamedTuple):
-    """What has been accumulated so far: tensors, all of them sums over the microbatches.
-
-    Attributes:
-        grads: A tree like params: sums of (weight * gradient), float32 at least.
-        total: Sum of (weight * loss), float64.
-        weight: Sum of weights, float64: rows, or what ``Weighted`` says. A plain
-            ``reduction="sum"`` has nothing to divide by and leaves it at zero.
-        microbatches: How many updates there were, skipped ones included.
-        skipped: How many of them ``nonfinite="skip"`` left out.
-        nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
-            anywhere in the gradient for ``"skip"``.
-        weighted: How many were ``Weighted``, which ``reduction="sum"`` has to know in the end.
-        squares: With ``squares=True``, a float64 vector, for ``noise_scale``: of each leaf the sum
-            of |weight * gradient|² / weight, last how many microbatches had weight; else ``()``.
-
-    Example:
-        >>> import torch
-        >>> acc, w = accumulator(lambda w, x: (w * x).mean()), torch.tensor(2.0)
-        >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))
-        >>> state.grads, state.weight, state.microbatches
-        (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
-
-    References:
-        ``accumulator``, which makes it; ``distributed.all_reduce``; ``save`` and ``load``.
-    """
-
-    grads: Tree
-    total: Tensor
-    weight: Tensor
-    microbatches: Tensor
-    skipped: Tensor
-    nonfinite: Tensor
-    weighted: Tensor
-    squares: Tensor | tuple[()] = ()
+from .seams import Engine, Nonfinite, Portion, Rule, Window
+from .sums import Kinds, Sums, kinds_of
+from .weights import Microbatch, NoRowsError, divided
+from .windows import GuardedLoss, adder, may_add_in_place, run_window
+from .writes import Given, known_of
 
 
 class Accumulator(NamedTuple):
@@ -187,10 +158,11 @@ def accumulator(
             return told(params, *(given.get(i, x) for i, x in enumerate(args, 1)))
 
         question = question_of(read, rule) if check else None
-        given = known, Given("params", leaves, spec), Given("batch", *read[:2])
-        new, entry = updated(
-            state, loss, own, leaves, spec, read, rule, given, question, donate=donate
-        )
+        given = Given("params", leaves, spec), Given("batch", *read[:2])
+        guarded = GuardedLoss(loss, known, given, question)
+        part = Portion(own, read.rows or 0, (), read.rows)
+        kinds = kinds_of(leaves, [x.dtype for x in tree_leaves(state.grads)])
+        new, entry = updated(state, guarded, read, part, Window(rule=rule), kinds, donate)
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
@@ -225,167 +197,65 @@ def _check_not_params(at: tuple[int, ...], batch_argnums: Any) -> None:
         )
 
 
-def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) -> AccumState:
-    """One state of two; ``names`` are what errors call their gradients."""
-    check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]))
-    check_squares(a, squares)
-    check_squares(b, squares)
-    return add(a, b)
-
-
-def read_state(state: Any) -> AccumState:
-    """The state itself, or an error that says what a state is."""
-    cause = "With has_aux=True, update returns a pair, (state, aux)."
-    return check_state(state, AccumState, "an accumulator", "the state", cause)
-
-
-# What a whole batch at hand shares with a stream ------------------------------------------
-
-
-def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
-    """Whether what was summed has no weight to be divided by."""
-    return reduction == "sum" and state.weighted == 0
-
-
-def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
-    """Check that a state is an ``AccumState``, and belongs to these params."""
-    sums, sums_spec = flatten(read_state(state).grads)
-    check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"))
-    check_squares(state, squares)
+# A window of one microbatch ------------------------------------------------------------------
 
 
 def updated(
     state: AccumState,
-    loss: LossOfPart,
-    part: Tree,
-    leaves: list[Tensor],
-    spec: optree.PyTreeSpec,
-    batch: Batch,  # the same, as it was read
-    rule: Rule,
-    given: tuple[Any, ...],  # what is known of the loss, and all that it is given
-    question: Question | None,
-    *,
-    carried: Any = (),
+    loss: GuardedLoss,
+    batch: Batch,
+    part: Portion,
+    window: Window,
+    kinds: Kinds,
     donate: bool,
-    scale: Tensor | None = None,
-    unit: float | None = None,
-    counts: int | None = None,  # the rows that a mean counts for, if not those of the batch
 ) -> tuple[AccumState, Microbatch]:
-    """The state with one more microbatch, and the entry of that microbatch."""
+    """The state with one more microbatch, and the entry of that microbatch.
 
-    def label(leaf: int | None) -> str:
+    Args:
+        state: The state before.
+        loss: The loss.
+        batch: The microbatch as it was read.
+        part: The microbatch as the loss is given it.
+        window: How gradients are taken and summed.
+        kinds: What follows from the leaves, and from the sums of the state.
+        donate: Whether the state is given up.
+    """
+    in_place = may_add_in_place()
+    held, spec = flatten(state.grads)
+    parts, layouts = opened(held)
+    sums: Sums | None = None
+
+    def name(leaf: int | None) -> str:
         what = "the loss" if leaf is None else f"the gradient of {paths(spec, 'params')[leaf]}"
         return f"{what} of microbatch {int(state.microbatches)}"
 
-    held = flatten(state.grads)[0]
-    sums, layouts = opened(held)
-    before: list[Tensor] | None = None
-    in_place = may_write()
+    def added(way: Way) -> Microbatch:
+        nonlocal sums
+        sums = Sums(way.leaves, kinds, [*own])
+        with loss.guarding() as guarded:
+            return adder(guarded(loss.call), window, sums, way)(part)
+
     with outside_inference_mode():
+        own = parts
         if in_place and not donate:
-            before, sums = sums, [x.clone() for x in sums]
-        wrt = prepare(leaves, rule.engine, given[0])._replace(scale=scale, unit=unit)
-
-        def window(wrt: Wrt) -> tuple[list[Tensor], Microbatch]:
-            args, rows = (part, batch.rows or 0, carried), counts or batch.rows
-            with guarding(*given, question=question) as guarded:
-                return add_microbatch(
-                    guarded(loss), args, wrt, sums, rows, rule, before=before, label=label
-                )
-
-        added = False
+            own = [x.clone() for x in parts]
+            window = window._replace(before=parts)
+        window = window._replace(name=name)
         try:
-            grads, entry = run_window(window, wrt)
-            added = True
-            grads = closed(grads, layouts)
-            if in_place and donate:
+            entry = run_window(added, loss.given[0].leaves, window.rule.engine, loss.known)
+            assert sums is not None
+            grads = closed(sums.all(), layouts)
+            if gives_up := donate and may_write():
                 grads = [x.detach() for x in grads]
-            new = counted(state, [entry], rule, unflatten(spec, grads))
+            new = counted(state, [entry], window.rule, unflatten(spec, grads))
         except BaseException as error:
-            late = added or isinstance(error, LateWriteError)
-            if type(sums[0]) is Spoiled or (late and in_place and donate):
+            if donate and in_place and sums is not None and sums.written:
                 mark(held, Spoiled)
             if batch.problem is not None:
                 if isinstance(error, NoRowsError):
                     raise batch.problem from None
                 error.add_note(f"The microbatch has no rows: {batch.problem}")
             raise
-        if in_place and donate:
+        if gives_up:
             mark(tree_leaves(state))
     return new, entry
-
-
-def check_squares(state: AccumState, squares: bool) -> None:
-    """Check that a state has squares where they are asked for."""
-    if isinstance(state.squares, Tensor) != squares:
-        raise ValueError(
-            f"the state was made with squares={not squares}; expected squares={squares}, as in a "
-            f"state of this accumulator's own init (of a step: noise={squares}, its own begin)."
-        )
-
-
-def empty(grads: Tree, device: torch.device, squares: int | None = None) -> AccumState:
-    """A state of these sums with nothing else counted yet, and squares for so many leaves."""
-
-    def zero(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return AccumState(
-        grads=grads,
-        total=zero(torch.float64),
-        weight=zero(torch.float64),
-        microbatches=zero(torch.int64),
-        skipped=zero(torch.int64),
-        nonfinite=zero(torch.int64),
-        weighted=zero(torch.int64),
-        squares=() if squares is None else zero(torch.float64, squares + 1),
-    )
-
-
-def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
-    """The state with some more microbatches; ``grads`` are the sums with their gradients."""
-    more, squares = amounts_of(seen, rule, ()), state.squares
-    if isinstance(squares, Tensor):
-        squares = squares + (more.squares if isinstance(more.squares, Tensor) else 0.0)
-    return AccumState(  # not _replace, from which torch 2.11's compiler returns broken tuples
-        grads=grads,
-        total=state.total + more.total,
-        weight=state.weight + more.weight,
-        microbatches=state.microbatches + more.microbatches,
-        skipped=state.skipped + more.skipped,
-        nonfinite=state.nonfinite + more.nonfinite,
-        weighted=state.weighted + more.weighted,
-        squares=squares,
-    )
-
-
-def amounts_of(seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
-    """What some microbatches came to; ``grads`` are the sums of their gradients.
-
-    Its amounts are numbers of Python where the host knows them: see ``in_tensors``.
-    """
-    total, weight, nonfinite = settle(seen)
-    amounts: Any = {
-        "total": total,
-        "weight": weight,
-        "microbatches": len(seen),
-        "skipped": nonfinite if rule.nonfinite == "skip" else 0,
-        "nonfinite": nonfinite,
-        "weighted": sum([x.weighted for x in seen]),
-    }
-    squares = [x.squares for x in seen if isinstance(x.squares, Tensor)]
-    amounts["squares"] = sum(squares) if squares else ()
-    return AccumState(grads=grads, **amounts)
-
-
-def in_tensors(amounts: AccumState, device: torch.device, squares: bool) -> AccumState:
-    """Amounts as a state, whose tensors lie on a device."""
-    zeros = empty(amounts.grads, device, len(amounts.grads) if squares else None)
-    filled: dict[str, Any] = {}
-    for name, zero in zeros._asdict().items():
-        came = getattr(amounts, name)
-        is_number = isinstance(zero, Tensor) and zero.dim() == 0 and name != "grads"
-        filled[name] = scalar(came, zero.dtype, device) if is_number else came
-    if squares and not isinstance(amounts.squares, Tensor):
-        filled["squares"] = zeros.squares
-    return AccumState(**filled)

@@ -101,7 +101,7 @@ def question_of(batch: Batch, rule: Any, rows: int | None = None, parts: int = 1
     return Question(batch, parts, (rule.has_aux, rule.reduction, rows))
 
 
-class Sums(NamedTuple):
+class Totals(NamedTuple):
     """The totals, and the weights, of a whole and of its parts."""
 
     totals: tuple[float, ...]
@@ -111,7 +111,7 @@ class Sums(NamedTuple):
         """By how much the parts do not add up to the whole."""
         return [abs(whole - sum(parts)) for whole, *parts in self]
 
-    def apart(self, other: "Sums") -> list[float]:
+    def apart(self, other: "Totals") -> list[float]:
         """By how much they differ from those of nudged leaves."""
         pairs = zip(self, other, strict=True)
         return [sum(abs(x - y) for x, y in zip(*each, strict=True)) for each in pairs]
@@ -120,7 +120,7 @@ class Sums(NamedTuple):
         """How much was added."""
         return [sum(map(abs, each)) for each in self]
 
-    def off(self, *others: "Sums") -> float:
+    def off(self, *others: "Totals") -> float:
         """What is missing as a share of what was added here, or elsewhere where that is more."""
         sizes = map(max, zip(self.sizes(), *(x.sizes() for x in others), strict=True))
         shares = [d / size if size else d for d, size in zip(self.missing(), sizes, strict=True)]
@@ -159,7 +159,7 @@ class Inquiry:
             if computed:
                 out = loss(*args)
                 found.insert(0, asked.amount(out, rows))
-            own = Sums(*zip(*found, strict=True))
+            own = Totals(*zip(*found, strict=True))
             coupled = None if own.off() > MOST else False
             if coupled is None:
                 out = None  # its graph would be in memory beside what follows
@@ -258,7 +258,8 @@ class Asked:
             seen, shape = read(out, has_aux)
             entry = enter(seen, shape, rows, reduction)
             self.dtype, self.weighted = _narrower(self.dtype, shape.dtype), shape.weighted
-            numbers = entry.value, entry.weight
+            divides = shape.weighted or reduction == "mean"
+            numbers = entry.value, entry.weight if divides else 0.0
             value, weight = (innermost(x) if isinstance(x, Tensor) else x for x in numbers)
             return float(value) * entry.times, float(weight)
 
@@ -294,7 +295,7 @@ def _apart(put_back: Callable[[], None]) -> Generator[Undo]:
         yield undo
 
 
-def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, Sums]:
+def _judged(asked: Asked, pieces: list[Piece], own: Totals) -> tuple[bool | None, Totals]:
     """Whether a loss is coupled that does not fit by its own numbers, and by which numbers.
 
     None where nobody can tell.
@@ -309,12 +310,12 @@ def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, 
         return own.off() > max(MOST, 64 * asked.unit(pieces[0])), own
     if not _repeats([found[0], found.pop()]):
         return None, own
-    other = Sums(*zip(*found, strict=True))
+    other = Totals(*zip(*found, strict=True))
     exact = own if double else other
     if not exact.off(own, other) > MOST:
         return False, exact
     found = asked.sums(pieces, torch.float64, nudged=True)
-    nudged = exact if found is None else Sums(*zip(*found, strict=True))
+    nudged = exact if found is None else Totals(*zip(*found, strict=True))
     # Of a chaotic loss nothing is left but rounding, in float64 too.
     pairs = zip(exact.missing(), exact.apart(nudged), strict=True)
     return (True if any(not d <= 4 * rounding for d, rounding in pairs) else None), exact
@@ -322,7 +323,7 @@ def _judged(asked: Asked, pieces: list[Piece], own: Sums) -> tuple[bool | None, 
 
 def _repeats(found: list[tuple[float, float]] | None) -> bool:
     """Whether two calls with the same rows, and other random numbers, came to the same."""
-    return found is not None and Sums(*zip(*found, strict=True)).off() <= MOST
+    return found is not None and Totals(*zip(*found, strict=True)).off() <= MOST
 
 
 # Which losses are one ------------------------------------------------------------------------

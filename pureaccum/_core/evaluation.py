@@ -19,12 +19,13 @@ from .auto_size import Size, automatic
 from .batches import Batch, check_sizes, cutting, parts_of_streams, read_microbatch
 from .coupling import LossOfPart, question_of
 from .history import refusing_backward, with_history
+from .layers.order import check_rule
 from .loss import Reduction, advising, counts, is_pair, known_to_all_ranks, mean_of, read, settled
 from .microbatch import Arguments, call_microbatched
-from .microbatch_gradient import Rule, check_rule
 from .outputs import Counted, Whole
 from .precision import Policy, under
 from .reductions import check_reduce
+from .seams import Rule
 from .weights import NoRowsError
 from .whole_batch import evaluate, read_cut
 from .writes import Given, guarding, known_of

@@ -105,7 +105,7 @@ class Shape(NamedTuple):
     static: list[Any]
 
 
-def read(out: Any, has_aux: bool, several: bool = False) -> tuple[Read, Shape]:
+def read(out: Any, has_aux: bool = False, several: bool = False) -> tuple[Read, Shape]:
     """Check what a loss returned and take it apart; it may be a tensor of ``several`` numbers."""
     if has_aux:
         if not is_pair(out):

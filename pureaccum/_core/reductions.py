@@ -200,10 +200,10 @@ def fold_aux(
 
 def share_of(added: Microbatch) -> Tensor:
     """What a microbatch weighs in a mean of its aux."""
-    share = added.share
-    if isinstance(share, Tensor):
-        return share
-    return torch.full_like(local(added.value), share, dtype=torch.float64)
+    weight = added.weight
+    if isinstance(weight, Tensor):
+        return weight
+    return torch.full_like(local(added.value), weight, dtype=torch.float64)
 
 
 def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:

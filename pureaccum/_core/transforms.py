@@ -26,13 +26,16 @@ from .._base.torch_internals import transform_active, without_history
 from .._base.trees import Tree, accumulation_dtype, flatten, unflatten
 from .auto_size import Size, automatic
 from .batches import check_sizes
-from .engines import Engine
 from .history import with_history
+from .layers.order import check_rule
+from .ledger import Flow
 from .loss import Reduction, Shape, advising, divisor, join_aux, mean_of, read, settled
-from .microbatch_gradient import Nonfinite, Rule, check_rule
 from .reductions import check_reduce
+from .seams import Engine, Nonfinite, Rule, Window
+from .sums import kinds_of
 from .weights import divided, term_of, weigh
-from .whole_batch import Accumulation, accumulate, means, read_cut
+from .whole_batch import accumulate, means, question_about, read_cut
+from .windows import GuardedLoss
 from .writes import Given, guarding, known_of
 
 
@@ -121,11 +124,11 @@ def grad_and_value(
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
         def loss_of(leaves: list[Tensor], part: Tree, *_: Any) -> Any:
-            given = list(args)
+            filled = list(args)
             for replaced in (unflatten(spec, leaves), part):
                 for i, arg in replaced.items():
-                    given[i] = arg
-            return told(*given, **kwargs)
+                    filled[i] = arg
+            return told(*filled, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
         if torch_does and not any_sharded(leaves):
@@ -137,20 +140,16 @@ def grad_and_value(
             if size is not None:
                 refuse_autocast_cache(leaves)
             parts = read_cut(batch, size, has_aux)
-            job = Accumulation(
-                call=loss_of,
-                leaves=leaves,
-                spec=spec,
-                batch=parts,
-                rule=rule,
-                at_least=at_least,
-                aux_reduction=aux_reduction,
-                known=known,
-                check=check,
-                alone=True,
-            )
+            given = Given("args", leaves, spec), Given("args", parts.batch.leaves, parts.batch.spec)
+            question = question_about(parts, rule) if check else None
+            loss = GuardedLoss(loss_of, known, given, question)
+            divides = 1.0 if parts.untouched else float(sum(parts.sizes))
+            window = Window(rule=rule, divides=divides)
+            kinds = kinds_of(leaves, [accumulation_dtype(x.dtype, at_least) for x in leaves])
+            flow = Flow(aux_reduction=aux_reduction)
             with outside_inference_mode():
-                grads, value, aux = means(accumulate(job), leaves, reduction)
+                sums = accumulate(loss, parts, window, kinds, flow)
+                grads, value, aux = means(sums, leaves, reduction)
         tree = unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)

@@ -11,8 +11,6 @@ as large as a leaf.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +18,13 @@ from torch import Tensor
 
 from .._base.dtensors import (
     Layouts,
-    any_sharded,
     local,
     replicated,
     true_on_all_ranks,
-    with_all_terms,
 )
 from .._base.torch_internals import foreach_add_, foreach_div_
-from .._base.trees import as_scalar_of, at_once, is_finite, on_host, real_parts, scalars_of
-from .loss import Read, Reduction, Shape, counts, join_aux
+from .._base.trees import as_scalar_of, at_once, is_finite, real_parts, scalars_of
+from .loss import Read, Reduction, Shape, counts
 
 
 LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which is faster
@@ -144,22 +140,13 @@ class Microbatch(NamedTuple):
 
     value: Tensor
     times: float  # its total is value * times
-    weight: float | Tensor
-    share: float | Tensor  # its weight in a mean of aux: its rows where the loss is a plain sum
-    finite: Tensor | None  # None: the total tells
-    aux: Any
+    weight: float | Tensor  # of its mean, and of its aux; its rows where the loss is a plain sum
     dtype: torch.dtype  # of the loss
-    weighted: bool = False  # whether the loss is ``Weighted``
+    weighted: bool  # whether the loss is ``Weighted``
+    finite: Tensor | None = None  # None: the total tells
+    aux: Any = ()
     squares: Tensor | tuple[()] = ()  # see with_squares
     reached: bool = False  # whether the loss reached other ranks
-
-
-class Tally(NamedTuple):
-    """What several microbatches came to."""
-
-    total: Any
-    weight: Any
-    nonfinite: Any
 
 
 class NoRowsError(ValueError):
@@ -171,22 +158,14 @@ def power_of_two(rows: int) -> float:
     return float(1 << max(rows - 1, 0).bit_length())
 
 
-def enter(
-    seen: Read, shape: Shape, rows: int | None, reduction: Reduction, squares: bool = False
-) -> Microbatch:
+def enter(seen: Read, shape: Shape, rows: int | None, reduction: Reduction) -> Microbatch:
     """The entry of a microbatch, from what its loss returned."""
     value, times = seen.total, 1.0
     if isinstance(seen.weight, Tensor):
         value = torch.where(counts(seen.total, seen.weight), seen.total, 0.0)
-        weight = share = seen.weight
-    elif reduction == "sum":  # it has no weight: there is nothing to divide by
-        if squares:
-            raise ValueError(
-                "squares=True (noise=True of a step) came with reduction='sum': the noise of a "
-                "gradient is that of a mean, and a plain sum does not say over what. Use "
-                "reduction='mean', or return Weighted."
-            )
-        weight, share = 0.0, float(rows or 0)
+        weight = seen.weight
+    elif reduction == "sum":
+        weight = float(rows or 0)
     elif rows is None:
         raise NoRowsError(
             "the loss is a mean over rows, but no batch argument holds a tensor that tells how "
@@ -194,28 +173,15 @@ def enter(
             "arguments in batch_argnums."
         )
     else:
-        times = weight = share = float(rows)
+        times = weight = float(rows)
         value = value if rows else torch.zeros_like(value)  # the mean of nothing is NaN
-    aux = join_aux(seen.aux, shape) if shape.aux is not None else ()
     return Microbatch(
-        value=value,
-        times=times,
-        weight=weight,
-        share=share,
-        finite=None,
-        aux=aux,
-        dtype=shape.dtype,
-        weighted=shape.weighted,
+        value=value, times=times, weight=weight, dtype=shape.dtype, weighted=shape.weighted
     )
 
 
 def weigh(
-    seen: Read,
-    rows: int | None,
-    reduction: Reduction,
-    unit: float | None = None,
-    made: dict[Any, Weighing] | None = None,
-    scale: Tensor | None = None,
+    seen: Read, rows: int | None, reduction: Reduction, unit: float | None = None
 ) -> Weighing | None:
     """How the gradient of a microbatch enters the sums; None where it is known to add nothing.
 
@@ -226,32 +192,24 @@ def weigh(
         unit: A power of two, the same for a whole window, of which the sums are multiples: then
             nothing but the cotangent of a mean differs between its microbatches. None: the sums
             are what they say.
-        made: Where to keep it for further microbatches of this window: see ``Wrt``.
-        scale: A loss scale: the sums are those of the scaled loss. It rides on the cotangent, so
-            that no loss in float16 is ever multiplied.
     """
     total = seen.total
     if not isinstance(seen.weight, tuple):
         weight = seen.weight
         power = _power_of_two(weight.detach())
         cotangent = torch.ones_like(total) * (1 / power).to(total.dtype)
-        return Weighing(scaled(cotangent, scale), power / (unit or 1.0), counts(total, weight))
-    if reduction == "mean" and not rows:
+        return Weighing(cotangent, power / (unit or 1.0), counts(total, weight))
+    if reduction == "sum":
+        return Weighing(torch.ones_like(total), 1.0 / (unit or 1.0), None)
+    if not rows:
         return None
-    if reduction == "mean" and unit is None and torch.compiler.is_dynamo_compiling():
+    if unit is None and torch.compiler.is_dynamo_compiling():
         # As a tensor, since a graph may be made for any number of rows.
-        count = torch.full((), rows or 0, dtype=torch.float64, device=total.device)
+        count = torch.full((), rows, dtype=torch.float64, device=total.device)
         power = _power_of_two(count)
-        cotangent = torch.ones_like(total) * (count / power).to(total.dtype)
-        return Weighing(scaled(cotangent, scale), power, None)
-    kind = rows, total.dtype
-    rows = 1 if reduction == "sum" else rows or 0
-    power = 1.0 if reduction == "sum" else unit or power_of_two(rows)
-    cotangent = scaled(torch.full_like(total, rows / power), scale)
-    weighing = Weighing(cotangent, power / (unit or 1.0), None)
-    if made is not None:
-        made[kind] = weighing
-    return weighing
+        return Weighing(torch.ones_like(total) * (count / power).to(total.dtype), power, None)
+    power = unit or power_of_two(rows)
+    return Weighing(torch.full_like(total, rows / power), power / (unit or 1.0), None)
 
 
 def with_squares(
@@ -291,40 +249,6 @@ def _power_of_two(weight: Tensor) -> Tensor:
     return torch.where(weight > 0, power, 1.0)
 
 
-def settle(seen: Sequence[Microbatch]) -> Tally:
-    """Total, weight and the number of microbatches that are not finite, in float64 and int64.
-
-    They are Python's numbers where the host has them, and else tensors.
-    """
-    values = on_host(*[x.value for x in seen])
-    if {float}.issuperset(map(type, values)):
-        each: list[float] = [x * entry.times for x, entry in zip(values, seen, strict=True)]
-        weights = [x.weight.item() if isinstance(x.weight, Tensor) else x.weight for x in seen]
-        flags = [x.finite.item() for x in seen if x.finite is not None]
-        good = sum(flags) if flags else [*map(isfinite, each)].count(True)
-        return Tally(sum(each), sum(weights), len(seen) - good)
-    # Few operations for many entries. A compiler sees to that by itself, and would take the number
-    # of rows for a constant if two of them were compared.
-    alone = torch.compiler.is_dynamo_compiling()
-    if any_sharded([x.value for x in seen]):  # one reduction for all of them
-        values = with_all_terms([x.value for x in seen])
-        seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]
-    alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
-    groups = [torch.stack([x.value for x in group]).double() * times for times, group in alike]
-    totals = groups[0] if len(groups) == 1 else torch.cat(groups)
-    known = sum(entry.weight for entry in seen if not isinstance(entry.weight, Tensor))
-    weights = [entry.weight for entry in seen if isinstance(entry.weight, Tensor)]
-    total = totals.sum()
-    if not weights:  # a compiler would make a graph for each number of rows
-        weight = torch.full_like(total, known) if alone else known
-    else:
-        weight = torch.stack(weights).sum() + known
-    flags = [entry.finite for entry in seen if entry.finite is not None]
-    # inf - inf is NaN; a third of the time of isfinite
-    nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
-    return Tally(total, weight, nonfinite.sum())
-
-
 def total_finite(entry: Microbatch) -> Tensor:
     """Whether the total of a microbatch is finite."""
     return is_finite(entry.value)
@@ -359,7 +283,6 @@ def without_skipped(entry: Microbatch, finite: Tensor) -> Microbatch:
     return entry._replace(
         value=value,
         weight=selected(entry.weight),
-        share=selected(entry.share),
         finite=finite,
         squares=squares,
     )

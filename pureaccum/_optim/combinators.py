@@ -33,7 +33,7 @@ from .._base.trees import (
     unflatten,
     where,
 )
-from .update import Applied, Optimizer, Ready, both_sound, fitting, optimizer_of
+from .update import Applied, Begin, Optimizer, Ready, both_sound, fitting, optimizer_of
 
 
 # Gradient maps -------------------------------------------------------------------------------
@@ -156,23 +156,19 @@ def chain(*parts: Any) -> Optimizer:
         """The states of all parts before the first step."""
         return (*(map.init(params) for map in maps), optimizer.init(params))
 
-    def check(state: Any, params: Flat, root: str) -> None:
+    def check(state: Any, params: Flat, root: str) -> Begin:
         """Check that a state is one of this chain, and that its last part fits these params."""
-        check_parts(state, root)
-        optimizer.check(state[-1], params, f"{root}[{len(maps)}]")
-
-    def check_parts(state: Any, root: str) -> None:
         if not isinstance(state, tuple) or len(state) != len(parts):
             came = f"a tuple of {len(state)}" if isinstance(state, tuple) else _named(state)  # pyright: ignore
             raise TypeError(
                 f"{root} is {came}; a chain of {len(parts)} parts expects the tuple of their "
                 "states that its init or its last call returned. A state of another configuration?"
             )
+        return partial(begin, optimizer.check(state[-1], params, f"{root}[{len(maps)}]"))
 
-    def ready(state: Any, params: Flat, root: str) -> Ready:
+    def begin(begin_last: Begin, state: Any, params: Flat) -> Ready:
         """A step of the chain before it is taken."""
-        check_parts(state, root)
-        last = optimizer.ready(state[-1], params, f"{root}[{len(maps)}]")
+        last = begin_last(state[-1], params)
         return Ready(last.sound, partial(step, state, params, last))
 
     def step(
@@ -198,7 +194,7 @@ def chain(*parts: Any) -> Optimizer:
         stepped, kept = last.apply(grads, applied, donate, norm)
         return stepped, (*new, kept)
 
-    return optimizer_of(init, ready, check, in_graphs=optimizer.in_graphs)
+    return optimizer_of(init, check, in_graphs=optimizer.in_graphs)
 
 
 # Optimizers of anybody's ---------------------------------------------------------------------
@@ -225,7 +221,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
 
     plain: Callable[..., Any] = optimizer.apply
 
-    def ready(state: Any, params: Flat, root: str) -> Ready:
+    def begin(state: Any, params: Flat) -> Ready:
         return Ready(True, partial(step, state, params))  # nobody knows its learning rate
 
     def step(
@@ -248,7 +244,7 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
             new = unflatten(after, hand_over(tree_leaves(old), tree_leaves(new)))
         return new
 
-    return optimizer_of(optimizer.init, ready)
+    return optimizer_of(optimizer.init, lambda state, params, root: begin)
 
 
 def _has(thing: Any, *methods: str) -> bool:
@@ -342,17 +338,22 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
             )
         return of_label
 
-    def check(state: Any, params: Flat, root: str) -> None:
+    def check(state: Any, params: Flat, root: str) -> Begin:
         """Check that a state has those of all labels in use, and that they fit these params."""
-        for label, at in read(state, params[1], root).items():
-            known[label].check(state[label], _picked(params[0], at), f"{root}[{label!r}]")
+        of_label = read(state, params[1], root)
+        begins = {
+            label: known[label].check(state[label], _picked(params[0], at), f"{root}[{label!r}]")
+            for label, at in of_label.items()
+        }
+        return partial(begin, of_label, begins)
 
-    def ready(state: Any, params: Flat, root: str) -> Ready:
+    def begin(
+        of_label: dict[str, dict[str, int]], begins: dict[str, Begin], state: Any, params: Flat
+    ) -> Ready:
         """The steps of all labels before any is taken: all of them are, or none."""
         leaves, spec = params
-        of_label = read(state, spec, root)
         begun = {
-            label: known[label].ready(state[label], _picked(leaves, at), f"{root}[{label!r}]")
+            label: begins[label](state[label], _picked(leaves, at))
             for label, at in of_label.items()
         }
         sound = reduce(both_sound, (one.sound for one in begun.values()))
@@ -378,7 +379,7 @@ def partition(optimizers: Mapping[str, Any], label_of_path: Callable[[str], str]
         return Ready(sound, step)
 
     in_graphs = all(it.in_graphs for it in known.values())
-    return optimizer_of(init, ready, check, in_graphs=in_graphs)
+    return optimizer_of(init, check, in_graphs=in_graphs)
 
 
 def _picked(leaves: list[Tensor], at: Mapping[str, int]) -> Flat:

@@ -21,7 +21,7 @@ from .._base.states import Spoiled, loadable, mark, taken, with_settings
 from .._base.torch_internals import any_tangent, transform_active
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
-from .update import Applied, Optimizer, Ready, optimizer_of
+from .update import Applied, Begin, Optimizer, Ready, optimizer_of
 
 
 @loadable
@@ -75,7 +75,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
     # Which parts of the state of leaves of such shapes are Python numbers, once known.
     seen: dict[Any, dict[StatePath, Any]] = {}
 
-    def begin(params: list[Tensor], grads: list[Tensor], rate: Any) -> torch.optim.Optimizer:
+    def begun(params: list[Tensor], grads: list[Tensor], rate: Any) -> torch.optim.Optimizer:
         for param, grad in zip(params, grads, strict=True):
             param.requires_grad_()
             param.grad = grad.to(param.dtype, copy=True)  # some classes write to it, or keep it
@@ -91,7 +91,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         copies = [x.detach().clone() for x in leaves]
         ones = [torch.ones_like(x) for x in copies]
         # A rate that any class takes: a schedule is asked for those of true steps alone.
-        optimizer = begin(copies, ones, 1e-3)
+        optimizer = begun(copies, ones, 1e-3)
         group = _encoded(_numbers(optimizer, lr), (), {})
         optimizer.step()
         kinds = seen.setdefault(_likeness(leaves), {})
@@ -109,7 +109,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             count = with_settings(torch.zeros((), dtype=torch.int64, device="cpu"), settings)
             return TorchState(count, tree_map(torch.zeros_like, per_leaf), group)
 
-    def check(state: Any, params: Flat, root: str) -> None:
+    def check(state: Any, params: Flat, root: str) -> Begin:
         """Check that a state is one of this class and of these params."""
         check_state(state, TorchState, f"from_torch({cls.__name__})", root)
         if len(state.per_leaf) != len(params[0]):
@@ -117,11 +117,11 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
                 f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(params[0])} leaves of "
                 "params. A state belongs to the params that it was made from by init."
             )
+        return begin
 
-    def ready(state: Any, params: Flat, root: str) -> Ready:
+    def begin(state: Any, params: Flat) -> Ready:
         """A step of the class before it is taken."""
         _refuse_transforms(cls, [])
-        check(state, params, root)
         leaves, spec = params
         with _plainly():
             rate = rate_at(lr, state.steps) if callable(lr) else state.group.get("lr", lr)
@@ -148,7 +148,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             started = state.steps.item() > 0
             if started and _likeness(given) not in seen:
                 first_step(given)
-            optimizer = begin(work, terms, rate)
+            optimizer = begun(work, terms, rate)
             numbers: dict[StatePath, Any] = {}
             _encoded(_numbers(optimizer, lr), (), numbers)
             optimizer.param_groups[0].update(_decoded(kept.group, (), numbers))
@@ -170,7 +170,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
             mark([*given, *tree_leaves(state)])
         return unflatten(spec, [x.detach() for x in work]), kept
 
-    return optimizer_of(init, ready, check, in_graphs=False)
+    return optimizer_of(init, check, in_graphs=False)
 
 
 def _check_class(cls: Any) -> None:

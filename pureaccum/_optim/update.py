@@ -1,7 +1,8 @@
 """What an optimizer is, and how those of ours take a step, or leave every bit as it was.
 
     init      zeros, and the learning rate if it is a number
-    ready     check that the state fits; ask the schedule for the learning rate
+    check     whether the state fits, which its structure alone decides
+    begin     ask the schedule for the learning rate
     step      the next columns, by torch's kernel or by the formula, as trees again
 
 At eager top level torch's own kernel does the arithmetic, in place on copies, or on a donated state
@@ -55,6 +56,9 @@ class Ready(NamedTuple):
     apply: Callable[[list[Tensor], Applied, bool, Tensor | None], tuple[Tree, Any]]
 
 
+Begin = Callable[[Any, Flat], Ready]
+
+
 def both_sound(a: bool | Tensor, b: bool | Tensor) -> bool | Tensor:
     """Whether two learning rates can both be used."""
     if isinstance(a, bool):
@@ -73,27 +77,24 @@ class Optimizer(NamedTuple):
             changes them. It computes with whatever learning rate there is: one of NaN gives
             parameters of NaN, and it is a training step that does not apply such a step.
         check: ``check(state, params, root)`` raises where a state, named so, does not fit; params
-            are taken apart: leaves and structure.
-        ready: ``ready(state, params, root)`` is the same up to where the gradients are needed: it
-            checks the state, and asks the schedule for the learning rate.
+            are taken apart: leaves and structure. It gives ``begin(state, params)``, for all states
+            and params of this structure, which asks for the learning rate: ``Ready``.
         in_graphs: Whether it can be compiled; a step that compiles itself then compiles all else.
     """
 
     init: Callable[[Tree], Any]
     apply: Callable[..., tuple[Tree, Any]]
-    check: Callable[[Any, Flat, str], object]
-    ready: Callable[[Any, Flat, str], Ready]
+    check: Callable[[Any, Flat, str], Begin]
     in_graphs: bool = True
 
 
 def optimizer_of(
     init: Callable[[Tree], Any],
-    ready: Callable[[Any, Flat, str], Ready],
-    check: Callable[[Any, Flat, str], object] = lambda state, params, root: None,
+    check: Callable[[Any, Flat, str], Begin],
     *,
     in_graphs: bool = True,
 ) -> Optimizer:
-    """An optimizer whose ``apply`` is ``ready``, and then the step."""
+    """An optimizer whose ``apply`` checks the state, begins, and takes the step."""
 
     def apply(
         grads: Tree,
@@ -105,12 +106,12 @@ def optimizer_of(
     ) -> tuple[Tree, Any]:
         """The next params and state; where ``applied`` is false, the old ones bit for bit."""
         flat = read_params(params)
-        begun = ready(state, flat, "state")
+        begun = check(state, flat, "state")(state, flat)
         terms = fitting(grads, flat, ("grads", "params"), "There is one gradient for each leaf.")
         told = True if applied is None else known(applied)
         return begun.apply(terms, cast(Applied, applied if told is None else told), donate, None)
 
-    return Optimizer(init=init, apply=apply, check=check, ready=ready, in_graphs=in_graphs)
+    return Optimizer(init=init, apply=apply, check=check, in_graphs=in_graphs)
 
 
 def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str) -> list[Tensor]:
@@ -157,7 +158,7 @@ class Method(NamedTuple):
 def by_method(method: Method, settings: dict[str, Any]) -> Optimizer:
     """An optimizer of ours; ``settings`` are what torch calls its other arguments."""
     init = partial(_init, method, settings)
-    return optimizer_of(init, partial(_ready, method), partial(_check, method))
+    return optimizer_of(init, partial(_check, method))
 
 
 def _init(method: Method, settings: dict[str, Any], params: Tree) -> Any:
@@ -174,27 +175,27 @@ def _init(method: Method, settings: dict[str, Any], params: Tree) -> Any:
     return method.state(steps=with_settings(steps, settings), lr=lr, **trees)
 
 
-def _check(method: Method, state: Any, params: Flat, root: str) -> Columns:
-    """Check that a state is one of this method and fits these params; gives the columns of both."""
+def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
+    """Check that a state is one of this method and fits these params."""
     check_state(state, method.state, method.owner, root)
     check_kept(method.lr, state.lr, root)
-    columns = [params[0]]
     for name, kept in method.trees:
         if kept:
             cause = "A state belongs to the params that it was made from by init."
             names = f"{root}.{name}", "params"
-            columns.append(fitting(getattr(state, name), params, names, cause))
+            fitting(getattr(state, name), params, names, cause)
         elif tree_leaves(getattr(state, name)):
             raise ValueError(
                 f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
                 "another configuration?"
             )
-    return columns
+    return partial(_begin, method)
 
 
-def _ready(method: Method, state: Any, params: Flat, root: str) -> Ready:
+def _begin(method: Method, state: Any, params: Flat) -> Ready:
     """A step of a method before it is taken."""
-    columns = _check(method, state, params, root)
+    trees = [tree_leaves(getattr(state, name)) for name, kept in method.trees if kept]
+    columns = [params[0], *trees]
     rate = state.lr if isinstance(method.lr, float) else rate_at(method.lr, state.steps)
     if transform_active():  # a graph moves it once, and not for every dtype
         rate = moved(rate, columns[0][0].device)
@@ -213,7 +214,7 @@ def _step(
     donate: bool,
     norm: Tensor | None,
 ) -> tuple[Tree, Any]:
-    """The next params and state, from the columns of both that ``_check`` gave."""
+    """The next params and state, from the columns of both."""
     pairs = zip(grads, columns[0], strict=True)
     terms = [g if g.dtype == x.dtype and not g.is_sparse else _dense(g, x.dtype) for g, x in pairs]
     own = (writes := may_write()) and donate

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -183,9 +184,10 @@ def _apply(
     with nullcontext() if compiling else unnoticed():
         if compiling or not _fits(params, names.params):
             _check(params, names.params, names.tied, "params", "parameter")
-        if compiling or not (buffers == () or _fits(buffers, names.buffers)):
+        none = type(buffers) in (dict, tuple) and not buffers
+        if compiling or not (none or _fits(buffers, names.buffers)):
             _check(buffers, names.buffers, names.tied, "buffers", "buffer")
-        if [x.requires_grad for x in names.own] != names.required:
+        if [*map(_REQUIRES_GRAD, names.own)] != names.required:
             raise _other_gradients(names)
     if len(buffers) < len(names.buffers):
         missing = next(name for name in names.buffers if name not in buffers)
@@ -259,10 +261,11 @@ def _fits(given: Any, shapes: dict[str, torch.Size]) -> bool:
     """Whether a dict holds tensors of these names and shapes. The loops are C's."""
     if type(given) is not dict or not _PLAIN.issuperset(map(type, given.values())):
         return False
-    return [x.shape for x in given.values()] == [*map(shapes.get, given)]
+    return [*map(_SHAPE, given.values())] == [*map(shapes.get, given)]
 
 
 _PLAIN = {Tensor, nn.Parameter}
+_SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
 
 
 def _check(

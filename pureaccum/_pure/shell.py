@@ -275,7 +275,10 @@ def _call_shell(
         for table, key in slots[name]:
             table[key] = tensor
     out = shell.modules[0](*args, **kwargs)
-    held = {name: table[key] for name in wanted for table, key in slots[name][:1]}
+    held: dict[str, Any] = {}
+    for name in wanted:
+        table, key = slots[name][0]
+        held[name] = table[key]
     if changed(shell.ours):
         put_back_attributes(places.modules)
         _assign(places, shell)

@@ -30,15 +30,16 @@ from .._base.refusals import vmap_refusal
 from .._base.torch_internals import (
     at_top_level,
     forward_ad_active,
-    gradients,
     may_write,
     transform_active,
 )
 from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
 from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
-from .._core.engines import Engine, Pull, Wrt, alone, as_they_are, prepare, run_window
-from .._core.loss import join_aux
+from .._core.engines import Way, pulled, remembering_modules, under_transforms
+from .._core.loss import join_aux, read
 from .._core.recomputation import captures_are_sought
+from .._core.seams import Engine, Portion, Recorded, Seams
+from .._core.windows import run_window
 from .._core.writes import Given, Known, guarding
 from .outer_products import Outer
 from .scaling import Clip, Transform, norms_as_tree, parts_of, scaled_and_kept, scalings_of
@@ -170,12 +171,8 @@ def _chunks(
     parts: list[list[int]],
 ) -> Iterator[Chunk]:
     """The samples of a batch, a chunk at a time."""
-    if how.engine == "vmap" and (how.carries_graph or transform_active() or forward_ad_active()):
-        # Nothing is detached where results carry an outer graph.
-        wrt = as_they_are(leaves)
-    else:
-        wrt = prepare(leaves, _ENGINES[how.engine], known)
-    wrt = wrt._replace(several=how.several)
+    # Nothing is detached where results carry an outer graph.
+    follows = how.carries_graph or transform_active() or forward_ad_active()
     size = how.chunk_size or max(batch.rows or 0, 1)
     recorded = (
         how.carries_graph and torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
@@ -188,8 +185,11 @@ def _chunks(
         if short is not None and not known.unseen:
             chunk = short(call, leaves, spec, part, how, parts)
         if chunk is None:
-            way = partial(_chunk, call, spec=spec, part=part, how=how, parts=parts)
-            chunk = run_window(way, wrt)
+            window = partial(_chunk, call, spec=spec, part=part, how=how, parts=parts)
+            if how.engine == "vmap" and follows:
+                chunk = window(Way(forward=under_transforms, leaves=leaves, detach=None))
+            else:
+                chunk = run_window(window, leaves, _ENGINES[how.engine], known)
             known.unseen |= short is not None  # and so it is not tried in vain again
         yield chunk
 
@@ -199,7 +199,7 @@ _ENGINES: dict[SampleEngine, Engine] = {"vmap": "func", "autograd": "autograd"}
 
 def _chunk(
     call: SampleLoss,
-    wrt: Wrt,
+    way: Way,
     spec: optree.PyTreeSpec,
     part: Tree,
     how: Sampling,
@@ -207,12 +207,14 @@ def _chunk(
 ) -> Chunk:
     tensors, sample_of = samples_of(part, how)
     specs: dict[str, optree.PyTreeSpec] = {}
+    reading = partial(read, has_aux=how.has_aux, several=how.several)
+    seams = Seams(loss=lambda leaves, sample, *_: call(leaves, sample), read=reading, term=_no_term)
 
     def one(*tensors: Tensor) -> Any:
-        seen, shape, pull, _ = wrt.forward(call, (sample_of(tensors),), wrt, {}, how.has_aux)
-        total = seen.total
-        seen = alone(seen, wrt)
-        each = _pulled(total, pull, wrt, how)
+        own, around = remembering_modules(seams, way) if way.remembers else (seams, way)
+        recorded = way.forward(own, Portion(sample_of(tensors), 1, (), None), around)
+        seen, shape = recorded.seen, recorded.shape
+        each = _pulled(recorded, around, how)
         grads = unflatten(spec, each)
         norms = [global_norm([each[i] for i in its]) for its in parts] if needs_norms(how) else []
         norm = norms_as_tree(how.transform, norms) if norms else None
@@ -241,6 +243,10 @@ def _chunk(
     )
 
 
+def _no_term(*_: Any) -> Any:
+    raise AssertionError  # samples enter no sums
+
+
 def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling) -> Any:
     if how.engine == "autograd":
         outs = [one(*row) for row in zip(*tensors, strict=True)]
@@ -253,16 +259,13 @@ def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling)
         raise RuntimeError(why) from error
 
 
-def _pulled(total: Tensor, pull: Pull | None, wrt: Wrt, how: Sampling) -> list[Tensor]:
+def _pulled(recorded: Recorded, way: Way, how: Sampling) -> list[Tensor]:
     """The gradient of a loss; of several numbers their gradients, in one vmapped backward pass."""
+    total = recorded.seen.total
 
     def of(cotangent: Tensor) -> list[Tensor]:
-        grads: Sequence[Tensor | None] = [None] * len(wrt.leaves)
-        if pull is None and total.requires_grad:
-            grads = gradients(total, wrt.leaves, cotangent, again=total.dim() > 0)
-        elif pull is not None:
-            grads = pull(cotangent)
-        return [_gradient_of(x, g) for x, g in zip(wrt.leaves, grads, strict=True)]
+        grads = pulled(recorded, cotangent, way)
+        return [_gradient_of(x, g) for x, g in zip(way.leaves, grads, strict=True)]
 
     if total.dim() == 0:
         return of(torch.ones_like(total))
@@ -273,7 +276,7 @@ def _pulled(total: Tensor, pull: Pull | None, wrt: Wrt, how: Sampling) -> list[T
     elif many:
         rows = [torch.stack(xs) for xs in zip(*map(of, basis), strict=True)]
     else:
-        rows = [x.new_zeros(0, *x.shape) for x in wrt.leaves]
+        rows = [x.new_zeros(0, *x.shape) for x in way.leaves]
     return [x.view(*shape, *x.shape[1:]) for x in rows]
 
 

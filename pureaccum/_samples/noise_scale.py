@@ -17,7 +17,7 @@ from torch import Tensor
 from .._base.checks import check_number, check_state, read_params
 from .._base.states import loadable
 from .._base.trees import Tree, flatten, norm, paths, tree_leaves, tree_map, where
-from .._core.accumulator import AccumState
+from .._core.ledger import AccumState
 from .reducers import Moments
 
 

@@ -40,8 +40,9 @@ from .._base.dtensors import (
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import may_write, transform_active
 from .._base.trees import Tree, add, flatten, tree_leaves, tree_map, unflatten
-from .._core.accumulator import NO_GRAPH, AccumState, Accumulator, check_squares, empty, read_state
+from .._core.accumulator import NO_GRAPH, Accumulator
 from .._core.history import refusing_backward, with_history
+from .._core.ledger import AccumState, check_squares, empty, read_state
 from .._core.loss import counts, divisor, mean_value
 from .._core.reductions import is_reducer
 from .._core.writes import known_of

@@ -37,7 +37,7 @@ from .graphs import (
     finished_aux,
     has_cuda_graphs,
     programs,
-    reduced,
+    reduced_aux,
     renewed,
     seen_of,
     unit_of,
@@ -51,6 +51,7 @@ from .state import (
     StepInfo,
     StepWindow,
     TrainState,
+    begun_by,
     check_window,
     read_train_state,
     recording,
@@ -89,7 +90,8 @@ class CompiledStep:
         self.graph = programs(plan, settings)
         # DTensors are summed by each rank where they lie, which no graph of torch's does: of a
         # step over them the loss alone is compiled.
-        self.of_dtensors = plan._replace(loss_fn=torch.compile(plan.loss_fn, **settings))
+        compiled = torch.compile(plan.calling.loss_fn, **settings)
+        self.of_dtensors = plan._replace(calling=plan.calling._replace(loss_fn=compiled))
         self.recorded = has_cuda_graphs(settings)
         told_apart = not settings.get("dynamic")
         self.of_batches = Shapes({}, {}, told_apart)
@@ -121,11 +123,11 @@ class CompiledStep:
             return step_whole(plan, state, batch)
         refuse_autocast_cache([state.samples])
         began = state
-        if plan.group is not None and plan.keys:
+        if plan.group is not None and plan.calling.keys:
             rows = read_batch(batch).rows or 0
             first = state.samples + before_this_rank(plan, state, rows)
             began = state._replace(samples=first)
-        if kind not in self.asked or not knows(plan.known, *given, asked=self.asked[kind]):
+        if kind not in self.asked or not knows(plan.calling.known, *given, asked=self.asked[kind]):
             note, number = partial(self.asked.__setitem__, kind), next(self.looks)
             with telling_ranks(plan, state):
                 look(plan, state, read_batch(batch), "batch", note, number)
@@ -137,8 +139,8 @@ class CompiledStep:
         def call(recipe: Recipe) -> Any:
             parts = recipe.arrange(leaves)
             if recipe.form == "loop":
-                return self.looped(recipe, began, plan.shared, parts.pieces, eagerly)
-            return self.finished(state, old, (plan.shared, parts), eagerly, recipe)
+                return self.looped(recipe, began, plan.calling.shared, parts.pieces, eagerly)
+            return self.finished(state, old, (plan.calling.shared, parts), eagerly, recipe)
 
         came = self.run(kind, make, call)
         if self.recipes[kind].form != "loop":
@@ -156,7 +158,7 @@ class CompiledStep:
         Returns:
             Whether there is anything to compile: whether it has rows, or no tensor tells.
         """
-        read_train_state(plan, state, plan.optimizer.check)
+        begun_by(plan, state, read_train_state(plan, state))
         flat = read_batch(batch)
         check_keys(plan, flat)
         if plan.size is not None:
@@ -178,7 +180,7 @@ class CompiledStep:
     ) -> Any:
         """The window with one more microbatch, or ``(window, aux)``."""
         new, seen, _ = self.updated(state, window, microbatch, shared, offset)
-        return (new, seen[0]) if self.plan.has_aux else new
+        return (new, seen[0]) if self.plan.calling.has_aux else new
 
     @compiling(folded_window)
     def folded(
@@ -191,7 +193,7 @@ class CompiledStep:
     ) -> tuple[StepWindow, AuxState | None]:
         """The window with one more microbatch, and what has been reduced of aux with its own."""
         new, seen, rows = self.updated(state, window, microbatch, shared)
-        return new, reduced(self.plan, aux, seen, rows)
+        return new, reduced_aux(self.plan, aux, seen, rows)
 
     def updated(
         self,
@@ -216,7 +218,7 @@ class CompiledStep:
         kind = "more", *kind_of(old, *told)
         if kind not in self.recipes:
             check_values(self.values, *told)
-        if kind not in self.asked or not knows(plan.known, *told, asked=self.asked[kind]):
+        if kind not in self.asked or not knows(plan.calling.known, *told, asked=self.asked[kind]):
             look(plan, state, flat, "microbatch", partial(self.asked.__setitem__, kind))
         rows = window.rows + flat.rows
         own = window if plan.donate else tree_map(torch.clone, window)
@@ -230,7 +232,7 @@ class CompiledStep:
 
         def call(recipe: Recipe) -> Any:
             (part,) = recipe.arrange(flat.leaves).pieces
-            args = own, state, plan.shared, part, None
+            args = own, state, plan.calling.shared, part, None
             return attempt(self.graph("more", True, (recipe.key, None)), args, eagerly, plan.donate)
 
         left, seen = self.run(kind, make, call)
@@ -262,7 +264,8 @@ class CompiledStep:
         old = flatten(state)
         kind = old[1], flatten(window)[1]
         if kind not in self.fitting:
-            params, _ = read_train_state(self.plan, state, self.plan.optimizer.check)
+            params = read_train_state(self.plan, state)
+            begun_by(self.plan, state, params)
             check_window(self.plan, state, window, params)
             self.fitting.add(kind)
         refuse_autocast_cache([state.samples])
@@ -305,8 +308,8 @@ class CompiledStep:
                 args = window, *args
                 left, seen = attempt(self.graph("more", True, key), args, eagerly)
                 window = renewed(flatten(window), left)
-            rows = read_batch(part).rows if self.plan.has_aux else 0
-            aux = reduced(self.plan, aux, seen, rows or 0)
+            rows = read_batch(part).rows if self.plan.calling.has_aux else 0
+            aux = reduced_aux(self.plan, aux, seen, rows or 0)
         assert window is not None
         return window, finished_aux(aux)
 
@@ -361,19 +364,19 @@ def look(
     size, parts = size_of(plan) if root == "batch" else batch.rows, [batch]
     if root == "batch" and size is not None:
         parts = [read_batch(part) for part in cut_batch(batch, size)]
-    cut = plan.check and size is not None and (root != "batch" or len(parts) > 1)
-    if not any(answer.coupled for answer in plan.known.answers.values()):
+    cut = plan.calling.check and size is not None and (root != "batch" or len(parts) > 1)
+    if not any(answer.coupled for answer in plan.calling.known.answers.values()):
         parts = [parts[number % len(parts)]]
     of_leaves = Given("state.params", leaves, spec), *what_is_shared(plan)
     given, call = (*of_leaves, Given(root, batch.leaves, batch.spec)), caller(plan, state, spec)
     for own in parts:
         question = question_of(own, plan.rule) if cut else None
         note(question and question.kind)  # not the rows
-        with guarding(plan.known, *given, question=question) as guarded:
+        with guarding(plan.calling.known, *given, question=question) as guarded:
             if (watched := guarded(call)) is not call:
                 with put_back(state.samples.device), torch.enable_grad():
                     part = unflatten(own.spec, own.leaves)
-                    carried = begin_buffers(plan.buffers, state.buffers), 0
+                    carried = begin_buffers(plan.calling.buffers, state.buffers), 0
                     wrt = [x.detach().requires_grad_() for x in leaves]
                     watched(wrt, part, own.rows or 1, carried)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._base.refusals import CompileError
 from .._base.trees import paths
-from .._core.microbatch_gradient import Rule
+from .._core.seams import Rule
 from .._core.writes import Given
 
 

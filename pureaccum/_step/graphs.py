@@ -25,7 +25,7 @@ from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .._core.batches import read_batch
 from .._core.reductions import AuxState, Stack, finish_aux, fold_stack, share_of, stack_of_one
 from .._core.weights import Microbatch, power_of_two
-from .microbatch_loss import caller
+from .microbatch_loss import caller, given
 from .recipes import Arranged
 from .scan import add_together, scanned
 from .state import Plan, StepInfo, StepWindow, TrainState, size_of
@@ -47,12 +47,12 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     made: dict[Any, Program] = {}
 
     def whole(state: TrainState, shared: Shared, batch: Arranged) -> Any:
-        return whole_step(plan._replace(shared=shared), state, batch)
+        return whole_step(given(plan, shared), state, batch)
 
     def more(
         window: StepWindow, state: TrainState, shared: Shared, part: Tree, unit: float | None
     ) -> Any:
-        own = plan._replace(shared=shared)
+        own = given(plan, shared)
         new, entry, _ = updated_window(own, state, window, part, unit)
         return new, seen_of(own, entry)
 
@@ -100,12 +100,12 @@ def whole_step(plan: Plan, state: TrainState, batch: Arranged) -> tuple[TrainSta
             # never entered outside. The compiler drops what nobody uses.
             more, (_, like) = one, one(window, tree_map(_first, batch.groups))
         window, seen = scanned(more, window, batch.groups, like)
-        aux = reduced(plan, aux, seen, size_of(plan) or 1, stacked=True)
+        aux = reduced_aux(plan, aux, seen, size_of(plan) or 1, stacked=True)
     if batch.group is not None:
         window, _ = several(window, batch.group)
     for piece in batch.pieces:
         window, seen = one(window, piece)
-        aux = reduced(plan, aux, seen, read_batch(piece).rows or 0)
+        aux = reduced_aux(plan, aux, seen, read_batch(piece).rows or 0)
     return applied_window(plan, state, window, unit, finished_aux(aux))
 
 
@@ -114,30 +114,30 @@ def untouched(
 ) -> tuple[TrainState, StepInfo]:
     """A step over a batch that the loss sees at once: it passes through, and its mean weighs 1."""
     window, entry, held = updated_window(plan, state, window, batch, 1.0, counts=1)
-    aux = reduced(plan, None, seen_of(plan, entry), held)
+    aux = reduced_aux(plan, None, seen_of(plan, entry), held)
     rows = 1.0 if entry.weighted else float(held or 1)
     return applied_window(plan, state, window, 1.0, finished_aux(aux), rows)
 
 
 def seen_of(plan: Plan, entry: Microbatch) -> Seen:
     """What is kept of a microbatch to reduce its aux: that, its share, and whether it is finite."""
-    if not plan.has_aux:
+    if not plan.calling.has_aux:
         return NOTHING
     return entry.aux, share_of(entry), () if entry.finite is None else entry.finite
 
 
-def reduced(
+def reduced_aux(
     plan: Plan, aux: AuxState | None, seen: Seen, rows: int, *, stacked: bool = False
 ) -> AuxState | None:
     """What has been reduced of aux, with that of one more microbatch, or of some, stacked."""
-    if not plan.has_aux:
+    if not plan.calling.has_aux:
         return None
     out, share, finite = seen
     finite = finite if isinstance(finite, Tensor) else None
     if not stacked:
-        return fold_stack(aux, stack_of_one(out, share, finite), rows, plan.aux_reduction)
+        return fold_stack(aux, stack_of_one(out, share, finite), rows, plan.calling.aux_reduction)
     leaves, spec = flatten(out)
-    return fold_stack(aux, Stack(spec, leaves, share, finite), rows, plan.aux_reduction)
+    return fold_stack(aux, Stack(spec, leaves, share, finite), rows, plan.calling.aux_reduction)
 
 
 def finished_aux(aux: AuxState | None) -> Tree:

@@ -36,8 +36,13 @@ def caller(
     The first row of the step has the number ``first``, or that of the next one of the run. A batch
     at hand has ``total`` rows.
     """
-    loss_fn, shared = plan.loss_fn, plan.shared
-    if plan.buffers is None and not plan.keys and (plan.policy is None or not plan.has_aux):
+    calling = plan.calling
+    loss_fn, shared = calling.loss_fn, calling.shared
+    if (
+        calling.buffers is None
+        and not calling.keys
+        and (calling.policy is None or not calling.has_aux)
+    ):
 
         def plainly(leaves: list[Tensor], part: Tree, rows: int, carried: Any) -> Any:
             params = unflatten(spec, leaves)
@@ -49,31 +54,31 @@ def caller(
 
         return plainly
     loss_fn = advising(loss_fn, 1)
-    attempt = fold_in(state.key, state.attempts) if plan.keys else None
+    attempt = fold_in(state.key, state.attempts) if calling.keys else None
     first = state.samples if first is None else first
 
     def call(leaves: list[Tensor], part: Tree, rows: int, carried: tuple[Any, Any]) -> Any:
         buffers, before = carried
         named: dict[str, Any] = {}
-        if plan.buffers:
+        if calling.buffers:
             named["buffers"] = buffers.values
         if attempt is not None:
             named["keys"] = keys_of(part, attempt, first, before, rows, total)
         params = unflatten(spec, leaves)
         collected: Any = ()
-        if plan.buffers is None:
+        if calling.buffers is None:
             out = loss_fn(params, part, *shared, **named)
-            if not plan.has_aux or not is_pair(out):  # the engine says what is wrong with it
+            if not calling.has_aux or not is_pair(out):  # the engine says what is wrong with it
                 return out
             loss, aux = out
         else:
-            with watching(plan.buffers) as seen:
+            with watching(calling.buffers) as seen:
                 out = loss_fn(params, part, *shared, **named)
-            loss, new, aux = _three(out, plan.has_aux)
-            collected = collect_buffers(plan.buffers, seen, new, buffers.values)
-        if plan.policy is not None:
-            aux = plan.policy.cast_to_output(aux)
-        return loss, aux if plan.buffers is None else (collected, aux)
+            loss, new, aux = _three(out, calling.has_aux)
+            collected = collect_buffers(calling.buffers, seen, new, buffers.values)
+        if calling.policy is not None:
+            aux = calling.policy.cast_to_output(aux)
+        return loss, aux if calling.buffers is None else (collected, aux)
 
     return call
 
@@ -95,18 +100,23 @@ def sharing(plan: Plan, shared: tuple[Any, ...]) -> Plan:
     if not shared:
         return plan
     leaves, spec = open_tree(shared)
-    return plan._replace(shared=unflatten(spec, leaves))
+    return given(plan, unflatten(spec, leaves))
+
+
+def given(plan: Plan, shared: tuple[Any, ...]) -> Plan:
+    """The plan of a call that gives the loss these, which are trees of tensors."""
+    return plan._replace(calling=plan.calling._replace(shared=shared))
 
 
 def what_is_shared(plan: Plan) -> tuple[Given, ...]:
     """What the loss is given beside the batch, by name; in a graph, where nobody asks, nothing."""
-    told = plan.shared and not torch.compiler.is_dynamo_compiling()
-    return (Given("shared", *flatten(plan.shared)),) if told else ()
+    told = plan.calling.shared and not torch.compiler.is_dynamo_compiling()
+    return (Given("shared", *flatten(plan.calling.shared)),) if told else ()
 
 
 def check_keys(plan: Plan, batch: Batch) -> None:
     """Check that the rows of a batch can be given keys, if they are to be."""
-    if plan.keys:
+    if plan.calling.keys:
         need_rows(batch)
 
 
@@ -129,9 +139,9 @@ def onwards(
     One that weighs nothing leaves the buffers as they were, but for those that may be of all ranks.
     """
     buffers, before = carried
-    if plan.buffers:
+    if plan.calling.buffers:
         collected, aux = entry.aux
-        keep = entry.share != 0 if isinstance(entry.share, Tensor) else None
-        buffers = advance_buffers(plan.buffers, buffers, collected, keep, entry.reached)
+        keep = entry.weight != 0 if isinstance(entry.weight, Tensor) else None
+        buffers = advance_buffers(plan.calling.buffers, buffers, collected, keep, entry.reached)
         entry = entry._replace(aux=aux)
     return (buffers, before + rows), entry

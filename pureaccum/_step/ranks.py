@@ -32,10 +32,10 @@ from .._base.checks import read_params
 from .._base.dtensors import refuse_sharded
 from .._base.torch_internals import at_top_level, differentiated, differentiating
 from .._base.trees import Tree, flatten, unflatten, zeros_for_sums
-from .._core.accumulator import AccumState, empty
 from .._core.buckets import meet
 from .._core.causes import CoupledLossError
 from .._core.exchange import any_rank, exchange, gather_one
+from .._core.ledger import AccumState, empty
 from ..distributed import begin_sum
 from .buffers import Carried, LayerMoments, batch_norm_buffers, begin_buffers, merged_moments
 from .state import Plan, StepWindow, TrainState
@@ -53,9 +53,9 @@ def agreement_of(plan: Plan, compile: Any) -> Agreement:
         "nonfinite": rule.nonfinite,
         "noise": rule.squares,
         "loss_scale": plan.loss_scale,
-        "policy": plan.policy,
-        "buffers": plan.buffers,
-        "keys": plan.keys,
+        "policy": plan.calling.policy,
+        "buffers": plan.calling.buffers,
+        "keys": plan.calling.keys,
         "compile": compile,
     }
     settings: dict[str, str] = {}
@@ -118,7 +118,7 @@ def of_all_ranks(
     claimed = _claimed(plan, state, window.accum, refused)
     accum, of_all = begin_sum(window.accum, plan.group, claimed, window.rows, unit=unit)()
     buffers = window.buffers
-    if plan.buffers not in (None, "freeze"):
+    if plan.calling.buffers not in (None, "freeze"):
         buffers = _pooled(buffers, plan.group)
     return accum, (buffers, of_all.sum().to(torch.int64))
 
@@ -182,7 +182,7 @@ def telling_ranks(plan: Plan, state: TrainState) -> Generator[None]:
         nothing = zeros_for_sums(flatten(state.params)[0], torch.float32)
         count = len(nothing) if plan.rule.squares else None
         accum = empty(nothing, state.samples.device, count)
-        buffers = begin_buffers(plan.buffers, state.buffers)
+        buffers = begin_buffers(plan.calling.buffers, state.buffers)
         window = StepWindow(accum, buffers, torch.zeros_like(state.samples))
         with suppress(ValueError):  # the others raise that
             of_all_ranks(plan, state, window, refused=str(error).partition(". ")[0])
@@ -213,8 +213,8 @@ def _under_transforms(
     zero = nothing_of(given, window.rows.device)
     accum = window.accum._replace(grads=[grad * unit for grad in window.accum.grads])
     accum, rows = exchange("total", tied((accum, window.rows), zero), plan.group)
-    if plan.buffers in (None, "freeze"):  # not those of this rank, which are copies
-        return accum, (begin_buffers(plan.buffers, state.buffers), rows)
+    if plan.calling.buffers in (None, "freeze"):  # not those of this rank, which are copies
+        return accum, (begin_buffers(plan.calling.buffers, state.buffers), rows)
     leaves, spec = flatten(window.buffers.values)
     moments = window.buffers.moments
     leaves += [torch.stack(moments)] if moments else []

@@ -60,7 +60,7 @@ class Recipe(NamedTuple):
     free: Freedom
 
 
-class Cut(NamedTuple):
+class Arrangement(NamedTuple):
     """How the rows of a batch are arranged."""
 
     groups: int  # of microbatches that a scan takes together, one by one or several at once
@@ -103,7 +103,7 @@ def recipe_for(
     name, size = form_of(plan, state, flat), size_of(plan)
     free = free or Freedom(together(plan, state, flat) if name == "scan" else 1)
     cut = cut_of(name, flat.rows or 0, size, free.several)
-    (beside, shared_spec), (held, held_spec) = flatten(plan.shared), flatten(state)
+    (beside, shared_spec), (held, held_spec) = flatten(plan.calling.shared), flatten(state)
     apart = shapes.told_apart
     looks = *looks_of(flat.leaves, apart, 1), *looks_of([*beside, *held], apart)
     told = name, free, flat.spec, shared_spec, held_spec, *looks
@@ -134,16 +134,23 @@ def narrowed(recipe: Recipe) -> Freedom | None:
 def together(plan: Plan, state: TrainState, flat: Batch) -> int:
     """How many microbatches go through a scan at once."""
     rule = plan.rule
-    if plan.has_aux or plan.buffers or rule.nonfinite != "propagate" or rule.squares:
+    if (
+        plan.calling.has_aux
+        or plan.calling.buffers
+        or rule.nonfinite != "propagate"
+        or rule.squares
+    ):
         return 1
     params, spec = flatten(state.params)
     like, size = unflatten(flat.spec, flat.leaves), size_of(plan) or 1
-    first, _ = stacks(flat, size, Cut(2, 1, 0, 0, None), (False, False))
+    first, _ = stacks(
+        flat, size, Arrangement(groups=2, several=1, left=0, pieces=0, last=None), (False, False)
+    )
     one = one_of(caller(plan, state, spec), like, size)
     return how_many(one, params, tensors_of(first))
 
 
-def cut_of(name: str, rows: int, size: int | None, several: int) -> Cut:
+def cut_of(name: str, rows: int, size: int | None, several: int) -> Arrangement:
     """How so many rows are arranged for a form."""
     whole, rest = divmod(rows, size or rows or 1)
     groups = left = pieces = 0
@@ -156,10 +163,12 @@ def cut_of(name: str, rows: int, size: int | None, several: int) -> Cut:
         groups, left = divmod(whole, several)
         if groups == 1:  # one group is no loop
             groups, left = 0, whole
-    return Cut(groups=groups, several=several, left=left, pieces=pieces, last=last)
+    return Arrangement(groups=groups, several=several, left=left, pieces=pieces, last=last)
 
 
-def arranged(flat: Batch, size: int, cut: Cut, vary: Sequence[bool], leaves: list[Any]) -> Arranged:
+def arranged(
+    flat: Batch, size: int, cut: Arrangement, vary: Sequence[bool], leaves: list[Any]
+) -> Arranged:
     """The leaves of a batch as a graph is given them, of which some may be of any length."""
     flat = flat._replace(leaves=leaves)
     pieces = [*cut_batch(flat, size)][: cut.pieces] if cut.pieces else []
@@ -169,7 +178,7 @@ def arranged(flat: Batch, size: int, cut: Cut, vary: Sequence[bool], leaves: lis
     return Arranged(*stacks(flat, size, cut, vary), pieces, cut.several)
 
 
-def stacks(flat: Batch, size: int, cut: Cut, vary: Sequence[bool]) -> tuple[Tree, Tree]:
+def stacks(flat: Batch, size: int, cut: Arrangement, vary: Sequence[bool]) -> tuple[Tree, Tree]:
     """Whole microbatches, stacked, in groups where several go together, and those that are left."""
     groups, several, left, *_ = cut
     end = groups * several * size

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from .._base.torch_internals import scan
 from .._base.trees import Tree, add, flatten, unflatten
-from .._core.accumulator import AccumState
 from .._core.coupling import LossOfPart
+from .._core.ledger import AccumState
 from .._core.loss import Reduction, read
 from .._core.weights import Weighing, scaled, term_of
 from .state import StepWindow

@@ -12,13 +12,13 @@ from .._base.checks import check_same_structure, check_state, read_params, refus
 from .._base.states import loadable
 from .._base.torch_internals import transform_active
 from .._base.trees import Flat, Tree, flatten
-from .._core.accumulator import AccumState, check_belongs
 from .._core.buckets import group_of
 from .._core.history import call_with_history
-from .._core.microbatch_gradient import Rule
+from .._core.ledger import AccumState, check_belongs
 from .._core.precision import Policy
+from .._core.seams import Rule
 from .._core.writes import Known
-from .._optim.update import Optimizer
+from .._optim.update import Begin, Optimizer
 from .buffers import Threading, begin_buffers
 from .loss_scale import LossScale, LossScaleState
 
@@ -170,25 +170,32 @@ class Step(Functions):
         return self.whole(state, batch, *shared)
 
 
-class Plan(NamedTuple):
-    """What a step is made of."""
+class Calling(NamedTuple):
+    """How the loss of a microbatch is called."""
 
     loss_fn: Any
-    optimizer: Optimizer
     has_aux: bool
-    size: int | list[int] | None
-    rule: Rule
     aux_reduction: Tree
-    loss_scale: LossScale | None
     policy: Policy | None
     buffers: Threading | None
     keys: bool
+    known: Known  # what is known of it: see writes.py
+    check: bool  # whether it is asked if it may be cut
+    shared: tuple[Any, ...] = ()  # what a call gives it beside the batch, whole
+
+
+class Plan(NamedTuple):
+    """What a step is made of."""
+
+    calling: Calling
+    optimizer: Optimizer
+    size: int | list[int] | None
+    rule: Rule
+    loss_scale: LossScale | None
     donate: bool
-    known: Known  # what is known of the loss: see writes.py
-    check: bool = True  # whether the loss is asked if it may be cut
-    shared: tuple[Any, ...] = ()  # what a call gives the loss beside the batch, whole
     group: Any = None  # the ranks that share a batch
     agreed: Agreement | None = None  # what these have to agree on: see agreement.py
+    structures: Any = None  # those that were met: see structure.py
 
 
 def size_of(plan: Plan) -> int | None:
@@ -225,21 +232,14 @@ def recording(
                 return function(made, *args, **kwargs)
         kept = partial(plain, plan._replace(donate=False))
         return call_with_history(
-            partial(function, made), kept, plan.known, args, kwargs, captured=False
+            partial(function, made), kept, plan.calling.known, args, kwargs, captured=False
         )
 
     return entered
 
 
-def read_train_state(
-    plan: Plan, state: TrainState, check: Callable[..., Any] = lambda *_: None
-) -> tuple[Flat, Any]:
-    """Check that a state is of this plan; give its parameters, and what ``check`` gives.
-
-    ``check`` is the optimizer's own, or its ``ready`` where the step is about to be taken: either
-    checks the optimizer's state, which is not checked again below. A microbatch of a stream needs
-    none: it does not read that state, and ``begin`` and ``apply`` both check it.
-    """
+def read_train_state(plan: Plan, state: TrainState) -> Flat:
+    """Check that a state is of this plan, but for that of the optimizer; give its parameters."""
     check_state(state, TrainState, "this step")
     if plan.group is not None:
         group_of(plan.group)
@@ -258,29 +258,37 @@ def read_train_state(
         )
     leaves, spec = read_params(state.params, "state.params")
     refuse_autocast_cache(leaves)
-    return (leaves, spec), check(state.opt_state, (leaves, spec), "state.opt_state")
+    return leaves, spec
+
+
+def begun_by(plan: Plan, state: TrainState, params: Flat) -> Begin:
+    """Check that the optimizer's state is of this plan; give what begins its step."""
+    return plan.optimizer.check(state.opt_state, params, "state.opt_state")
 
 
 def check_window(plan: Plan, state: TrainState, window: StepWindow, params: Flat) -> None:
     """Check that a window is of this plan and of this state, whose parameters are given."""
     check_state(window, StepWindow, "this step", "the window")
     check_belongs(window.accum, *params, plan.rule.squares)
-    if plan.buffers is None and window.buffers == ():
+    if plan.calling.buffers is None and window.buffers == ():
         return
-    specs = flatten(begin_buffers(plan.buffers, state.buffers))[1], flatten(window.buffers)[1]
-    cause = f"This step was made with buffers={plan.buffers!r}; a window of another one?"
+    specs = (
+        flatten(begin_buffers(plan.calling.buffers, state.buffers))[1],
+        flatten(window.buffers)[1],
+    )
+    cause = f"This step was made with buffers={plan.calling.buffers!r}; a window of another one?"
     check_same_structure(*specs, "those that step.begin(state) gives", "window.buffers", cause)
 
 
 def check_buffers(plan: Plan, given: Tree) -> None:
     """Check that buffers are there if and only if the step knows what becomes of them."""
-    absent = given is None or (isinstance(given, tuple) and not given)
-    if absent and plan.buffers is not None:
+    absent, policy = given is None or (isinstance(given, tuple) and not given), plan.calling.buffers
+    if absent and policy is not None:
         raise ValueError(
-            f"this step was made with buffers={plan.buffers!r}, but the buffers are missing. Pass "
+            f"this step was made with buffers={policy!r}, but the buffers are missing. Pass "
             "them to init: step.init(fn.params, buffers=fn.buffers)."
         )
-    if not absent and plan.buffers is None:
+    if not absent and policy is None:
         raise ValueError(
             "buffers came, but make_step was not told what becomes of them: make_step(..., "
             "buffers='freeze'), 'sequential' or 'pooled'."

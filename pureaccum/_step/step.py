@@ -27,11 +27,11 @@ from .._base.trees import Tree, paths, tree_map
 from .._core.auto_size import Search, by_memory, is_auto
 from .._core.batches import check_sizes, cut_batch, read_batch, rows_to_cut, sizes_of_batch
 from .._core.buckets import group_of
-from .._core.engines import Engine
+from .._core.layers.order import check_rule
 from .._core.loss import Reduction
-from .._core.microbatch_gradient import Nonfinite, Rule, check_rule
 from .._core.precision import Policy, under
 from .._core.reductions import check_reduce
+from .._core.seams import Engine, Nonfinite, Rule
 from .._core.writes import known_of
 from .._optim.combinators import as_optimizer
 from .._pure.keys import key
@@ -40,7 +40,8 @@ from .compiled import CompiledStep
 from .constants import check_compilable
 from .loss_scale import LossScale
 from .ranks import agreement_of, check_same
-from .state import Plan, Step, StepInfo, TrainState, check_buffers
+from .state import Calling, Plan, Step, StepInfo, TrainState, check_buffers
+from .structure import Structures
 from .whole_step import (
     folded_in_sums,
     step_in_sums,
@@ -177,6 +178,7 @@ def make_step(
             nonfinite=nonfinite,
             engine=engine,
             squares=noise,
+            scaled=loss_scale is not None,
         )
     )
     check_reduce(aux_reduction, "aux_reduction")
@@ -195,21 +197,25 @@ def make_step(
         )
     if group is not None:
         _check_shared(group, buffers)
-    plan = Plan(
+    calling = Calling(
         loss_fn=under(policy, loss_fn),
-        optimizer=as_optimizer(optimizer),
         has_aux=has_aux,
-        size=size,
-        rule=rule,
         aux_reduction=aux_reduction,
-        loss_scale=loss_scale,
         policy=policy,
         buffers=buffers,
         keys=keys,
-        donate=donate,
         known=known_of(loss_fn),
         check=check,
+    )
+    plan = Plan(
+        calling=calling,
+        optimizer=as_optimizer(optimizer),
+        size=size,
+        rule=rule,
+        loss_scale=loss_scale,
+        donate=donate,
         group=group,
+        structures=Structures(),
     )
     if group is not None:
         plan = plan._replace(agreed=agreement_of(plan, compile))
@@ -343,14 +349,14 @@ def _check_beginning(leaves: list[Tensor], spec: Any) -> None:
 
 def _begun(plan: Plan, params: Tree, device: torch.device, buffers: Tree, seed: int) -> TrainState:
     check_buffers(plan, buffers)
-    begin_buffers(plan.buffers, buffers)  # names what is no tensor
+    begin_buffers(plan.calling.buffers, buffers)  # names what is no tensor
     buffers = () if buffers is None else buffers
     seeded = key(seed, device)
     if plan.agreed is not None:
         group_of(plan.group)
         check_same(plan.agreed, params, buffers, seeded, plan.group)
-    if plan.policy is not None:
-        params = plan.policy.cast_to_param(params)
+    if plan.calling.policy is not None:
+        params = plan.calling.policy.cast_to_param(params)
     params = tree_map(_own, params)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return TrainState(

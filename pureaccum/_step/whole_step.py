@@ -13,26 +13,40 @@ from torch import Tensor
 from .._base.checks import check_state
 from .._base.states import mark
 from .._base.torch_internals import may_write
-from .._base.trees import Flat, Tree, add, apart, flatten, tree_leaves, tree_map, unflatten
-from .._core.accumulator import in_tensors
+from .._base.trees import (
+    Tree,
+    add,
+    apart,
+    flatten,
+    tree_leaves,
+    tree_map,
+    unflatten,
+)
 from .._core.batches import need_rows, read_batch
 from .._core.exchange import inside_of, onlooker
+from .._core.ledger import Flow, in_tensors
 from .._core.reductions import AuxState, finish_aux
+from .._core.seams import Window
 from .._core.weights import Microbatch
-from .._core.whole_batch import Accumulated, Accumulation, CutBatch, accumulate, read_cut
+from .._core.whole_batch import Accumulated, accumulate
+from .._core.windows import GuardedLoss
+from .._core.writes import Given
 from .buffers import begin_buffers
-from .microbatch_loss import caller, check_keys, onwards, sharing, what_is_shared
+from .microbatch_loss import caller, onwards, sharing, what_is_shared
+from .next_state import Summed, finished, scale_of
 from .ranks import before_this_rank, of_all_ranks, on_this_rank, telling_ranks
 from .state import (
     Plan,
     StepInfo,
     StepWindow,
     TrainState,
+    begun_by,
     check_window,
     read_train_state,
     recording,
 )
-from .windows import finished, first_row, scale_of
+from .structure import Prepared, examined, prepare
+from .windows import first_row
 
 
 @recording
@@ -42,29 +56,14 @@ def step_whole(
     """One step over a whole batch."""
     check_state(state, TrainState, "this step")
     if plan.group is not None:
-        return step_in_sums(plan, partial(sums_of_rows, plan, plan.size), state, batch, *shared)
-    if shared:
-        plan = sharing(plan, shared)
-    cut = read_cut(batch, plan.size, plan.has_aux, "batch")
-    check_keys(plan, cut.batch)
-    return step_over(plan, state, cut)
+        return _step_of_ranks(plan, partial(sums_of_rows, plan, plan.size), state, batch, *shared)
+    prepared, begin = prepare(plan, state, batch)
+    ready = begin(state.opt_state, prepared.params)
+    sums = _summed(sharing(plan, shared), state, prepared, state.samples)
+    return finished(plan, state, ready, sums)
 
 
-def step_over(plan: Plan, state: TrainState, cut: CutBatch) -> tuple[TrainState, StepInfo]:
-    """One step over a batch that is cut."""
-    params, ready = read_train_state(plan, state, plan.optimizer.ready)
-    job = _accumulation(plan, state, params, cut, 0)
-    counted = not plan.buffers and not plan.keys
-    sums = accumulate(job._replace(advance=None) if counted else job)
-    carried = ((), sum(cut.sizes)) if counted else sums.carried
-    # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
-    rows = carried[1] or 1 if cut.untouched and not sums.weighted else 1
-    aux = None if sums.aux is None else finish_aux(sums.aux)
-    given = plan, state, ready, params[1], sums.state, carried, aux
-    return finished(*given, unit=sums.unit, rows=float(rows), own=True)
-
-
-Summing = Callable[..., tuple[Accumulated, float]]  # see ``sums_of_rows``
+Summing = Callable[..., Summed]  # see ``sums_of_rows``
 
 
 @recording
@@ -76,25 +75,31 @@ def step_in_sums(
     It may have to try more than once. Meanwhile it tells other ranks nothing, and gives up nothing.
     """
     check_state(state, TrainState, "this step")
+    if plan.group is not None:
+        return _step_of_ranks(plan, summing, state, batch, *shared)
+    params = read_train_state(plan, state)
+    ready = begun_by(plan, state, params)(state.opt_state, params)
+    return finished(plan, state, ready, summing(state, batch, state.samples, *shared))
+
+
+def _step_of_ranks(
+    plan: Plan, summing: Summing, state: TrainState, batch: Tree, *shared: Any
+) -> tuple[TrainState, StepInfo]:
     rows = need_rows(read_batch(batch, "batch"), "batch")
-    (_, spec), ready = read_train_state(plan, state, plan.optimizer.ready)
+    params = read_train_state(plan, state)
+    ready = begun_by(plan, state, params)(state.opt_state, params)
     first = state.samples
-    if plan.keys and plan.group is not None:
+    if plan.calling.keys:
         first = first + before_this_rank(plan, state, rows)
     mine, shared = on_this_rank(plan, state, shared)
     with telling_ranks(plan, state):
-        sums, times = summing(mine, batch, first, *shared)
-    accum, unit, carried = sums.state, sums.unit, sums.carried
-    if plan.group is not None:
-        buffers, own_rows = carried
-        own = in_tensors(accum, state.samples.device, plan.rule.squares)
-        window = StepWindow(own, buffers, torch.full_like(state.samples, own_rows))
-        given = mine.params, mine.buffers, mine.loss_scale, batch, shared
-        accum, carried = of_all_ranks(plan, state, window, unit, given)
-        unit = 1.0
-    aux = None if sums.aux is None else finish_aux(sums.aux)
-    given = plan, state, ready, spec, accum, carried, aux
-    return finished(*given, unit=unit, rows=times, own=True)
+        sums = summing(mine, batch, first, *shared)
+    buffers, own_rows = sums.carried
+    accum = in_tensors(sums.accum, state.samples.device, plan.rule.squares)
+    window = StepWindow(accum, buffers, torch.full_like(state.samples, own_rows))
+    given = mine.params, mine.buffers, mine.loss_scale, batch, shared
+    accum, carried = of_all_ranks(plan, state, window, sums.unit, given)
+    return finished(plan, state, ready, sums._replace(accum=accum, carried=carried, unit=1.0))
 
 
 def sums_of_rows(
@@ -104,21 +109,34 @@ def sums_of_rows(
     batch: Tree,
     first: Tensor,
     *shared: Any,
-) -> tuple[Accumulated, float]:
-    """The sums over some rows, of which the first is number ``first`` in the run.
-
-    And what their weight is still to be multiplied by.
-    """
-    plan, alone = sharing(plan, shared), plan.group is None
-    cut = read_cut(batch, size, plan.has_aux and alone, "batch", alone=alone)
-    check_keys(plan, cut.batch)
-    job = _accumulation(plan, state, flatten(state.params), cut, 0, first)
-    sums = accumulate(job) if cut.batch.rows or alone else _of_no_rows(plan, job)
-    whole = cut.untouched and not sums.weighted
-    return sums, float(cut.batch.rows or 1) if whole else 1.0
+) -> Summed:
+    """The sums over some rows, of which the first is number ``first`` in the run."""
+    prepared = examined(plan, size, flatten(state.params), batch)
+    return _summed(sharing(plan, shared), state, prepared, first)
 
 
-def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
+def _summed(plan: Plan, state: TrainState, prepared: Prepared, first: Tensor) -> Summed:
+    cut, buffers = prepared.cut, plan.calling.buffers
+    rows = cut.batch.rows
+    if not (rows or plan.group is None):
+        sums = _of_no_rows(plan, state, prepared, first)
+    elif buffers or plan.calling.keys:
+        flow = _flow(plan, (begin_buffers(buffers, state.buffers), 0))
+        sums = _accumulated(plan, state, prepared, first, flow)
+    else:  # nothing is carried, and rows are counted at once
+        flow = Flow(carried=((), sum(cut.sizes)), aux_reduction=plan.calling.aux_reduction)
+        sums = _accumulated(plan, state, prepared, first, flow)
+    return Summed(
+        accum=sums.state,
+        carried=sums.carried,
+        aux=None if sums.aux is None else finish_aux(sums.aux),
+        unit=sums.unit,
+        # A batch that a loss sees at once passes through untouched, and its mean weighs 1.
+        rows=float(rows or 1) if cut.untouched and not sums.weighted else 1.0,
+    )
+
+
+def _of_no_rows(plan: Plan, state: TrainState, prepared: Prepared, first: Tensor) -> Accumulated:
     """What a rank without rows adds: nothing. But other ranks may wait for it inside of the loss.
 
     So the loss is called with no rows, unless it cannot be. If it reaches other ranks, its buffers
@@ -126,46 +144,23 @@ def _of_no_rows(plan: Plan, job: Accumulation) -> Accumulated:
     """
 
     def advance(carried: Any, entry: Microbatch, rows: int) -> Any:
-        return onwards(plan, carried, entry._replace(share=1.0), rows)
+        after, new = onwards(plan, carried, entry._replace(weight=1.0), rows)
+        return after, new._replace(weight=entry.weight)
 
     came: Accumulated | None = None
-    cut = job.batch._replace(sizes=[0], unit=1.0)
+    flow = _flow(plan, (begin_buffers(plan.calling.buffers, state.buffers), 0))
     with inside_of(onlooker()) as around:
         try:
-            came = accumulate(job._replace(batch=cut, advance=advance))
+            none = prepared._replace(cut=prepared.cut._replace(sizes=[0], unit=1.0))
+            came = _accumulated(plan, state, none, first, flow._replace(advance=advance))
         except Exception:
             if around.group is not None:
                 raise
     if came is not None and around.group is not None:
         amounts = came.state._replace(microbatches=0, weighted=0)
         return came._replace(state=amounts, aux=None)
-    return accumulate(job._replace(batch=cut._replace(size=1, sizes=[])))
-
-
-def _accumulation(
-    plan: Plan,
-    state: TrainState,
-    params: Flat,
-    cut: CutBatch,
-    before: Any,
-    first: Tensor | None = None,
-) -> Accumulation:
-    return Accumulation(
-        call=caller(plan, state, params[1], first, cut.batch.rows),
-        leaves=params[0],
-        spec=params[1],
-        batch=cut,
-        rule=plan.rule,
-        at_least=torch.float32,
-        aux_reduction=plan.aux_reduction,
-        known=plan.known,
-        roots=("state.params", "batch"),
-        beside=what_is_shared(plan) if plan.shared else (),
-        scale=scale_of(plan, state),
-        check=plan.check,
-        carried=(begin_buffers(plan.buffers, state.buffers), before),
-        advance=partial(onwards, plan),
-    )
+    none = prepared._replace(cut=prepared.cut._replace(size=1, sizes=[], unit=1.0))
+    return _accumulated(plan, state, none, first, flow)
 
 
 # A microbatch of a stream that may have to be cut itself ---------------------------------------
@@ -182,10 +177,9 @@ def update_in_sums(
     offset: int | None = None,
 ) -> Any:
     """The window with one more microbatch, whose rows ``summing`` sums; or ``(window, aux)``."""
-    new, aux = folded_in_sums(
-        plan, summing, state, window, None, microbatch, *shared, offset=offset
-    )
-    return (new, () if aux is None else finish_aux(aux)) if plan.has_aux else new
+    flow = _flow_from(plan, state, window, offset)
+    new, aux = _folded(plan, summing, state, window, flow, microbatch, shared)
+    return (new, () if aux is None else finish_aux(aux)) if plan.calling.has_aux else new
 
 
 @recording
@@ -197,17 +191,27 @@ def folded_in_sums(
     aux: AuxState | None,
     microbatch: Tree,
     *shared: Any,
-    offset: int | None = None,
 ) -> tuple[StepWindow, AuxState | None]:
     """The same, and what has been reduced of aux with that of this microbatch."""
-    params, _ = read_train_state(plan, state)
-    check_window(plan, state, window, params)
-    at = first_row(plan, window, offset)
-    sums = summing(state, microbatch, window, at, aux, *shared)
+    flow = _flow_from(plan, state, window, None)
+    return _folded(plan, summing, state, window, flow._replace(aux=aux), microbatch, shared)
+
+
+def _folded(
+    plan: Plan,
+    summing: Callable[..., Accumulated],
+    state: TrainState,
+    window: StepWindow,
+    flow: Flow,
+    microbatch: Tree,
+    shared: tuple[Any, ...],
+) -> tuple[StepWindow, AuxState | None]:
+    spec = flatten(state.params)[1]
+    sums = summing(state, microbatch, flow, *shared)
     grads = [x * sums.unit if sums.unit != 1 else x for x in sums.state.grads]
     own = sums.state._replace(grads=grads)
     own = in_tensors(own, state.samples.device, plan.rule.squares)
-    own = own._replace(grads=unflatten(params[1], grads))
+    own = own._replace(grads=unflatten(spec, grads))
     rows = torch.full_like(window.rows, read_batch(microbatch).rows or 0)
     buffers = tree_map(torch.clone, sums.carried[0])
     new = StepWindow(add(window.accum, own), buffers, window.rows + rows)
@@ -220,19 +224,39 @@ def folded_in_sums(
     return new, aux
 
 
+def _flow_from(plan: Plan, state: TrainState, window: StepWindow, offset: int | None) -> Flow:
+    """What the next microbatch is given, of a window that is checked."""
+    check_window(plan, state, window, read_train_state(plan, state))
+    return _flow(plan, (window.buffers, first_row(plan, window, offset)))
+
+
 def sums_of_microbatch(
-    plan: Plan,
-    size: int,
-    state: TrainState,
-    microbatch: Tree,
-    window: StepWindow,
-    first: Tensor,
-    aux: AuxState | None,
-    *shared: Any,
+    plan: Plan, size: int, state: TrainState, microbatch: Tree, flow: Flow, *shared: Any
 ) -> Accumulated:
-    """The sums over a microbatch, of which ``first`` rows of the step come before it."""
-    plan = sharing(plan, shared)
-    cut = read_cut(microbatch, size, False, "microbatch", alone=False)
-    check_keys(plan, cut.batch)
-    job = _accumulation(plan, state, flatten(state.params), cut, first)
-    return accumulate(job._replace(carried=(window.buffers, first), aux=aux))
+    """The sums over a microbatch."""
+    prepared = examined(plan, size, flatten(state.params), microbatch, "microbatch")
+    return _accumulated(sharing(plan, shared), state, prepared, None, flow)
+
+
+# Both ------------------------------------------------------------------------------------------
+
+
+def _flow(plan: Plan, carried: Any) -> Flow:
+    return Flow(
+        carried=carried, advance=partial(onwards, plan), aux_reduction=plan.calling.aux_reduction
+    )
+
+
+def _accumulated(
+    plan: Plan, state: TrainState, prepared: Prepared, first: Tensor | None, flow: Flow
+) -> Accumulated:
+    """The sums over a batch, of which the first row is number ``first`` in the run."""
+    (leaves, spec), cut, kinds, question = prepared
+    given = Given("state.params", leaves, spec), *what_is_shared(plan)
+    loss = GuardedLoss(
+        caller(plan, state, spec, first, cut.batch.rows),
+        plan.calling.known,
+        (*given, Given("batch", cut.batch.leaves, cut.batch.spec)),
+        question,
+    )
+    return accumulate(loss, cut, Window(rule=plan.rule, scale=scale_of(plan, state)), kinds, flow)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
-from pureaccum._core.weights import weigh
+from pureaccum._core.seams import of_total
 from pureaccum._core.writes import unguarded
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.zoo import fits_networks, fits_programs, fits_sums  # noqa: F401
@@ -40,8 +40,8 @@ def norms_one_by_one(tensors: list[Tensor], dtype: Any) -> tuple[Tensor, ...]:
     return tuple(torch.linalg.vector_norm(x, dtype=dtype) for x in tensors)
 
 
-def weighed_anew(seen: Any, rows: Any, reduction: Any, unit: Any, made: Any, scale: Any) -> Any:
-    return weigh(seen, rows, reduction, unit, None, scale)
+def weighed_anew(rule: Any, unit: Any) -> Any:
+    return lambda *given: of_total(rule, unit)(*given)
 
 
 def never(*_: Any) -> bool:
@@ -57,27 +57,34 @@ class Switch(NamedTuple):
     around: Callable[[], Any] = nullcontext
 
 
-def carefully(job: Any) -> Any:
-    return import_module("pureaccum._core.whole_batch")._accumulate(job)
+def carefully(summed: Any, rule: Any) -> Any:
+    return summed(rule)
 
 
 SWITCHES = {
-    "autograd adds gradients itself": Switch("_as_it_comes", never, ("_core.microbatch_gradient",)),
-    "first gradients become the sums": Switch(
-        "owns_its_memory", never, ("_core.microbatch_gradient",)
+    "sums are written to": Switch(
+        "may_add_in_place",
+        never,
+        ("_core.windows", "_core.accumulator", "_core.whole_batch", "_step.next_state"),
     ),
-    "weighings are kept": Switch("weigh", weighed_anew, ("_core.microbatch_gradient",)),
-    "small gradients go together": Switch("foreach_add_", added, ("_core.weights",)),
+    "autograd adds gradients itself": Switch(
+        "_straight_into", lambda _, otherwise: otherwise, ("_core.engines",)
+    ),
+    "first gradients become the sums": Switch("owns_its_memory", never, ("_core.sums",)),
+    "weighings are kept": Switch("of_total", weighed_anew, ("_core.windows",)),
+    "small gradients go together": Switch(
+        "foreach_add_", added, ("_core.weights", "_core.engines")
+    ),
     "leaves go together": Switch(
         "at_once", never, ("_base.states", "_base.trees", "_core.weights", "_optim.combinators")
     ),
     "norms go together": Switch("foreach_norm", norms_one_by_one, ("_base.trees",)),
     "sums are multiples of a unit": Switch("power_of_two", lambda _: 1.0, ("_core.whole_batch",)),
-    "skipping speculates": Switch("_speculate", carefully, ("_core.whole_batch",)),
-    "numbers are the host's": Switch("on_host", lambda *scalars: [*scalars], ("_step.windows",)),
-    "a norm tells what is finite": Switch("seen_finite", never, ("_step.windows",)),
+    "skipping speculates": Switch("speculating", carefully, ("_core.whole_batch",)),
+    "numbers are the host's": Switch("on_host", lambda *scalars: [*scalars], ("_step.next_state",)),
+    "a norm tells what is finite": Switch("seen_finite", never, ("_step.next_state",)),
     "no graph of gradients": Switch("_leanly", lambda *_: None, ("_core.transforms",)),
-    "large leaves are added by hooks": Switch("LARGE", 0, ("_core.engines",)),
+    "large leaves are added by hooks": Switch("LARGE", 0, ("_core.sums",)),
     "temporaries have a longest size": Switch("CHUNK", 1, ("_core.weights",)),
     "a loss is guarded": Switch("", None, (), unguarded),
 }

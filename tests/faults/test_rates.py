@@ -57,6 +57,11 @@ class Way(NamedTuple):
     compiles: bool = True
 
 
+def ready_of(opt: Any, state: Any, params: Any) -> Any:
+    flat = flatten(params)
+    return opt.check(state, flat, "state")(state, flat)
+
+
 def bad_later(bad: float, count: Tensor) -> Tensor:
     return torch.where(count < GOOD, torch.tensor(0.1).double(), torch.tensor(bad).double())
 
@@ -254,7 +259,7 @@ def test_a_number_costs_a_device_nothing(kind: str) -> None:
         params = {"w": torch.ones(3, device="meta"), "b": torch.ones(3, device="meta")}
         state = put(opt.init(params), lr)
         with Copies() as copies:
-            found.append(opt.ready(state, flatten(params), "state").sound)
+            found.append(ready_of(opt, state, params).sound)
         assert not copies.seen
     assert found == [True, False]
 
@@ -267,7 +272,7 @@ def test_a_transform_moves_a_number_to_a_device_once(make: Any) -> None:
     given = [pa.stack([tree, tree]) for tree in (opt.init(params), params)]
 
     def stepped(state: Any, params: Any) -> Any:
-        ready = opt.ready(state, flatten(params), "state")
+        ready = ready_of(opt, state, params)
         return ready.apply(flatten(params)[0], ready.sound, False, None)
 
     with Copies() as copies:
@@ -303,7 +308,7 @@ def test_each_label_of_a_partition_has_dtypes_of_its_own() -> None:
     params = {"w": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}
     for bias, fits in ((0.1, True), (1e308, False)):
         opt = pa.partition({"bias": pa.sgd(pa.constant(bias)), "rest": pa.sgd(1e300)}, by_name)
-        assert opt.ready(opt.init(params), flatten(params), "state").sound is fits
+        assert ready_of(opt, opt.init(params), params).sound is fits
 
 
 def test_rates_larger_than_any_float_are_refused() -> None:

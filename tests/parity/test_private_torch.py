@@ -133,6 +133,12 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
         assert torch._C._functorch.maybe_current_level() is None
         assert torch_internals.saved_tensors_hooks_allowed()
         assert not torch._C._functorch.get_inplace_requires_grad_allowed()
+    with (
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"),
+    ):
+        torch_internals.on_a_level(outs, [x, y])
+    assert torch_internals.saved_tensors_hooks_allowed()
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])

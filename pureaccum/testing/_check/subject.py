@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..._base.deterministic import cast_tree
 from ..._base.trees import tree_map, unflatten
-from ..._core.accumulator import AccumState, accumulator
+from ..._core.accumulator import accumulator
 from ..._core.batches import Batch
+from ..._core.ledger import AccumState
 from ..._core.loss import Reduction
 from ..._core.precision import InDtype
 from ..._core.writes import unguarded

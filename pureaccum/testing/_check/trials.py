@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..._base.trees import add, all_finite, norm, tree_leaves, tree_map
-from ..._core.accumulator import AccumState, plain_sum
+from ..._core.ledger import AccumState, plain_sum
 from ..._core.loss import divisor, mean_value
 from .kept import Kept
 from .report import Indices, Split

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..._base.trees import Tree, flatten, tree_map, unflatten
-from ..._core.accumulator import AccumState, Accumulator
+from ..._core.accumulator import Accumulator
+from ..._core.ledger import AccumState
 
 
 MergeTree: TypeAlias = "int | tuple[MergeTree, MergeTree]"

@@ -1,0 +1,1 @@
+"""What may be asked for beside gradients, each a layer in a file of its own: see ``order``."""

@@ -1,0 +1,42 @@
+"""The layers that a rule asks for, and the order in which they are put on: the innermost first.
+
+A gradient goes through them from the last one to the first: ``skip`` lets it pass, or keeps it,
+before ``squares`` sees its norm. A new statistic is a file beside this one, and a line here.
+"""
+
+from collections.abc import Callable
+from typing import get_args
+
+from ..._base.checks import check_choice
+from ..loss import Reduction
+from ..seams import Engine, Layer, Nonfinite, Rule, Seams, Window
+from .aux import aux
+from .raises import raises
+from .ranks import ranks_exist, reaching_ranks
+from .scale import scale
+from .skip import skip
+from .squares import squares
+
+
+LAYERS: list[tuple[Callable[[Rule], bool], Layer]] = [
+    (lambda rule: rule.has_aux, aux),
+    (lambda rule: rule.scaled, scale),
+    (lambda rule: rule.squares, squares),
+    (lambda rule: rule.nonfinite == "raise", raises),
+    (lambda rule: rule.nonfinite == "skip", skip),
+]
+
+
+def check_rule(rule: Rule) -> Rule:
+    """The rule with its layers, or an error that says which words it may hold."""
+    check_choice(rule.reduction, get_args(Reduction), "reduction")
+    check_choice(rule.nonfinite, get_args(Nonfinite), "nonfinite")
+    check_choice(rule.engine, get_args(Engine), "engine")
+    return rule._replace(layers=tuple(layer for asked, layer in LAYERS if asked(rule)))
+
+
+def layered(seams: Seams, window: Window) -> Seams:
+    """Seams with all layers around them."""
+    for layer in window.rule.layers:
+        seams = layer(seams, window)
+    return reaching_ranks(seams, window) if ranks_exist() else seams

@@ -1,0 +1,67 @@
+"""An error at the first inf or NaN, which names the leaf."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._base.torch_internals import transform_active
+from ..._base.trees import finite, numbers_in
+from ..seams import Seams, Window, judged_below, taking
+from ..weights import Microbatch, Weighing, judged, total_finite
+
+
+def raises(seams: Seams, window: Window) -> Seams:
+    """Raise where the total of a microbatch, or anything in its gradient, is not finite."""
+    if torch.compiler.is_dynamo_compiling():
+        _refuse_to_look()
+    flags: dict[int, Tensor] = {}
+    inner = taking(seams, window)
+
+    def term(*given: Any) -> Any:
+        weighing, entry = seams.term(*given)
+        if not _told(total_finite(entry)):
+            raise FloatingPointError(_sentence([window.name(None)]))
+        return weighing, entry
+
+    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+        flags.update(zip(which, map(finite, grads), strict=True))
+        inner(which, grads, weighing)
+
+    def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+        entry = judged_below(seams, entry, weighing)
+        if weighing is None:
+            return entry
+        entry = judged(entry, flags.values(), weighing.keep, window.sink.kinds.layouts)
+        assert entry.finite is not None
+        if not _told(entry.finite):
+            where = [window.name(i) for i, flag in sorted(flags.items()) if not _told(flag)]
+            raise FloatingPointError(_sentence(where or ["the gradient on another rank"]))
+        flags.clear()
+        return entry
+
+    return seams._replace(term=term, take=take, judge=judge)
+
+
+def _told(flag: Tensor) -> bool:
+    """Whether a flag is true, for all members of a vmap; the host waits for it."""
+    if not transform_active():
+        return bool(flag)
+    numbers = numbers_in(flag.cpu())
+    return _refuse_to_look() if numbers is None else all(numbers)
+
+
+def _refuse_to_look() -> bool:
+    raise RuntimeError(
+        "nonfinite='raise' has to look at the numbers, which cannot be done inside of "
+        "torch.compile or make_fx; use 'skip' or 'propagate' there, and look afterwards."
+    )
+
+
+def _sentence(what: list[str]) -> str:
+    return (
+        f"{', '.join(what)}: inf or NaN, and nonfinite='raise' was asked for. Likely causes: a "
+        "learning rate too high, fp16 overflow without a loss scale, log or division at zero, a "
+        "mean over a microbatch in which all is masked (return Weighted instead)."
+    )

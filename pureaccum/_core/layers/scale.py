@@ -1,0 +1,24 @@
+"""A loss scale rides on the cotangent: no loss in float16 is ever multiplied."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..seams import Seams, Window
+from ..weights import scaled
+
+
+def scale(seams: Seams, window: Window) -> Seams:
+    """Let the sums be those of the scaled loss."""
+    made: tuple[Tensor | None, Any] = None, None  # microbatches of as many rows have one cotangent
+
+    def term(*given: Any) -> Any:
+        nonlocal made
+        weighing, entry = seams.term(*given)
+        if weighing is None:
+            return weighing, entry
+        if made[0] is not weighing.cotangent:
+            made = weighing.cotangent, scaled(weighing.cotangent, window.scale)
+        return weighing._replace(cotangent=made[1]), entry
+
+    return seams._replace(term=term)

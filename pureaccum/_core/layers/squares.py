@@ -1,0 +1,50 @@
+"""The squared norms of each microbatch's gradients, which tell how much these scatter.
+
+The norm of a gradient that lies on several ranks is known once all of it is there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..._base.dtensors import norms_of_sums
+from ..._base.trees import norm
+from ..seams import Seams, Window, judged_below, taking
+from ..weights import Microbatch, Weighing, with_squares
+
+
+def squares(seams: Seams, window: Window) -> Seams:
+    """Let the entry of a microbatch have |s|² / w for each s that it adds to a sum."""
+    sink, norms, parts = window.sink, dict[int, Tensor](), dict[int, Tensor]()
+    inner, sharded = taking(seams, window), sink.kinds.layouts is not None
+
+    def term(*given: Any) -> Any:
+        weighing, entry = seams.term(*given)
+        if window.rule.reduction == "sum" and not entry.weighted:
+            raise ValueError(
+                "squares=True (noise=True of a step) came with reduction='sum': the noise of a "
+                "gradient is that of a mean, and a plain sum does not say over what. Use "
+                "reduction='mean', or return Weighted."
+            )
+        return weighing, entry
+
+    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+        if sharded:
+            parts.update(zip(which, grads, strict=True))
+        else:
+            norms.update(zip(which, map(norm, grads), strict=True))
+        inner(which, grads, weighing)
+
+    def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+        entry = judged_below(seams, entry, weighing)
+        if weighing is None:
+            return entry
+        each: Any = [norms.get(i) for i in range(len(sink.leaves))]
+        if sharded:
+            each = norms_of_sums([parts.get(i) for i in range(len(each))], sink.leaves)
+        norms.clear()
+        parts.clear()
+        return with_squares(entry, each, weighing, window.unit)
+
+    return seams._replace(term=term, take=take, judge=judge)

@@ -1,0 +1,270 @@
+"""The ledger of a window: what its microbatches came to, as a product of commutative monoids.
+
+    sums of gradients, total, weight, counts, squares      added
+    buffers and moments, the rows so far                    carried from one microbatch to the next
+    aux                                                     reduced by its words
+
+Each begins with nothing, is entered microbatch by microbatch, and is finished once; two of them are
+merged by ``merged`` and its kin, wherever they come from: another rank, a file.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from math import isfinite
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base.checks import check_fits, check_state
+from .._base.dtensors import NOWHERE, Over, any_sharded, with_all_terms
+from .._base.states import loadable
+from .._base.torch_internals import at_top_level
+from .._base.trees import Tree, add, flatten, scalar
+from .loss import Reduction
+from .reductions import AuxState, fold_aux
+from .seams import Rule
+from .weights import Microbatch
+
+
+@loadable
+class AccumState(NamedTuple):
+    """What has been accumulated so far: tensors, all of them sums over the microbatches.
+
+    Attributes:
+        grads: A tree like params: sums of (weight * gradient), float32 at least.
+        total: Sum of (weight * loss), float64.
+        weight: Sum of weights, float64: rows, or what ``Weighted`` says. A plain
+            ``reduction="sum"`` has nothing to divide by and leaves it at zero.
+        microbatches: How many updates there were, skipped ones included.
+        skipped: How many of them ``nonfinite="skip"`` left out.
+        nonfinite: How many had an inf or NaN: in the loss for ``"propagate"``, in the loss or
+            anywhere in the gradient for ``"skip"``.
+        weighted: How many were ``Weighted``, which ``reduction="sum"`` has to know in the end.
+        squares: With ``squares=True``, a float64 vector, for ``noise_scale``: of each leaf the sum
+            of |weight * gradient|² / weight, last how many microbatches had weight; else ``()``.
+
+    Example:
+        >>> import torch
+        >>> acc, w = accumulator(lambda w, x: (w * x).mean()), torch.tensor(2.0)
+        >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))
+        >>> state.grads, state.weight, state.microbatches
+        (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
+
+    References:
+        ``accumulator``, which makes it; ``distributed.all_reduce``; ``save`` and ``load``.
+    """
+
+    grads: Tree
+    total: Tensor
+    weight: Tensor
+    microbatches: Tensor
+    skipped: Tensor
+    nonfinite: Tensor
+    weighted: Tensor
+    squares: Tensor | tuple[()] = ()
+
+
+class Flow(NamedTuple):
+    """What goes from one microbatch to the next.
+
+    Attributes:
+        carried: What the next one is given.
+        advance: ``advance(carried, entry, rows)`` gives what the one after it is given, and the
+            entry with its own aux alone.
+        aux: What was reduced before.
+        aux_reduction: How aux is reduced; None leaves it in the entries.
+        over: The ranks of which each cuts its own rows.
+    """
+
+    carried: Any = ()
+    advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
+    aux: AuxState | None = None
+    aux_reduction: Tree = None
+    over: Over = NOWHERE
+
+
+class Ledger:
+    """What the microbatches of one window have come to so far, beside their gradients."""
+
+    __slots__ = ("entries", "flow", "rule")
+
+    def __init__(self, rule: Rule, flow: Flow) -> None:
+        self.rule, self.flow = rule, flow
+        self.entries: list[Microbatch] = []
+
+    def enter(self, entry: Microbatch, rows: int) -> None:
+        """Enter one more microbatch, of so many rows."""
+        flow = self.flow
+        if flow.advance is not None:
+            carried, entry = flow.advance(flow.carried, entry, rows)
+            self.flow = flow = flow._replace(carried=carried)
+        if self.rule.has_aux and flow.aux_reduction is not None:
+            skipping = self.rule.nonfinite == "skip"
+            aux = fold_aux(flow.aux, entry, rows, flow.aux_reduction, skipping, flow.over)
+            self.flow, entry = flow._replace(aux=aux), entry._replace(aux=())
+        self.entries.append(entry)
+
+
+# Amounts -------------------------------------------------------------------------------------
+
+
+def plain_sum(state: AccumState, reduction: Reduction) -> Tensor | bool:
+    """Whether what was summed has no weight to be divided by."""
+    return reduction == "sum" and state.weighted == 0
+
+
+def check_belongs(state: Any, leaves: list[Tensor], spec: optree.PyTreeSpec, squares: bool) -> None:
+    """Check that a state is an ``AccumState``, and belongs to these params."""
+    sums, sums_spec = flatten(read_state(state).grads)
+    check_fits(sums, sums_spec, leaves, spec, ("state.grads", "params"))
+    check_squares(state, squares)
+
+
+def merged(a: AccumState, b: AccumState, squares: bool, names: tuple[str, str]) -> AccumState:
+    """One state of two; ``names`` are what errors call their gradients."""
+    check_fits(*flatten(b.grads), *flatten(a.grads), (names[1], names[0]))
+    check_squares(a, squares)
+    check_squares(b, squares)
+    return add(a, b)
+
+
+def read_state(state: Any) -> AccumState:
+    """The state itself, or an error that says what a state is."""
+    cause = "With has_aux=True, update returns a pair, (state, aux)."
+    return check_state(state, AccumState, "an accumulator", "the state", cause)
+
+
+def check_squares(state: AccumState, squares: bool) -> None:
+    """Check that a state has squares where they are asked for."""
+    if isinstance(state.squares, Tensor) != squares:
+        raise ValueError(
+            f"the state was made with squares={not squares}; expected squares={squares}, as in a "
+            f"state of this accumulator's own init (of a step: noise={squares}, its own begin)."
+        )
+
+
+def empty(grads: Tree, device: torch.device, squares: int | None = None) -> AccumState:
+    """A state of these sums with nothing else counted yet, and squares for so many leaves."""
+
+    def zero(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return AccumState(
+        grads=grads,
+        total=zero(torch.float64),
+        weight=zero(torch.float64),
+        microbatches=zero(torch.int64),
+        skipped=zero(torch.int64),
+        nonfinite=zero(torch.int64),
+        weighted=zero(torch.int64),
+        squares=() if squares is None else zero(torch.float64, squares + 1),
+    )
+
+
+def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
+    """The state with some more microbatches; ``grads`` are the sums with their gradients."""
+    more, squares = amounts_of(seen, rule, ()), state.squares
+    if isinstance(squares, Tensor):
+        squares = squares + (more.squares if isinstance(more.squares, Tensor) else 0.0)
+    return AccumState(  # not _replace, from which torch 2.11's compiler returns broken tuples
+        grads=grads,
+        total=state.total + more.total,
+        weight=state.weight + more.weight,
+        microbatches=state.microbatches + more.microbatches,
+        skipped=state.skipped + more.skipped,
+        nonfinite=state.nonfinite + more.nonfinite,
+        weighted=state.weighted + more.weighted,
+        squares=squares,
+    )
+
+
+def amounts_of(seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
+    """What some microbatches came to; ``grads`` are the sums of their gradients.
+
+    Its amounts are numbers of Python where the host knows them: see ``in_tensors``.
+    """
+    total, weight, nonfinite = settle(seen, rule)
+    amounts: Any = {
+        "total": total,
+        "weight": weight,
+        "microbatches": len(seen),
+        "skipped": nonfinite if rule.nonfinite == "skip" else 0,
+        "nonfinite": nonfinite,
+        "weighted": sum([x.weighted for x in seen]),
+    }
+    squares = [x.squares for x in seen if isinstance(x.squares, Tensor)]
+    amounts["squares"] = sum(squares) if squares else ()
+    return AccumState(grads=grads, **amounts)
+
+
+def in_tensors(amounts: AccumState, device: torch.device, squares: bool) -> AccumState:
+    """Amounts as a state, whose tensors lie on a device."""
+    zeros = empty(amounts.grads, device, len(amounts.grads) if squares else None)
+    filled: dict[str, Any] = {}
+    for name, zero in zeros._asdict().items():
+        came = getattr(amounts, name)
+        is_number = isinstance(zero, Tensor) and zero.dim() == 0 and name != "grads"
+        filled[name] = scalar(came, zero.dtype, device) if is_number else came
+    if squares and not isinstance(amounts.squares, Tensor):
+        filled["squares"] = zeros.squares
+    return AccumState(**filled)
+
+
+class Tally(NamedTuple):
+    """What several microbatches came to."""
+
+    total: Any
+    weight: Any
+    nonfinite: Any
+
+
+def settle(seen: Sequence[Microbatch], rule: Rule) -> Tally:
+    """Total, weight and the number of microbatches that are not finite, in float64 and int64.
+
+    They are Python's numbers where the host has them, and else tensors.
+    """
+    if seen and not at_top_level():
+        return _settled_in_tensors(seen, rule)
+    total = weight = 0.0
+    good, has_weight = 0, rule.reduction == "mean"
+    for entry in seen:  # in Python: a tenth of the time of tensors
+        value = entry.value
+        if type(value) is not Tensor or not value.is_cpu:
+            return _settled_in_tensors(seen, rule)
+        term = value.item() * entry.times
+        total += term
+        if has_weight or entry.weighted:
+            weight += float(entry.weight)
+        good += isfinite(term) if entry.finite is None else bool(entry.finite)
+    return Tally(total, weight, len(seen) - good)
+
+
+def _weights(seen: Sequence[Microbatch], rule: Rule) -> list[Any]:
+    """The weights to divide by: a plain sum has none."""
+    return [x.weight for x in seen if x.weighted or rule.reduction == "mean"]
+
+
+def _settled_in_tensors(seen: Sequence[Microbatch], rule: Rule) -> Tally:
+    # Few operations for many entries. A compiler sees to that by itself, and would take the number
+    # of rows for a constant if two of them were compared.
+    alone = torch.compiler.is_dynamo_compiling()
+    if any_sharded([x.value for x in seen]):  # one reduction for all of them
+        values = with_all_terms([x.value for x in seen])
+        seen = [x._replace(value=value) for x, value in zip(seen, values, strict=True)]
+    alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
+    groups = [torch.stack([x.value for x in group]).double() * times for times, group in alike]
+    totals = groups[0] if len(groups) == 1 else torch.cat(groups)
+    all_weights = _weights(seen, rule)
+    known = sum([0.0, *(x for x in all_weights if not isinstance(x, Tensor))])
+    weights = [x for x in all_weights if isinstance(x, Tensor)]
+    total = totals.sum()
+    if weights:
+        weight = torch.stack(weights).sum() + known
+    else:  # a compiler would make a graph for each number of rows
+        weight = torch.full_like(total, known) if alone else known
+    flags = [entry.finite for entry in seen if entry.finite is not None]
+    # inf - inf is NaN; a third of the time of isfinite
+    nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
+    return Tally(total, weight, nonfinite.sum())

@@ -1,0 +1,142 @@
+"""The gradient of one microbatch, as four functions that features wrap.
+
+    seen = read(loss(leaves, part))        forwards
+    weighing, entry = term(seen, rows)     how its gradient enters the sums, and what it came to
+    take(which, grads, weighing)           some of its gradients, as the backward pass gives them
+    entry = judge(entry, weighing)         at the end
+
+A feature is a layer: a function that is given these seams and gives others, which wrap some of
+them. What it remembers from one seam to the next is its own. Where no layer is asked for, none of
+their lines runs, and gradients enter the sums in whichever way is cheapest.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from .coupling import LossOfPart
+from .exchange import Backward
+from .loss import Read, Reduction, Shape
+from .weights import Microbatch, Weighing, enter, weigh
+
+
+Nonfinite = Literal["propagate", "skip", "raise"]
+Engine = Literal["auto", "func", "autograd"]
+
+
+class Rule(NamedTuple):
+    """How gradients are taken and summed, alike for all microbatches."""
+
+    has_aux: bool
+    reduction: Reduction
+    nonfinite: Nonfinite
+    engine: Engine
+    squares: bool = False  # whether the squared norms of gradients are summed: see squares.py
+    scaled: bool = False  # whether the loss is multiplied by a scale
+    layers: tuple["Layer", ...] = ()  # those of all this: see order.py
+
+
+class Portion(NamedTuple):
+    """A microbatch, as a loss is given it, and the rows that its mean counts for."""
+
+    tree: Any
+    rows: int
+    carried: Any  # from the microbatch before
+    counts: int | None
+
+
+class Recorded(NamedTuple):
+    """A forward pass: what was recorded of it, and what the loss returned as others see it."""
+
+    total: Tensor
+    leaves: list[Tensor]
+    seen: Read
+    shape: Shape
+    backward: Backward | None  # the pass that will come; None inside of a graph
+    pull: Callable[[Tensor], Sequence[Tensor | None]] | None = None  # None: by autograd
+
+
+Term = Callable[[Recorded, int | None], tuple[Weighing | None, Microbatch]]
+Take = Callable[[Sequence[int], Sequence[Tensor], Weighing], None]
+Judge = Callable[[Microbatch, Weighing | None], Microbatch]
+
+
+class Seams(NamedTuple):
+    """How one microbatch is added: the places where layers wrap."""
+
+    loss: LossOfPart
+    read: Callable[[Any], tuple[Read, Shape]]
+    term: Term  # no weighing: it is known to add nothing, and no gradient is taken
+    take: Take | None = None  # None: straight into the sums
+    judge: Judge | None = None
+
+
+class Sink:
+    """Where gradients end, and of which leaves."""
+
+    __slots__ = ("kinds", "leaves", "tensors")
+    leaves: list[Tensor]
+    kinds: Any
+    tensors: list[Any]
+
+    def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+        """Add the gradients of some leaves."""
+        raise NotImplementedError
+
+
+class Window(NamedTuple):
+    """What layers know beside the seams.
+
+    Attributes:
+        rule: What was asked for.
+        sink: Where gradients end.
+        unit: What the sums are multiples of: see ``weigh``.
+        scale: That of the loss, if it is scaled.
+        name: What an error calls the loss (None), or the gradient of a leaf.
+        before: The sums before this microbatch, if the caller still holds them.
+        divides: What this rank divides its sums by at the end; None where it adds them to those of
+            other ranks.
+    """
+
+    rule: Rule
+    unit: float | None = None
+    scale: Tensor | None = None
+    name: Callable[[int | None], str] = lambda _: "a microbatch"
+    before: list[Tensor] | None = None
+    divides: float | None = None
+    sink: Sink = Sink()
+
+
+Layer = Callable[[Seams, Window], Seams]
+
+
+def taking(seams: Seams, window: Window) -> Take:
+    """Where a layer hands gradients on to."""
+    return seams.take or window.sink.add
+
+
+def judged_below(seams: Seams, entry: Microbatch, weighing: Weighing | None) -> Microbatch:
+    """An entry as the layers below judge it."""
+    return entry if seams.judge is None else seams.judge(entry, weighing)
+
+
+def of_total(rule: Rule, unit: float | None) -> Term:
+    """The innermost term: means and sums of as many rows have one weighing in a window."""
+    made: dict[Any, tuple[Weighing | None, Microbatch]] = {}
+    reduction = rule.reduction
+
+    def term(recorded: Recorded, rows: int | None) -> tuple[Weighing | None, Microbatch]:
+        seen, shape = recorded.seen, recorded.shape
+        kind = rows, shape.dtype, shape.weighted
+        kept = type(rows) is int  # and no symbol of make_fx
+        if kept and kind in made:
+            weighing, like = made[kind]
+            return weighing, like._replace(value=seen.total)
+        entry = enter(seen, shape, rows, reduction)
+        found = weigh(seen, rows, reduction, unit), entry
+        if kept and rows and not shape.weighted:  # of no rows the value is no total
+            made[kind] = found
+        return found
+
+    return term

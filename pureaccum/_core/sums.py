@@ -1,0 +1,115 @@
+"""Where gradients end: in sums that are written to, or in the terms of sums that are not.
+
+Sums     at top level; the gradients of the first microbatch become the sums
+Terms    wherever somebody follows or records what happens; each sum is a new tensor then
+"""
+
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.dtensors import Layouts, opened, sum_layouts
+from .._base.torch_internals import may_write, owns_its_memory
+from .._base.trees import zeros_for_sums
+from .seams import Sink
+from .weights import LARGE, Weighing, add_gradient_, add_gradients_, term_of
+
+
+class Kinds(NamedTuple):
+    """What of leaves, and of their sums, decides how gradients are added."""
+
+    dtypes: list[torch.dtype]  # of the sums
+    alike: bool  # whether each leaf has the dtype of its sum
+    large: list[int]  # the leaves whose gradients do not wait for the others …
+    # … and those to whose sums autograd adds them. On a CPU, which launches nothing, all if any:
+    # small gradients that live on between large ones would keep these from each other's memory.
+    added: Sequence[int]
+    layouts: Layouts | None  # where the gradients of DTensors are summed
+
+
+def kinds_of(leaves: list[Tensor], dtypes: list[torch.dtype]) -> Kinds:
+    """What follows from leaves and the dtypes of their sums."""
+    parts = opened(leaves)[0] if may_write() else []  # elsewhere a size may be a symbol
+    large = [i for i, x in enumerate(parts) if x.nbytes >= LARGE]
+    return Kinds(
+        dtypes=dtypes,
+        alike=dtypes == [x.dtype for x in leaves],
+        large=large,
+        added=range(len(leaves)) if large and leaves[0].device.type == "cpu" else large,
+        layouts=sum_layouts(leaves),
+    )
+
+
+class Sums(Sink):
+    """Sums of the gradients of leaves, in place."""
+
+    __slots__ = ("begun", "written")
+
+    def __init__(self, leaves: list[Tensor], kinds: Kinds, tensors: Any = None) -> None:
+        self.leaves, self.kinds = leaves, kinds
+        self.begun = tensors is not None  # whether there is a sum for each leaf
+        self.tensors = tensors if self.begun else [None] * len(leaves)
+        self.written = False  # whether anything was added
+
+    def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+        """Add the gradients of some leaves."""
+        self.written = True
+        if not self.begun:
+            self.fill(which)
+        tensors = self.tensors
+        if len(which) == 1:
+            add_gradient_(tensors[which[0]], grads[0], weighing)
+        elif len(which) == len(tensors):
+            add_gradients_(tensors, [*grads], weighing)
+        else:
+            add_gradients_([tensors[i] for i in which], [*grads], weighing)
+
+    def adopt(self, grads: Sequence[Tensor | None]) -> None:
+        """Begin with gradients that nobody else holds, whose memory becomes that of the sums.
+
+        Unless something else lies in it: a gradient may be a view of what the loss was given.
+        """
+        tensors = self.tensors
+        owned = [g is not None and owns_its_memory(g) for g in grads]
+        for i, grad in enumerate(grads):
+            if tensors[i] is None and owned[i]:
+                tensors[i] = grad
+        rest = [i for i, grad in enumerate(grads) if grad is not None and tensors[i] is not grad]
+        self.fill(range(len(tensors)))
+        for i in rest:
+            tensors[i].add_(grads[i])
+
+    def fill(self, which: Sequence[int]) -> None:
+        """Begin some sums with zeros, where there are none yet."""
+        tensors, dtypes = self.tensors, self.kinds.dtypes
+        missing = [i for i in which if tensors[i] is None]
+        for dtype in {dtypes[i] for i in missing}:
+            alike = [i for i in missing if dtypes[i] == dtype]
+            zeros = zeros_for_sums([self.leaves[i] for i in alike], dtype)
+            for i, zero in zip(alike, zeros, strict=True):
+                tensors[i] = zero
+        self.begun = NoneType not in map(type, tensors)
+
+    def all(self) -> list[Tensor]:
+        """All sums; zeros where nothing was added."""
+        if not self.begun:
+            self.fill(range(len(self.tensors)))
+        return self.tensors
+
+
+class Terms(Sink):
+    """What one microbatch adds to sums: None where that is nothing."""
+
+    def __init__(self, leaves: list[Tensor], kinds: Kinds) -> None:
+        self.leaves, self.kinds = leaves, kinds
+        self.tensors = [None] * len(leaves)
+        self.keep: Tensor | None = None  # whether it counts
+
+    def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+        """Keep the terms of some leaves."""
+        self.keep = weighing.keep
+        for i, grad in zip(which, grads, strict=True):
+            self.tensors[i] = term_of(grad, self.kinds.dtypes[i], weighing)

@@ -1,0 +1,227 @@
+"""A window: what its microbatches add to sums, in place or out of place.
+
+    out of place  sums = sums + term(part): a new tensor each, of a function of one microbatch. It
+                runs under transforms, compilers and modes, and says what the other one computes
+    in place    the same bits at top level, while the backward pass runs
+
+Both are given the same seams and layers. ``run_window`` calls either in the grad mode, and by the
+engine, that its loss needs.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from .._base.checks import NoGraphError
+from .._base.dtensors import refuse_sharded
+from .._base.generators import generators, restore
+from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
+from .._base.torch_internals import (
+    forward_ad_active,
+    innermost,
+    may_write,
+    transform_active,
+    without_history,
+)
+from .coupling import LossOfPart, Question
+from .engines import (
+    Way,
+    adding,
+    by_autograd,
+    by_func,
+    detached,
+    landing,
+    pulled,
+    remembering_modules,
+    under_transforms,
+)
+from .layers.order import layered
+from .loss import read
+from .microbatch import Arguments, call_microbatched
+from .outputs import Counted, Whole
+from .seams import Engine, Portion, Seams, Window, judged_below, of_total, taking
+from .sums import Sums, Terms
+from .weights import Microbatch
+from .writes import Given, Known, guarding
+
+
+T = TypeVar("T")
+Add = Callable[[Portion], Microbatch]
+
+
+class GuardedLoss(NamedTuple):
+    """The loss of a microbatch, what is known of it, and all that it is given.
+
+    Attributes:
+        call: The loss.
+        known: What is known of it.
+        given: First the leaves that it is differentiated by.
+        question: What it is asked; None asks nothing.
+    """
+
+    call: LossOfPart
+    known: Known
+    given: tuple[Given, ...]
+    question: Question | None = None
+
+    def guarding(self) -> AbstractContextManager[Callable[..., Any]]:
+        """A context that yields what guards the loss: see writes.py."""
+        return guarding(self.known, *self.given, question=self.question)
+
+
+def adder(call: LossOfPart, window: Window, sums: Sums, way: Way, *, whole: bool = False) -> Add:
+    """A function that adds a microbatch to sums, and gives what it came to.
+
+    ``whole`` says that a batch is in one piece, which is left to a transform.
+    """
+    window = window._replace(sink=sums)
+    seams = Seams(loss=call, read=read, term=of_total(window.rule, window.unit))
+    if may_add_in_place():
+        return in_place(seams, window, sums, way)
+    return out_of_place(seams, window, sums, way, whole or not transform_active())
+
+
+def may_add_in_place() -> bool:
+    """Whether sums may be written to: nobody follows what is computed."""
+    return may_write() and not forward_ad_active()
+
+
+def in_place(seams: Seams, window: Window, sums: Sums, way: Way) -> Add:
+    """Add while the backward pass runs."""
+    seams = layered(seams, window)
+    if way.remembers:
+        seams, way = remembering_modules(seams, way)
+    if sums.kinds.layouts is not None:
+        seams = landing(seams, taking(seams, window), sums.kinds.layouts)
+    return adding(seams, sums, way)
+
+
+def out_of_place(seams: Seams, window: Window, sums: Sums, way: Way, whole: bool) -> Add:
+    """Add what a microbatch comes to; unless it is whole, nothing above it is kept."""
+    kinds = sums.kinds
+
+    def terms_of(leaves: list[Tensor], part: Portion) -> Counted:
+        terms, own = Terms(leaves, kinds), way._replace(leaves=leaves)
+        there = window._replace(sink=terms)
+        # a cotangent that is kept would be one of a level that is over
+        around = layered(seams._replace(term=of_total(window.rule, window.unit)), there)
+        if way.remembers:
+            around, own = remembering_modules(around, own)
+        if kinds.layouts is not None:
+            around = landing(around, taking(around, there), kinds.layouts)
+        recorded = way.forward(around, part, own)
+        weighing, entry = around.term(recorded, part.counts)
+        if weighing is None:
+            return Counted(((), judged_below(around, entry, None)), None)
+        grads = pulled(recorded, weighing.cotangent, own)
+        some = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        taking(around, there)([*some], [*some.values()], weighing)
+        return Counted((terms.tensors, judged_below(around, entry, weighing)), terms.keep)
+
+    def add(part: Portion) -> Microbatch:
+        if whole:
+            added, entry = terms_of(way.leaves, part).tree
+        else:
+            given = Arguments.of((way.leaves, part), {})
+            added, entry = call_microbatched(terms_of, given, Whole(), None)
+        if added:
+            pairs = zip(sums.tensors, added, strict=True)
+            new = [y if x is None else x if y is None else x + y for x, y in pairs]
+        else:
+            new = [x if x is None else x.clone() for x in sums.tensors]
+        sums.tensors = new
+        return entry
+
+    return add
+
+
+# Engines and modes ---------------------------------------------------------------------------
+
+
+def run_window(window: Callable[[Way], T], leaves: list[Tensor], engine: Engine, known: Known) -> T:
+    """Run what calls a loss for some microbatches, in the grad mode that they need.
+
+    A loss whose backward pass computes it again has to be watched: see called_modules.py. It makes
+    itself known by saved-tensor hooks. These are refused until a loss has asked for them, which is
+    then remembered, and the window is run again: a loss that asks for them from its first window
+    on draws the same random numbers, one that begins later draws new ones. So it is with a loss
+    that calls what plain autograd cannot follow: the window is run again by torch.func.
+    """
+    if transform_active():
+        return _advised(window, _followed(leaves, engine))
+    dual = forward_ad_active()
+    detach = detached if dual else Tensor.detach
+    if engine == "func" or (engine == "auto" and (dual or known.by_func)):
+        return _by_func(window, leaves, detach)
+    # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
+    own = [x.clone() for x in leaves] if any(map(Tensor.is_inference, leaves)) else leaves
+    own = [x.requires_grad_() for x in (without_history(own) if dual else map(Tensor.detach, own))]
+    way = Way(forward=by_autograd, leaves=own, detach=detach)
+    before = generators({x.device for x in leaves}) if known.recomputes is None else []
+    try:
+        with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+            if not known.recomputes:
+                try:
+                    with disable_saved_tensors_hooks(_WANTED):
+                        result = window(way)
+                    if known.recomputes is None:  # another thread may know better
+                        known.recomputes = False
+                    return result
+                except RuntimeError as error:
+                    if _WANTED not in str(error):
+                        raise
+                known.recomputes = True
+                restore(before)
+            return window(way._replace(remembers=True))
+    except NoGraphError:
+        if engine != "auto":
+            raise
+    known.by_func = True
+    restore(before)
+    return _by_func(window, leaves, detach)
+
+
+_WANTED = "pureaccum: saved-tensor hooks are wanted"
+
+
+def _by_func(
+    window: Callable[[Way], T], leaves: list[Tensor], detach: Callable[[Tensor], Tensor]
+) -> T:
+    """Run a window under torch.func, in grad mode on a CPU alone.
+
+    Detached leaves record nothing below torch.func's own level, but tensors that the loss captured
+    may: hence none. On a CPU the kernel of LSTM asks for that mode down there, and without it saves
+    nothing for its backward pass.
+    """
+    with torch.set_grad_enabled(leaves[0].device.type == "cpu"):
+        own = without_history(leaves)
+        return _advised(window, Way(forward=by_func, leaves=own, detach=detach))
+
+
+def _advised(window: Callable[[Way], T], way: Way) -> T:
+    try:
+        return window(way)
+    except RuntimeError as error:
+        advise_on_vjp(error)
+        raise
+
+
+def _followed(leaves: list[Tensor], engine: Engine) -> Way:
+    """Leaves of a result that carries an outer graph: nothing is detached."""
+    refuse_sharded(
+        [innermost(x) for x in leaves],
+        "params",
+        "torch.func's transforms do not see through them: call this outside of any.",
+    )
+    if engine == "autograd":
+        raise RuntimeError(
+            "engine='autograd' cannot run under a torch.func transform, torch.compile or make_fx; "
+            "engine='func' and 'auto' can."
+        )
+    if leaves:
+        refuse_pre_dispatch()
+    return Way(forward=under_transforms, leaves=leaves, detach=None)

@@ -1,0 +1,224 @@
+"""What follows from the sums of a window: mean gradients, a judgement, and the next state.
+
+    gradients = sums / weight / scale
+    applied = all of them are finite, there was any weight, and the learning rate is finite
+
+A step that is not applied leaves parameters, optimizer state, schedule and buffers bit for bit as
+they were. The loss scale learns from it all the same, but only from its gradients: a learning rate
+of NaN says nothing about the scale.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.dtensors import Layouts, closed, norms_of_parts, opened, resolved
+from .._base.states import mark
+from .._base.torch_internals import may_write
+from .._base.trees import (
+    Tree,
+    all_finite_of,
+    apart,
+    is_finite,
+    known,
+    moved,
+    norm,
+    norm_of_all,
+    on_host,
+    scalar,
+    seen_finite,
+    tree_leaves,
+    where,
+)
+from .._core.ledger import AccumState
+from .._core.loss import divisor, mean_value
+from .._core.weights import divided
+from .._core.windows import may_add_in_place
+from .._optim.update import Ready
+from .._samples.noise_scale import BatchNoise, noise_of
+from .buffers import finish_buffers
+from .state import Plan, StepInfo, TrainState
+
+
+class Summed(NamedTuple):
+    """What a window came to.
+
+    Attributes:
+        accum: What was accumulated; its gradients are a list.
+        carried: The buffers as the last microbatch left them, and the rows of the step.
+        aux: The aux of all microbatches, reduced.
+        unit: What the gradients are still to be multiplied by.
+        rows: What the weight is still to be multiplied by.
+        own: Whether the gradients may be changed in place.
+    """
+
+    accum: AccumState
+    carried: tuple[Any, Any]
+    aux: Tree = None
+    unit: float | Tensor = 1.0
+    rows: float = 1.0
+    own: bool = True
+
+
+class Means(NamedTuple):
+    """The mean gradients, and the numbers that go with them: of Python's where the host has them.
+
+    Attributes:
+        parts: This rank's parts of the gradients.
+        layouts: Where those of DTensors lie.
+        norm: Their global norm.
+        loss: The loss over the whole batch.
+        weight: What it was divided by.
+        any_weight: Whether that was anything, or a plain sum was taken of something.
+        sound: Whether all of it is finite.
+        finite: Whether every microbatch was finite.
+    """
+
+    parts: list[Tensor]
+    layouts: Layouts | None
+    norm: Tensor
+    loss: Any
+    weight: Any
+    any_weight: Any
+    sound: Any
+    finite: Any
+
+
+class Verdict(NamedTuple):
+    """Whether a step is applied: for the info, and as the optimizer is told.
+
+    The optimizer is told on the host what the host knows: no kernel need run for nothing, and
+    torch's kernels refuse a rate that the dtype of the parameters cannot hold.
+    """
+
+    applied: Tensor
+    told: Any
+
+
+def finished(
+    plan: Plan, state: TrainState, ready: Ready, summed: Summed
+) -> tuple[TrainState, StepInfo]:
+    """The next state and what happened, from sums."""
+    means = mean_gradients(plan, state, summed)
+    verdict = judgement(means, ready, state.samples.device)
+    info = info_of(plan, state, summed, means, verdict)
+    donate = plan.donate and may_write()
+    if donate and plan.calling.has_aux:
+        info = info._replace(aux=apart(info.aux, (state.params, state.buffers)))
+    return next_state(plan, state, ready, summed, means, verdict), info
+
+
+def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
+    """Sums, divided once by their true weight, and by the scale of the loss."""
+    accum, unit = summed.accum, summed.unit
+    total, weight, count, skipped, nonfinite, weighted = on_host(
+        accum.total,
+        accum.weight,
+        accum.microbatches,
+        accum.skipped,
+        accum.nonfinite,
+        accum.weighted,
+    )
+    plain = plan.rule.reduction == "sum" and weighted == 0
+    by = divisor(weight, plain)
+    scale = scale_of(plan, state)
+    scales = [] if scale is None else [scale]
+    by_unit = by / unit if isinstance(unit, Tensor) or unit != 1.0 else by
+    parts, layouts = opened(resolved(accum.grads))
+    own = summed.own and may_add_in_place()
+    parts = divided(parts, by_unit, *scales, own=own, same=own or not may_write())
+    length = norm_of_all(parts, layouts)
+    # A norm that is finite is that of finite numbers; it may overflow where these do not.
+    sound: Any = seen_finite(total, length)
+    if not sound:
+        sound = all_finite_of(parts, layouts, own) & is_finite(total)
+    any_weight = weight != 0
+    if plain is not False:
+        any_weight = any_weight | (plain & (count > skipped))
+    return Means(
+        parts=parts,
+        layouts=layouts,
+        norm=length,
+        loss=mean_value(total, by),
+        weight=weight * summed.rows,
+        any_weight=any_weight,
+        sound=sound,
+        finite=nonfinite == 0,
+    )
+
+
+def judgement(means: Means, ready: Ready, device: torch.device) -> Verdict:
+    """A step is applied if all is finite, it had any weight, and its rate can be used."""
+    worth, rate_is_sound = means.sound & means.any_weight, ready.sound
+    if isinstance(rate_is_sound, Tensor):
+        worth = worth & moved(rate_is_sound, device)
+    elif not rate_is_sound:
+        worth = False
+    told = known(worth) if isinstance(worth, Tensor) else worth
+    return Verdict(scalar(worth, torch.bool, device), worth if told is None else told)
+
+
+def info_of(
+    plan: Plan, state: TrainState, summed: Summed, means: Means, verdict: Verdict
+) -> StepInfo:
+    """What happened, in tensors of its own."""
+    device, accum, noise = state.samples.device, summed.accum, ()
+    scale, weight = scale_of(plan, state), scalar(means.weight, torch.float64, device)
+    if plan.rule.squares:
+        of_squares = (1.0 if scale is None else scale.double() ** 2) / summed.rows
+        noise = _noise(accum, means.parts, means.layouts, of_squares, weight)
+    return StepInfo(
+        loss=scalar(means.loss, torch.float64, device),
+        grad_norm=means.norm,
+        weight=weight,
+        microbatches=scalar(accum.microbatches, torch.int64, device),
+        skipped=scalar(accum.skipped, torch.int64, device),
+        applied=verdict.applied,
+        scale=torch.ones_like(means.norm) if scale is None else scale.clone(),
+        aux=() if summed.aux is None else summed.aux,
+        noise=noise,
+    )
+
+
+def next_state(
+    plan: Plan, state: TrainState, ready: Ready, summed: Summed, means: Means, verdict: Verdict
+) -> TrainState:
+    """The state after a step, or the old one with one attempt more."""
+    applied, device = verdict.applied, state.samples.device
+    donate = plan.donate and may_write()
+    buffers, scaling = state.buffers, state.loss_scale
+    if plan.calling.buffers is not None:
+        buffers = where(applied, finish_buffers(summed.carried[0]), buffers)
+    if plan.loss_scale is not None:
+        finite = scalar(means.sound & means.finite, torch.bool, device)
+        learned = plan.loss_scale.update(scaling, finite)
+        # a window in which nothing was seen says nothing about the scale
+        scaling = where(means.any_weight | ~finite, learned, scaling)
+    # Made before anything that was given up is written: memory may run out here.
+    counts: Any = {"key": state.key.clone(), "attempts": state.attempts + 1}
+    counts["applied"] = state.applied + applied.to(state.applied.device)
+    counts["samples"] = state.samples + summed.carried[1]
+    parts = closed(means.parts, means.layouts)
+    params, opt_state = ready.apply(parts, verdict.told, donate, means.norm)
+    new = TrainState(
+        params=params, buffers=buffers, opt_state=opt_state, loss_scale=scaling, **counts
+    )
+    if donate:  # params and opt_state were given up to the optimizer
+        mark(tree_leaves(state._replace(params=(), opt_state=())))
+    return new
+
+
+def scale_of(plan: Plan, state: TrainState) -> Tensor | None:
+    """The loss scale of a step, if it has one."""
+    return None if plan.loss_scale is None else state.loss_scale.scale
+
+
+def _noise(
+    accum: AccumState, parts: list[Tensor], layouts: Layouts | None, by: Any, weight: Tensor
+) -> BatchNoise:
+    squares = accum.squares
+    if not isinstance(squares, Tensor):  # of no microbatch
+        squares = torch.zeros(len(parts) + 1, dtype=torch.float64, device=parts[0].device)
+    norms = [norm(x) for x in parts] if layouts is None else norms_of_parts(parts, layouts)
+    return noise_of(norms, squares[:-1] / by, weight.to(squares.device), squares[-1])
