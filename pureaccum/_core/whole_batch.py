@@ -142,6 +142,11 @@ def accumulate(
             with loss.guarding() as guarded, cut_here:
                 about = window._replace(rule=rule)
                 add = adder(guarded(loss.call), about, sums, way, whole=whole)
+                if flow.advance is None and not rule.has_aux:  # as most have it
+                    append, carried = ledger.entries.append, flow.carried
+                    for part, rows, counts in cut.parts():
+                        append(add(Portion(part, rows, carried, counts)))
+                    return sums.all()
                 for part, rows, counts in cut.parts():
                     ledger.enter(add(Portion(part, rows, ledger.flow.carried, counts)), rows)
             return sums.all()

@@ -8,8 +8,10 @@ are added up before they are divided. The files follow each other:
     state                           what a step takes, gives and is made of, with the checks of it
     microbatch_loss                 the loss of one microbatch, as a step calls it
     ranks                           what ranks tell each other
-    windows                         the step: over a batch at hand, over a stream, and what follows
-    scan, graphs, compiled          the same in graphs: one loop, all that is compiled, and the step
+    structure                       what a structure decides, once for each
+    windows, whole_step             the step: over a stream, and over a batch at hand
+    next_state                      what follows from sums
+    recipes, scan, graphs, compiled the same in graphs: forms, one loop, all that is compiled
     step                            ``make_step``, which puts it together
     memory_report                   what a step holds in memory
     taken_over                      going on with a run of torch's, and back

@@ -72,7 +72,7 @@ class Means(NamedTuple):
         weight: What it was divided by.
         any_weight: Whether that was anything, or a plain sum was taken of something.
         sound: Whether all of it is finite.
-        finite: Whether every microbatch was finite.
+        nonfinite: How many microbatches were not finite.
     """
 
     parts: list[Tensor]
@@ -82,7 +82,7 @@ class Means(NamedTuple):
     weight: Any
     any_weight: Any
     sound: Any
-    finite: Any
+    nonfinite: Any
 
 
 class Verdict(NamedTuple):
@@ -144,7 +144,7 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
         weight=weight * summed.rows,
         any_weight=any_weight,
         sound=sound,
-        finite=nonfinite == 0,
+        nonfinite=nonfinite,
     )
 
 
@@ -191,7 +191,7 @@ def next_state(
     if plan.calling.buffers is not None:
         buffers = where(applied, finish_buffers(summed.carried[0]), buffers)
     if plan.loss_scale is not None:
-        finite = scalar(means.sound & means.finite, torch.bool, device)
+        finite = scalar(means.sound & (means.nonfinite == 0), torch.bool, device)
         learned = plan.loss_scale.update(scaling, finite)
         # a window in which nothing was seen says nothing about the scale
         scaling = where(means.any_weight | ~finite, learned, scaling)

@@ -1,0 +1,131 @@
+"""The window that writes in place gives the bits of the one that writes to nothing.
+
+Over the zoo of losses, engine by engine; and for every pair of layers.
+"""
+
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.laws.zoo.residents import residents
+from tests.laws.zoo.species import Species
+
+
+pytestmark = [pytest.mark.core, pytest.mark.step, pytest.mark.promise("bits")]
+# Who asks whether sums may be written to.
+ASKING = "_core.windows", "_core.accumulator", "_core.whole_batch", "_step.next_state"
+
+
+@contextmanager
+def out_of_place(patch: pytest.MonkeyPatch) -> Generator[list[str]]:
+    asked: list[str] = []
+    for name in ASKING:
+        module = import_module(f"pureaccum.{name}")
+        patch.setattr(module, "may_add_in_place", lambda: asked.append("") is not None)
+    yield asked
+    patch.undo()
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    """What a run gives, or the error that it ends in."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        return run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def assert_both_windows_give(run: Callable[[], Any], patch: pytest.MonkeyPatch) -> None:
+    written = outcome(run)
+    with out_of_place(patch) as asked:
+        plain = outcome(run)
+    assert asked
+    if isinstance(plain, str):
+        assert written == plain
+    else:
+        assert_trees_bitwise_equal(written, plain)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize(("species", "dtype"), residents(lambda it: it.kind != "impure"))
+def test_the_zoo(
+    species: Species, dtype: torch.dtype, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"reduction", "has_aux", "batch_argnums"}
+
+    def run() -> Any:
+        loss, params, batch, knobs = species.make(dtype, seed=0)
+        own = {name: knobs[name] for name in known & knobs.keys()}
+        grad = pa.grad_and_value(loss, microbatch_size=5, engine=engine, check=False, **own)
+        return grad(params, batch), grad(params, batch)
+
+    assert_both_windows_give(run, monkeypatch)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "aux": {"has_aux": True},
+    "scale": {"loss_scale": pa.static_loss_scale(2.0**8)},
+    "squares": {"noise": True},
+    "raise": {"nonfinite": "raise"},
+    "skip": {"nonfinite": "skip"},
+}
+PAIRS = [*combinations(LAYERS, 2), *((layer,) for layer in LAYERS), ()]
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "nan"])
+@pytest.mark.parametrize(
+    "large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "large"]
+)
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_every_pair_of_layers(
+    pair: tuple[str, ...],
+    engine: Any,
+    large: bool,
+    bad: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a whole batch, and as a stream whose windows are given up, and are not."""
+    width = 600 if large else 3  # a leaf of more than 1 MiB is added one by one
+    rows = torch.arange(7.0 * width).view(7, width).remainder(5) - 2
+    if bad:
+        rows[4, 1] = torch.nan
+
+    def loss(params: Any, x: Tensor) -> Any:
+        y = torch.tanh(x @ params["w"]) * params["v"]
+        mean = pa.Weighted(y.square().sum(), (x[:, 0] > -2).sum())
+        return (mean, {"y": y.sum(1)}) if "aux" in pair else mean
+
+    def run() -> Any:
+        knobs = {name: knob for layer in pair for name, knob in LAYERS[layer].items()}
+        found: list[Any] = []
+        for donate in (False, True):
+            step = pa.make_step(
+                loss,
+                pa.sgd(0.1),
+                microbatch_size=2,
+                engine=engine,
+                donate=donate,
+                check=False,
+                **knobs,
+            )
+            params = {"w": torch.eye(width) / 4, "v": torch.ones(width), "unused": torch.ones(2)}
+            state = step.init(params)
+            state, info = step(state, rows)
+            state, more = step.window(state, pa.microbatches(rows, 3))
+            found += [state, info, more]
+        return found
+
+    assert_both_windows_give(run, monkeypatch)
