@@ -2,9 +2,9 @@
 
 What a loss returns (``loss``) weighs something (``weights``). The gradient of a microbatch is four
 functions (``seams``), which features wrap (``layers``); ``engines`` go forwards and back, gradients
-end in ``sums``, in one of two ``windows``, and what else they come to in a ``ledger``. Over a stream
-that is the ``accumulator``, over a batch at hand ``whole_batch``, of which ``transforms`` makes
-``grad``; ``evaluation`` has ``value``, without gradients.
+end in ``sums``, in one of two ``windows``, and all else that they come to in a ``ledger``. Over a
+stream that is the ``accumulator``, over a batch at hand ``whole_batch``, of which ``transforms``
+makes ``grad``; ``evaluation`` has ``value``, without gradients.
 ``microbatch`` is the primitive, whose derivatives follow the ``rule`` and whose ``outputs`` are put
 together by the words of ``reductions``; ``remat`` is the same with one piece. A function that is
 run again sees what it saw (``recomputation``, ``called_modules``), and writes to nothing that is

@@ -187,7 +187,9 @@ def _apply(
         none = type(buffers) in (dict, tuple) and not buffers
         if compiling or not (none or _fits(buffers, names.buffers)):
             _check(buffers, names.buffers, names.tied, "buffers", "buffer")
-        if [*map(_REQUIRES_GRAD, names.own)] != names.required:
+        own = names.own
+        required = [x.requires_grad for x in own] if compiling else [*map(_REQUIRES_GRAD, own)]
+        if required != names.required:
             raise _other_gradients(names)
     if len(buffers) < len(names.buffers):
         missing = next(name for name in names.buffers if name not in buffers)

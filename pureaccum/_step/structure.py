@@ -60,7 +60,9 @@ MOST = 1000  # structures that are remembered
 def prepare(plan: Plan, state: TrainState, batch: Tree) -> tuple[Prepared, Begin]:
     """Check a state and a batch; give what follows, and what begins the optimizer's step."""
     params, rows = flatten(state.params), flatten(batch)
-    key = None if transform_active() else _key(plan, params, rows, flatten(state[1:]))
+    key = (
+        None if transform_active() else _key(plan, params, rows, flatten(state._replace(params=())))
+    )
     known = None if key is None else plan.structures.known.get(key)
     if known is None:
         return _examined(plan, state, batch, key)

@@ -11,7 +11,7 @@ from ..._base.checks import check_choice
 from ..loss import Reduction
 from ..seams import Engine, Layer, Nonfinite, Rule, Seams, Window
 from .aux import aux
-from .raises import raises
+from .raising import raising
 from .ranks import ranks_exist, reaching_ranks
 from .scale import scale
 from .skip import skip
@@ -22,7 +22,7 @@ LAYERS: list[tuple[Callable[[Rule], bool], Layer]] = [
     (lambda rule: rule.has_aux, aux),
     (lambda rule: rule.scaled, scale),
     (lambda rule: rule.squares, squares),
-    (lambda rule: rule.nonfinite == "raise", raises),
+    (lambda rule: rule.nonfinite == "raise", raising),
     (lambda rule: rule.nonfinite == "skip", skip),
 ]
 

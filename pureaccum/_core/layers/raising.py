@@ -12,7 +12,7 @@ from ..seams import Seams, Window, judged_below, taking
 from ..weights import Microbatch, Weighing, judged, total_finite
 
 
-def raises(seams: Seams, window: Window) -> Seams:
+def raising(seams: Seams, window: Window) -> Seams:
     """Raise where the total of a microbatch, or anything in its gradient, is not finite."""
     if torch.compiler.is_dynamo_compiling():
         _refuse_to_look()
