@@ -38,6 +38,7 @@ from .ledger import (
 )
 from .loss import Reduction, advising, divisor, mean_value
 from .seams import Engine, Nonfinite, Portion, Rule, Window
+from .structures import Structures, Update, ask_autocast, devices_of, structure_of
 from .sums import Kinds, Sums, kinds_of
 from .weights import Microbatch, NoRowsError, divided
 from .windows import GuardedLoss, adder, may_add_in_place, run_window
@@ -132,6 +133,7 @@ def accumulator(
     _check_not_params(batches, batch_argnums)
 
     known, told = known_of(loss_fn), advising(loss_fn, *batches)
+    structures = Structures()
 
     def init(params: Tree) -> AccumState:
         """The identity: a state of zeros."""
@@ -143,14 +145,24 @@ def accumulator(
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         """The state with one more microbatch, or ``(state, aux)``."""
         read_state(state)
-        leaves, spec = read_params(params)
-        check_belongs(state, leaves, spec, squares)
         called = (params, *args)
+        leaves, spec = flatten(params)
+        is_vector = isinstance(state.squares, Tensor)
+        sums = flatten(state.grads)
         at = positions(batches, len(called), "batch_argnums")
-        _check_not_params(at, batch_argnums)
-        batch = tuple(called[i] for i in at)
-        read = read_microbatch(own := batch[0] if len(batch) == 1 else batch)
-        refuse_autocast_cache(leaves)
+        own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
+        key = structure_of(is_vector, (leaves, spec), sums, flat := flatten(own))
+        if (update := structures.get(key)) is None:
+            read_params(params)
+            check_belongs(state, leaves, spec, squares)
+            _check_not_params(at, batch_argnums)
+            read = read_microbatch(own)
+            refuse_autocast_cache(leaves)
+            kinds = kinds_of(leaves, [x.dtype for x in sums[0]])
+            update = structures.keep(key, Update(kinds, read.rows, devices_of(leaves)))
+        else:
+            read = Batch(*flat, update.rows)
+            ask_autocast(update.devices, leaves)
 
         def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
             given = dict(zip(at, (part,) if len(at) == 1 else part, strict=True))
@@ -161,8 +173,7 @@ def accumulator(
         given = Given("params", leaves, spec), Given("batch", *read[:2])
         guarded = GuardedLoss(loss, known, given, question)
         part = Portion(own, read.rows or 0, (), read.rows)
-        kinds = kinds_of(leaves, [x.dtype for x in tree_leaves(state.grads)])
-        new, entry = updated(state, guarded, read, part, Window(rule=rule), kinds, donate)
+        new, entry = updated(state, guarded, read, part, Window(rule=rule), update.kinds, donate)
         return (new, entry.aux) if has_aux else new
 
     def merge(a: AccumState, b: AccumState) -> AccumState:

@@ -17,6 +17,7 @@ from .._core.history import call_with_history
 from .._core.ledger import AccumState, check_belongs
 from .._core.precision import Policy
 from .._core.seams import Rule
+from .._core.structures import Structures
 from .._core.writes import Known
 from .._optim.update import Begin, Optimizer
 from .buffers import Threading, begin_buffers
@@ -193,9 +194,9 @@ class Plan(NamedTuple):
     rule: Rule
     loss_scale: LossScale | None
     donate: bool
+    structures: Structures  # what was decided for each
     group: Any = None  # the ranks that share a batch
     agreed: Agreement | None = None  # what these have to agree on: see agreement.py
-    structures: Any = None  # those that were met: see structure.py
 
 
 def size_of(plan: Plan) -> int | None:

@@ -32,6 +32,7 @@ from .._core.loss import Reduction
 from .._core.precision import Policy, under
 from .._core.reductions import check_reduce
 from .._core.seams import Engine, Nonfinite, Rule
+from .._core.structures import Structures
 from .._core.writes import known_of
 from .._optim.combinators import as_optimizer
 from .._pure.keys import key
@@ -41,7 +42,6 @@ from .constants import check_compilable
 from .loss_scale import LossScale
 from .ranks import agreement_of, check_same
 from .state import Calling, Plan, Step, StepInfo, TrainState, check_buffers
-from .structure import Structures
 from .whole_step import (
     folded_in_sums,
     step_in_sums,

@@ -86,7 +86,11 @@ SWITCHES = {
     "no graph of gradients": Switch("_leanly", lambda *_: None, ("_core.transforms",)),
     "large leaves are added by hooks": Switch("LARGE", 0, ("_core.sums",)),
     "temporaries have a longest size": Switch("CHUNK", 1, ("_core.weights",)),
-    "structures are known": Switch("_key", lambda *_: None, ("_step.structure",)),
+    "structures are known": Switch(
+        "structure_of",
+        lambda *_: None,
+        ("_step.structure", "_step.windows", "_core.accumulator"),
+    ),
     "a loss is guarded": Switch("", None, (), unguarded),
 }
 

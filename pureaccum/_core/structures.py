@@ -1,0 +1,79 @@
+"""What follows from the structure of what a call is given, decided once for each structure.
+
+    key = trees, and the dtype, shape, device and layout of each tensor
+
+A call whose key is known checks nothing that its structure decides. It asks what no structure
+tells: transforms and modes, autocast, what was given up, what requires a gradient, versions, the
+modes of modules, every number. What is kept are decisions, and no tensor. Anything but plain
+tensors, and whatever is called under a transform, has no key, and is examined at each call.
+"""
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.checks import refuse_autocast_cache
+from .._base.dtensors import PLAIN
+from .._base.torch_internals import transform_active
+from .._base.trees import Flat
+from .sums import Kinds
+
+
+class Update(NamedTuple):
+    """What is decided for microbatches of one structure that enter sums of another."""
+
+    kinds: Kinds
+    rows: int | None
+    devices: frozenset[str]
+
+
+class Structures:
+    """What was decided, by key. No tuple: a compiler would look into that."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+    def get(self, key: Any) -> Any:
+        """What was decided for a key; None if nothing was."""
+        return None if key is None else self.known.get(key)
+
+    def keep(self, key: Any, decision: Any) -> Any:
+        """The decision itself, which is remembered if there is a key."""
+        if key is not None:
+            if len(self.known) >= MOST:
+                self.known.clear()
+            self.known[key] = decision
+        return decision
+
+
+MOST = 1000  # structures
+
+
+def structure_of(beside: Any, *trees: Flat) -> Any:
+    """The key of some trees, and of what else decides; None where nothing may be remembered."""
+    if transform_active():
+        return None
+    leaves = [x for tree, _ in trees for x in tree]
+    if not PLAIN.issuperset(map(type, leaves)):
+        return None
+    try:
+        return beside, *[spec for _, spec in trees], *map(_LOOKS, leaves)
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+
+
+_LOOKS: Callable[[Tensor], Any] = attrgetter("dtype", "shape", "device", "layout")
+
+
+def devices_of(leaves: Iterable[Tensor]) -> frozenset[str]:
+    """The kinds of devices on which tensors lie."""
+    return frozenset(x.device.type for x in leaves)
+
+
+def ask_autocast(devices: frozenset[str], leaves: list[Tensor]) -> None:
+    """Refuse autocast around microbatches, where it is on."""
+    if any(map(torch.is_autocast_enabled, devices)):
+        refuse_autocast_cache(leaves)
