@@ -42,7 +42,7 @@ from .structures import Structures, Update, ask_autocast, devices_of, structure_
 from .sums import Kinds, Sums, kinds_of
 from .weights import Microbatch, NoRowsError, divided
 from .windows import GuardedLoss, adder, may_add_in_place, run_window
-from .writes import Given, known_of
+from .writes import Given, Known, known_of
 
 
 class Accumulator(NamedTuple):
@@ -132,8 +132,14 @@ def accumulator(
     batches = check_argnums(batch_argnums, "batch_argnums")
     _check_not_params(batches, batch_argnums)
 
-    known, told = known_of(loss_fn), advising(loss_fn, *batches)
-    structures = Structures()
+    making = Accumulating(
+        told=advising(loss_fn, *batches),
+        known=known_of(loss_fn),
+        batches=(batches, batch_argnums),
+        rule=rule,
+        check=check,
+        structures=Structures(),
+    )
 
     def init(params: Tree) -> AccumState:
         """The identity: a state of zeros."""
@@ -144,37 +150,7 @@ def accumulator(
 
     def update(state: AccumState, params: Tree, *args: Any, donate: bool = False) -> Any:
         """The state with one more microbatch, or ``(state, aux)``."""
-        read_state(state)
-        called = (params, *args)
-        leaves, spec = flatten(params)
-        is_vector = isinstance(state.squares, Tensor)
-        sums = flatten(state.grads)
-        at = positions(batches, len(called), "batch_argnums")
-        own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
-        key = structure_of(is_vector, (leaves, spec), sums, flat := flatten(own))
-        if (update := structures.get(key)) is None:
-            read_params(params)
-            check_belongs(state, leaves, spec, squares)
-            _check_not_params(at, batch_argnums)
-            read = read_microbatch(own)
-            refuse_autocast_cache(leaves)
-            kinds = kinds_of(leaves, [x.dtype for x in sums[0]])
-            update = structures.keep(key, Update(kinds, read.rows, devices_of(leaves)))
-        else:
-            read = Batch(*flat, update.rows)
-            ask_autocast(update.devices, leaves)
-
-        def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
-            given = dict(zip(at, (part,) if len(at) == 1 else part, strict=True))
-            params = unflatten(spec, leaves)
-            return told(params, *(given.get(i, x) for i, x in enumerate(args, 1)))
-
-        question = question_of(read, rule) if check else None
-        given = Given("params", leaves, spec), Given("batch", *read[:2])
-        guarded = GuardedLoss(loss, known, given, question)
-        part = Portion(own, read.rows or 0, (), read.rows)
-        new, entry = updated(state, guarded, read, part, Window(rule=rule), update.kinds, donate)
-        return (new, entry.aux) if has_aux else new
+        return _update(making, state, params, args, donate)
 
     def merge(a: AccumState, b: AccumState) -> AccumState:
         """One state of two, in any order and grouping."""
@@ -191,6 +167,52 @@ def accumulator(
         return unflatten(spec, hand_over(tree_leaves(state), grads) if own else grads), value
 
     return Accumulator(init, *(refusing_backward(f, *NO_GRAPH) for f in (update, merge, finalize)))
+
+
+class Accumulating(NamedTuple):
+    """What an accumulator is made of: its loss, which arguments are batches, its rule."""
+
+    told: Callable[..., Any]  # the loss
+    known: Known
+    batches: tuple[tuple[int, ...], Any]  # as positions, and as the user wrote them
+    rule: Rule
+    check: bool
+    structures: Structures
+
+
+def _update(
+    making: Accumulating, state: AccumState, params: Tree, args: tuple[Any, ...], donate: bool
+) -> Any:
+    read_state(state)
+    called, rule = (params, *args), making.rule
+    leaves, spec = flatten(params)
+    sums, is_vector = flatten(state.grads), isinstance(state.squares, Tensor)
+    at = positions(making.batches[0], len(called), "batch_argnums")
+    own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
+    key = structure_of(is_vector, (leaves, spec), sums, flat := flatten(own))
+    if (update := making.structures.get(key)) is None:
+        read_params(params)
+        check_belongs(state, leaves, spec, rule.squares)
+        _check_not_params(at, making.batches[1])
+        read = read_microbatch(own)
+        refuse_autocast_cache(leaves)
+        kinds = kinds_of(leaves, [x.dtype for x in sums[0]])
+        update = making.structures.keep(key, Update(kinds, read.rows, devices_of(leaves)))
+    else:
+        read = Batch(*flat, update.rows)
+        ask_autocast(update.devices, leaves)
+
+    def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
+        given = dict(zip(at, (part,) if len(at) == 1 else part, strict=True))
+        params = unflatten(spec, leaves)
+        return making.told(params, *(given.get(i, x) for i, x in enumerate(args, 1)))
+
+    question = question_of(read, rule) if making.check else None
+    given = Given("params", leaves, spec), Given("batch", *read[:2])
+    guarded = GuardedLoss(loss, making.known, given, question)
+    part = Portion(own, read.rows or 0, (), read.rows)
+    new, entry = updated(state, guarded, read, part, Window(rule=rule), update.kinds, donate)
+    return (new, entry.aux) if rule.has_aux else new
 
 
 NO_GRAPH = (

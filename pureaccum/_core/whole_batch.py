@@ -4,6 +4,7 @@ A batch that fits into one microbatch passes through untouched: its weight is 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,53 +119,53 @@ def accumulate(
         kinds: What follows from the leaves.
         flow: What goes from one microbatch to the next.
     """
-    rule, (root, leaves, spec) = window.rule, loss.given[0]
-    unit = cut.unit if rule.reduction == "mean" else 1.0
+    rule, leaves = window.rule, loss.given[0].leaves
+    window = window._replace(unit=cut.unit if rule.reduction == "mean" else 1.0)
+    if rule.has_aux and len(cut.sizes) > 1 and any_sharded(cut.batch.leaves):
+        flow = flow._replace(over=rows_over(cut.batch.leaves))
+    summed = partial(_summed, loss, cut, window, kinds, flow)
+    if rule.nonfinite != "skip" or leaves[0].device.type != "cpu" or transform_active():
+        return summed(rule)
+    return speculating(summed, rule)
+
+
+def _summed(
+    loss: GuardedLoss, cut: CutBatch, window: Window, kinds: Kinds, flow: Flow, rule: Rule
+) -> Accumulated:
+    ledger, (root, leaves, spec) = Ledger(rule, flow), loss.given[0]
+    # What is skipped must not be NaN to a transform either, if it is a part of what counts.
+    whole = cut.size is None and (rule.nonfinite != "skip" or cut.untouched)
 
     def name(leaf: int | None) -> str:
         what = "the loss" if leaf is None else f"the gradient of {paths(spec, root)[leaf]}"
         i = len(ledger.entries)
         return f"{what} of microbatch {i} (from row {sum(cut.sizes[:i])})"
 
-    if rule.has_aux and len(cut.sizes) > 1 and any_sharded(cut.batch.leaves):
-        flow = flow._replace(over=rows_over(cut.batch.leaves))
-    window = window._replace(unit=unit, name=name)
-    ledger: Any = None
-
-    def summed(rule: Rule) -> Accumulated:
-        # What is skipped must not be NaN to a transform either, if it is a part of what counts.
-        whole = cut.size is None and (rule.nonfinite != "skip" or cut.untouched)
-
-        def run(way: Way) -> list[Tensor]:
-            nonlocal ledger
-            ledger, sums = Ledger(rule, flow), Sums(way.leaves, kinds)
-            cut_here = cutting(len(cut.sizes), sized=cut.size is not None)
-            with loss.guarding() as guarded, cut_here:
-                about = window._replace(rule=rule)
-                add = adder(guarded(loss.call), about, sums, way, whole=whole)
-                if flow.advance is None and not rule.has_aux:  # as most have it
-                    append, carried = ledger.entries.append, flow.carried
-                    for part, rows, counts in cut.parts():
-                        append(add(Portion(part, rows, carried, counts)))
-                    return sums.all()
+    def run(way: Way) -> list[Tensor]:
+        nonlocal ledger
+        ledger, sums = Ledger(rule, flow), Sums(way.leaves, kinds)
+        about = window._replace(rule=rule, name=name)
+        with loss.guarding() as guarded, cutting(len(cut.sizes), sized=cut.size is not None):
+            add = adder(guarded(loss.call), about, sums, way, whole=whole)
+            if flow.advance is None and not rule.has_aux:  # as most have it
+                append = ledger.entries.append
                 for part, rows, counts in cut.parts():
-                    ledger.enter(add(Portion(part, rows, ledger.flow.carried, counts)), rows)
-            return sums.all()
+                    append(add(Portion(part, rows, flow.carried, counts)))
+                return sums.all()
+            for part, rows, counts in cut.parts():
+                ledger.enter(add(Portion(part, rows, ledger.flow.carried, counts)), rows)
+        return sums.all()
 
-        sums = run_window(run, leaves, rule.engine, loss.known)
-        last = ledger.entries[-1] if ledger.entries else None
-        return Accumulated(
-            state=amounts_of(ledger.entries, rule, closed(sums, kinds.layouts)),
-            unit=unit,
-            carried=ledger.flow.carried,
-            aux=ledger.flow.aux,
-            dtype=torch.get_default_dtype() if last is None else last.dtype,
-            weighted=False if last is None else last.weighted,
-        )
-
-    if rule.nonfinite != "skip" or leaves[0].device.type != "cpu" or transform_active():
-        return summed(rule)
-    return speculating(summed, rule)
+    sums = run_window(run, leaves, rule.engine, loss.known)
+    last = ledger.entries[-1] if ledger.entries else None
+    return Accumulated(
+        state=amounts_of(ledger.entries, rule, closed(sums, kinds.layouts)),
+        unit=window.unit or 1.0,
+        carried=ledger.flow.carried,
+        aux=ledger.flow.aux,
+        dtype=torch.get_default_dtype() if last is None else last.dtype,
+        weighted=False if last is None else last.weighted,
+    )
 
 
 def speculating(summed: Callable[[Rule], Accumulated], rule: Rule) -> Accumulated:

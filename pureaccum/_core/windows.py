@@ -157,32 +157,44 @@ def run_window(window: Callable[[Way], T], leaves: list[Tensor], engine: Engine,
     detach = detached if dual else Tensor.detach
     if engine == "func" or (engine == "auto" and (dual or known.by_func)):
         return _by_func(window, leaves, detach)
-    # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
-    own = [x.clone() for x in leaves] if any(map(Tensor.is_inference, leaves)) else leaves
-    own = [x.requires_grad_() for x in (without_history(own) if dual else map(Tensor.detach, own))]
-    way = Way(forward=by_autograd, leaves=own, detach=detach)
     before = generators({x.device for x in leaves}) if known.recomputes is None else []
     try:
-        with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-            if not known.recomputes:
-                try:
-                    with disable_saved_tensors_hooks(_WANTED):
-                        result = window(way)
-                    if known.recomputes is None:  # another thread may know better
-                        known.recomputes = False
-                    return result
-                except RuntimeError as error:
-                    if _WANTED not in str(error):
-                        raise
-                known.recomputes = True
-                restore(before)
-            return window(way._replace(remembers=True))
+        return _by_autograd(window, leaves, detach, known, before)
     except NoGraphError:
         if engine != "auto":
             raise
     known.by_func = True
     restore(before)
     return _by_func(window, leaves, detach)
+
+
+def _by_autograd(
+    window: Callable[[Way], T],
+    leaves: list[Tensor],
+    detach: Callable[[Tensor], Tensor],
+    known: Known,
+    before: list[Any],
+) -> T:
+    """Run a window in grad mode; again, from these states of generators, where it has to be."""
+    # An inference tensor takes no gradient; its clone outside of that mode is a normal one.
+    own = [x.clone() for x in leaves] if any(map(Tensor.is_inference, leaves)) else leaves
+    own = map(Tensor.detach, own) if detach is Tensor.detach else without_history(own)
+    way = Way(forward=by_autograd, leaves=[x.requires_grad_() for x in own], detach=detach)
+    with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+        if known.recomputes:
+            return window(way._replace(remembers=True))
+        try:
+            with disable_saved_tensors_hooks(_WANTED):
+                result = window(way)
+            if known.recomputes is None:  # another thread may know better
+                known.recomputes = False
+            return result
+        except RuntimeError as error:
+            if _WANTED not in str(error):
+                raise
+        known.recomputes = True
+        restore(before)
+        return window(way._replace(remembers=True))
 
 
 _WANTED = "pureaccum: saved-tensor hooks are wanted"
