@@ -32,14 +32,10 @@ class Update(NamedTuple):
 
 
 class Structures:
-    """What was decided, by key. No tuple: a compiler would look into that."""
+    """What was decided, by key; for None nothing is. No tuple: a compiler would look into that."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
-
-    def get(self, key: Any) -> Any:
-        """What was decided for a key; None if nothing was."""
-        return None if key is None else self.known.get(key)
 
     def keep(self, key: Any, decision: Any) -> Any:
         """The decision itself, which is remembered if there is a key."""
