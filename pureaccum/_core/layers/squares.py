@@ -16,7 +16,9 @@ from ..weights import Microbatch, Weighing, with_squares
 
 def squares(seams: Seams, window: Window) -> Seams:
     """Let the entry of a microbatch have |s|² / w for each s that it adds to a sum."""
-    sink, norms, parts = window.sink, dict[int, Tensor](), dict[int, Tensor]()
+    sink = window.sink
+    norms: dict[int, Tensor] = {}
+    parts: dict[int, Tensor] = {}
     inner, sharded = taking(seams, window), sink.kinds.layouts is not None
 
     def term(*given: Any) -> Any:
