@@ -67,8 +67,8 @@ _LOOKS: Callable[[Tensor], Any] = attrgetter("dtype", "shape", "device", "layout
 
 
 def devices_of(leaves: Iterable[Tensor]) -> frozenset[str]:
-    """The kinds of devices on which tensors lie."""
-    return frozenset(x.device.type for x in leaves)
+    """The kinds of devices on which tensors lie, of those that know autocast."""
+    return frozenset(filter(torch.amp.is_autocast_available, {x.device.type for x in leaves}))
 
 
 def ask_autocast(devices: frozenset[str], leaves: list[Tensor]) -> None:

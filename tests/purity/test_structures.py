@@ -307,6 +307,17 @@ def test_a_structure_is_examined_once(change: str, monkeypatch: pytest.MonkeyPat
     assert len(examined) == (2 if change == "more rows" else 1)
 
 
+def test_a_device_that_knows_no_autocast() -> None:
+    """The first call finds the structure, the others know it."""
+    step = pa.make_step(
+        lambda params, x: (x @ params).square().mean(), pa.sgd(0.1), microbatch_size=2, check=False
+    )
+    state, rows = step.init(torch.ones(3, device="meta")), torch.ones(4, 3, device="meta")
+    for _ in range(3):
+        state, _ = step(state, rows)
+    assert state.params.is_meta
+
+
 def test_what_was_given_up_is_refused_where_its_structure_is_known() -> None:
     step = pa.make_step(
         lambda params, x: (params["w"] * x).square().mean(), pa.sgd(0.1), donate=True
