@@ -58,8 +58,15 @@ def assert_both_windows_give(run: Callable[[], Any], patch: pytest.MonkeyPatch) 
         assert_trees_bitwise_equal(written, plain)
 
 
+# A sparse gradient is added entry by entry in place; a term of a new sum is dense, and so entries
+# of one row are added to each other first, which rounds otherwise.
+SPARSE = {"sparse_embedding"}
+
+
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize(("species", "dtype"), residents(lambda it: it.kind != "impure"))
+@pytest.mark.parametrize(
+    ("species", "dtype"), residents(lambda it: it.kind != "impure" and it.name not in SPARSE)
+)
 def test_the_zoo(
     species: Species, dtype: torch.dtype, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
