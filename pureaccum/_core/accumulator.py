@@ -190,7 +190,7 @@ def _update(
     at = positions(making.batches[0], len(called), "batch_argnums")
     own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
     key = structure_of(is_vector, (leaves, spec), sums, flat := flatten(own))
-    if (update := making.structures.known.get(key)) is None:
+    if key is None or (update := making.structures.known.get(key)) is None:
         read_params(params)
         check_belongs(state, leaves, spec, rule.squares)
         _check_not_params(at, making.batches[1])

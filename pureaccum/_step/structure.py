@@ -37,7 +37,7 @@ def prepare(plan: Plan, state: TrainState, batch: Tree) -> tuple[Prepared, Begin
     params, rows = flatten(state.params), flatten(batch)
     size = tuple(plan.size) if isinstance(plan.size, list) else plan.size
     key = structure_of(size, params, rows, flatten(state._replace(params=())))
-    known = plan.structures.known.get(key)
+    known = None if key is None else plan.structures.known.get(key)
     if known is None:
         return _examined(plan, state, batch, key)
     begin, cut, kinds, kind, devices = known

@@ -121,7 +121,7 @@ def updated_window(
     leaves, spec = flatten(check_state(state, TrainState, "this step").params)
     beside = flatten((state._replace(params=()), window))
     key = structure_of("update", (leaves, spec), flat := flatten(microbatch), beside)
-    if (known := plan.structures.known.get(key)) is None:
+    if key is None or (known := plan.structures.known.get(key)) is None:
         read_train_state(plan, state)
         check_window(plan, state, window, (leaves, spec))
         read = read_microbatch(microbatch, "microbatch")
