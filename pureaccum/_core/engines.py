@@ -190,13 +190,15 @@ def _straight_into(sums: Sums, otherwise: Enter) -> Enter:
         if weighing.keep is not None or isinstance(factor, Tensor) or factor != 1.0:
             otherwise(recorded, weighing)
             return
-        sums.written, (total, leaves, *_) = True, recorded
+        total, leaves, *_ = recorded
         tensors, cotangent = sums.tensors, weighing.cotangent
         if not sums.begun:
+            sums.written = True
             into = {i: x for i, x in enumerate(tensors) if x is not None}
             sums.adopt(gradients_into(into, total, leaves, cotangent))
             return
         if added:
+            sums.written = True
             into = {i: tensors[i] for i in added}
             grads: Any = gradients_into(into, total, leaves, cotangent)
         else:
@@ -205,6 +207,7 @@ def _straight_into(sums: Sums, otherwise: Enter) -> Enter:
             which = [i for i, grad in enumerate(grads) if grad is not None]
             tensors, grads = [tensors[i] for i in which], [grads[i] for i in which]
         if tensors:
+            sums.written = True
             foreach_add_(tensors, grads)
 
     return enter

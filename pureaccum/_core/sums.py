@@ -1,7 +1,7 @@
 """Where gradients end: in sums that are written to, or in the terms of sums that are not.
 
-Sums     at top level; the gradients of the first microbatch become the sums
-Terms    wherever somebody follows or records what happens; each sum is a new tensor then
+``Sums`` are written to at top level, and begin with the gradients of the first microbatch.
+``Terms`` are taken wherever somebody follows or records what happens: each sum is a new tensor.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import Layouts, opened, sum_layouts
-from .._base.torch_internals import may_write, owns_its_memory
+from .._base.torch_internals import owns_its_memory, transform_active
 from .._base.trees import zeros_for_sums
 from .seams import Sink
 from .weights import LARGE, Weighing, add_gradient_, add_gradients_, term_of
@@ -32,7 +32,7 @@ class Kinds(NamedTuple):
 
 def kinds_of(leaves: list[Tensor], dtypes: list[torch.dtype]) -> Kinds:
     """What follows from leaves and the dtypes of their sums."""
-    parts = opened(leaves)[0] if may_write() else []  # elsewhere a size may be a symbol
+    parts = [] if transform_active() else opened(leaves)[0]  # there a size may be a symbol
     large = [i for i, x in enumerate(parts) if x.nbytes >= LARGE]
     return Kinds(
         dtypes=dtypes,

@@ -318,6 +318,49 @@ def test_a_device_that_knows_no_autocast() -> None:
     assert state.params.is_meta
 
 
+def test_a_mode_around_the_first_call_decides_nothing_for_the_next() -> None:
+    """Under it nothing is written in place; without it a large gradient is added as it comes."""
+    net = torch.ones(600, 600)
+    step = pa.make_step(lambda w, x: (x @ w).square().mean(), pa.sgd(0.1), microbatch_size=1)
+    state, rows = step.init(net), torch.ones(2, 600)
+    with Seen():
+        step(state, rows)
+    (decided,) = step.whole.args[0].structures.known.values()
+    assert decided.kinds.large == [0]
+
+
+def test_a_donated_state_outlives_an_error_before_anything_is_added() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Nothing is saved."""
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            if fails:
+                raise MemoryError
+            return grads[0]
+
+    fails, rows, params = False, torch.ones(4, 2), {"w": torch.ones(2), "v": torch.ones(2)}
+    for engine in "func", "autograd":
+        acc = pa.accumulator(
+            lambda p, x: Fails.apply(x * p["w"] * p["v"]).square().sum(),  # pyright: ignore
+            reduction="sum",  # its gradients enter the sums as they come
+            engine=engine,
+        )
+        state = acc.update(acc.init(params), params, rows)
+        want = acc.finalize(state)
+        fails = True
+        with pytest.raises(MemoryError):
+            acc.update(state, params, rows, donate=True)
+        fails = False
+        assert_trees_bitwise_equal(acc.finalize(state), want)
+
+
 def test_what_was_given_up_is_refused_where_its_structure_is_known() -> None:
     step = pa.make_step(
         lambda params, x: (params["w"] * x).square().mean(), pa.sgd(0.1), donate=True
