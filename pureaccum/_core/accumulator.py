@@ -38,11 +38,11 @@ from .ledger import (
 )
 from .loss import Reduction, advising, divisor, mean_value
 from .seams import Engine, Nonfinite, Portion, Rule, Window
-from .structures import Structures, Update, ask_autocast, devices_of, structure_of
+from .structures import Structures, structure_of, update_of
 from .sums import Kinds, Sums, kinds_of
 from .weights import Microbatch, NoRowsError, divided
 from .windows import GuardedLoss, adder, may_add_in_place, run_window
-from .writes import Given, Known, known_of
+from .writes import Given, Known, guarding, known_of
 
 
 class Accumulator(NamedTuple):
@@ -190,17 +190,16 @@ def _update(
     at = positions(making.batches[0], len(called), "batch_argnums")
     own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
     key = structure_of(is_vector, (leaves, spec), sums, flat := flatten(own))
-    if key is None or (update := making.structures.known.get(key)) is None:
+
+    def examined() -> tuple[Batch, Kinds]:
         read_params(params)
         check_belongs(state, leaves, spec, rule.squares)
         _check_not_params(at, making.batches[1])
         read = read_microbatch(own)
         refuse_autocast_cache(leaves)
-        kinds = kinds_of(leaves, [x.dtype for x in sums[0]])
-        update = making.structures.keep(key, Update(kinds, read.rows, devices_of(leaves)))
-    else:
-        read = Batch(*flat, update.rows)
-        ask_autocast(update.devices, leaves)
+        return read, kinds_of(leaves, [x.dtype for x in sums[0]])
+
+    read, kinds = update_of(making.structures, key, leaves, flat, examined)
 
     def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
         given = dict(zip(at, (part,) if len(at) == 1 else part, strict=True))
@@ -211,7 +210,7 @@ def _update(
     given = Given("params", leaves, spec), Given("batch", *read[:2])
     guarded = GuardedLoss(loss, making.known, given, question)
     part = Portion(own, read.rows or 0, (), read.rows)
-    new, entry = updated(state, guarded, read, part, Window(rule=rule), update.kinds, donate)
+    new, entry = updated(state, guarded, read, part, Window(rule=rule), kinds, donate)
     return (new, entry.aux) if rule.has_aux else new
 
 
@@ -265,7 +264,7 @@ def updated(
     def added(way: Way) -> Microbatch:
         nonlocal sums
         sums = Sums(way.leaves, kinds, [*own])
-        with loss.guarding() as guarded:
+        with guarding(loss.known, *loss.given, question=loss.question) as guarded:
             return adder(guarded(loss.call), window, sums, way)(part)
 
     with outside_inference_mode():

@@ -6,7 +6,7 @@ those: a wrong gradient, without an error. So what every module held while it wa
 remembered in the forward pass and put back for the length of the backward pass.
 
 That costs small networks a tenth of their time, and only checkpoints need it: see ``run_window``
-in engines.py.
+in windows.py.
 """
 
 import threading

@@ -74,7 +74,7 @@ class Flow(NamedTuple):
         advance: ``advance(carried, entry, rows)`` gives what the one after it is given, and the
             entry with its own aux alone.
         aux: What was reduced before.
-        aux_reduction: How aux is reduced; None leaves it in the entries.
+        aux_reduction: How aux is reduced, where there is any.
         over: The ranks of which each cuts its own rows.
     """
 
@@ -100,7 +100,7 @@ class Ledger:
         if flow.advance is not None:
             carried, entry = flow.advance(flow.carried, entry, rows)
             self.flow = flow = flow._replace(carried=carried)
-        if self.rule.has_aux and flow.aux_reduction is not None:
+        if self.rule.has_aux:
             skipping = self.rule.nonfinite == "skip"
             aux = fold_aux(flow.aux, entry, rows, flow.aux_reduction, skipping, flow.over)
             self.flow, entry = flow._replace(aux=aux), entry._replace(aux=())

@@ -20,6 +20,7 @@ from .._base.checks import refuse_autocast_cache
 from .._base.dtensors import PLAIN
 from .._base.torch_internals import transform_active
 from .._base.trees import Flat
+from .batches import Batch
 from .sums import Kinds
 
 
@@ -37,13 +38,12 @@ class Structures:
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
 
-    def keep(self, key: Any, decision: Any) -> Any:
-        """The decision itself, which is remembered if there is a key."""
+    def keep(self, key: Any, decision: Any) -> None:
+        """Remember what was decided, if there is a key."""
         if key is not None:
             if len(self.known) >= MOST:
                 self.known.clear()
             self.known[key] = decision
-        return decision
 
 
 MOST = 1000  # structures
@@ -64,6 +64,24 @@ def structure_of(beside: Any, *trees: Flat) -> Any:
 
 _LEAVES, _SPEC = itemgetter(0), itemgetter(1)
 _LOOKS: Callable[[Tensor], Any] = attrgetter("dtype", "shape", "device", "layout")
+
+
+def update_of(
+    structures: Structures,
+    key: Any,
+    params: list[Tensor],
+    flat: Flat,
+    examine: Callable[[], tuple[Batch, Kinds]],
+) -> tuple[Batch, Kinds]:
+    """A microbatch as it is read, and how gradients are added: examined unless its key is known."""
+    known: Update | None = None if key is None else structures.known.get(key)
+    if known is not None:
+        ask_autocast(known.devices, params)
+        return Batch(*flat, known.rows), known.kinds
+    read, kinds = examine()
+    if read.problem is None:  # an error of each microbatch is its own
+        structures.keep(key, Update(kinds, read.rows, devices_of(params)))
+    return read, kinds
 
 
 def devices_of(leaves: Iterable[Tensor]) -> frozenset[str]:

@@ -42,12 +42,6 @@ class Weighing(NamedTuple):
     keep: Tensor | None  # None: it counts
 
 
-def as_it_comes(weighing: Weighing) -> bool:
-    """Whether a gradient enters the sums as it is."""
-    factor, keep = weighing.factor, weighing.keep
-    return keep is None and not isinstance(factor, Tensor) and factor == 1.0
-
-
 def add_gradient_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
     """Add one gradient in place."""
     factor, keep = weighing.factor, weighing.keep

@@ -25,6 +25,7 @@ from .seams import Portion, Rule, Window
 from .sums import Kinds, Sums
 from .weights import divided, enter, power_of_two
 from .windows import GuardedLoss, adder, may_add_in_place, run_window
+from .writes import guarding
 
 
 class CutBatch(NamedTuple):
@@ -145,7 +146,8 @@ def _summed(
         nonlocal ledger
         ledger, sums = Ledger(rule, flow), Sums(way.leaves, kinds)
         about = window._replace(rule=rule, name=name)
-        with loss.guarding() as guarded, cutting(len(cut.sizes), sized=cut.size is not None):
+        guard = guarding(loss.known, *loss.given, question=loss.question)
+        with guard as guarded, cutting(len(cut.sizes), sized=cut.size is not None):
             add = adder(guarded(loss.call), about, sums, way, whole=whole)
             if flow.advance is None and not rule.has_aux:  # as most have it
                 append = ledger.entries.append

@@ -1,15 +1,15 @@
 """A window: what its microbatches add to sums, in place or out of place.
 
-    out of place  sums = sums + term(part): a new tensor each, of a function of one microbatch. It
-                runs under transforms, compilers and modes, and says what the other one computes
-    in place    the same bits at top level, while the backward pass runs
+    out of place    sums = sums + term(part): a new tensor each, of a function of one microbatch. It
+                    runs under transforms, compilers and modes, and says what the other computes
+    in place        the same bits at top level, while the backward pass runs
 
 Both are given the same seams and layers. ``run_window`` calls either in the grad mode, and by the
 engine, that its loss needs.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -46,7 +46,7 @@ from .outputs import Counted, Whole
 from .seams import Engine, Portion, Seams, Window, judged_below, of_total, taking
 from .sums import Sums, Terms
 from .weights import Microbatch
-from .writes import Given, Known, guarding
+from .writes import Given, Known
 
 
 T = TypeVar("T")
@@ -68,10 +68,6 @@ class GuardedLoss(NamedTuple):
     given: tuple[Given, ...]
     question: Question | None = None
 
-    def guarding(self) -> AbstractContextManager[Callable[..., Any]]:
-        """A context that yields what guards the loss: see writes.py."""
-        return guarding(self.known, *self.given, question=self.question)
-
 
 def adder(call: LossOfPart, window: Window, sums: Sums, way: Way, *, whole: bool = False) -> Add:
     """A function that adds a microbatch to sums, and gives what it came to.
@@ -92,27 +88,29 @@ def may_add_in_place() -> bool:
 
 def in_place(seams: Seams, window: Window, sums: Sums, way: Way) -> Add:
     """Add while the backward pass runs."""
-    seams = layered(seams, window)
+    seams, way = wrapped(seams, window, way)
+    return adding(seams, sums, way)
+
+
+def wrapped(seams: Seams, window: Window, way: Way) -> tuple[Seams, Way]:
+    """Seams with all layers around them, and what wraps an engine."""
+    seams, layouts = layered(seams, window), window.sink.kinds.layouts
     if way.remembers:
         seams, way = remembering_modules(seams, way)
-    if sums.kinds.layouts is not None:
-        seams = landing(seams, taking(seams, window), sums.kinds.layouts)
-    return adding(seams, sums, way)
+    if layouts is not None:
+        seams = landing(seams, taking(seams, window), layouts)
+    return seams, way
 
 
 def out_of_place(seams: Seams, window: Window, sums: Sums, way: Way, whole: bool) -> Add:
     """Add what a microbatch comes to; unless it is whole, nothing above it is kept."""
-    kinds = sums.kinds
 
     def terms_of(leaves: list[Tensor], part: Portion) -> Counted:
-        terms, own = Terms(leaves, kinds), way._replace(leaves=leaves)
+        terms = Terms(leaves, sums.kinds)
         there = window._replace(sink=terms)
         # a cotangent that is kept would be one of a level that is over
-        around = layered(seams._replace(term=of_total(window.rule, window.unit)), there)
-        if way.remembers:
-            around, own = remembering_modules(around, own)
-        if kinds.layouts is not None:
-            around = landing(around, taking(around, there), kinds.layouts)
+        own_term = seams._replace(term=of_total(window.rule, window.unit))
+        around, own = wrapped(own_term, there, way._replace(leaves=leaves))
         recorded = way.forward(around, part, own)
         weighing, entry = around.term(recorded, part.counts)
         if weighing is None:

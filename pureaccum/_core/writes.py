@@ -58,7 +58,7 @@ class Known:
         modules: The modules that it calls.
         themselves: The modules among them that have buffers and are not in shells.
         recomputes: Whether its backward pass computes it again, once that is known: see
-            ``run_window`` in engines.py.
+            ``run_window`` in windows.py.
         captures: Whether it captures what requires grad, once a call has gone through: see
             history.py.
         answers: What it, or a loss made of the same functions, has answered: see coupling.py.

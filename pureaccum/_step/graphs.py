@@ -25,7 +25,7 @@ from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .._core.batches import read_batch
 from .._core.reductions import AuxState, Stack, finish_aux, fold_stack, share_of, stack_of_one
 from .._core.weights import Microbatch, power_of_two
-from .microbatch_loss import caller, given
+from .microbatch_loss import caller, with_shared
 from .recipes import Arranged
 from .scan import add_together, scanned
 from .state import Plan, StepInfo, StepWindow, TrainState, size_of
@@ -47,12 +47,12 @@ def programs(plan: Plan, settings: Mapping[str, Any]) -> Callable[..., Program]:
     made: dict[Any, Program] = {}
 
     def whole(state: TrainState, shared: Shared, batch: Arranged) -> Any:
-        return whole_step(given(plan, shared), state, batch)
+        return whole_step(with_shared(plan, shared), state, batch)
 
     def more(
         window: StepWindow, state: TrainState, shared: Shared, part: Tree, unit: float | None
     ) -> Any:
-        own = given(plan, shared)
+        own = with_shared(plan, shared)
         new, entry, _ = updated_window(own, state, window, part, unit)
         return new, seen_of(own, entry)
 

@@ -100,10 +100,10 @@ def sharing(plan: Plan, shared: tuple[Any, ...]) -> Plan:
     if not shared:
         return plan
     leaves, spec = open_tree(shared)
-    return given(plan, unflatten(spec, leaves))
+    return with_shared(plan, unflatten(spec, leaves))
 
 
-def given(plan: Plan, shared: tuple[Any, ...]) -> Plan:
+def with_shared(plan: Plan, shared: tuple[Any, ...]) -> Plan:
     """The plan of a call that gives the loss these, which are trees of tensors."""
     return plan._replace(calling=plan.calling._replace(shared=shared))
 

@@ -1,6 +1,7 @@
 """A step over a batch at hand, whole or on several ranks.
 
-sums of all microbatches, and then what follows from the sums of any window: see windows.py
+The sums of all its microbatches, and then what follows from the sums of any window: see
+next_state.py.
 """
 
 from collections.abc import Callable

@@ -31,10 +31,9 @@ from .._core.coupling import question_of
 from .._core.ledger import empty
 from .._core.ledger import merged as merge_states
 from .._core.reductions import AuxState, finish_aux, fold_aux
-from .._core.seams import Portion
-from .._core.seams import Window as Setting
-from .._core.structures import Update, ask_autocast, devices_of, structure_of
-from .._core.sums import kinds_of
+from .._core.seams import Portion, Window
+from .._core.structures import structure_of, update_of
+from .._core.sums import Kinds, kinds_of
 from .._core.weights import Microbatch
 from .._core.windows import GuardedLoss
 from .._core.writes import Given
@@ -121,16 +120,15 @@ def updated_window(
     leaves, spec = flatten(check_state(state, TrainState, "this step").params)
     beside = flatten((state._replace(params=()), window))
     key = structure_of("update", (leaves, spec), flat := flatten(microbatch), beside)
-    if key is None or (known := plan.structures.known.get(key)) is None:
+
+    def examined() -> tuple[Batch, Kinds]:
         read_train_state(plan, state)
         check_window(plan, state, window, (leaves, spec))
         read = read_microbatch(microbatch, "microbatch")
         check_keys(plan, read)
-        kinds = kinds_of(leaves, [x.dtype for x in tree_leaves(window.accum.grads)])
-        known = plan.structures.keep(key, Update(kinds, read.rows, devices_of(leaves)))
-    else:
-        read = Batch(*flat, known.rows)
-        ask_autocast(known.devices, leaves)
+        return read, kinds_of(leaves, [x.dtype for x in tree_leaves(window.accum.grads)])
+
+    read, kinds = update_of(plan.structures, key, leaves, flat, examined)
     rows = read.rows or 0
     refuse_derivative(plan)
     given = Given("microbatch", read.leaves, read.spec)
@@ -142,9 +140,8 @@ def updated_window(
     )
     before = window.buffers, first_row(plan, window, offset)
     part = Portion(microbatch, rows, before, counts or read.rows)
-    kinds = known.kinds
-    setting = Setting(rule=plan.rule, unit=unit, scale=scale_of(plan, state))
-    accum, entry = updated(window.accum, loss, read, part, setting, kinds, plan.donate)
+    about = Window(rule=plan.rule, unit=unit, scale=scale_of(plan, state))
+    accum, entry = updated(window.accum, loss, read, part, about, kinds, plan.donate)
     carried = window.buffers, window.rows
     try:
         after, entry = onwards(plan, carried, entry, rows)
