@@ -13,6 +13,7 @@ their lines runs, and gradients enter the sums in whichever way is cheapest.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .coupling import LossOfPart
@@ -125,11 +126,13 @@ def of_total(rule: Rule, unit: float | None) -> Term:
     """The innermost term: means and sums of as many rows have one weighing in a window."""
     made: dict[Any, tuple[Weighing | None, Microbatch]] = {}
     reduction = rule.reduction
+    # Looking a symbol up makes it a number: a graph for each number of rows.
+    keeps = not torch.compiler.is_dynamo_compiling()
 
     def term(recorded: Recorded, rows: int | None) -> tuple[Weighing | None, Microbatch]:
         seen, shape = recorded.seen, recorded.shape
         kind = rows, shape.dtype, shape.weighted
-        kept = type(rows) is int  # and no symbol of make_fx
+        kept = keeps and type(rows) is int
         if kept and kind in made:
             weighing, like = made[kind]
             return weighing, like._replace(value=seen.total)

@@ -232,6 +232,11 @@ def _followed(leaves: list[Tensor], engine: Engine) -> Way:
             "engine='autograd' cannot run under a torch.func transform, torch.compile or make_fx; "
             "engine='func' and 'auto' can."
         )
+    return as_they_are(leaves)
+
+
+def as_they_are(leaves: list[Tensor]) -> Way:
+    """A way by which what is outside follows the gradients."""
     if leaves:
         refuse_pre_dispatch()
     return Way(forward=under_transforms, leaves=leaves, detach=None)

@@ -35,11 +35,11 @@ from .._base.torch_internals import (
 )
 from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
 from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
-from .._core.engines import Way, pulled, remembering_modules, under_transforms
+from .._core.engines import Way, pulled, remembering_modules
 from .._core.loss import join_aux, read
 from .._core.recomputation import captures_are_sought
 from .._core.seams import Engine, Portion, Recorded, Seams
-from .._core.windows import run_window
+from .._core.windows import as_they_are, run_window
 from .._core.writes import Given, Known, guarding
 from .outer_products import Outer
 from .scaling import Clip, Transform, norms_as_tree, parts_of, scaled_and_kept, scalings_of
@@ -187,7 +187,7 @@ def _chunks(
         if chunk is None:
             window = partial(_chunk, call, spec=spec, part=part, how=how, parts=parts)
             if how.engine == "vmap" and follows:
-                chunk = window(Way(forward=under_transforms, leaves=leaves, detach=None))
+                chunk = window(as_they_are(leaves))
             else:
                 chunk = run_window(window, leaves, _ENGINES[how.engine], known)
             known.unseen |= short is not None  # and so it is not tried in vain again

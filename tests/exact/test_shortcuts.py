@@ -179,6 +179,7 @@ ROUNDED = {  # where the plain form is another formula
     "no graph of gradients": {"group_norm", "lstm", "weight_norm"},
     # What may be left out is coalesced first: rows that come twice are added up before the sum.
     "skipping speculates": {"sparse_embedding"},
+    "sums are written to": {"sparse_embedding"},
 }
 
 
