@@ -667,7 +667,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
     return [version(x) or 0 for x in tensors]
 
 
-_VERSION = attrgetter("_version")
+_VERSION, _GRAD_FN = attrgetter("_version"), attrgetter("grad_fn")
 
 
 def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
@@ -675,18 +675,20 @@ def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
     if torch._C._functorch.is_gradtrackingtensor(total):  # pyright: ignore
         return total.requires_grad  # on this level
     wanted = {id(x) for x in leaves}
-    return any(id(x) in wanted for x in ends_of(total)) or any(total is x for x in leaves)
+    return any(id(x) in wanted for x in (total, *ends_of(total)))
 
 
-def ends_of(total: Tensor) -> list[Tensor]:
-    """The tensors in which the graph of a tensor ends, and to which autograd adds gradients."""
-    variables = [getattr(node, "variable", None) for node in nodes_of([total])]
-    return [x for x in variables if x is not None]
+def ends_of(x: Tensor) -> list[Tensor]:
+    """The leaves in which the graph of a tensor ends: itself, if it is one that requires grad."""
+    nodes = nodes_of([x])
+    if not nodes and x.requires_grad:
+        return [x]
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def nodes_of(outs: Iterable[Tensor]) -> list[Any]:
     """What autograd recorded on the way to some tensors."""
-    nodes: list[Any] = [*{x.grad_fn: None for x in outs if x.grad_fn is not None}]
+    nodes: list[Any] = [*dict.fromkeys(filter(None, map(_GRAD_FN, outs)))]
     found = {None, *nodes}
     for node in nodes:  # which grows
         for parent, _ in node.next_functions:

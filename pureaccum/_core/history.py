@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._base.checks import here, refuse_without_graph
+from .._base.dtensors import PLAIN
 from .._base.generators import generators, restore
 from .._base.refusals import advise_on_vjp
 from .._base.states import Refusing, mark
-from .._base.torch_internals import innermost, nodes_of, transform_active, without_history
+from .._base.torch_internals import ends_of, innermost, transform_active, without_history
 from .._base.trees import NAMESPACE, Tree, continuous, flatten, tree_leaves, unflatten
 from .exchange import Backward, pulled_by, recorded_here
 from .microbatch import Arguments
@@ -78,16 +79,13 @@ def _passed_on(call: Call, args: Any, kwargs: Any) -> Any:
 def captured_in(outs: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that require grad in which graphs end, but for the leaves of the loss."""
     found: list[Tensor] = []
+    own = {*map(id, leaves)}
     for x in outs:
         if isinstance(x, Tensor):
             x = x if x.grad_fn is not None else innermost(x)
             if x.requires_grad:
-                ends = [getattr(node, "variable", None) for node in nodes_of([x])]
-                found += [end for end in ends if end is not None] if ends else [x]
-    if not found:
-        return found
-    own = {*map(id, leaves)}
-    return [x for x in found if id(x) not in own]
+                found += [end for end in ends_of(x) if id(end) not in own]
+    return found
 
 
 def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor]) -> None:
@@ -153,8 +151,9 @@ def call_with_history(
     stop = partial(_stop if captured else refuse_captured, known)
     captures = captured and known.captures is True
     called: Any = args, kwargs
-    leaves = optree.tree_leaves(called, namespace=NAMESPACE)
-    given = [x for x in leaves if isinstance(x, Tensor)]
+    given = optree.tree_leaves(called, namespace=NAMESPACE)
+    if not PLAIN.issuperset(map(type, given)):
+        given = [x for x in given if isinstance(x, Tensor)]
     if not (captures or any(map(_requires_grad, given))):
         before = generators({x.device for x in given}) if captured else []
         outer = here.look, _here.inside_of
@@ -241,8 +240,9 @@ def refusing_backward(call: Call, what: str, why: str) -> Call:
         given = leaves.copy()
         for i in at:
             given[i] = leaves[i].detach()
-        try:
+        if at:
             args, kwargs = unflatten(spec, given)
+        try:
             result = looking(note, call, *args, **kwargs)
         finally:
             for i in at:  # what was given up, the caller may not use either

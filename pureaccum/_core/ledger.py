@@ -194,7 +194,7 @@ def amounts_of(seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumStat
         "nonfinite": nonfinite,
         "weighted": sum([x.weighted for x in seen]),
     }
-    squares = [x.squares for x in seen if isinstance(x.squares, Tensor)]
+    squares = [x.squares for x in seen if isinstance(x.squares, Tensor)] if rule.squares else ()
     amounts["squares"] = sum(squares) if squares else ()
     return AccumState(grads=grads, **amounts)
 

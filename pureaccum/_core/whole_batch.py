@@ -45,7 +45,7 @@ class CutBatch(NamedTuple):
         if size is None or sizes == [0]:
             parts = [unflatten(batch.spec, batch.leaves)]
         else:
-            parts = cut_batch(batch, size)
+            parts = cut_batch(batch, size, sizes)
         return zip(parts, sizes, [1] * len(sizes) if untouched else sizes, strict=True)
 
 
@@ -133,18 +133,18 @@ def accumulate(
 def _summed(
     loss: GuardedLoss, cut: CutBatch, window: Window, kinds: Kinds, flow: Flow, rule: Rule
 ) -> Accumulated:
-    ledger, (root, leaves, spec) = Ledger(rule, flow), loss.given[0]
+    root, leaves, spec = loss.given[0]
     # What is skipped must not be NaN to a transform either, if it is a part of what counts.
     whole = cut.size is None and (rule.nonfinite != "skip" or cut.untouched)
 
-    def name(leaf: int | None) -> str:
-        what = "the loss" if leaf is None else f"the gradient of {paths(spec, root)[leaf]}"
-        i = len(ledger.entries)
-        return f"{what} of microbatch {i} (from row {sum(cut.sizes[:i])})"
-
-    def run(way: Way) -> list[Tensor]:
-        nonlocal ledger
+    def run(way: Way) -> tuple[Ledger, list[Tensor]]:
         ledger, sums = Ledger(rule, flow), Sums(way.leaves, kinds)
+
+        def name(leaf: int | None) -> str:
+            what = "the loss" if leaf is None else f"the gradient of {paths(spec, root)[leaf]}"
+            i = len(ledger.entries)
+            return f"{what} of microbatch {i} (from row {sum(cut.sizes[:i])})"
+
         about = window._replace(rule=rule, name=name)
         guard = guarding(loss.known, *loss.given, question=loss.question)
         with guard as guarded, cutting(len(cut.sizes), sized=cut.size is not None):
@@ -153,12 +153,12 @@ def _summed(
                 append = ledger.entries.append
                 for part, rows, counts in cut.parts():
                     append(add(Portion(part, rows, flow.carried, counts)))
-                return sums.all()
+                return ledger, sums.all()
             for part, rows, counts in cut.parts():
                 ledger.enter(add(Portion(part, rows, ledger.flow.carried, counts)), rows)
-        return sums.all()
+        return ledger, sums.all()
 
-    sums = run_window(run, leaves, rule.engine, loss.known)
+    ledger, sums = run_window(run, leaves, rule.engine, loss.known)
     last = ledger.entries[-1] if ledger.entries else None
     return Accumulated(
         state=amounts_of(ledger.entries, rule, closed(sums, kinds.layouts)),

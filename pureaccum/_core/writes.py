@@ -18,6 +18,8 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -28,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.deterministic import draws
-from .._base.dtensors import any_sharded, local
+from .._base.dtensors import PLAIN, any_sharded, local
 from .._base.observation import observed
 from .._base.states import Refusing
 from .._base.torch_internals import (
@@ -266,17 +268,20 @@ def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
 
 
 def _kind(known: Known, given: tuple[Given, ...]) -> Any:
-    looks: list[Any] = [
-        (x.dtype, x.dim(), x.device.type)
-        if isinstance(x, Tensor)
-        else x
-        if isinstance(x, bool)
-        else type(x)
-        for each in given
-        for x in each.leaves
-    ]
+    leaves: list[Any] = [*chain.from_iterable(map(_LEAVES, given))]
+    if PLAIN.issuperset(map(type, leaves)):
+        looks: Any = map(_LOOKS, leaves)
+    else:
+        looks = [
+            _LOOKS(x) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x)
+            for x in leaves
+        ]
     modes = [module.training for at in known.modules if (module := at()) is not None]
-    return *[each.spec for each in given], *looks, *modes
+    return *map(_SPEC, given), *looks, *modes
+
+
+_LEAVES, _SPEC = attrgetter("leaves"), attrgetter("spec")
+_LOOKS = attrgetter("dtype", "ndim", "device.type")
 
 
 def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:

@@ -231,10 +231,12 @@ def recording(
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return function(made, *args, **kwargs)
-        kept = partial(plain, plan._replace(donate=False))
-        return call_with_history(
-            partial(function, made), kept, plan.calling.known, args, kwargs, captured=False
-        )
+
+        def kept(*args: Any, **kwargs: Any) -> T:
+            return plain(plan._replace(donate=False), *args, **kwargs)
+
+        call = partial(function, made)
+        return call_with_history(call, kept, plan.calling.known, args, kwargs, captured=False)
 
     return entered
 

@@ -34,17 +34,21 @@ class Structure(NamedTuple):
 
 def prepare(plan: Plan, state: TrainState, batch: Tree) -> tuple[Prepared, Begin]:
     """Check a state and a batch; give what follows, and what begins the optimizer's step."""
-    params, rows = flatten(state.params), flatten(batch)
+    flat = flatten((state, batch))
     size = tuple(plan.size) if isinstance(plan.size, list) else plan.size
-    key = structure_of(size, params, rows, flatten(state._replace(params=())))
-    known = None if key is None else plan.structures.known.get(key)
+    key = structure_of(size, flat)
+    known: Structure | None = None if key is None else plan.structures.known.get(key)
     if known is None:
         return _examined(plan, state, batch, key)
+    leaves, both = flat
+    # Structures that are equal may have their keys in another order.
+    spec, rows = both.child(0).child(0), both.child(1)
     begin, cut, kinds, kind, devices = known
-    ask_autocast(devices, params[0])
-    read = Batch(*rows, cut.batch.rows)
+    params = leaves[: spec.num_leaves]  # which come first in a state
+    ask_autocast(devices, params)
+    read = Batch(leaves[len(leaves) - rows.num_leaves :], rows, cut.batch.rows)
     question = None if kind is None else Question(read, len(cut.sizes), kind)
-    return Prepared(params, cut._replace(batch=read), kinds, question), begin
+    return Prepared((params, spec), cut._replace(batch=read), kinds, question), begin
 
 
 def _examined(plan: Plan, state: TrainState, batch: Tree, key: Any) -> tuple[Prepared, Begin]:
