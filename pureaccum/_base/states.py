@@ -5,6 +5,7 @@ its tensors raises an error that says so.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -97,7 +98,7 @@ def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
 
     Where a tensor comes twice (tied leaves) all are copied, so that none is written to twice.
     """
-    every = [id(x) for column in columns for x in column]
+    every = [*map(id, chain.from_iterable(columns))] if donate else []
     if donate and len(set(every)) == len(every):
         return [[x.detach() for x in column] for column in columns]
     return copies(columns)
@@ -105,14 +106,14 @@ def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
 
 def copies(columns: list[list[Tensor]]) -> list[list[Tensor]]:
     """Copies of tensors, by one kernel for all of them where there is one."""
-    every = [x for column in columns for x in column]
+    every = [*chain.from_iterable(columns)]
     if at_once(every):
         made = [torch.empty_like(x, requires_grad=False) for x in every]
-        foreach_copy_(made, [x.detach() for x in every])
+        foreach_copy_(made, [*map(Tensor.detach, every)])
     else:
         made = [x.detach().clone() for x in every]
     rest = iter(made)
-    return [[next(rest) for _ in column] for column in columns]
+    return [[*islice(rest, len(column))] for column in columns]
 
 
 def hand_over(old: Iterable[Tensor], new: Iterable[Tensor]) -> list[Tensor]:

@@ -62,7 +62,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from operator import attrgetter
 from traceback import FrameSummary
@@ -96,6 +96,11 @@ def may_write() -> bool:
     if torch.compiler.is_dynamo_compiling() or _C._functorch.maybe_current_level() is not None:
         return False
     return not (_MODES() or _FUNCTION_MODES()) or not traced()
+
+
+def may_add_in_place() -> bool:
+    """Whether sums may be written to: nobody follows what is computed, nor its tangents."""
+    return may_write() and torch.autograd.forward_ad._current_level < 0  # pyright: ignore
 
 
 def untraced() -> AbstractContextManager[Any]:
@@ -436,8 +441,9 @@ def forward_ad() -> AbstractContextManager[None]:
 
 def any_tangent(tensors: Iterable[Tensor]) -> bool:
     """Whether some tensor has a tangent of torch's forward AD, outside of any transform."""
-    unpack = torch.autograd.forward_ad.unpack_dual
-    return forward_ad_active() and any(unpack(x).tangent is not None for x in tensors)
+    torch_ad = torch.autograd.forward_ad
+    active = torch_ad._current_level >= 0  # pyright: ignore
+    return active and any(torch_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -451,20 +457,15 @@ def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x.detach() if t is None else make_dual(x.detach(), t.detach()) for x, t in pairs]
 
 
-def gradients(
-    total: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, again: bool = False
-) -> Sequence[Any]:
-    """``torch.autograd.grad``, whose checks take the time of some operations.
-
-    The graph is kept where the gradients of the same total are asked for ``again``.
-    """
-    given = (total,), (cotangent,), again, False, tuple(leaves), True
-    return torch.autograd.graph._engine_run_backward(*given, accumulate_grad=False)  # pyright: ignore
-
-
-def foreach_norm(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The Euclidean norm of each tensor, in one call."""
-    return torch._foreach_norm(tensors, 2, dtype=dtype)  # pyright: ignore
+# ``gradients((total,), (cotangent,), inputs=leaves)``: ``torch.autograd.grad`` of a graph that is
+# needed no more, without the checks that take the time of some operations.
+gradients: Callable[..., Sequence[Any]] = partial(
+    torch.autograd.graph._engine_run_backward,  # pyright: ignore
+    keep_graph=False,
+    create_graph=False,
+    allow_unreachable=True,
+    accumulate_grad=False,
+)
 
 
 def gradients_into(
@@ -478,8 +479,7 @@ def gradients_into(
     for i, leaf in enumerate(leaves):
         leaf.grad = sums.get(i)
     try:
-        given = (total,), (cotangent,), False, False, tuple(leaves), True
-        torch.autograd.graph._engine_run_backward(*given, accumulate_grad=True)  # pyright: ignore
+        gradients((total,), (cotangent,), inputs=tuple(leaves), accumulate_grad=True)
         return [None if i in sums else leaf.grad for i, leaf in enumerate(leaves)]
     finally:
         for leaf in leaves:  # else a loss that calls .backward() would add to the sums as well
@@ -505,6 +505,7 @@ foreach_copy_ = torch._foreach_copy_  # pyright: ignore
 foreach_div_ = torch._foreach_div_  # pyright: ignore
 foreach_lerp = torch._foreach_lerp  # pyright: ignore
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore
+foreach_norm = torch._foreach_norm  # pyright: ignore
 foreach_zero_ = torch._foreach_zero_  # pyright: ignore
 
 

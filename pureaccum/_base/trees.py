@@ -22,7 +22,6 @@ from .dtensors import (
     local,
     norms_over_ranks,
     opened,
-    resolved,
     true_on_all_ranks,
     zeros_of_sum,
 )
@@ -226,7 +225,7 @@ def numbers_in(scalar: float | Tensor) -> list[Any] | None:
 def seen_finite(*scalars: float | Tensor) -> bool:
     """Whether the host can see that numbers are finite, for all members of a vmap."""
     for scalar in scalars:
-        numbers = numbers_in(scalar)
+        numbers = [scalar] if isinstance(scalar, float) else numbers_in(scalar)
         if numbers is None or not all(map(isfinite, numbers)):
             return False
     return True
@@ -296,7 +295,7 @@ def global_norm(tree: Tree) -> Tensor:
         `torch.linalg.vector_norm
         <https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html>`_, for trees.
     """
-    return norm_of_all(*opened(resolved(tree_leaves(tree))))
+    return norm_of_all(*opened(tree_leaves(tree), sums=True))
 
 
 def norm_of_all(parts: list[Tensor], layouts: Layouts | None = None) -> Tensor:
@@ -304,7 +303,7 @@ def norm_of_all(parts: list[Tensor], layouts: Layouts | None = None) -> Tensor:
     if not parts:
         return torch.zeros(())
     if alike := at_once(parts):
-        norms = foreach_norm(parts, accumulation_dtype(parts[0].dtype))
+        norms = foreach_norm(parts, 2, dtype=accumulation_dtype(parts[0].dtype))
     else:
         norms = [norm(x) for x in parts]
     if layouts is None and (alike or are_alike(norms)):
@@ -323,8 +322,13 @@ def at_once(leaves: Sequence[Tensor]) -> bool:
 
 def are_alike(leaves: Sequence[Tensor]) -> bool:
     """Whether leaves are dense real numbers of one dtype, on one device."""
-    kinds = {(x.device, x.dtype, x.layout) for x in leaves}
-    return len(kinds) == 1 and leaves[0].is_floating_point() and not leaves[0].is_sparse
+    if not leaves:
+        return False
+    kind = (first := leaves[0]).device, first.dtype, first.layout
+    for x in leaves:
+        if (x.device, x.dtype, x.layout) != kind:
+            return False
+    return first.is_floating_point() and not first.is_sparse
 
 
 def norm(x: Tensor) -> Tensor:
@@ -352,7 +356,7 @@ def all_finite(tree: Tree) -> Tensor:
     References:
         `torch.isfinite <https://docs.pytorch.org/docs/stable/generated/torch.isfinite.html>`_
     """
-    return all_finite_of(*opened(resolved(tree_leaves(tree))))
+    return all_finite_of(*opened(tree_leaves(tree), sums=True))
 
 
 def all_finite_of(parts: list[Tensor], layouts: Layouts | None = None, own: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from .._base.checks import (
 )
 from .._base.dtensors import closed, opened, resolved
 from .._base.states import Spoiled, hand_over, mark
-from .._base.torch_internals import may_write
+from .._base.torch_internals import may_add_in_place, may_write
 from .._base.trees import Tree, flatten, paths, tree_leaves, unflatten, zeros
 from .batches import Batch, read_microbatch
 from .coupling import question_of
@@ -41,7 +41,7 @@ from .seams import Engine, Nonfinite, Portion, Rule, Window
 from .structures import Structures, structure_of, update_of
 from .sums import Kinds, Sums, kinds_of
 from .weights import Microbatch, NoRowsError, divided
-from .windows import GuardedLoss, adder, may_add_in_place, run_window
+from .windows import GuardedLoss, adder, run_window
 from .writes import Given, Known, guarding, known_of
 
 

@@ -153,7 +153,8 @@ def pulled(recorded: Recorded, cotangent: Tensor, way: Way) -> Sequence[Tensor |
     with nullcontext() if way.around is None else way.around():
         # a total of several numbers is pulled back several times
         kept = recorded.total.dim() > 0
-        return gradients(recorded.total, recorded.leaves, cotangent, kept)
+        given = (recorded.total,), (cotangent,)
+        return gradients(*given, inputs=tuple(recorded.leaves), keep_graph=kept)
 
 
 def adding(seams: Seams, sums: Sums, way: Way) -> Callable[[Portion], Microbatch]:
@@ -193,7 +194,6 @@ def _straight_into(sums: Sums, otherwise: Enter) -> Enter:
         total, leaves, *_ = recorded
         tensors, cotangent = sums.tensors, weighing.cotangent
         if not sums.begun:
-            sums.written = True
             into = {i: x for i, x in enumerate(tensors) if x is not None}
             sums.adopt(gradients_into(into, total, leaves, cotangent))
             return
@@ -202,7 +202,7 @@ def _straight_into(sums: Sums, otherwise: Enter) -> Enter:
             into = {i: tensors[i] for i in added}
             grads: Any = gradients_into(into, total, leaves, cotangent)
         else:
-            grads = gradients(total, leaves, cotangent)
+            grads = gradients((total,), (cotangent,), inputs=tuple(leaves))
         if NoneType in map(type, grads):
             which = [i for i, grad in enumerate(grads) if grad is not None]
             tensors, grads = [tensors[i] for i in which], [grads[i] for i in which]
@@ -226,7 +226,7 @@ def _each_into(sums: Sums, take: Take) -> Enter:
 
         handles = [leaves[i].register_hook(partial(hook, i)) for i in large]
         try:
-            grads = gradients(total, leaves, weighing.cotangent)
+            grads = gradients((total,), (weighing.cotangent,), inputs=tuple(leaves))
         finally:
             for handle in handles:
                 handle.remove()

@@ -95,8 +95,11 @@ def refuse_captured(known: Known, outs: Sequence[Any], leaves: Sequence[Tensor])
     """
     if known.captures is not None:
         here.look = None
-    there = [x for at in known.captured if (x := at()) is not None and not isinstance(x, Refusing)]
-    for x in (*filter(_requires_grad, there), *captured_in(outs, leaves)):
+    found = captured_in(outs, leaves)
+    for at in known.captured:
+        if (x := at()) is not None and not isinstance(x, Refusing) and x.requires_grad:
+            found.append(x)
+    for x in found:
         if not isinstance(x, nn.Parameter):
             raise RuntimeError(
                 f"the loss of a step captures a tensor of shape {tuple(x.shape)} and {x.dtype} "

@@ -72,15 +72,17 @@ class Sums(Sink):
 
         Unless something else lies in it: a gradient may be a view of what the loss was given.
         """
-        tensors = self.tensors
-        owned = [g is not None and owns_its_memory(g) for g in grads]
+        tensors, rest = self.tensors, list[tuple[int, Tensor]]()
         for i, grad in enumerate(grads):
-            if tensors[i] is None and owned[i]:
+            if grad is not None and tensors[i] is None and owns_its_memory(grad):
                 tensors[i] = grad
-        rest = [i for i, grad in enumerate(grads) if grad is not None and tensors[i] is not grad]
-        self.fill(range(len(tensors)))
-        for i in rest:
-            tensors[i].add_(grads[i])
+            elif grad is not None:
+                rest.append((i, grad))
+        self.begun = NoneType not in map(type, tensors)
+        if not self.begun:
+            self.fill(range(len(tensors)))
+        for i, grad in rest:
+            tensors[i].add_(grad)
 
     def fill(self, which: Sequence[int]) -> None:
         """Begin some sums with zeros, where there are none yet."""

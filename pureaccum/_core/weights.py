@@ -96,17 +96,20 @@ def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list
     Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
     more often, and so the bits of a parameter would depend on how it is written down.
     """
-    parts = [real_parts(x) if x.is_complex() else x for x in sums]
+    some_complex = any(map(torch.is_complex, sums))
+    parts = [*map(real_parts, sums)] if some_complex else [*sums]
     together = own and at_once(parts)
-    # one at a time, as their product may overflow
-    for number in (
-        scalars_of(x) for x in by if isinstance(x, Tensor) or x != 1 or not (own or same)
-    ):
+    for x in by:  # one at a time, as their product may overflow
+        if not isinstance(x, Tensor) and x == 1 and (own or same):
+            continue
+        number = scalars_of(x)
         if together:
             foreach_div_(parts, number(parts[0]))
         else:
             divide = Tensor.div_ if own else torch.div
             parts = [divide(x, number(x)) for x in parts]
+    if not some_complex:
+        return parts
     pairs = zip(parts, sums, strict=True)
     return [torch.view_as_complex(x) if total.is_complex() else x for x, total in pairs]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import any_sharded, closed, opened, resolved, rows_over
-from .._base.torch_internals import transform_active
+from .._base.torch_internals import may_add_in_place, transform_active
 from .._base.trees import Tree, all_finite_of, is_finite, known, paths, scalar, unflatten
 from .batches import Batch, cut_batch, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .coupling import Question, question_of
@@ -24,7 +24,7 @@ from .reductions import AuxState, finish_aux
 from .seams import Portion, Rule, Window
 from .sums import Kinds, Sums
 from .weights import divided, enter, power_of_two
-from .windows import GuardedLoss, adder, may_add_in_place, run_window
+from .windows import GuardedLoss, adder, run_window
 from .writes import guarding
 
 

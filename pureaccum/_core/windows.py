@@ -23,7 +23,7 @@ from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
 from .._base.torch_internals import (
     forward_ad_active,
     innermost,
-    may_write,
+    may_add_in_place,
     transform_active,
     without_history,
 )
@@ -79,11 +79,6 @@ def adder(call: LossOfPart, window: Window, sums: Sums, way: Way, *, whole: bool
     if may_add_in_place():
         return in_place(seams, window, sums, way)
     return out_of_place(seams, window, sums, way, whole or not transform_active())
-
-
-def may_add_in_place() -> bool:
-    """Whether sums may be written to: nobody follows what is computed."""
-    return may_write() and not forward_ad_active()
 
 
 def in_place(seams: Seams, window: Window, sums: Sums, way: Way) -> Add:

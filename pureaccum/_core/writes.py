@@ -286,7 +286,9 @@ _LOOKS = attrgetter("dtype", "ndim", "device.type")
 
 def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
     """What a loss is given and captures, and the buffers of modules that are called themselves."""
-    tensors = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
+    tensors = [*chain.from_iterable(map(_LEAVES, given))]
+    if not PLAIN.issuperset(map(type, tensors)):
+        tensors = [x for x in tensors if isinstance(x, Tensor)]
     if known.captured:
         captured = (x for at in known.captured if (x := at()) is not None)
         # It was seen to read buffers of an earlier state, which may have been donated since.

@@ -237,7 +237,7 @@ def _step(
             new = by_kernel(method, *given, given_up, foreach)
     mark(given_up)
     new = new if layouts is None else [closed(column, layouts) for column in new]
-    new_params, *later = (unflatten(spec, column) for column in new)
+    new_params, *later = [unflatten(spec, column) for column in new]
     found = iter(later)
     trees = {name: next(found) if kept else () for name, kept in method.trees}
     # not _replace, from which torch 2.11's compiler returns broken tuples

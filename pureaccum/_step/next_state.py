@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import Layouts, closed, norms_of_parts, opened, resolved
+from .._base.dtensors import Layouts, closed, norms_of_parts, opened
 from .._base.states import mark
-from .._base.torch_internals import may_write
+from .._base.torch_internals import may_add_in_place, may_write
 from .._base.trees import (
     Tree,
     all_finite_of,
@@ -34,7 +34,6 @@ from .._base.trees import (
 from .._core.ledger import AccumState
 from .._core.loss import divisor, mean_value
 from .._core.weights import divided
-from .._core.windows import may_add_in_place
 from .._optim.update import Ready
 from .._samples.noise_scale import BatchNoise, noise_of
 from .buffers import finish_buffers
@@ -127,7 +126,7 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
     scale = scale_of(plan, state)
     scales = [] if scale is None else [scale]
     by_unit = by / unit if isinstance(unit, Tensor) or unit != 1.0 else by
-    parts, layouts = opened(resolved(accum.grads))
+    parts, layouts = opened(accum.grads, sums=True)
     own = summed.own and may_add_in_place()
     parts = divided(parts, by_unit, *scales, own=own, same=own or not may_write())
     length = norm_of_all(parts, layouts)

@@ -55,7 +55,6 @@ def step_whole(
     plan: Plan, state: TrainState, batch: Tree, *shared: Any
 ) -> tuple[TrainState, StepInfo]:
     """One step over a whole batch."""
-    check_state(state, TrainState, "this step")
     if plan.group is not None:
         return _step_of_ranks(plan, partial(sums_of_rows, plan, plan.size), state, batch, *shared)
     prepared, begin = prepare(plan, state, batch)
@@ -76,7 +75,6 @@ def step_in_sums(
 
     It may have to try more than once. Meanwhile it tells other ranks nothing, and gives up nothing.
     """
-    check_state(state, TrainState, "this step")
     if plan.group is not None:
         return _step_of_ranks(plan, summing, state, batch, *shared)
     params = read_train_state(plan, state)
@@ -87,6 +85,7 @@ def step_in_sums(
 def _step_of_ranks(
     plan: Plan, summing: Summing, state: TrainState, batch: Tree, *shared: Any
 ) -> tuple[TrainState, StepInfo]:
+    check_state(state, TrainState, "this step")
     rows = need_rows(read_batch(batch, "batch"), "batch")
     params = read_train_state(plan, state)
     ready = begun_by(plan, state, params)(state.opt_state, params)

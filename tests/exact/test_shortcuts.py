@@ -36,7 +36,7 @@ def added(totals: list[Tensor], terms: list[Tensor], alpha: float = 1) -> None:
         total.add_(term, alpha=alpha)
 
 
-def norms_one_by_one(tensors: list[Tensor], dtype: Any) -> tuple[Tensor, ...]:
+def norms_one_by_one(tensors: list[Tensor], _: int, dtype: Any) -> tuple[Tensor, ...]:
     return tuple(torch.linalg.vector_norm(x, dtype=dtype) for x in tensors)
 
 

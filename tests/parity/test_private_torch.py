@@ -85,7 +85,7 @@ def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
 
     want = (4 * x.detach(), torch.full((3,), 6.0), None)
     for came in (
-        torch_internals.gradients(total(), [x, y, z], cotangent),
+        torch_internals.gradients((total(),), (cotangent,), inputs=(x, y, z)),
         torch.autograd.grad(total(), [x, y, z], cotangent, allow_unused=True),
     ):
         assert torch.equal(came[0], want[0])
@@ -116,7 +116,7 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
     want, pull, _ = torch.func.vjp(lambda *xs: (outs([*xs])[0], xs[0]), x, y, has_aux=True)
     assert torch.equal(value, want)
     for came, wanted in zip(
-        torch_internals.gradients(total, own, torch.tensor(2.0)),
+        torch_internals.gradients((total,), (torch.tensor(2.0),), inputs=tuple(own)),
         pull(torch.tensor(2.0)),
         strict=True,
     ):
