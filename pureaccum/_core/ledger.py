@@ -201,15 +201,18 @@ def amounts_of(seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumStat
 
 def in_tensors(amounts: AccumState, device: torch.device, squares: bool) -> AccumState:
     """Amounts as a state, whose tensors lie on a device."""
-    zeros = empty(amounts.grads, device, len(amounts.grads) if squares else None)
-    filled: dict[str, Any] = {}
-    for name, zero in zeros._asdict().items():
-        came = getattr(amounts, name)
-        is_number = isinstance(zero, Tensor) and zero.dim() == 0 and name != "grads"
-        filled[name] = scalar(came, zero.dtype, device) if is_number else came
-    if squares and not isinstance(amounts.squares, Tensor):
-        filled["squares"] = zeros.squares
-    return AccumState(**filled)
+    scatter = amounts.squares
+    if squares and not isinstance(scatter, Tensor):  # of no microbatch
+        scatter = torch.zeros(len(amounts.grads) + 1, dtype=torch.float64, device=device)
+    return amounts._replace(
+        squares=scatter,
+        total=scalar(amounts.total, torch.float64, device),
+        weight=scalar(amounts.weight, torch.float64, device),
+        microbatches=scalar(amounts.microbatches, torch.int64, device),
+        skipped=scalar(amounts.skipped, torch.int64, device),
+        nonfinite=scalar(amounts.nonfinite, torch.int64, device),
+        weighted=scalar(amounts.weighted, torch.int64, device),
+    )
 
 
 class Tally(NamedTuple):
