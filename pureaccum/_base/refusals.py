@@ -260,6 +260,8 @@ def refuse_pre_dispatch() -> None:
 
 def advise_on_vjp(error: RuntimeError) -> None:
     """Add to an error of torch.func's vjp what to do with a loss that it refuses."""
+    if error.__cause__ is not None:  # somebody has put it into words
+        return
     for words, why, way_out in ADVICE:
         if words in str(error):
             add_once(error, f"torch.func cannot differentiate this loss, which {why}. {way_out}")

@@ -268,16 +268,15 @@ def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
 
 
 def _kind(known: Known, given: tuple[Given, ...]) -> Any:
-    leaves: list[Any] = [*chain.from_iterable(map(_LEAVES, given))]
-    if PLAIN.issuperset(map(type, leaves)):
-        looks: Any = map(_LOOKS, leaves)
-    else:
-        looks = [
-            _LOOKS(x) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x)
-            for x in leaves
-        ]
+    looks = [*chain.from_iterable(map(_LEAVES, given))]
+    plain = PLAIN.issuperset(map(type, looks))
+    looks = map(_LOOKS, looks) if plain else map(_looks_of, looks)
     modes = [module.training for at in known.modules if (module := at()) is not None]
     return *map(_SPEC, given), *looks, *modes
+
+
+def _looks_of(x: Any) -> Any:
+    return _LOOKS(x) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x)
 
 
 _LEAVES, _SPEC = attrgetter("leaves"), attrgetter("spec")

@@ -60,7 +60,7 @@ def product(w, x):
 def subject_of(x, loss=product, reduction="sum", dtype=torch.float64):
     x = torch.tensor(x, dtype=dtype)
     w, seeds = torch.zeros_like(x[0]), itertools.count()
-    return Subject(loss, w, read_batch(x), len(x), seeds, reduction=reduction)
+    return Subject(loss, w, read_batch(x), seeds, reduction=reduction)
 
 
 def in_double(x, loss=product, reduction="sum"):
@@ -183,7 +183,7 @@ def test_weights_that_are_redrawn_are_the_old_ones_or_nothing(rows, seed, dims):
     """A row as a whole, some rows of each, and of no other leaf."""
     mask = torch.arange(1, rows * 2 ** (dims - 1) + 1).reshape(rows, *[2] * (dims - 1))
     batch = read_batch({"a": torch.arange(rows), "m": mask})
-    new = redrawn(Subject(None, None, batch, rows, None), find_leaf(batch, "m"), generator(seed))
+    new = redrawn(Subject(None, None, batch, None), find_leaf(batch, "m"), generator(seed))
     assert new.batch.leaves[0] is batch.leaves[0]
     kept = [row.equal(old) for row, old in zip(new.batch.leaves[1], mask, strict=True)]
     assert kept == [bool(row.any()) for row in new.batch.leaves[1]]
@@ -241,7 +241,7 @@ def test_the_shares_of_a_row_are_those_of_its_counts():
     def loss(w, batch):
         return squares(w, batch["x"]) + total(w, batch) / batch["m"].sum()
 
-    subject = Subject(loss, W, read_batch(MASKED), len(X), itertools.count())
+    subject = Subject(loss, W, read_batch(MASKED), itertools.count())
     trial = trial_of(subject)
     found = several_means(LossOfRows(trial, {}))
     beside, row, shares = found

@@ -124,9 +124,8 @@ def check_accumulation(
     read = read_splits(subject.rows, splits, random)
     with torch.inference_mode(False), preserving_random(), uncompiled():
         seen = watch(subject, names_of(loss_fn, loop))
-        subject = subject._replace(
-            weighted=seen.weighted, kept=seen.kept, generators=seen.generators
-        )
+        setting = subject.setting._replace(generators=seen.generators)
+        subject = subject._replace(weighted=seen.weighted, kept=seen.kept, setting=setting)
         subjects = [subject]
         if masked is not None:
             subjects += [redrawn(subject, masked, random) for _ in range(3)]
@@ -196,7 +195,7 @@ def read_subject(loss_fn: Any, params: Any, batch: Any, seeds: Iterator[int]) ->
             f"batch has {rows} row{'s' * (rows != 1)}; expected at least two, since one cannot be "
             "cut."
         )
-    return Subject(loss_fn=loss_fn, params=params, batch=flat, rows=rows, seeds=seeds)
+    return Subject(loss_fn=loss_fn, params=params, batch=flat, seeds=seeds)
 
 
 def read_splits(rows: int, splits: Any, random: torch.Generator) -> list[Split]:

@@ -72,7 +72,7 @@ def _rest(case: Case) -> tuple[Trial | None, bool]:
     without |= {call.function for call in case.seen.draws} & DROPOUTS
     if not without or case.trial.subject.dtype is None:
         return None if case.draws or case.keeps else case.trial, False
-    subject = case.subject._replace(without=frozenset(without))
+    subject = case.subject.leaving_out(frozenset(without))
     try:
         trial = trial_of(subject)
         if any(repeats(trial.subject, whole_batch, trial.bound, 1)):

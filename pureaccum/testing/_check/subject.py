@@ -31,26 +31,46 @@ from .kept import Kept
 from .report import Indices, Split
 
 
+class Setting(NamedTuple):
+    """In what a loss is called."""
+
+    dtype: torch.dtype | None = None  # None: each tensor in its own
+    without: frozenset[str] = frozenset()  # names of functions that are left out
+    generators: Sequence[torch.Generator] = ()  # the loss's own
+
+
 class Subject(NamedTuple):
     """A loss and its arguments."""
 
     loss_fn: Callable[..., Any]
     params: Any
     batch: Batch
-    rows: int
     seeds: Iterator[int]  # of the random numbers of each call
     has_aux: bool = False
     reduction: Reduction = "mean"
     weighted: bool = False  # whether it returns Weighted
-    dtype: torch.dtype | None = None  # None: each tensor in its own
-    without: frozenset[str] = frozenset()  # names of functions that are left out
     kept: Kept = Kept()  # what the loss changes of what it holds, and what was there
-    generators: Sequence[torch.Generator] = ()  # the loss's own
+    setting: Setting = Setting()
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.batch.rows or 0
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype in which the loss is called, if that is not each tensor's own."""
+        return self.setting.dtype
 
     def in_dtype(self, dtype: torch.dtype) -> "Subject":
         """The same loss in another dtype, its data cast once."""
         batch = self.batch._replace(leaves=cast_tree(self.batch.leaves, dtype))
-        return self._replace(params=cast_tree(self.params, dtype), batch=batch, dtype=dtype)
+        setting = self.setting._replace(dtype=dtype)
+        return self._replace(params=cast_tree(self.params, dtype), batch=batch, setting=setting)
+
+    def leaving_out(self, functions: frozenset[str]) -> "Subject":
+        """The same loss, in which functions of these names return their first argument."""
+        return self._replace(setting=self.setting._replace(without=functions))
 
     def everything(self) -> Indices:
         """All rows of the batch."""
@@ -74,8 +94,9 @@ class Subject(NamedTuple):
     def running(self, seed: int | None = None) -> Generator[None]:
         """Run what is inside in the dtype, with random numbers of its own; put back the rest."""
         seed = next(self.seeds) if seed is None else seed
-        mode = nullcontext() if self.dtype is None else computing_in(self.dtype, self.without)
-        reseed(seed, self.generators)
+        dtype, without, generators = self.setting
+        mode = nullcontext() if dtype is None else computing_in(dtype, without)
+        reseed(seed, generators)
         try:
             with mode, unguarded():
                 yield

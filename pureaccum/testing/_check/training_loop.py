@@ -122,7 +122,7 @@ def _read(
     rows = rows_to_cut(flat, one_by_one=True)
     if rows < 2:
         raise ValueError(f"batch has {rows} rows; expected at least two: one cannot be cut.")
-    subject = Subject(loss_fn=loop, params={}, batch=flat, rows=rows, seeds=itertools.repeat(0))
+    subject = Subject(loss_fn=loop, params={}, batch=flat, seeds=itertools.repeat(0))
     return _Examination(subject, model, cast(Any, optimizer), max_norm)
 
 
@@ -252,7 +252,7 @@ class _Examination:
             (frozenset({BATCH_NORM}), _STATISTICS),
             (frozenset(DROPOUTS), _DROPOUT),
         ):
-            if self.fits(self.subject._replace(without=functions), splits):
+            if self.fits(self.subject.leaving_out(functions), splits):
                 return found
         rows = trial.subject.everything()
         sizes = [len(rows) // 2, len(rows) // 3] if len(rows) > 5 else [len(rows) - 1]
