@@ -24,8 +24,9 @@ class Kinds(NamedTuple):
     dtypes: list[torch.dtype]  # of the sums
     alike: bool  # whether each leaf has the dtype of its sum
     large: list[int]  # the leaves whose gradients do not wait for the others …
-    # … and those to whose sums autograd adds them. On a CPU, which launches nothing, all if any:
-    # small gradients that live on between large ones would keep these from each other's memory.
+    # … and those to whose sums autograd adds them. On a CPU, which launches nothing, all of them if
+    # they are large together: added as they come, gradients are in the cache, and leave their
+    # memory to the next one.
     added: Sequence[int]
     layouts: Layouts | None  # where the gradients of DTensors are summed
 
@@ -34,11 +35,12 @@ def kinds_of(leaves: list[Tensor], dtypes: list[torch.dtype]) -> Kinds:
     """What follows from leaves and the dtypes of their sums."""
     parts = [] if transform_active() else opened(leaves)[0]  # there a size may be a symbol
     large = [i for i, x in enumerate(parts) if x.nbytes >= LARGE]
+    together = sum([x.nbytes for x in parts]) >= LARGE
     return Kinds(
         dtypes=dtypes,
         alike=dtypes == [x.dtype for x in leaves],
         large=large,
-        added=range(len(leaves)) if large and leaves[0].device.type == "cpu" else large,
+        added=range(len(leaves)) if together and leaves[0].device.type == "cpu" else large,
         layouts=sum_layouts(leaves),
     )
 
