@@ -262,6 +262,33 @@ def test_a_stream_takes_what_it_is_given() -> None:
     assert loss.tried() == [3]
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_stream_gives_aux_that_outlives_its_window(donate: bool) -> None:
+    """Each row's, and what is no row: a tensor of the state itself."""
+
+    def loss(w: Tensor, x: Tensor) -> Any:
+        return (w * x).square().mean(), {"rows": x.sum(1), "before": w}
+
+    knobs: Any = {"has_aux": True, "aux_reduction": {"rows": "concat", "before": "last"}}
+    auto, plain = (
+        pa.make_step(
+            loss, pa.sgd(0.1), microbatch_size=size, donate=size == "auto" and donate, **knobs
+        )
+        for size in ("auto", None)
+    )
+    params, parts = torch.ones(3), [torch.randn(n, 3) for n in (4, 2)]
+    came, want = [], []
+    for step, seen in (auto, came), (plain, want):
+        state = step.init(params)
+        window = step.begin(state)
+        for part in parts:
+            window, aux = step.update(state, window, part)
+            seen.append(aux)
+        state, info = step.apply(state, window)
+        seen.append((state, info))
+    assert_trees_bitwise_equal(came, want)
+
+
 def test_a_larger_size_is_tried_again_after_a_while() -> None:
     loss = Scarce()
     step = pa.make_step(loss, pa.sgd(0.1), microbatch_size="auto", retry_after=2)
