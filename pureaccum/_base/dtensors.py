@@ -105,14 +105,10 @@ def block_of(x: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(block.offsets) or (0,) * x.dim(), tuple(block.sizes)
 
 
-def opened(leaves: list[Tensor], *, sums: bool = False) -> tuple[list[Tensor], Layouts | None]:
-    """The local parts of leaves and their layouts, which are None if all leaves are plain.
-
-    Those of ``sums`` are the parts of sums over all ranks: see ``resolved``.
-    """
+def opened(leaves: list[Tensor]) -> tuple[list[Tensor], Layouts | None]:
+    """The local parts of leaves and their layouts, which are None if all leaves are plain."""
     if not any_sharded(leaves):
         return leaves, None
-    leaves = resolved(leaves) if sums else leaves
     return [local(x) for x in leaves], [layout_of(x) for x in leaves]
 
 

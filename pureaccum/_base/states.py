@@ -98,7 +98,7 @@ def taken(columns: list[list[Tensor]], donate: bool) -> list[list[Tensor]]:
 
     Where a tensor comes twice (tied leaves) all are copied, so that none is written to twice.
     """
-    every = [*map(id, chain.from_iterable(columns))] if donate else []
+    every = [*map(id, chain.from_iterable(columns))]
     if donate and len(set(every)) == len(every):
         return [[x.detach() for x in column] for column in columns]
     return copies(columns)

@@ -62,7 +62,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from operator import attrgetter
 from traceback import FrameSummary
@@ -100,7 +100,7 @@ def may_write() -> bool:
 
 def may_add_in_place() -> bool:
     """Whether sums may be written to: nobody follows what is computed, nor its tangents."""
-    return may_write() and torch.autograd.forward_ad._current_level < 0  # pyright: ignore
+    return may_write() and not forward_ad_active()
 
 
 def untraced() -> AbstractContextManager[Any]:
@@ -441,9 +441,8 @@ def forward_ad() -> AbstractContextManager[None]:
 
 def any_tangent(tensors: Iterable[Tensor]) -> bool:
     """Whether some tensor has a tangent of torch's forward AD, outside of any transform."""
-    torch_ad = torch.autograd.forward_ad
-    active = torch_ad._current_level >= 0  # pyright: ignore
-    return active and any(torch_ad.unpack_dual(x).tangent is not None for x in tensors)
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return forward_ad_active() and any(unpack(x).tangent is not None for x in tensors)
 
 
 def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -457,15 +456,15 @@ def without_history(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [x.detach() if t is None else make_dual(x.detach(), t.detach()) for x, t in pairs]
 
 
-# ``gradients((total,), (cotangent,), inputs=leaves)``: ``torch.autograd.grad`` of a graph that is
-# needed no more, without the checks that take the time of some operations.
-gradients: Callable[..., Sequence[Any]] = partial(
-    torch.autograd.graph._engine_run_backward,  # pyright: ignore
-    keep_graph=False,
-    create_graph=False,
-    allow_unreachable=True,
-    accumulate_grad=False,
-)
+def gradients(
+    total: Tensor, leaves: Sequence[Tensor], cotangent: Tensor, again: bool = False
+) -> Sequence[Any]:
+    """``torch.autograd.grad``, whose checks take the time of some operations.
+
+    The graph is kept where the gradients of the same total are asked for ``again``.
+    """
+    given = (total,), (cotangent,), again, False, tuple(leaves), True
+    return torch.autograd.graph._engine_run_backward(*given, accumulate_grad=False)  # pyright: ignore
 
 
 def gradients_into(
@@ -479,7 +478,8 @@ def gradients_into(
     for i, leaf in enumerate(leaves):
         leaf.grad = sums.get(i)
     try:
-        gradients((total,), (cotangent,), inputs=tuple(leaves), accumulate_grad=True)
+        given = (total,), (cotangent,), False, False, tuple(leaves), True
+        torch.autograd.graph._engine_run_backward(*given, accumulate_grad=True)  # pyright: ignore
         return [None if i in sums else leaf.grad for i, leaf in enumerate(leaves)]
     finally:
         for leaf in leaves:  # else a loss that calls .backward() would add to the sums as well
@@ -684,7 +684,8 @@ def ends_of(x: Tensor) -> list[Tensor]:
     nodes = nodes_of([x])
     if not nodes and x.requires_grad:
         return [x]
-    return [node.variable for node in nodes if hasattr(node, "variable")]
+    # a user's Function may call something of its own ``variable``
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
 
 
 def nodes_of(outs: Iterable[Tensor]) -> list[Any]:

@@ -22,6 +22,7 @@ from .dtensors import (
     local,
     norms_over_ranks,
     opened,
+    resolved,
     true_on_all_ranks,
     zeros_of_sum,
 )
@@ -225,7 +226,7 @@ def numbers_in(scalar: float | Tensor) -> list[Any] | None:
 def seen_finite(*scalars: float | Tensor) -> bool:
     """Whether the host can see that numbers are finite, for all members of a vmap."""
     for scalar in scalars:
-        numbers = [scalar] if isinstance(scalar, float) else numbers_in(scalar)
+        numbers = numbers_in(scalar)
         if numbers is None or not all(map(isfinite, numbers)):
             return False
     return True
@@ -295,7 +296,7 @@ def global_norm(tree: Tree) -> Tensor:
         `torch.linalg.vector_norm
         <https://docs.pytorch.org/docs/stable/generated/torch.linalg.vector_norm.html>`_, for trees.
     """
-    return norm_of_all(*opened(tree_leaves(tree), sums=True))
+    return norm_of_all(*opened(resolved(tree_leaves(tree))))
 
 
 def norm_of_all(parts: list[Tensor], layouts: Layouts | None = None) -> Tensor:
@@ -322,13 +323,8 @@ def at_once(leaves: Sequence[Tensor]) -> bool:
 
 def are_alike(leaves: Sequence[Tensor]) -> bool:
     """Whether leaves are dense real numbers of one dtype, on one device."""
-    if not leaves:
-        return False
-    kind = (first := leaves[0]).device, first.dtype, first.layout
-    for x in leaves:
-        if (x.device, x.dtype, x.layout) != kind:
-            return False
-    return first.is_floating_point() and not first.is_sparse
+    kinds = {(x.device, x.dtype, x.layout) for x in leaves}
+    return len(kinds) == 1 and leaves[0].is_floating_point() and not leaves[0].is_sparse
 
 
 def norm(x: Tensor) -> Tensor:
@@ -356,7 +352,7 @@ def all_finite(tree: Tree) -> Tensor:
     References:
         `torch.isfinite <https://docs.pytorch.org/docs/stable/generated/torch.isfinite.html>`_
     """
-    return all_finite_of(*opened(tree_leaves(tree), sums=True))
+    return all_finite_of(*opened(resolved(tree_leaves(tree))))
 
 
 def all_finite_of(parts: list[Tensor], layouts: Layouts | None = None, own: bool = False) -> Tensor:

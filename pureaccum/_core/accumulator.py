@@ -202,10 +202,10 @@ def _update(
     read, kinds = update_of(making.structures, key, leaves, flat, examined)
 
     def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
-        given = [unflatten(spec, leaves), *args]
+        arguments = [unflatten(spec, leaves), *args]
         for i, x in zip(at, (part,) if len(at) == 1 else part, strict=True):
-            given[i] = x
-        return making.told(*given)
+            arguments[i] = x
+        return making.told(*arguments)
 
     question = question_of(read, rule) if making.check else None
     given = Given("params", leaves, spec), Given("batch", *read[:2])

@@ -168,11 +168,9 @@ def _not_cut(x: torch.Tensor, one_by_one: bool) -> tuple[str, str] | None:
     return None
 
 
-def cut_batch(
-    batch: Batch, size: int | Sequence[int], sizes: Sequence[int] | None = None
-) -> Iterator[Tree]:
-    """The microbatches of a batch, as views; ``sizes`` are the rows of each, if those are known."""
-    sizes = sizes_of(batch.rows or 0, size) if sizes is None else sizes
+def cut_batch(batch: Batch, size: int | Sequence[int]) -> Iterator[Tree]:
+    """The microbatches of a batch, as views."""
+    sizes = sizes_of(batch.rows or 0, size)
     if any_sharded(batch.leaves):
         over = rows_over(batch.leaves)
         columns = [

@@ -153,8 +153,7 @@ def pulled(recorded: Recorded, cotangent: Tensor, way: Way) -> Sequence[Tensor |
     with nullcontext() if way.around is None else way.around():
         # a total of several numbers is pulled back several times
         kept = recorded.total.dim() > 0
-        given = (recorded.total,), (cotangent,)
-        return gradients(*given, inputs=tuple(recorded.leaves), keep_graph=kept)
+        return gradients(recorded.total, recorded.leaves, cotangent, kept)
 
 
 def adding(seams: Seams, sums: Sums, way: Way) -> Callable[[Portion], Microbatch]:
@@ -202,7 +201,7 @@ def _straight_into(sums: Sums, otherwise: Enter) -> Enter:
             into = {i: tensors[i] for i in added}
             grads: Any = gradients_into(into, total, leaves, cotangent)
         else:
-            grads = gradients((total,), (cotangent,), inputs=tuple(leaves))
+            grads = gradients(total, leaves, cotangent)
         if NoneType in map(type, grads):
             which = [i for i, grad in enumerate(grads) if grad is not None]
             tensors, grads = [tensors[i] for i in which], [grads[i] for i in which]
@@ -226,7 +225,7 @@ def _each_into(sums: Sums, take: Take) -> Enter:
 
         handles = [leaves[i].register_hook(partial(hook, i)) for i in large]
         try:
-            grads = gradients((total,), (weighing.cotangent,), inputs=tuple(leaves))
+            grads = gradients(total, leaves, weighing.cotangent)
         finally:
             for handle in handles:
                 handle.remove()

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._base.checks import here, refuse_without_graph
-from .._base.dtensors import PLAIN
 from .._base.generators import generators, restore
 from .._base.refusals import advise_on_vjp
 from .._base.states import Refusing, mark
@@ -154,9 +153,8 @@ def call_with_history(
     stop = partial(_stop if captured else refuse_captured, known)
     captures = captured and known.captures is True
     called: Any = args, kwargs
-    given = optree.tree_leaves(called, namespace=NAMESPACE)
-    if not PLAIN.issuperset(map(type, given)):
-        given = [x for x in given if isinstance(x, Tensor)]
+    leaves = optree.tree_leaves(called, namespace=NAMESPACE)
+    given = [x for x in leaves if isinstance(x, Tensor)]
     if not (captures or any(map(_requires_grad, given))):
         before = generators({x.device for x in given}) if captured else []
         outer = here.look, _here.inside_of

@@ -135,13 +135,7 @@ def of_total(rule: Rule, unit: float | None) -> Term:
         kept = keeps and type(rows) is int
         if kept and kind in made:
             weighing, like = made[kind]
-            return weighing, Microbatch(  # _replace takes twice the time
-                value=seen.total,
-                times=like.times,
-                weight=like.weight,
-                dtype=like.dtype,
-                weighted=False,
-            )
+            return weighing, like._replace(value=seen.total)
         entry = enter(seen, shape, rows, reduction)
         found = weigh(seen, rows, reduction, unit), entry
         if kept and rows and not shape.weighted:  # of no rows the value is no total

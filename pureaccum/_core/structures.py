@@ -33,10 +33,14 @@ class Update(NamedTuple):
 
 
 class Structures:
-    """What was decided, by key; for None nothing is. No tuple: a compiler would look into that."""
+    """What was decided, by key. No tuple: a compiler would look into that."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
+
+    def get(self, key: Any) -> Any:
+        """What was decided for a key; None if nothing was, and where there is no key."""
+        return None if key is None else self.known.get(key)
 
     def keep(self, key: Any, decision: Any) -> None:
         """Remember what was decided, if there is a key."""
@@ -74,7 +78,7 @@ def update_of(
     examine: Callable[[], tuple[Batch, Kinds]],
 ) -> tuple[Batch, Kinds]:
     """A microbatch as it is read, and how gradients are added: examined unless its key is known."""
-    known: Update | None = None if key is None else structures.known.get(key)
+    known: Update | None = structures.get(key)
     if known is not None:
         ask_autocast(known.devices, params)
         return Batch(*flat, known.rows), known.kinds

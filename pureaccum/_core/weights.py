@@ -96,8 +96,7 @@ def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list
     Complex sums are divided as pairs of real numbers: torch's complex division by a number rounds
     more often, and so the bits of a parameter would depend on how it is written down.
     """
-    some_complex = any(map(torch.is_complex, sums))
-    parts = [*map(real_parts, sums)] if some_complex else [*sums]
+    parts = [real_parts(x) if x.is_complex() else x for x in sums]
     together = own and at_once(parts)
     for x in by:  # one at a time, as their product may overflow
         if not isinstance(x, Tensor) and x == 1 and (own or same):
@@ -108,8 +107,6 @@ def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list
         else:
             divide = Tensor.div_ if own else torch.div
             parts = [divide(x, number(x)) for x in parts]
-    if not some_complex:
-        return parts
     pairs = zip(parts, sums, strict=True)
     return [torch.view_as_complex(x) if total.is_complex() else x for x, total in pairs]
 

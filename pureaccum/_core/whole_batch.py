@@ -45,7 +45,7 @@ class CutBatch(NamedTuple):
         if size is None or sizes == [0]:
             parts = [unflatten(batch.spec, batch.leaves)]
         else:
-            parts = cut_batch(batch, size, sizes)
+            parts = cut_batch(batch, size)
         return zip(parts, sizes, [1] * len(sizes) if untouched else sizes, strict=True)
 
 

@@ -18,8 +18,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -30,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.deterministic import draws
-from .._base.dtensors import PLAIN, any_sharded, local
+from .._base.dtensors import any_sharded, local
 from .._base.observation import observed
 from .._base.states import Refusing
 from .._base.torch_internals import (
@@ -268,26 +266,20 @@ def _check_depends(out: Any, given: Any, trained: list[nn.Module]) -> None:
 
 
 def _kind(known: Known, given: tuple[Given, ...]) -> Any:
-    looks = [*chain.from_iterable(map(_LEAVES, given))]
-    plain = PLAIN.issuperset(map(type, looks))
-    looks = map(_LOOKS, looks) if plain else map(_looks_of, looks)
+    looks = [_looks_of(x) for each in given for x in each.leaves]
     modes = [module.training for at in known.modules if (module := at()) is not None]
-    return *map(_SPEC, given), *looks, *modes
+    return *[each.spec for each in given], *looks, *modes
 
 
 def _looks_of(x: Any) -> Any:
-    return _LOOKS(x) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x)
-
-
-_LEAVES, _SPEC = attrgetter("leaves"), attrgetter("spec")
-_LOOKS = attrgetter("dtype", "ndim", "device.type")
+    if isinstance(x, Tensor):
+        return x.dtype, x.dim(), x.device.type
+    return x if isinstance(x, bool) else type(x)
 
 
 def _tensors(known: Known, given: tuple[Given, ...]) -> list[Tensor]:
     """What a loss is given and captures, and the buffers of modules that are called themselves."""
-    tensors = [*chain.from_iterable(map(_LEAVES, given))]
-    if not PLAIN.issuperset(map(type, tensors)):
-        tensors = [x for x in tensors if isinstance(x, Tensor)]
+    tensors = [x for each in given for x in each.leaves if isinstance(x, Tensor)]
     if known.captured:
         captured = (x for at in known.captured if (x := at()) is not None)
         # It was seen to read buffers of an earlier state, which may have been donated since.

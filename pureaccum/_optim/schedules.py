@@ -222,16 +222,13 @@ def check_kept(lr: Any, kept: Any, root: str) -> None:
         )
 
 
-_ALL_HOLD = torch.finfo(torch.float16).max.__ge__  # what any dtype holds; NaN is none of it
-
-
 def is_sound(rate: Tensor, leaves: list[Tensor]) -> bool | Tensor:
     """Whether a learning rate is finite in the dtypes of the parameters.
 
     It is a bool where the host knows the rate, which costs a device nothing, else a 0-d tensor.
     """
     numbers = numbers_in(rate)
-    if numbers is not None and all(map(_ALL_HOLD, map(abs, numbers))):
+    if numbers is not None and all(abs(x) <= torch.finfo(torch.float16).max for x in numbers):
         return True  # any dtype holds it
     dtypes = {x.dtype for x in leaves}
     if rate.is_floating_point():

@@ -227,7 +227,7 @@ class Layers(TorchFunctionMode):
         copies = [copy for copy, _ in self.copies.values()]
         wrt = [self.token, *copies, *self.given]
         if cotangents is None:
-            found = gradients((totals,), (torch.ones_like(totals),), inputs=tuple(wrt))
+            found = gradients(totals, wrt, torch.ones_like(totals))
         else:
             found = _by_several(totals, wrt, cotangents)
         if any(x is not None for x in found[1 + len(copies) :]):
@@ -267,7 +267,7 @@ def _by_several(totals: Tensor, wrt: list[Tensor], cotangents: Tensor) -> list[T
     none: list[bool] = []
 
     def of(cotangent: Tensor) -> list[Tensor]:
-        found = gradients((totals,), (cotangent,), inputs=tuple(wrt))
+        found = gradients(totals, wrt, cotangent)
         none.extend(x is None for x in found)
         return [cotangent if x is None else x for x in found]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import Layouts, closed, norms_of_parts, opened
+from .._base.dtensors import Layouts, closed, norms_of_parts, opened, resolved
 from .._base.states import mark
 from .._base.torch_internals import may_add_in_place, may_write
 from .._base.trees import (
@@ -72,7 +72,6 @@ class Means(NamedTuple):
         any_weight: Whether that was anything, or a plain sum was taken of something.
         sound: Whether all of it is finite.
         nonfinite: How many microbatches were not finite.
-        scale: That of the loss, if it has one.
     """
 
     parts: list[Tensor]
@@ -83,7 +82,6 @@ class Means(NamedTuple):
     any_weight: Any
     sound: Any
     nonfinite: Any
-    scale: Tensor | None
 
 
 class Verdict(NamedTuple):
@@ -126,7 +124,7 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
     scale = scale_of(plan, state)
     scales = [] if scale is None else [scale]
     by_unit = by / unit if isinstance(unit, Tensor) or unit != 1.0 else by
-    parts, layouts = opened(accum.grads, sums=True)
+    parts, layouts = opened(resolved(accum.grads))
     own = summed.own and may_add_in_place()
     parts = divided(parts, by_unit, *scales, own=own, same=own or not may_write())
     length = norm_of_all(parts, layouts)
@@ -146,7 +144,6 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
         any_weight=any_weight,
         sound=sound,
         nonfinite=nonfinite,
-        scale=scale,
     )
 
 
@@ -166,7 +163,7 @@ def info_of(
 ) -> StepInfo:
     """What happened, in tensors of its own."""
     device, accum, noise = state.samples.device, summed.accum, ()
-    scale, weight = means.scale, scalar(means.weight, torch.float64, device)
+    scale, weight = scale_of(plan, state), scalar(means.weight, torch.float64, device)
     if plan.rule.squares:
         of_squares = (1.0 if scale is None else scale.double() ** 2) / summed.rows
         noise = _noise(accum, means.parts, means.layouts, of_squares, weight)

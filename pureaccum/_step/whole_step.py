@@ -59,8 +59,7 @@ def step_whole(
         return _step_of_ranks(plan, partial(sums_of_rows, plan, plan.size), state, batch, *shared)
     prepared, begin = prepare(plan, state, batch)
     ready = begin(state.opt_state, prepared.params)
-    own = sharing(plan, shared) if shared else plan
-    sums = _summed(own, state, prepared, state.samples)
+    sums = _summed(sharing(plan, shared), state, prepared, state.samples)
     return finished(plan, state, ready, sums)
 
 
@@ -253,12 +252,11 @@ def _accumulated(
 ) -> Accumulated:
     """The sums over a batch, of which the first row is number ``first`` in the run."""
     (leaves, spec), cut, kinds, question = prepared
-    shared = what_is_shared(plan) if plan.calling.shared else ()
     rows = Given("batch", cut.batch.leaves, cut.batch.spec)
     loss = GuardedLoss(
         caller(plan, state, spec, first, cut.batch.rows),
         plan.calling.known,
-        (Given("state.params", leaves, spec), *shared, rows),
+        (Given("state.params", leaves, spec), *what_is_shared(plan), rows),
         question,
     )
     return accumulate(loss, cut, Window(rule=plan.rule, scale=scale_of(plan, state)), kinds, flow)

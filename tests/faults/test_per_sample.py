@@ -54,6 +54,9 @@ REFUSED = {
 def test_losses_that_vmap_refuses_run_by_the_other_engine(name):
     with refused(RuntimeError, "engine='autograd'", "torch said", given=(PARAMS, BATCH)):
         pa.per_sample_grad(REFUSED[name])(PARAMS, BATCH)
+    with pytest.raises(RuntimeError, match="engine='autograd'") as caught:
+        pa.per_sample_grad(REFUSED[name], chunk_size=3)(PARAMS, BATCH)
+    assert not getattr(caught.value, "__notes__", ())  # it says what to do, and once is enough
     one_by_one = pa.per_sample_grad(REFUSED[name], chunk_size=3, engine="autograd")
     got = assert_pure(one_by_one, PARAMS, BATCH)
     assert_trees_bitwise_equal(got, looped(REFUSED[name], PARAMS, [{"x": x} for x in BATCH["x"]]))

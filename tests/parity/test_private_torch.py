@@ -85,7 +85,7 @@ def test_a_backward_pass_gives_gradients_or_adds_them_to_sums() -> None:
 
     want = (4 * x.detach(), torch.full((3,), 6.0), None)
     for came in (
-        torch_internals.gradients((total(),), (cotangent,), inputs=(x, y, z)),
+        torch_internals.gradients(total(), [x, y, z], cotangent),
         torch.autograd.grad(total(), [x, y, z], cotangent, allow_unused=True),
     ):
         assert torch.equal(came[0], want[0])
@@ -116,7 +116,7 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
     want, pull, _ = torch.func.vjp(lambda *xs: (outs([*xs])[0], xs[0]), x, y, has_aux=True)
     assert torch.equal(value, want)
     for came, wanted in zip(
-        torch_internals.gradients((total,), (torch.tensor(2.0),), inputs=tuple(own)),
+        torch_internals.gradients(total, own, torch.tensor(2.0)),
         pull(torch.tensor(2.0)),
         strict=True,
     ):
@@ -684,6 +684,29 @@ def test_a_vmap_is_left_and_entered_by_hand() -> None:
     with pytest.raises(RuntimeError, match="randomness"):
         torch_internals.over_rows(lambda row: [torch.rand_like(row)], [x], "error")
     assert torch_internals.transform_level() is None
+
+
+@pytest.mark.parametrize("own", [None, 3, torch.ones(2)])
+def test_what_a_function_itself_calls_variable_is_no_end_of_a_graph(own: Any) -> None:
+    class Scales(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.variable = own
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return 2 * grads[0]
+
+    w = torch.ones(3, requires_grad=True)
+    total = Scales.apply(w).sum()  # pyright: ignore
+    (end,) = torch_internals.ends_of(total)
+    assert end is w
+    assert torch_internals.ends_of(w) == [w]
+    assert torch_internals.ends_of(torch.ones(3)) == []
 
 
 def test_forward_ad_asks_only_for_the_layout_of_a_tangent_that_is_not_used() -> None:
