@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import pureaccum as pa
+from pureaccum._core.sums import kinds_of
 from pureaccum.testing import assert_trees_bitwise_equal
 from tests.laws.zoo.residents import residents
 from tests.laws.zoo.species import Species
@@ -77,6 +78,27 @@ def test_the_zoo(
         own = {name: knobs[name] for name in known & knobs.keys()}
         grad = pa.grad_and_value(loss, microbatch_size=5, engine=engine, check=False, **own)
         return grad(params, batch), grad(params, batch)
+
+    assert_both_windows_give(run, monkeypatch)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+def test_leaves_that_are_large_together(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None alone: autograd adds all of them, of which one comes with every other microbatch."""
+    params = {name: torch.ones(300, 300) for name in "abc"} | {"bias": torch.ones(300)}
+    rows = torch.arange(8.0 * 300).view(8, 300).remainder(5) - 2
+    rows[:, 0] = torch.arange(8.0) % 4
+    kinds = kinds_of([*params.values()], [torch.float32] * 4)
+    assert [*kinds.added] == [0, 1, 2, 3]
+    assert not kinds.large
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ p["a"] / 64 @ p["b"].mT / 64 + p["bias"])
+        return (y @ p["c"] if x[0, 0] == 0 else y).square().mean()
+
+    def run() -> Any:
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, engine=engine, check=False)
+        return step(step.init(params), rows)
 
     assert_both_windows_give(run, monkeypatch)
 
