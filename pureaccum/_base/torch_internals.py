@@ -86,14 +86,14 @@ def transform_active() -> bool:
     The compiler is asked first, since dynamo cannot trace the second question; and dynamo itself is
     asked, since ``torch.compiler.is_compiling`` is true in all threads while one of them compiles.
     """
-    if torch.compiler.is_dynamo_compiling() or _C._functorch.maybe_current_level() is not None:
+    if torch.compiler.is_dynamo_compiling() or transform_level() is not None:
         return True
     return bool(_MODES() or _FUNCTION_MODES()) and get_proxy_mode() is not None
 
 
 def may_write() -> bool:
     """Whether tensors of ours may be written in place: nobody follows or traces operations."""
-    if torch.compiler.is_dynamo_compiling() or _C._functorch.maybe_current_level() is not None:
+    if torch.compiler.is_dynamo_compiling() or transform_level() is not None:
         return False
     return not (_MODES() or _FUNCTION_MODES()) or not traced()
 
@@ -112,7 +112,8 @@ def at_top_level() -> bool:
     """Whether no transform, compiler or tracer is at work, nor torch's forward AD."""
     if torch.compiler.is_dynamo_compiling() or torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore
         return False
-    return torch._C._functorch.maybe_current_level() is None and get_proxy_mode() is None  # pyright: ignore
+    modes = _MODES() or _FUNCTION_MODES()
+    return transform_level() is None and not (modes and get_proxy_mode() is not None)
 
 
 def traced() -> bool:
@@ -669,6 +670,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 _VERSION, _GRAD_FN = attrgetter("_version"), attrgetter("grad_fn")
+_END = torch._C._functions.AccumulateGrad  # pyright: ignore
 
 
 def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
@@ -685,7 +687,7 @@ def ends_of(x: Tensor) -> list[Tensor]:
     if not nodes and x.requires_grad:
         return [x]
     # a user's Function may call something of its own ``variable``
-    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+    return [node.variable for node in nodes if type(node) is _END]
 
 
 def nodes_of(outs: Iterable[Tensor]) -> list[Any]:

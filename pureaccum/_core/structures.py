@@ -38,10 +38,6 @@ class Structures:
     def __init__(self) -> None:
         self.known: dict[Any, Any] = {}
 
-    def get(self, key: Any) -> Any:
-        """What was decided for a key; None if nothing was, and where there is no key."""
-        return None if key is None else self.known.get(key)
-
     def keep(self, key: Any, decision: Any) -> None:
         """Remember what was decided, if there is a key."""
         if key is not None:
@@ -78,7 +74,7 @@ def update_of(
     examine: Callable[[], tuple[Batch, Kinds]],
 ) -> tuple[Batch, Kinds]:
     """A microbatch as it is read, and how gradients are added: examined unless its key is known."""
-    known: Update | None = structures.get(key)
+    known: Update | None = structures.known.get(key)
     if known is not None:
         ask_autocast(known.devices, params)
         return Batch(*flat, known.rows), known.kinds

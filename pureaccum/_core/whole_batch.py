@@ -149,11 +149,6 @@ def _summed(
         guard = guarding(loss.known, *loss.given, question=loss.question)
         with guard as guarded, cutting(len(cut.sizes), sized=cut.size is not None):
             add = adder(guarded(loss.call), about, sums, way, whole=whole)
-            if flow.advance is None and not rule.has_aux:  # as most have it
-                append = ledger.entries.append
-                for part, rows, counts in cut.parts():
-                    append(add(Portion(part, rows, flow.carried, counts)))
-                return ledger, sums.all()
             for part, rows, counts in cut.parts():
                 ledger.enter(add(Portion(part, rows, ledger.flow.carried, counts)), rows)
         return ledger, sums.all()

@@ -76,15 +76,10 @@ def adder(call: LossOfPart, window: Window, sums: Sums, way: Way, *, whole: bool
     """
     window = window._replace(sink=sums)
     seams = Seams(loss=call, read=read, term=of_total(window.rule, window.unit))
-    if may_add_in_place():
-        return in_place(seams, window, sums, way)
+    if may_add_in_place():  # while the backward pass runs
+        seams, way = wrapped(seams, window, way)
+        return adding(seams, sums, way)
     return out_of_place(seams, window, sums, way, whole or not transform_active())
-
-
-def in_place(seams: Seams, window: Window, sums: Sums, way: Way) -> Add:
-    """Add while the backward pass runs."""
-    seams, way = wrapped(seams, window, way)
-    return adding(seams, sums, way)
 
 
 def wrapped(seams: Seams, window: Window, way: Way) -> tuple[Seams, Way]:

@@ -72,6 +72,7 @@ class Means(NamedTuple):
         any_weight: Whether that was anything, or a plain sum was taken of something.
         sound: Whether all of it is finite.
         nonfinite: How many microbatches were not finite.
+        scale: That of the loss, if it is scaled.
     """
 
     parts: list[Tensor]
@@ -82,6 +83,7 @@ class Means(NamedTuple):
     any_weight: Any
     sound: Any
     nonfinite: Any
+    scale: Tensor | None
 
 
 class Verdict(NamedTuple):
@@ -144,6 +146,7 @@ def mean_gradients(plan: Plan, state: TrainState, summed: Summed) -> Means:
         any_weight=any_weight,
         sound=sound,
         nonfinite=nonfinite,
+        scale=scale,
     )
 
 
@@ -163,7 +166,7 @@ def info_of(
 ) -> StepInfo:
     """What happened, in tensors of its own."""
     device, accum, noise = state.samples.device, summed.accum, ()
-    scale, weight = scale_of(plan, state), scalar(means.weight, torch.float64, device)
+    scale, weight = means.scale, scalar(means.weight, torch.float64, device)
     if plan.rule.squares:
         of_squares = (1.0 if scale is None else scale.double() ** 2) / summed.rows
         noise = _noise(accum, means.parts, means.layouts, of_squares, weight)

@@ -37,7 +37,7 @@ def prepare(plan: Plan, state: TrainState, batch: Tree) -> tuple[Prepared, Begin
     flat = flatten((state, batch))
     size = tuple(plan.size) if isinstance(plan.size, list) else plan.size
     key = structure_of(size, flat)
-    known: Structure | None = plan.structures.get(key)
+    known: Structure | None = plan.structures.known.get(key)
     if known is None:
         return _examined(plan, state, batch, key)
     leaves, both = flat
