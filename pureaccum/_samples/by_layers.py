@@ -64,7 +64,7 @@ def _chunk_by_layers(
     factors: bool = False,
 ) -> Chunk | None:
     """A chunk, or None where gradients do not come from layers."""
-    drawn = generators({x.device for x in leaves}) if how.randomness != "error" else []
+    drawn = generators({x.device for x in leaves}) if how.mapped.randomness != "error" else []
     try:
         return _by_layers(call, leaves, spec, part, how, parts, at_least, factors)
     except (RuntimeError, ValueError) as error:
@@ -143,7 +143,7 @@ def _totals(
         cutting(LARGEST_INT),  # a sample is no batch
         torch.enable_grad(),
     ):
-        total, *rest = over_rows(one, tensors, how.randomness)
+        total, *rest = over_rows(one, tensors, how.mapped.randomness)
     if reached.group is not None:
         raise Unfit("the loss reaches other ranks")
     return layers, total, rest, specs

@@ -50,6 +50,13 @@ SampleEngine = Literal["vmap", "autograd"]
 Metrics = Callable[[Tree, Tensor], Tree] | Literal["norm"] | None
 
 
+class Mapped(NamedTuple):
+    """How a loss is mapped over samples."""
+
+    keep_batch_dim: bool
+    randomness: Randomness
+
+
 class Sampling(NamedTuple):
     """How the gradients of samples are taken, the same for all of them."""
 
@@ -57,8 +64,7 @@ class Sampling(NamedTuple):
     chunk_size: int | None
     transform: Transform | Clip
     metrics: Metrics
-    keep_batch_dim: bool
-    randomness: Randomness
+    mapped: Mapped
     engine: SampleEngine
     several: bool = False  # whether the loss may be several numbers
     carries_graph: bool = False  # as torch.func's own results do
@@ -86,7 +92,7 @@ def check_sampling(how: Sampling) -> Sampling:
     """The sampling itself, or an error that says what is wrong with it."""
     if how.chunk_size is not None:
         how = how._replace(chunk_size=check_size(how.chunk_size, "chunk_size"))
-    check_choice(how.randomness, ("error", "different", "same"), "randomness")
+    check_choice(how.mapped.randomness, ("error", "different", "same"), "randomness")
     check_choice(how.engine, ("vmap", "autograd"), "engine")
     transform: Any = how.transform
     if isinstance(transform, Clip):
@@ -252,7 +258,7 @@ def _over_samples(one: Callable[..., Any], tensors: list[Tensor], how: Sampling)
         outs = [one(*row) for row in zip(*tensors, strict=True)]
         return tree_map(lambda *xs: torch.stack(xs), *outs)
     try:
-        return torch.func.vmap(one, randomness=how.randomness)(*tensors)
+        return torch.func.vmap(one, randomness=how.mapped.randomness)(*tensors)
     except (RuntimeError, ValueError) as error:
         if (why := vmap_refusal(error)) is None:
             raise
@@ -310,7 +316,7 @@ def samples_of(part: Tree, how: Sampling) -> tuple[list[Tensor], Callable[..., T
     given, spec = flatten(part)
 
     def sample_of(tensors: Sequence[Tensor]) -> Tree:
-        rows = iter([x.unsqueeze(0) for x in tensors] if how.keep_batch_dim else tensors)
+        rows = iter([x.unsqueeze(0) for x in tensors] if how.mapped.keep_batch_dim else tensors)
         return unflatten(spec, [next(rows) if isinstance(x, Tensor) else x for x in given])
 
     return [x for x in given if isinstance(x, Tensor)], sample_of

@@ -28,7 +28,7 @@ from .._core.batches import Batch, cut_batch, need_rows, read_batch, rows_to_cut
 from .._core.history import with_history
 from .._core.writes import known_of
 from .by_layers import with_factors
-from .chunks import Chunk, SampleEngine, Sampling, check_sampling, sampled
+from .chunks import Chunk, Mapped, SampleEngine, Sampling, check_sampling, sampled
 from .outer_products import Outer, inner_products
 
 
@@ -99,8 +99,7 @@ def gramian(
                 chunk_size=chunk_size,
                 transform=None,
                 metrics=None,
-                keep_batch_dim=keep_batch_dim,
-                randomness="error",
+                mapped=Mapped(keep_batch_dim, randomness="error"),
                 engine=engine,
             )
         )

@@ -49,6 +49,7 @@ from .._core.writes import known_of
 from .by_layers import with_shortcut
 from .chunks import (
     Chunk,
+    Mapped,
     Metrics,
     Randomness,
     SampleEngine,
@@ -144,8 +145,7 @@ def per_sample_grad(
             chunk_size=chunk_size,
             transform=transform,
             metrics=metrics,
-            keep_batch_dim=keep_batch_dim,
-            randomness=randomness,
+            mapped=Mapped(keep_batch_dim, randomness),
             engine=engine,
             several=True,
             carries_graph=chunk_size is None,
@@ -236,8 +236,7 @@ def per_sample_accumulator(  # noqa: D417
             chunk_size=chunk_size,
             transform=transform,
             metrics=metrics,
-            keep_batch_dim=keep_batch_dim,
-            randomness=randomness,
+            mapped=Mapped(keep_batch_dim, randomness),
             engine=engine,
         )
     )
