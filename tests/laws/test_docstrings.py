@@ -1,6 +1,6 @@
 """Every public name says what it is in one form; names are found by looking, so none is left out.
 
-sentence, The rule, Args or Attributes, Returns, Example (a doctest), References
+sentence, The rule, Args or Attributes, Example (a doctest); Returns and References, if any
 """
 
 import inspect
@@ -120,11 +120,8 @@ def lacks(it: Any, short: bool = False) -> list[str]:
     missing += [f"{where}: {name} is none" for name in told if name and name not in names]
     if not re.fullmatch(r"\S[^\n]*\.", doc.sentence):
         missing.append("a sentence")
-    if inspect.isfunction(it) and inspect.signature(it).return_annotation is not None:
-        missing += ["Returns"] * (not doc.sections.get("Returns", "").strip())
     if not short:
         missing += ["Example"] * (">>> " not in doc.sections.get("Example", ""))
-        missing += ["References"] * (not re.search("``|https:", doc.sections.get("References", "")))
     return missing
 
 
@@ -218,9 +215,7 @@ def test_the_reader_sees_what_it_looks_for() -> None:
         ("One.", "One\nand two.", "a sentence"),
         ("a, b:", "a:", "Args: b"),
         ("c: More.", "c: More.\n    d: Less.", "Args: d is none"),
-        ("Returns:\n    A number.\n", "", "Returns"),
         (">>> ", "", "Example"),
-        ("``sum``", "sum", "References"),
     ):
         assert old in doc
         good.__doc__ = doc.replace(old, new)
