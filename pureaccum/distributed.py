@@ -52,7 +52,7 @@ def psum(tree: Tree, group: Any = None) -> Tree:
         group: A process group; None is all processes.
 
     Returns:
-        A tree like ``tree``, of new tensors. Narrow floats are added in float32 and rounded once.
+        New tensors. Narrow floats are added in float32 and rounded once.
 
     Example:
         >>> import torch.distributed as dist
@@ -84,9 +84,6 @@ def gather(rows: Tree, group: Any = None) -> Tree:
         rows: A pytree of tensors with one row per sample along dim 0. Except for the number of
             rows, shapes and dtypes are the same on all ranks.
         group: A process group; None is all processes.
-
-    Returns:
-        A tree like ``rows``, of new tensors.
 
     Example:
         >>> import torch.distributed as dist
@@ -137,9 +134,6 @@ class Pending(NamedTuple):
         >>> pending.wait().weight
         tensor(0., dtype=torch.float64)
         >>> dist.destroy_process_group()
-
-    References:
-        ``all_reduce``, which makes it.
     """
 
     wait: Callable[[], _AccumState]
@@ -170,9 +164,6 @@ def all_reduce(
         donate: The state is given up, and its memory is used.
         async_op: Return while the reduction is under way; ``.wait()`` gives the state. On a CPU it
             returns once all ranks have called, with states of one structure.
-
-    Returns:
-        The merged state.
 
     Example:
         >>> from pureaccum import accumulator

@@ -24,9 +24,6 @@ def tree_get(tree: Tree, name: str) -> Any:
         tree: Any pytree: a training state, an optimizer's, parameters.
         name: The last part of a path, or a longer ending of it as one writes it.
 
-    Returns:
-        The leaf or the subtree itself.
-
     Raises:
         KeyError: Nothing has that name, or several things; the message lists them.
 
@@ -37,7 +34,7 @@ def tree_get(tree: Tree, name: str) -> Any:
         (tensor(0.2500, dtype=torch.float64), {'w': tensor([0., 0.])})
 
     References:
-        ``tree_set``; ``optax.tree_utils.tree_get``: `Tree
+        ``optax.tree_utils.tree_get``: `Tree
         <https://optax.readthedocs.io/en/latest/api/utilities.html>`_
     """
     nodes = _nodes(tree)
@@ -61,9 +58,6 @@ def tree_set(tree: Tree, changes: Mapping[str, Any] | None = None, /, **named: A
             or to functions of what was there.
         named: The same for names that are words.
 
-    Returns:
-        A tree like ``tree``; what is not set is the same.
-
     Raises:
         KeyError: Nothing has one of the names.
 
@@ -79,7 +73,7 @@ def tree_set(tree: Tree, changes: Mapping[str, Any] | None = None, /, **named: A
         (tensor(0.1250, dtype=torch.float64), tensor(1., dtype=torch.float64))
 
     References:
-        ``tree_get``; ``plateau``, whose rate is put in so; ``optax.tree_utils.tree_set``: `Tree
+        ``optax.tree_utils.tree_set``: `Tree
         <https://optax.readthedocs.io/en/latest/api/utilities.html>`_
     """
     if changes is not None and not isinstance(changes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -159,9 +159,6 @@ def stack(trees: Sequence[Tree]) -> Tree:
         trees: A tree for each member: states, parameters, batches. All have one structure, and
             each leaf has one shape, dtype and device in all of them.
 
-    Returns:
-        A tree like each of them.
-
     Example:
         >>> stack([{"w": torch.tensor(1.0)}, {"w": torch.tensor(2.0)}])
         {'w': tensor([1., 2.])}
@@ -201,9 +198,6 @@ def unstack(tree: Tree) -> list[Tree]:
 
     Args:
         tree: A tree whose leaves have one row per member along dim 0.
-
-    Returns:
-        A list with a tree for each member.
 
     Example:
         >>> unstack({"w": torch.tensor([1.0, 2.0])})

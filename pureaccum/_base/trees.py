@@ -343,7 +343,7 @@ def all_finite(tree: Tree) -> Tensor:
         tree: A pytree of tensors.
 
     Returns:
-        A 0-d bool tensor; true for a tree without leaves.
+        True for a tree without leaves.
 
     Example:
         >>> all_finite({"w": torch.tensor([1.0, float("inf")])})

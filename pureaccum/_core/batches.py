@@ -298,9 +298,6 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
         loader: Yields microbatches.
         k: How many make up one step.
 
-    Returns:
-        An iterator over lists.
-
     Example:
         >>> [len(window) for window in windows(range(7), 3)]
         [3, 3, 1]

@@ -91,7 +91,7 @@ class CoupledLossError(ValueError):
         percent: By how much the parts miss the whole.
         kind: What kind of loss it is, as ``testing.check_accumulation`` calls it.
         where: The module or the line that couples rows, where that can be told.
-        way: A line of code that is right for it.
+        way: A line of code that is right, often with ``Weighted``, ``microbatch``, ``functional``.
 
     Example:
         >>> import torch
@@ -104,9 +104,6 @@ class CoupledLossError(ValueError):
         ... except CoupledLossError as error:
         ...     print(error.kind, error.whole, error.parts)
         mean of means 0.5 (0.0, 1.0)
-
-    References:
-        ``Weighted``, ``microbatch`` and ``functional``, which are right for most of them.
     """
 
     def __init__(self, message: str = "", **told: Any) -> None:

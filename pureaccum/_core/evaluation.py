@@ -73,10 +73,6 @@ def value(  # noqa: D417
         >>> data = {"x": torch.tensor([1.0, 2.0, 3.0]), "y": torch.tensor([1.0, 2.5, 1.0])}
         >>> value(loss, has_aux=True, microbatch_size=2)(torch.tensor(1.0), data)
         (tensor(1.4167), {'right': tensor(0.6667, dtype=torch.float64)})
-
-    References:
-        ``grad_and_value``, whose second result it is; ``Weighted``; ``make_step``, whose
-        ``info.aux`` is reduced in the same way.
     """
     rule = check_rule(
         Rule(has_aux=has_aux, reduction=reduction, nonfinite="propagate", engine="func")

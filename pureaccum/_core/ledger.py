@@ -51,9 +51,6 @@ class AccumState(NamedTuple):
         >>> state = acc.update(acc.init(w), w, torch.tensor([1.0, 3.0]))
         >>> state.grads, state.weight, state.microbatches
         (tensor(4.), tensor(2., dtype=torch.float64), tensor(1))
-
-    References:
-        ``accumulator``, which makes it; ``distributed.all_reduce``; ``save`` and ``load``.
     """
 
     grads: Tree

@@ -53,9 +53,6 @@ class Weighted(NamedTuple):
         >>> batch = {"x": torch.tensor([1.0, 3.0, 7.0]), "mask": torch.tensor([1, 1, 0])}
         >>> value(loss, microbatch_size=1)(torch.tensor(2.0), batch)
         tensor(4.)
-
-    References:
-        ``grad_and_value``, ``accumulator`` and ``make_step``, whose losses may return it.
     """
 
     total: Tensor

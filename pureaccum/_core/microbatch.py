@@ -68,7 +68,7 @@ def microbatch(
     and under ``.backward()``, at any order. Only inputs and outputs are kept, and ``func`` is run
     again for a derivative, with the random numbers, under the autocast and modes and with the
     modules' tensors of the first time. Full-batch code (a contrastive loss, any function of sums)
-    is plain code over what it returns.
+    is plain code over what it returns; for the gradient of a mean there is ``grad``.
 
     Inside ``torch.compile`` it is the loop as it stands: that compiler decides by itself what to
     keep.
@@ -104,7 +104,7 @@ def microbatch(
 
     References:
         Gao et al., `Scaling deep contrastive learning batch size under memory limited setup
-        <https://arxiv.org/abs/2101.06983>`_ (GradCache), 2021; ``grad``, for the gradient of a mean
+        <https://arxiv.org/abs/2101.06983>`_ (GradCache), 2021.
     """
     if not callable(func):
         raise TypeError(f"func is {func!r}; expected a function.")

@@ -59,9 +59,6 @@ class Policy(NamedTuple):
 
         Args:
             tree: Parameters.
-
-        Returns:
-            A tree like ``tree``.
         """
         return _cast(tree, self.param)
 
@@ -70,9 +67,6 @@ class Policy(NamedTuple):
 
         Args:
             tree: Parameters or a batch.
-
-        Returns:
-            A tree like ``tree``.
         """
         return _cast(tree, self.compute)
 
@@ -81,9 +75,6 @@ class Policy(NamedTuple):
 
         Args:
             tree: Aux.
-
-        Returns:
-            A tree like ``tree``.
         """
         return _cast(tree, self.output)
 

@@ -31,7 +31,7 @@ from .weights import Microbatch
 class Reducer(NamedTuple):
     """A way to reduce what microbatches, or samples, give: a commutative monoid.
 
-    The rule::
+    The rule, where ``microbatch`` or ``per_sample_grad`` takes it for ``reduce``::
 
         state = init(like one)
         state = update(state, several, their weights)
@@ -60,9 +60,6 @@ class Reducer(NamedTuple):
         ...     torch.tensor([[3.0, 4.0], [1.0, 0.0]])
         ... )
         tensor(5.)
-
-    References:
-        ``microbatch`` and ``per_sample_grad``, which take it for ``reduce``.
     """
 
     init: Callable[[Tree], Any]

@@ -38,9 +38,6 @@ def remat(func: Callable[..., Tree]) -> Callable[..., Tree]:
         func: Any function of pytrees, with a pytree as its result. Tensors in them that have no
             gradient, and leaves that are no tensors, pass through.
 
-    Returns:
-        A function with the arguments of ``func``.
-
     Example:
         >>> from pureaccum import functional
         >>> fn = functional(torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 2)))

@@ -32,9 +32,6 @@ class Cut(NamedTuple):
         >>> order, sizes = cut([5, 2, 3], max_tokens=6)
         >>> order.tolist(), sizes
         ([0, 1, 2], [1, 2])
-
-    References:
-        ``cut``, which makes it; ``microbatches``, which takes ``sizes``.
     """
 
     order: Tensor

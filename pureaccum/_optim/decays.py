@@ -42,9 +42,6 @@ def step_decay(
             increasing: the counts at which the rate changes, as in MultiStepLR.
         factor: What the rate is multiplied by, a number or a 0-d tensor.
 
-    Returns:
-        A schedule.
-
     Example:
         >>> rate = step_decay(1.0, steps=2, factor=0.5)
         >>> [rate(torch.tensor(count)).item() for count in range(6)]
@@ -88,9 +85,6 @@ def exponential_decay(
         factor: What the rate is multiplied by, a number or a 0-d tensor.
         steps: In how many applied steps it is.
         end: The rate is never below this, a number or a 0-d tensor.
-
-    Returns:
-        A schedule.
 
     Example:
         >>> rate = exponential_decay(1.0, factor=0.25, steps=2, end=0.1)
@@ -150,9 +144,6 @@ def one_cycle(
         final_div_factor: The first rate divided by the last.
         three_phase: Go down to the first rate as fast as up from it, and then on to the last one;
             ``pct_start`` is at most a half then.
-
-    Returns:
-        A schedule.
 
     Example:
         >>> rate = one_cycle(1.0, steps=6, pct_start=0.5, anneal_strategy="linear", div_factor=5)

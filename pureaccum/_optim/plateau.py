@@ -85,8 +85,8 @@ def plateau(
 
     Returns:
         ``init()`` and ``update(state, metric)``. ``state.lr`` is the rate: it is for the caller to
-        put it into the state of training, where the optimizer was made with a number; a state that
-        is given up with ``donate=True`` gets a clone of it.
+        put it into the state of training, by ``tree_set``, where the optimizer was made with a
+        number; a state that is given up with ``donate=True`` gets a clone of it.
 
     Example:
         >>> falling = plateau(0.5, factor=0.5, patience=1)

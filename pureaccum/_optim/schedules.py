@@ -31,9 +31,6 @@ def constant(value: float | Tensor) -> Schedule:
     Args:
         value: A number, or a 0-d tensor.
 
-    Returns:
-        A schedule.
-
     Example:
         >>> constant(0.1)(torch.tensor(7))
         tensor(0.1000, dtype=torch.float64)
@@ -55,9 +52,6 @@ def linear_warmup(peak: float | Tensor, steps: int, start: float | Tensor = 0.0)
         peak: The last rate, a number or a 0-d tensor.
         steps: After how many applied steps it is reached.
         start: The first rate, a number or a 0-d tensor.
-
-    Returns:
-        A schedule.
 
     Example:
         >>> rate = linear_warmup(0.1, steps=4)
@@ -86,9 +80,6 @@ def cosine_decay(peak: float | Tensor, steps: int, end: float | Tensor = 0.0) ->
         peak: The first rate, a number or a 0-d tensor.
         steps: After how many applied steps ``end`` is reached.
         end: The last rate, a number or a 0-d tensor.
-
-    Returns:
-        A schedule.
 
     Example:
         >>> rate = cosine_decay(0.1, steps=4)
@@ -120,9 +111,6 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     Args:
         schedules: The schedules, at least one.
         boundaries: The counts at which the second, third … schedule begins, increasing.
-
-    Returns:
-        A schedule.
 
     Example:
         >>> rate = join_schedules([linear_warmup(1.0, 2), cosine_decay(1.0, 2)], [2])

@@ -67,9 +67,6 @@ def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
         n: An int in [0, 2**62), or a tensor of integers, taken modulo 2**62 and broadcast against
             the leading dims of ``key``: a key for each.
 
-    Returns:
-        A key, or keys of shape (..., 2).
-
     Example:
         >>> rows = fold_in(key(0), torch.arange(3))
         >>> torch.equal(rows[2], fold_in(key(0), 2))
@@ -99,9 +96,6 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
         key: A key, or keys of shape (..., 2), which give keys of shape (..., n, 2).
         n: How many; the first ones do not depend on it.
 
-    Returns:
-        Keys of shape (..., n, 2).
-
     Example:
         >>> for_weights, for_masks = split_key(key(0))
         >>> normal(for_weights, (2,)), uniform(for_masks)
@@ -129,9 +123,6 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
         key: A key, or keys of shape (..., 2) that each draw their own numbers.
         shape: What one key draws; the result has shape (..., *shape).
         dtype: float64, float32, float16 or bfloat16.
-
-    Returns:
-        A tensor of shape (..., *shape).
 
     Example:
         >>> uniform(key(0), (3,))
@@ -165,9 +156,6 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
         shape: What one key draws; the result has shape (..., *shape).
         dtype: float64, float32, float16 or bfloat16.
 
-    Returns:
-        A tensor of shape (..., *shape).
-
     Example:
         >>> normal(key(0), (3,))
         tensor([-1.9614,  0.2039,  1.3661])
@@ -197,9 +185,6 @@ def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
         p: A Python number in [0, 1]. At 0 the result is ``x`` itself.
         key: One key for all of ``x``, or keys of shape (..., 2) for its leading dims, (...): a
             row's mask then depends on the row's key alone, however the batch is cut.
-
-    Returns:
-        A tensor like ``x``.
 
     Example:
         >>> rows, x = fold_in(key(0), torch.arange(4)), torch.ones(4, 3)

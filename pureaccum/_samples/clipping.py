@@ -133,9 +133,6 @@ def add_noise(tree: Tree, std: float | Tensor, key: Tensor) -> Tree:
         std: The standard deviation: for DP-SGD the noise multiplier times ``max_norm``.
         key: A key for this draw alone: ``fold_in(key, step)``.
 
-    Returns:
-        A tree like ``tree``.
-
     Example:
         >>> from pureaccum import key
         >>> add_noise({"w": torch.zeros(3)}, 2.0, key(0))

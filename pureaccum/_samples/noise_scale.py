@@ -32,7 +32,8 @@ class NoiseScale(NamedTuple):
         noise: The variance of the gradient of one sample: the trace of its covariance.
         snr: The signal-to-noise ratio of a batch of this size, ``signal / (noise / weight)``.
         cosine: That of the gradients of two microbatches: mean inner product by mean square.
-        low: With ``high``, a 95 % confidence interval of ``scale``; 0 and inf for one batch.
+        low: With ``high``, a 95 % confidence interval of ``scale`` by ``running_noise_scale``; 0
+            and inf for one batch.
         high: The upper end of that interval.
 
     Example:
@@ -41,9 +42,6 @@ class NoiseScale(NamedTuple):
         >>> x = torch.tensor([1.0, 3.0, 2.0, 2.0])
         >>> noise_scale(per_sample_grad(lambda w, x: w * x, reduce="moments")(x[0], x)).signal
         tensor(3.8333, dtype=torch.float64)
-
-    References:
-        ``noise_scale``, which makes it of one batch; ``running_noise_scale``, of many.
     """
 
     scale: Tensor

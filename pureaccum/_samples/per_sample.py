@@ -226,9 +226,6 @@ def per_sample_accumulator(  # noqa: D417
         ...     state = acc.update(state, w, part)
         >>> acc.finalize(state)
         (tensor(3.), tensor(14., dtype=torch.float64))
-
-    References:
-        ``accumulator``, for microbatches; ``per_sample_grad``, for a batch at hand as a whole.
     """
     how = check_sampling(
         Sampling(

@@ -48,9 +48,6 @@ class Moments(NamedTuple):
         >>> moments = per_sample_grad(lambda w, x: w * x, reduce="moments")
         >>> moments(torch.tensor(2.0), torch.tensor([1.0, 3.0])).variance()
         tensor(2.)
-
-    References:
-        ``per_sample_grad(..., reduce="moments")``, which makes it; ``noise_scale``, which reads it.
     """
 
     mean: Tree
@@ -59,11 +56,7 @@ class Moments(NamedTuple):
     samples: Tensor
 
     def variance(self) -> Tree:
-        """The variance of one sample's gradient, number by number; unbiased, NaN of one sample.
-
-        Returns:
-            A tree like ``second``.
-        """
+        """The variance of one sample's gradient, number by number; unbiased, NaN of one sample."""
         if self.weight.dim() != 0:
             raise ValueError(
                 "the Moments are stacked; torch.func.vmap(Moments.variance)(...) does."

@@ -32,9 +32,6 @@ class LossScaleState(NamedTuple):
         >>> state = loss_scale.update(loss_scale.init(), torch.tensor(True))
         >>> state.scale, state.growth_tracker
         (tensor(8.), tensor(1, dtype=torch.int32))
-
-    References:
-        ``dynamic_loss_scale`` and ``static_loss_scale``, which make it; ``TrainState.loss_scale``.
     """
 
     scale: Tensor

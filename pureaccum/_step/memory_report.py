@@ -40,9 +40,6 @@ class Memory(NamedTuple):
     Example:
         >>> Memory(1000, 0, 2000, 1000, 300, 60).beyond_arguments
         1360
-
-    References:
-        ``memory_report``, which makes it; ``make_step``, whose ``memory_budget`` is about it.
     """
 
     parameters: int
@@ -76,9 +73,6 @@ class MemoryReport(NamedTuple):
         workspace                         60
         together                       4,360
         beyond the arguments           1,360
-
-    References:
-        ``memory_report``, which makes it out of two ``Memory``.
     """
 
     predicted: Memory
@@ -117,9 +111,6 @@ def memory_report(
         state: A state of it.
         batch: A batch.
         shared: What else the step is called with.
-
-    Returns:
-        The report.
 
     Example:
         >>> from pureaccum import adamw, make_step

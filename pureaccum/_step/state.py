@@ -45,9 +45,6 @@ class TrainState(NamedTuple):
         >>> state, info = step(step.init(torch.tensor(1.0)), torch.tensor([1.0, 3.0]))
         >>> state.params, state.applied, state.samples
         (tensor(0.), tensor(1), tensor(2))
-
-    References:
-        ``make_step``, whose ``init`` makes it; ``save``, ``load``, ``stack`` and ``unstack``.
     """
 
     params: Tree
@@ -84,9 +81,6 @@ class StepInfo(NamedTuple):
         >>> state, info = step(step.init(torch.tensor(1.0)), torch.tensor([1.0, torch.inf]))
         >>> info.loss, info.applied
         (tensor(inf, dtype=torch.float64), tensor(False))
-
-    References:
-        ``make_step``, whose step returns it; ``noise_scale``; ``global_norm``.
     """
 
     loss: Tensor
@@ -164,9 +158,6 @@ class Step(Functions):
             batch: A pytree whose tensors have one row per sample along dim 0.
             shared: Further arguments of the loss, which each microbatch is given whole: the
                 parameters of a teacher or a discriminator, class weights, a coefficient.
-
-        Returns:
-            ``(state, info)``: the next ``TrainState``, and a ``StepInfo``.
         """
         return self.whole(state, batch, *shared)
 

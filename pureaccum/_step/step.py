@@ -168,8 +168,7 @@ def make_step(
         'eager'
 
     References:
-        ``grad_and_value``, ``chain``, ``dynamic_loss_scale``, ``functional`` and ``fold_in``, of
-        which it is made; `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
+        `torch.amp <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
     rule = check_rule(
         Rule(

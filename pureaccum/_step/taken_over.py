@@ -69,7 +69,7 @@ def import_state(
         steps: How many steps were applied, for schedules: SGD does not count them.
 
     Returns:
-        The state with all of that. Nothing in it shares memory with what was given.
+        A state that shares no memory with what was given.
 
     Example:
         >>> from pureaccum import functional, make_step, sgd
@@ -84,7 +84,7 @@ def import_state(
         (tensor(0.5000, dtype=torch.float64), tensor([[1.]]), tensor(1))
 
     References:
-        ``export_state``, the way back; `torch.optim.Optimizer.state_dict
+        `torch.optim.Optimizer.state_dict
         <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.state_dict.html>`_
     """
     check_state(state, TrainState, "import_state")
@@ -144,7 +144,7 @@ def export_state(
         (0.5, tensor([[0.1000]]))
 
     References:
-        ``import_state``; `torch.optim.Optimizer.load_state_dict
+        `torch.optim.Optimizer.load_state_dict
         <https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html>`_
     """
     check_state(state, TrainState, "export_state")

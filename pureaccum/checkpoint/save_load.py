@@ -97,8 +97,7 @@ def load(path: Path, like: Tree) -> Tree:
             used, and it stays as it is.
 
     Returns:
-        A tree like ``like``. Its tensors share no memory, and plain ones have the strides of the
-        saved ones.
+        Tensors that share no memory; plain ones have the strides of the saved ones.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -116,8 +115,7 @@ def load(path: Path, like: Tree) -> Tree:
         (tensor([1., 2.]), tensor(0))
 
     References:
-        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has;
-        ``save``, which writes it.
+        `safetensors <https://github.com/huggingface/safetensors>`_, whose format the file has.
     """
     _check_outside("load")
     name = os.fsdecode(path)

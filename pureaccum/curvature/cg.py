@@ -43,9 +43,6 @@ class CGState(NamedTuple):
         >>> state = solver.run(solver.init(torch.tensor([2.0, 4.0])))
         >>> state.x, state.steps
         (tensor([1., 2.]), tensor(1))
-
-    References:
-        ``cg``, which makes it.
     """
 
     x: Tree

@@ -34,9 +34,6 @@ class Estimate(NamedTuple):
         >>> from pureaccum import key
         >>> trace(lambda v: 2 * v, torch.zeros(3), key=key(0), samples=4)
         Estimate(mean=tensor(6., dtype=torch.float64), error=tensor(0., dtype=torch.float64))
-
-    References:
-        ``diagonal`` and ``trace``, which make it.
     """
 
     mean: Tree

@@ -50,9 +50,6 @@ def assert_pure(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         args: Its positional arguments.
         kwargs: Its arguments by name.
 
-    Returns:
-        What ``fn`` returned.
-
     Raises:
         AssertionError: Something changed; the message names all of it. An error of ``fn`` comes
             through as it is, unless something changed as well: then it is the cause of this one.
@@ -67,7 +64,7 @@ Likely cause: an operation in place, such as add_, +=, copy_ or out=.
 
     References:
         `Pure functions in JAX
-        <https://docs.jax.dev/en/latest/notebooks/Common_Gotchas_in_JAX.html>`_; ``unchanged``
+        <https://docs.jax.dev/en/latest/notebooks/Common_Gotchas_in_JAX.html>`_
     """
     __tracebackhide__ = True  # of pytest
     with _watched({"fn": fn, "args": args, "kwargs": kwargs}, draws=False):
@@ -84,9 +81,6 @@ def unchanged(*things: Any, draws: bool = False) -> Generator[None]:
         things: Tensors, modules, functions, and trees of them.
         draws: Whether the global generators of random numbers may move.
 
-    Returns:
-        A context manager.
-
     Raises:
         AssertionError: Something changed; the message names all of it.
 
@@ -99,9 +93,6 @@ def unchanged(*things: Any, draws: bool = False) -> Generator[None]:
         Traceback (most recent call last):
         AssertionError: the call changed torch's generator: state. \
 Likely cause: a draw without a generator or a key of its own.
-
-    References:
-        ``assert_pure``, for one call.
     """
     __tracebackhide__ = True  # of pytest
     with _watched({"things": things}, draws):

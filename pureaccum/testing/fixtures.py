@@ -34,8 +34,7 @@ def accumulates() -> Callable[..., Any]:
         ...     accumulates(lambda w, x: ((x @ w) ** 2).mean(), torch.ones(2), torch.ones(4, 2))
 
     References:
-        ``check_accumulation``, ``check_training_loop``; `Fixtures
-        <https://docs.pytest.org/en/stable/how-to/fixtures.html>`_
+        `Fixtures <https://docs.pytest.org/en/stable/how-to/fixtures.html>`_
     """
 
     def check(first: Any, second: Any, *args: Any, **knobs: Any) -> Any:

@@ -1,17 +1,23 @@
 """Every public name says what it is in one form; names are found by looking, so none is left out.
 
-sentence, The rule, Args or Attributes, Returns, Example (a doctest), References
+sentence, The rule, Args or Attributes, Example (a doctest)
+
+Returns stands where it says more than the annotation, References where there are any to others.
 """
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pureaccum as pa
 from pureaccum.testing import strategies
@@ -19,6 +25,7 @@ from pureaccum.testing import strategies
 
 pytestmark = [pytest.mark.project, pytest.mark.promise("pages")]
 KNOBS = ["batch_argnums", "has_aux", "reduction", "aux_reduction", "microbatch_size", "nonfinite"]
+PACKAGE = Path(pa.__file__).parent
 LINK = re.compile(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>`]*)?")
 
 
@@ -44,6 +51,7 @@ PUBLIC = dict(pair for m in (pa, pa.testing, strategies) for pair in sorted(of_m
 # The other names in this file serve other files.
 for name in ("all_reduce", "shard_batch", "Pending"):
     PUBLIC[f"pa.distributed.{name}"] = getattr(pa.distributed, name)
+OURS = {"pa", "pureaccum", *(part for path in PUBLIC for part in path.split(".")[1:])}
 FUNCTIONS = {path: it for path, it in PUBLIC.items() if inspect.isfunction(it)}
 METHODS = {
     f"{path}.{name}": method
@@ -99,8 +107,11 @@ class Said(NamedTuple):
 
 
 def said(it: Any) -> Said:
-    doc = inspect.getdoc(it) or ""
-    head, *rest = re.split(r"^([A-Z]\w+):\n", doc, flags=re.M)
+    return taken_apart(inspect.getdoc(it) or "")
+
+
+def taken_apart(doc: str) -> Said:
+    head, *rest = re.split(r"^([A-Z]\w+):(?:\n|\Z)", doc, flags=re.M)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     return Said(doc.split("\n\n")[0], "\nThe rule" in head, sections)
 
@@ -108,6 +119,17 @@ def said(it: Any) -> Said:
 def arguments(it: Callable[..., Any], needed: bool = False) -> list[str]:
     them = [x for x in inspect.signature(it).parameters.values() if x.name != "self"]
     return [x.name for x in them if not needed or x.default is x.empty]
+
+
+def spare(doc: Said) -> list[str]:
+    """Sections that need not be there, and say too little."""
+    references = doc.sections.get("References", "https://")
+    names = re.findall(r"``(\w+)[^`]*``", references)
+    return [
+        *["Returns: nothing"] * (not doc.sections.get("Returns", "something").strip()),
+        *["References: no link"] * ("https://" not in references),
+        *[f"References: {name} is ours" for name in names if name in OURS],
+    ]
 
 
 def lacks(it: Any, short: bool = False) -> list[str]:
@@ -120,12 +142,9 @@ def lacks(it: Any, short: bool = False) -> list[str]:
     missing += [f"{where}: {name} is none" for name in told if name and name not in names]
     if not re.fullmatch(r"\S[^\n]*\.", doc.sentence):
         missing.append("a sentence")
-    if inspect.isfunction(it) and inspect.signature(it).return_annotation is not None:
-        missing += ["Returns"] * (not doc.sections.get("Returns", "").strip())
     if not short:
         missing += ["Example"] * (">>> " not in doc.sections.get("Example", ""))
-        missing += ["References"] * (not re.search("``|https:", doc.sections.get("References", "")))
-    return missing
+    return missing + spare(doc)
 
 
 # Tests ---------------------------------------------------------------------------------------
@@ -187,6 +206,33 @@ def test_links_are_links() -> None:
         assert all(LINK.fullmatch(link) for link in links), links
 
 
+def test_no_section_is_spare() -> None:
+    """Of what is private, too."""
+    found = 0
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                doc = taken_apart(ast.get_docstring(node) or "")
+                assert not spare(doc), (file, node.body[0].lineno)
+                found += "References" in doc.sections
+    assert found > 50  # otherwise none was looked at
+
+
+@given(
+    st.lists(st.sampled_from(sorted(OURS)), min_size=1),
+    st.lists(st.sampled_from(["`x <https://x.org>`_", "``torch.sum``", "Adam, 2014"])),
+)
+def test_references_are_to_others(ours: list[str], others: list[str]) -> None:
+    def doc(entries: list[str]) -> Said:
+        return taken_apart("One.\n\nReferences:\n    " + ";\n    ".join(entries))
+
+    assert spare(taken_apart("One.\n\nReferences:")) == ["References: no link"]
+    unlinked = ["References: no link"] * (not any("https:" in other for other in others))
+    quoted = [f"``{name}(...)``, which makes it" for name in ours]
+    assert spare(doc(others)) == unlinked
+    assert spare(doc([*others, *quoted])) == unlinked + [f"References: {it} is ours" for it in ours]
+
+
 def test_the_reader_sees_what_it_looks_for() -> None:
     def good(a: int, b: int, *c: int) -> int:
         """One.
@@ -206,7 +252,7 @@ def test_the_reader_sees_what_it_looks_for() -> None:
             1
 
         References:
-            ``sum``
+            ``sum``: `Python <https://docs.python.org>`_
         """
         return a
 
@@ -218,12 +264,18 @@ def test_the_reader_sees_what_it_looks_for() -> None:
         ("One.", "One\nand two.", "a sentence"),
         ("a, b:", "a:", "Args: b"),
         ("c: More.", "c: More.\n    d: Less.", "Args: d is none"),
-        ("Returns:\n    A number.\n", "", "Returns"),
+        ("    A number.\n", "", "Returns: nothing"),
         (">>> ", "", "Example"),
-        ("``sum``", "sum", "References"),
+        (" <https://docs.python.org>`_", "`", "References: no link"),
+        ("``sum``", "``pa.grad``", "References: pa is ours"),
+        ("``sum``", "``grad(...)``", "References: grad is ours"),
     ):
         assert old in doc
         good.__doc__ = doc.replace(old, new)
         assert lacks(good) == [missing]
+    for title in ("Returns", "References"):
+        good.__doc__ = re.sub(rf"{title}:\n    .*", "", doc)
+        assert title not in said(good).sections
+        assert not lacks(good)
     good.__doc__ = doc.replace("The rule", "A rule")
     assert not said(good).rule

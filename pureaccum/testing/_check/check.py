@@ -90,9 +90,6 @@ def check_accumulation(
         seed: The seed of the splits, and of the random numbers that the loss sees.
         raise_on_mismatch: False returns the report even where the loss does not fit.
 
-    Returns:
-        A ``Report``: ``report.fits``, ``report.leaves``, ``report.diagnoses``, ``print(report)``.
-
     Raises:
         AccumulationMismatch: Where the loss does not fit; ``error.report`` is the report.
 
@@ -167,9 +164,6 @@ def assert_accumulates(  # noqa: D417
         >>> assert_accumulates(lambda w, x: (x @ w).mean() ** 2, torch.ones(2), x)
         Traceback (most recent call last):
         pureaccum.testing.AccumulationMismatch: does not fit: 2 of 2 leaves are off ...
-
-    References:
-        ``check_accumulation``, which returns a ``Report``.
     """
     given = locals()
     __tracebackhide__ = True  # of pytest

@@ -16,8 +16,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: How a user would write it: ``params['layer'].weight``, or ``value``.
-        error: The largest difference from the full batch, in units of its bound: above 1, it is
-            not rounding. Inf where a microbatch raised, or gave an inf or a NaN.
+        error: The largest difference from the full batch, in units of the bound that
+            ``check_accumulation`` states: above 1, it is not rounding. Inf where a microbatch
+            raised, or gave an inf or a NaN.
         split: The smallest split found that still shows it, as the rows of each microbatch: their
             accumulated gradient is compared with that of the same rows at once. Empty where all is
             well.
@@ -27,9 +28,6 @@ class Leaf(NamedTuple):
     Example:
         >>> Leaf("params['w']", 250.0, ((0,), (3,)), 1.0).split
         ((0,), (3,))
-
-    References:
-        ``Report.leaves``; ``check_accumulation``, which says what the bound is.
     """
 
     path: str
@@ -56,9 +54,6 @@ class Diagnosis(NamedTuple):
         >>> says = "it is a mean and was declared a sum."
         >>> Diagnosis("mean as sum", says, mend='reduction="mean"').kind
         'mean as sum'
-
-    References:
-        ``Report.diagnoses``; ``check_accumulation``, which makes the experiments.
     """
 
     kind: str
@@ -92,9 +87,6 @@ class Report(NamedTuple):
         <BLANKLINE>
         error / bound: above 1, it is not rounding.
         float32 / full: the error in float32, relative to the full batch's own.
-
-    References:
-        ``check_accumulation``, which returns it; ``Leaf`` and ``Diagnosis``, which it holds.
     """
 
     fits: bool
@@ -125,9 +117,6 @@ class AccumulationMismatch(AssertionError):
         >>> check_accumulation(lambda w, x: (w * x).sum(), torch.ones(()), torch.ones(8))
         Traceback (most recent call last):
         pureaccum.testing.AccumulationMismatch: does not fit: 2 of 2 leaves are off ...
-
-    References:
-        ``check_accumulation`` and ``assert_accumulates``, which raise it.
     """
 
     def __init__(self, report: Report) -> None:

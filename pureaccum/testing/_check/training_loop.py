@@ -48,7 +48,8 @@ def check_training_loop(
 
         it fits: loop over any microbatches moves it as the loop over the whole batch in one
 
-    The batch is cut as by ``check_accumulation``. Then experiments look for the cause.
+    The batch is cut as by ``check_accumulation``, which is for losses, and for loops that are
+    functions of parameters. Then experiments look for the cause.
 
     Args:
         loop: ``loop(model, optimizer, microbatches)``: one window of the loop, from the first
@@ -83,9 +84,6 @@ def check_training_loop(
         ... )
         >>> report.fits, report.diagnoses[0].kind
         (False, 'mean of means')
-
-    References:
-        ``check_accumulation``, for a loss, or for a loop that is a function of parameters.
     """
     __tracebackhide__ = True  # of pytest
     given = _read(loop, model, batch, optimizer, max_norm)

@@ -29,7 +29,7 @@ def seeds() -> st.SearchStrategy[int]:
         7
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``losses``, which draws one.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     return st.integers(0, 2**32 - 1)
 
@@ -49,7 +49,7 @@ def dtypes(complex: bool = False) -> st.SearchStrategy[torch.dtype]:
         torch.float32
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``exact_trees`` and ``batches``
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     real = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     return st.sampled_from([*real, torch.complex64, torch.complex128] if complex else real)
@@ -65,16 +65,13 @@ def shapes(dims: int = 2, side: int = 3) -> st.SearchStrategy[tuple[int, ...]]:
         dims: The most dimensions.
         side: The largest size of a dimension.
 
-    Returns:
-        A strategy for tuples of ints.
-
     Example:
         >>> from hypothesis import find
         >>> find(shapes(), lambda shape: len(shape) == 2)
         (0, 0)
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``trees``, whose leaves have such shapes.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     return st.lists(st.integers(0, side), max_size=dims).map(tuple)
 
@@ -86,10 +83,7 @@ def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Tre
 
     Args:
         leaves: A strategy for the leaves; None draws small float32 tensors of ordinary numbers,
-            whose sums round.
-
-    Returns:
-        A strategy for trees.
+            whose sums round (those of ``exact_trees`` do not).
 
     Example:
         >>> from hypothesis import find
@@ -98,7 +92,7 @@ def trees(leaves: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Tre
         {'z': 0}
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``exact_trees``, whose sums do not round.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if leaves is None:
         ordinary = st.floats(-1000, 1000, width=32, allow_subnormal=False)
@@ -130,9 +124,6 @@ def exact_trees(
         terms: How many of them, repeated or not, have an exact sum; None stands for ``copies``.
         dtype: The dtype of all leaves and of the sums, real and floating-point.
 
-    Returns:
-        A strategy for lists of trees.
-
     Example:
         >>> from hypothesis import find
         >>> narrow = lambda tree: torch.is_tensor(tree) and bool((tree.half() != tree).any())
@@ -140,7 +131,7 @@ def exact_trees(
         [tensor(2049.), tensor(0.)]
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``assert_trees_bitwise_equal``
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     most = int(2 / torch.finfo(dtype).eps)  # the dtype has all integers up to this one
     terms = copies if terms is None else terms
@@ -174,16 +165,13 @@ def batches(rows: int, dtype: torch.dtype = torch.float32) -> st.SearchStrategy[
         rows: How many samples; 0 is allowed.
         dtype: The dtype of ``"x"``.
 
-    Returns:
-        A strategy for batches.
-
     Example:
         >>> from hypothesis import find
         >>> find(batches(1), lambda batch: True)
         {'x': tensor([[0.]]), 'tokens': tensor([[0]]), 'mask': tensor([1])}
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``pieces``, which cuts it.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     return _batches(rows, dtype)
 
@@ -210,16 +198,13 @@ def weights(n: int, most: int = 3) -> st.SearchStrategy[list[int]]:
         n: How many weights.
         most: The largest weight, at least 1; 2**40 is as exact as 1, with weights in float64.
 
-    Returns:
-        A strategy for lists of ints.
-
     Example:
         >>> from hypothesis import find
         >>> find(weights(3), lambda weights: sum(weights) != 3)
         [1, 1, 0]
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Weighted``, whose weights they may be.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     # both are drawn always: hypothesis takes an example of fewer draws for a simpler one
     return st.tuples(st.integers(0, 9), _list(_weight(most), n)).map(

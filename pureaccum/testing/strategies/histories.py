@@ -32,16 +32,13 @@ def compositions(n: int, empty: bool = False) -> st.SearchStrategy[list[int]]:
         n: How many rows.
         empty: Whether microbatches may have no rows.
 
-    Returns:
-        A strategy for lists of sizes.
-
     Example:
         >>> from hypothesis import find
         >>> find(compositions(3), lambda sizes: len(set(sizes)) > 1)
         [1, 2]
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``pieces``, which cuts a batch so.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if n < 0:
         raise ValueError(f"n is {n}; expected a number of rows, at least 0.")
@@ -61,7 +58,8 @@ def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
 
     Args:
         batch: A tree whose tensors have one row per sample; what is no tensor goes to each part.
-        sizes: The rows of each microbatch, which may be 0; their sum is the rows of the batch.
+        sizes: The rows of each microbatch, as ``compositions`` draws them: their sum is the rows of
+            the batch, and some may be 0.
 
     Returns:
         Trees like ``batch``, whose tensors are views.
@@ -70,9 +68,6 @@ def pieces(batch: Tree, sizes: Sequence[int]) -> list[Tree]:
         >>> import torch
         >>> pieces({"x": torch.arange(3)}, [1, 0, 2])
         [{'x': tensor([0])}, {'x': tensor([], dtype=torch.int64)}, {'x': tensor([1, 2])}]
-
-    References:
-        ``compositions``, which draws sizes; ``microbatches``, for one size.
     """
     leaves, spec = flatten(batch)
     columns = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
@@ -99,7 +94,7 @@ def merge_trees(n: int) -> st.SearchStrategy[MergeTree]:
         (0, (1, 2))
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``merge_along``, which merges so.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if n < 1:
         raise ValueError(f"n is {n}; expected at least one state to merge.")
@@ -130,15 +125,9 @@ def merge_along(
         states: The states to merge.
         merge: ``merge(a, b)`` gives one state of two.
 
-    Returns:
-        The one state that is left.
-
     Example:
         >>> merge_along(((0, 2), 1), ["a", "b", "c"], lambda a, b: f"({a} {b})")
         '((a c) b)'
-
-    References:
-        ``merge_trees``, which draws the tree; ``accumulator``, whose ``merge`` it may be.
     """
     if isinstance(tree, int):
         return states[tree]
@@ -167,9 +156,6 @@ class History(NamedTuple):
         >>> history = History(sizes=[1, 2], groups=[[1], [0]], merges=(0, 1))
         >>> acc.finalize(history.run(acc, w, x))
         (tensor(3.), tensor(3., dtype=torch.float64))
-
-    References:
-        ``histories``, which draws it; ``pieces`` and ``merge_along``, of which ``run`` is made.
     """
 
     sizes: list[int]
@@ -184,9 +170,6 @@ class History(NamedTuple):
             params: What is differentiated.
             batch: A tree with ``sum(sizes)`` rows.
             donate: Whether each state is given up to the next ``update``.
-
-        Returns:
-            The state before ``finalize``.
         """
         parts = pieces(batch, self.sizes)
         states: list[AccumState] = []
@@ -207,16 +190,13 @@ def histories(n: int) -> st.SearchStrategy[History]:
     Args:
         n: How many rows.
 
-    Returns:
-        A strategy for ``History``.
-
     Example:
         >>> from hypothesis import find
         >>> find(histories(2), lambda history: len(history.groups) == 2)
         History(sizes=[2], groups=[[], [0]], merges=(0, 1))
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``losses``, to accumulate so.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     return _histories(n)
 
@@ -245,9 +225,6 @@ class Fault(NamedTuple):
         >>> fault = Fault(1, "inf")
         >>> fault.spoil([torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
         [tensor([1.]), tensor([inf, inf])]
-
-    References:
-        ``faults``, which draws it; ``accumulator``, whose ``nonfinite`` says what becomes of it.
     """
 
     microbatch: int
@@ -261,9 +238,6 @@ class Fault(NamedTuple):
 
         Args:
             microbatches: Trees; none is changed.
-
-        Returns:
-            A new list of microbatches.
         """
 
         def spoilt(x: Any) -> Any:
@@ -285,16 +259,13 @@ def faults(parts: int) -> st.SearchStrategy[Fault]:
     Args:
         parts: How many microbatches there are, at least one.
 
-    Returns:
-        A strategy for ``Fault``.
-
     Example:
         >>> from hypothesis import find
         >>> find(faults(3), lambda fault: fault.kind != "nan")
         Fault(microbatch=0, kind='inf')
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``Fault.spoil``
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if parts < 1:
         raise ValueError(f"parts is {parts}; expected at least one microbatch to spoil.")

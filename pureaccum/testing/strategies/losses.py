@@ -30,15 +30,9 @@ def reduction(kind: Kind) -> Reduction:
     Args:
         kind: One of ``KINDS``: ``"sum"``, ``"mean"`` or ``"weighted"``.
 
-    Returns:
-        ``"sum"`` or ``"mean"``.
-
     Example:
         >>> [reduction(kind) for kind in KINDS]
         ['sum', 'mean', 'mean']
-
-    References:
-        ``ExactModel.loss``, whose kind it is.
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}.")
@@ -62,9 +56,6 @@ class ExactModel(NamedTuple):
         >>> model = ExactModel("product", lambda w, batch: w * batch["y"], torch.tensor(2.0), batch)
         >>> model.full_batch("weighted")
         (tensor(1.5000), tensor(3., dtype=torch.float64))
-
-    References:
-        ``losses``, which draws it; ``assert_trees_bitwise_equal``, to compare with ``full_batch``.
     """
 
     name: str
@@ -132,9 +123,6 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
         rows: The rows of the batch, at least one. Some hundred leave no room for large numbers.
         sparse: Whether embeddings with sparse gradients are drawn, too.
 
-    Returns:
-        A strategy for ``ExactModel``.
-
     Example:
         >>> from hypothesis import HealthCheck, given, settings
         >>> @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -145,7 +133,7 @@ def losses(rows: int, sparse: bool = False) -> st.SearchStrategy[ExactModel]:
         >>> test()
 
     References:
-        `Hypothesis <https://hypothesis.readthedocs.io>`_; ``histories``, to accumulate them.
+        `Hypothesis <https://hypothesis.readthedocs.io>`_
     """
     if rows < 1:
         raise ValueError(f"rows is {rows}; expected at least one, or there is no mean.")
