@@ -9,8 +9,7 @@ tensors, and whatever is called under a transform, has no key, and is examined a
 """
 
 from collections.abc import Callable, Iterable
-from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,30 +38,26 @@ class Structures:
         self.known: dict[Any, Any] = {}
 
     def keep(self, key: Any, decision: Any) -> None:
-        """Remember what was decided, if there is a key."""
-        if key is not None:
-            if len(self.known) >= MOST:
-                self.known.clear()
-            self.known[key] = decision
+        """Remember what was decided."""
+        if len(self.known) >= MOST:
+            self.known.clear()
+        self.known[key] = decision
 
 
 MOST = 1000  # structures
 
 
-def structure_of(beside: Any, *trees: Flat) -> Any:
-    """The key of some trees, and of what else decides; None where nothing may be remembered."""
-    if transform_active():
-        return None
-    leaves = [*chain.from_iterable(map(_LEAVES, trees))]
-    if not PLAIN.issuperset(map(type, leaves)):
+def structure_of(beside: Any, tree: Flat) -> Any:
+    """The key of a tree, and of what else decides; None where nothing may be remembered."""
+    leaves, spec = tree
+    if transform_active() or not PLAIN.issuperset(map(type, leaves)):
         return None
     try:
-        return beside, *map(_SPEC, trees), *map(_LOOKS, leaves)
+        return beside, spec, *map(_LOOKS, leaves)
     except RuntimeError:  # a nested tensor has no shape
         return None
 
 
-_LEAVES, _SPEC = itemgetter(0), itemgetter(1)
 _LOOKS: Callable[[Tensor], Any] = attrgetter("dtype", "shape", "device", "layout")
 
 
@@ -74,6 +69,8 @@ def update_of(
     examine: Callable[[], tuple[Batch, Kinds]],
 ) -> tuple[Batch, Kinds]:
     """A microbatch as it is read, and how gradients are added: examined unless its key is known."""
+    if key is None:  # a compiler is not to look into what was decided
+        return examine()
     known: Update | None = structures.known.get(key)
     if known is not None:
         ask_autocast(known.devices, params)

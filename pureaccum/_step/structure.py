@@ -38,7 +38,7 @@ def prepare(plan: Plan, state: TrainState, batch: Tree) -> tuple[Prepared, Begin
     size = tuple(plan.size) if isinstance(plan.size, list) else plan.size
     key = structure_of(size, flat)
     known: Structure | None = plan.structures.known.get(key)
-    if known is None:
+    if known is None:  # or there is no key
         return _examined(plan, state, batch, key)
     leaves, both = flat
     # Structures that are equal may have their keys in another order.
@@ -56,14 +56,15 @@ def _examined(plan: Plan, state: TrainState, batch: Tree, key: Any) -> tuple[Pre
     begin = begun_by(plan, state, params)
     prepared = examined(plan, plan.size, params, batch)
     cut, question = prepared.cut, prepared.question
-    structure = Structure(
-        begin=begin,
-        cut=cut._replace(batch=cut.batch._replace(leaves=[])),
-        kinds=prepared.kinds,
-        question=question and question.kind,
-        devices=devices_of(params[0]),
-    )
-    plan.structures.keep(key, structure)
+    if key is not None:
+        structure = Structure(
+            begin=begin,
+            cut=cut._replace(batch=cut.batch._replace(leaves=[])),
+            kinds=prepared.kinds,
+            question=question and question.kind,
+            devices=devices_of(params[0]),
+        )
+        plan.structures.keep(key, structure)
     return prepared, begin
 
 
