@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BENCH  ?=
+TORCH  ?= 2.11.0
+OPTREE ?= 0.13.0
 
 VENV := .venv
 RUN  := $(VENV)/bin/python -m
@@ -10,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The version is pinned in pyproject.toml: pyright need not look for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help demo test bench gpu lint clean
+.PHONY: help demo test others bench gpu lint clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +22,9 @@ demo: $(VENV)/installed  ## train on digits, by the full batch and by ragged mic
 
 test: $(VENV)/installed  ## run the tests and the doctests; HYPOTHESIS_PROFILE=ci for the slow ones too
 	$(RUN) pytest -n auto --dist worksteal
+
+others: $(VENV)-$(TORCH)/installed  ## run the tests on another torch: the oldest, or TORCH=2.15.0 OPTREE=0.20.0
+	$(VENV)-$(TORCH)/bin/python -m pytest -n auto --dist worksteal
 
 bench: $(VENV)/bench  ## measure beside other libraries; arguments in BENCH="..."
 	$(RUN) tests.benchmarks $(BENCH)
@@ -33,11 +38,18 @@ lint: $(VENV)/installed  ## check style, format and types
 	$(RUN) pyright --pythonpath $(VENV)/bin/python
 
 clean:  ## remove what the other targets made, .venv included
-	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-* build dist .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bench: $(VENV)/installed
 	$(RUN) pip install --quiet -e '.[bench]'
+	@touch $@
+
+# Not the dev extra, which pins torch.
+$(VENV)-$(TORCH)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$(TORCH)
+	$(VENV)-$(TORCH)/bin/python -m pip install --quiet -e '.[demo,testing]' \
+		torch==$(TORCH) optree==$(OPTREE) numpy==2.4.6 pytest==9.2.0 pytest-xdist==3.8.0 safetensors==0.8.0
 	@touch $@
 
 # Touched last, so that an interrupted install starts again.
