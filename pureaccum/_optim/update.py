@@ -142,6 +142,7 @@ class Method(NamedTuple):
         state: The class of the state: steps, learning rate and trees.
         trees: The name of each tree, and whether it is kept, or is ``()``.
         owner: What errors call the optimizer.
+        settings: Its other arguments, as torch calls them.
         runs: ``runs(step, rate)``: whether the kernel runs without waiting for a device.
     """
 
@@ -152,16 +153,16 @@ class Method(NamedTuple):
     state: type
     trees: tuple[tuple[str, bool], ...]
     owner: str
+    settings: dict[str, Any]
     runs: Callable[[Tensor, float | Tensor], bool] = lambda step, rate: True
 
 
-def by_method(method: Method, settings: dict[str, Any]) -> Optimizer:
-    """An optimizer of ours; ``settings`` are what torch calls its other arguments."""
-    init = partial(_init, method, settings)
-    return optimizer_of(init, partial(_check, method))
+def by_method(method: Method) -> Optimizer:
+    """An optimizer of ours."""
+    return optimizer_of(partial(_init, method), partial(_check, method))
 
 
-def _init(method: Method, settings: dict[str, Any], params: Tree) -> Any:
+def _init(method: Method, params: Tree) -> Any:
     """The state before the first step: zeros in the dtypes of the parameters, as in torch."""
     leaves, spec = read_params(params)
     lr: Any = ()
@@ -172,7 +173,7 @@ def _init(method: Method, settings: dict[str, Any], params: Tree) -> Any:
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     zeros = partial(torch.zeros_like, requires_grad=False)
     trees = {name: tree_map(zeros, params) if kept else () for name, kept in method.trees}
-    return method.state(steps=with_settings(steps, settings), lr=lr, **trees)
+    return method.state(steps=with_settings(steps, method.settings), lr=lr, **trees)
 
 
 def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
@@ -332,11 +333,11 @@ def by_kernel(
                 new = copies(old)
                 method.kernel(new, grads[part], step, rate_, None, foreach)
                 written = True
-                _select(applied, new, old, into=1)
+                _select(applied, new, old, into=old)
                 del new  # before there is a copy of the next
         else:
             method.kernel(work, grads, step, rate_, None, foreach)
-            _select(applied, work, columns, into=0)
+            _select(applied, work, columns, into=work)
     except BaseException:
         if written:
             mark(given_up, Spoiled)
@@ -356,14 +357,13 @@ def _groups(columns: Columns) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _select(applied: Any, new: Columns, old: Columns, into: int) -> None:
-    """Write the new numbers or the old ones, by ``applied``, into the old (1) or the new (0)."""
+def _select(applied: Any, new: Columns, old: Columns, into: Columns) -> None:
+    """Write the new numbers where ``applied``, and else the old ones, into one of the two."""
     keep: dict[torch.device, Tensor] = {}
-    for pair in zip((x for c in new for x in c), (x for c in old for x in c), strict=True):
-        device = pair[0].device
-        if device not in keep:
-            keep[device] = moved(applied, device)
-        torch.where(keep[device], *pair, out=pair[into])
+    for x, y, out in zip(chain(*new), chain(*old), chain(*into), strict=True):
+        if x.device not in keep:
+            keep[x.device] = moved(applied, x.device)
+        torch.where(keep[x.device], x, y, out=out)
 
 
 # What torch's fused kernels take ----------------------------------------------------------------
