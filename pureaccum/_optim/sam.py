@@ -16,18 +16,17 @@ from torch import Tensor
 
 from .._base.checks import (
     as_float,
-    check_fits,
     check_number,
     check_state,
     outside_inference_mode,
     read_params,
-    read_tensors,
 )
 from .._base.dtensors import closed, opened, placed_like
 from .._base.states import loadable
 from .._base.torch_internals import transform_active
-from .._base.trees import Flat, Tree, all_finite, global_norm, paths, scalar, scalars_of, unflatten
+from .._base.trees import Flat, Tree, all_finite, global_norm, scalar, scalars_of, unflatten
 from .combinators import as_optimizer
+from .update import fitting_gradients
 
 
 class Minimizer(NamedTuple):
@@ -171,14 +170,7 @@ def plainly() -> AbstractContextManager[Any]:
 def _gradients(grads: Any, like: Flat) -> list[Tensor]:
     """The leaves of gradients, dense, if they fit the parameters."""
     cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
-    terms, spec = read_tensors(grads, "the grads of func", cause)
-    check_fits(terms, spec, *like, ("the grads of func", "params"), cause)
-    for i, (g, x) in enumerate(zip(terms, like[0], strict=True)):
-        if g.is_complex() and not x.is_complex():
-            raise TypeError(
-                f"{paths(spec, 'the grads of func')[i]} is {g.dtype}, and params has {x.dtype} "
-                "there; expected the gradient of a real parameter to be real."
-            )
+    terms = fitting_gradients(grads, like, "the grads of func", cause)
     return [g.to_dense() if g.is_sparse else g for g in terms]
 
 
