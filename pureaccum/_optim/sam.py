@@ -95,9 +95,8 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     def init(params: Tree) -> SAMState:
         """The state before the first step."""
         device = read_params(params)[0][0].device
-        nan = torch.full((), torch.nan, dtype=torch.float64, device=device)
-        applied = torch.zeros((), dtype=torch.bool, device=device)
-        return SAMState(inner.init(params), nan, applied)
+        value, applied = scalar(torch.nan, torch.float64, device), scalar(False, torch.bool, device)
+        return SAMState(inner.init(params), value, applied)
 
     def apply(
         func: Callable[[Tree], Any], state: SAMState, params: Tree, *, donate: bool = False
@@ -158,20 +157,14 @@ def asked(
             f"func returned {came}; expected (grads, value), as pa.grad_and_value(loss) gives "
             "them. pa.grad, which gives no value?"
         )
-    grads, value = got
-    return _gradients(grads, like), _checked(value)
+    cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
+    terms = fitting_gradients(got[0], like, "the grads of func", cause)
+    return [g.to_dense() if g.is_sparse else g for g in terms], _checked(got[1])
 
 
 def plainly() -> AbstractContextManager[Any]:
     """Record nothing at top level; under a transform all that is computed may be differentiated."""
     return nullcontext() if transform_active() else torch.no_grad()
-
-
-def _gradients(grads: Any, like: Flat) -> list[Tensor]:
-    """The leaves of gradients, dense, if they fit the parameters."""
-    cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
-    terms = fitting_gradients(grads, like, "the grads of func", cause)
-    return [g.to_dense() if g.is_sparse else g for g in terms]
 
 
 def _checked(value: Any) -> Any:
