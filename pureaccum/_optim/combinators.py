@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import check_number, check_same_structure, read_params
+from .._base.checks import check_number, check_same_structure, read_params, read_tensors
 from .._base.dtensors import any_sharded
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import foreach_mul_, may_write
@@ -33,7 +33,16 @@ from .._base.trees import (
     unflatten,
     where,
 )
-from .update import Applied, Begin, Optimizer, Ready, both_sound, fitting, optimizer_of
+from .update import (
+    Applied,
+    Begin,
+    Optimizer,
+    Ready,
+    both_sound,
+    fitting,
+    fitting_gradients,
+    optimizer_of,
+)
 
 
 # Gradient maps -------------------------------------------------------------------------------
@@ -189,7 +198,7 @@ def chain(*parts: Any) -> Optimizer:
                 knobs = {"donate": donate} if isinstance(map, GradientMap) else {}
                 tree, later = map.update(unflatten(params[1], grads), old, **knobs)
                 cause = f"update of {_named(map)} has to return gradients like those it got."
-                grads = fitting(tree, params, ("its grads", "params"), cause)
+                grads = fitting_gradients(tree, params, "its grads", cause)
             new.append(where(applied, later, old))
         stepped, kept = last.apply(grads, applied, donate, norm)
         return stepped, (*new, kept)
@@ -235,10 +244,11 @@ def as_optimizer(optimizer: Any, what: str = "optimizer") -> Optimizer:
         leaves, spec = params
         old = unflatten(spec, leaves), state
         new: Any = plain(unflatten(spec, grads), state, old[0])
-        before, after = flatten(old)[1], flatten(new)[1]
-        names = ("what apply got", "what apply returned")
+        came = "what apply returned"
         cause = "apply(grads, state, params) has to return (params, state) as they were."
-        check_same_structure(before, after, *names, cause)
+        after = read_tensors(new, came, cause)[1]
+        check_same_structure(flatten(old)[1], after, "what apply got", came, cause)
+        fitting(new[0], params, (f"{came}[0]", "params"), cause)
         new = where(applied, tuple(new), old)
         if donate and may_write():
             new = unflatten(after, hand_over(tree_leaves(old), tree_leaves(new)))

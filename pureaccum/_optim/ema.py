@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .._base.checks import (
-    check_fits,
     check_number,
     check_state,
     here,
@@ -31,7 +30,6 @@ from .._base.trees import (
     accumulation_dtype,
     at_once,
     continuous,
-    flatten,
     known,
     moved,
     on_host,
@@ -40,6 +38,7 @@ from .._base.trees import (
     unflatten,
 )
 from .schedules import Schedule, rate_at
+from .update import fitting
 
 
 @loadable
@@ -124,8 +123,8 @@ def ema(decay: float | Schedule) -> Ema:
     def update(state: EmaState, params: Tree, applied: Tensor | None = None) -> EmaState:
         """The average with one more set of parameters."""
         check_state(state, EmaState, "ema")
-        (leaves, spec), (old, old_spec) = _read_leaves(params), flatten(state.params)
-        check_fits(leaves, spec, old, old_spec, ("params", "state.params"), _CAUSE)
+        old, spec = kept = read_tensors(state.params, "state.params", _CAUSE)
+        leaves = fitting(params, kept, ("params", "state.params"), _CAUSE)
         _check_kinds(leaves, old, spec)
         counts = True if applied is None else _seen(_check_flag(applied))
         with _without_graph([*leaves, *old]):

@@ -21,7 +21,7 @@ from .._base.states import Spoiled, loadable, mark, taken, with_settings
 from .._base.torch_internals import any_tangent, transform_active
 from .._base.trees import Flat, Tree, flatten, tree_leaves, tree_map, unflatten
 from .schedules import check_held, is_sound, rate_at, refuse_scheduler
-from .update import Applied, Begin, Optimizer, Ready, optimizer_of
+from .update import BELONGS, Applied, Begin, Optimizer, Ready, optimizer_of
 
 
 @loadable
@@ -115,7 +115,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **settings: Any) -> Optimizer:
         if len(state.per_leaf) != len(params[0]):
             raise ValueError(
                 f"{root}.per_leaf has {len(state.per_leaf)} entries for {len(params[0])} leaves of "
-                "params. A state belongs to the params that it was made from by init."
+                f"params. {BELONGS}"
             )
         return begin
 

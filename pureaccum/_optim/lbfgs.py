@@ -41,8 +41,8 @@ from .._base.trees import (
 from .from_torch import DTYPES
 from .line_search import Point, divide, strong_wolfe
 from .sam import Minimizer, asked, check_function, plainly
-from .schedules import check_held, check_kept, check_rate, rate_at
-from .update import Rate
+from .schedules import check_kept, check_rate, kept_rate, rate_at
+from .update import BELONGS, Rate
 
 
 @loadable
@@ -163,9 +163,6 @@ def lbfgs(
     def init(params: Tree) -> LBFGSState:
         """The state before the first step, with zeros for all that will be remembered."""
         leaves, spec = _read(params)
-        if isinstance(lr, float):
-            check_held(lr, leaves, spec)
-        held: Any = _number(lr) if isinstance(lr, float) else ()
         size, zero = rules.history_size, partial(leaves[0].new_zeros, (), dtype=_dtype(leaves))
         # Each in the memory of one number: writing so many of them takes the time of evaluations.
         zeros = [zero().expand(_size(leaves)) for _ in range(2 * size + 2)]
@@ -173,7 +170,7 @@ def lbfgs(
             steps=_number(0),
             iterations=_number(0),
             evaluations=_number(0),
-            lr=held,
+            lr=kept_rate(lr, leaves, spec),
             value=_number(math.nan),
             applied=_number(False),
             gradient=zeros[-2],
@@ -233,8 +230,7 @@ def _check(state: Any, leaves: list[Tensor], lr: Any, rules: Rules) -> None:
     if came != expected:
         raise ValueError(
             f"state.move is {came[0]} numbers in {came[1]} on {came[2]}; these params have "
-            f"{expected[0]} in {expected[1]} on {expected[2]}. A state belongs to the params that "
-            "it was made from by init."
+            f"{expected[0]} in {expected[1]} on {expected[2]}. {BELONGS}"
         )
 
 

@@ -90,9 +90,7 @@ def sgd(
     References:
         `torch.optim.SGD <https://docs.pytorch.org/docs/stable/generated/torch.optim.SGD.html>`_
     """
-    settings: Any = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    settings |= {"nesterov": nesterov, "maximize": maximize}
-    return by_method(_sgd(lr, **settings, fused=fused), settings)
+    return by_method(_sgd(lr, momentum, dampening, weight_decay, nesterov, maximize, fused))
 
 
 def _sgd(
@@ -167,10 +165,10 @@ def _sgd(
             **knobs,
         )
         if rest and momenta is not rest[0]:
+            # where the first step is not applied, the kernel leaves memory as it found it
+            stays = None if found_inf is None else found_inf.bool()
             for mine, first in zip(rest[0], momenta, strict=True):
-                # where the first step is not applied, the kernel leaves memory as it found it
-                keep = None if found_inf is None else found_inf.bool()
-                mine.copy_(first if keep is None else torch.where(keep, mine, first))
+                mine.copy_(first if stays is None else torch.where(stays, mine, first))
 
     return Method(
         kernel=kernel,
@@ -181,6 +179,7 @@ def _sgd(
         state=SGDState,
         trees=(("momentum", momentum > 0),),
         owner="sgd",
+        settings=knobs,
     )
 
 
@@ -226,9 +225,8 @@ def adam(
         Kingma and Ba, `Adam <https://arxiv.org/abs/1412.6980>`_, 2014;
         `torch.optim.Adam <https://docs.pytorch.org/docs/stable/generated/torch.optim.Adam.html>`_
     """
-    settings: Any = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-    method = _adam(lr, **settings, maximize=maximize, fused=fused, decoupled=False)
-    return by_method(method, settings | {"maximize": maximize, "decoupled_weight_decay": False})
+    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
+    return by_method(_adam(*knobs, decoupled=False))
 
 
 def adamw(
@@ -271,9 +269,8 @@ def adamw(
         <https://arxiv.org/abs/1711.05101>`_, 2017;
         `torch.optim.AdamW <https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html>`_
     """
-    settings: Any = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-    method = _adam(lr, **settings, maximize=maximize, fused=fused, decoupled=True)
-    return by_method(method, settings | {"maximize": maximize, "decoupled_weight_decay": True})
+    knobs = lr, betas, eps, weight_decay, amsgrad, maximize, fused
+    return by_method(_adam(*knobs, decoupled=True))
 
 
 def _adam(
@@ -331,8 +328,9 @@ def _adam(
 
         return row
 
-    knobs: Any = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+    knobs: Any = {"weight_decay": weight_decay, "eps": eps}
     knobs |= {"amsgrad": amsgrad, "maximize": maximize}
+    of_kernel = knobs | {"beta1": beta1, "beta2": beta2}
 
     def kernel(
         columns: Columns,
@@ -348,7 +346,7 @@ def _adam(
             if isinstance(rate, Tensor):
                 rate = moved(rate, params[0].device, torch.float32)
             steps = [step.float()] * len(params)
-            fused_adam(decoupled, *columns, steps, lr=rate, found_inf=found_inf, **knobs)
+            fused_adam(decoupled, *columns, steps, lr=rate, found_inf=found_inf, **of_kernel)
             return
         # The kernel counts for itself, once for every leaf.
         steps = (step - 1).float().expand(len(params)).clone().unbind()
@@ -362,7 +360,7 @@ def _adam(
             has_complex=any(x.is_complex() for x in params),
             decoupled_weight_decay=decoupled,
             lr=_in_float32(rate),
-            **knobs,
+            **of_kernel,
         )
 
     return Method(
@@ -373,6 +371,7 @@ def _adam(
         state=AdamState,
         trees=(("exp_avg", True), ("exp_avg_sq", True), ("max_exp_avg_sq", amsgrad)),
         owner=owner,
+        settings=knobs | {"betas": (beta1, beta2), "decoupled_weight_decay": decoupled},
     )
 
 

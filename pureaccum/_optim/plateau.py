@@ -103,12 +103,10 @@ def plateau(
     check_choice(threshold_mode, ("rel", "abs"), "threshold_mode")
     check_choice(mode, ("min", "max"), "mode")
     expected = "a number from 0, and below 1"
-    factor = check_number(factor, "factor", expected, lambda it: 0 <= it < 1)
+    factor = check_number(factor, "factor", expected, _below_one)
     if threshold_mode == "rel" and mode == "min":  # inf * 0 is NaN: nothing would ever be better
-        why = "a share of the best metric"
-        threshold = check_number(
-            threshold, "threshold", f"{expected}: {why}", lambda it: 0 <= it < 1
-        )
+        expected = f"{expected}: a share of the best metric"
+        threshold = check_number(threshold, "threshold", expected, _below_one)
     else:
         threshold = check_number(threshold, "threshold")
     patience = check_int(patience, "patience", _COUNTED, 0, LARGEST_INT)
@@ -119,23 +117,23 @@ def plateau(
             f"min_lr is {min_lr!r}, above lr={lr!r}; expected it at most there, or the rate would "
             "never change."
         )
-    worst = torch.inf if mode == "min" else -torch.inf
+    worst, by = (torch.inf, -threshold) if mode == "min" else (-torch.inf, threshold)
 
     def init() -> PlateauState:
         """The first state, with the first rate."""
         device = lr.device if isinstance(lr, Tensor) else torch.device("cpu")
-        return PlateauState(
-            scalar(lr, torch.float64, device),
-            scalar(worst, torch.float64, device),
-            scalar(0, torch.int64, device),
-            scalar(0, torch.int64, device),
-        )
+        rate, best = (scalar(x, torch.float64, device) for x in (lr, worst))
+        return PlateauState(rate, best, *(scalar(0, torch.int64, device) for _ in range(2)))
 
     def update(state: PlateauState, metric: float | Tensor) -> PlateauState:
         """The next state, by one more metric."""
         check_state(state, PlateauState, "plateau")
-        metric, (rate, best, bad, waiting) = _on_one_device(_read_metric(metric), state)
-        better = _is_better(metric, best)
+        every = [_read_metric(metric), *state]
+        # where one of them would be waited for: a copy from the host waits for nothing
+        device = next((x.device for x in every if x.device.type != "cpu"), torch.device("cpu"))
+        metric, rate, best, bad, waiting = (moved(x, device) for x in every)
+        line = best * (1.0 + by) if threshold_mode == "rel" else best + by
+        better = metric < line if mode == "min" else metric > line
         bad = torch.where(better | (waiting > 0), 0, bad + 1)
         due = bad > patience
         lower = rate * factor
@@ -147,40 +145,26 @@ def plateau(
             torch.where(due, cooldown, (waiting - 1).clamp(min=0)),
         )
 
-    def _is_better(metric: Tensor, best: Tensor) -> Tensor:
-        share = threshold_mode == "rel"
-        if mode == "min":
-            return metric < (best * (1.0 - threshold) if share else best - threshold)
-        return metric > (best * (threshold + 1.0) if share else best + threshold)
-
     return Plateau(init, update)
 
 
 _COUNTED = "an int of at least 0, a number of updates"
 
 
-def _read_metric(metric: Any) -> float | Tensor:
-    """A metric as a number, or as a tensor without a graph."""
+def _below_one(number: float) -> bool:
+    return 0 <= number < 1
+
+
+def _read_metric(metric: Any) -> Tensor:
+    """A metric in float64, without a graph."""
     if not isinstance(metric, Tensor):
         expected = "a number or a 0-d tensor, such as the loss of an evaluation"
-        return check_number(metric, "metric", expected, lambda it: True)
+        number = check_number(metric, "metric", expected, lambda it: True)
+        return torch.full((), number, dtype=torch.float64, device="cpu")
     if metric.ndim or metric.is_complex() or metric.dtype == torch.bool:
         raise ValueError(
             f"metric is a tensor of shape {tuple(metric.shape)} and {metric.dtype}; expected a "
             "real 0-d tensor, one number for the update. A metric of several batches? Its mean."
         )
     refuse_sharded([metric], "metric", "every rank looks at it: pass metric.full_tensor().")
-    return metric.detach()
-
-
-def _on_one_device(
-    metric: float | Tensor, state: PlateauState
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """All where one of them would be waited for; a copy from the host waits for nothing."""
-    every = [metric, *state] if isinstance(metric, Tensor) else [*state]
-    device = next((x.device for x in every if x.device.type != "cpu"), every[0].device)
-    if isinstance(metric, Tensor):
-        metric = moved(metric, device, torch.float64)
-    else:
-        metric = torch.full((), metric, dtype=torch.float64, device=device)
-    return metric, tuple(moved(x, device) for x in state)
+    return metric.detach().double()

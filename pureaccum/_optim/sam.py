@@ -16,18 +16,17 @@ from torch import Tensor
 
 from .._base.checks import (
     as_float,
-    check_fits,
     check_number,
     check_state,
     outside_inference_mode,
     read_params,
-    read_tensors,
 )
 from .._base.dtensors import closed, opened, placed_like
 from .._base.states import loadable
 from .._base.torch_internals import transform_active
-from .._base.trees import Flat, Tree, all_finite, global_norm, paths, scalar, scalars_of, unflatten
+from .._base.trees import Flat, Tree, all_finite, global_norm, scalar, scalars_of, unflatten
 from .combinators import as_optimizer
+from .update import fitting_gradients
 
 
 class Minimizer(NamedTuple):
@@ -96,9 +95,8 @@ def sam(optimizer: Any, rho: float = 0.05) -> Minimizer:
     def init(params: Tree) -> SAMState:
         """The state before the first step."""
         device = read_params(params)[0][0].device
-        nan = torch.full((), torch.nan, dtype=torch.float64, device=device)
-        applied = torch.zeros((), dtype=torch.bool, device=device)
-        return SAMState(inner.init(params), nan, applied)
+        value, applied = scalar(torch.nan, torch.float64, device), scalar(False, torch.bool, device)
+        return SAMState(inner.init(params), value, applied)
 
     def apply(
         func: Callable[[Tree], Any], state: SAMState, params: Tree, *, donate: bool = False
@@ -159,27 +157,14 @@ def asked(
             f"func returned {came}; expected (grads, value), as pa.grad_and_value(loss) gives "
             "them. pa.grad, which gives no value?"
         )
-    grads, value = got
-    return _gradients(grads, like), _checked(value)
+    cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
+    terms = fitting_gradients(got[0], like, "the grads of func", cause)
+    return [g.to_dense() if g.is_sparse else g for g in terms], _checked(got[1])
 
 
 def plainly() -> AbstractContextManager[Any]:
     """Record nothing at top level; under a transform all that is computed may be differentiated."""
     return nullcontext() if transform_active() else torch.no_grad()
-
-
-def _gradients(grads: Any, like: Flat) -> list[Tensor]:
-    """The leaves of gradients, dense, if they fit the parameters."""
-    cause = "func(params) has to return (grads, value), in this order: a gradient for each leaf."
-    terms, spec = read_tensors(grads, "the grads of func", cause)
-    check_fits(terms, spec, *like, ("the grads of func", "params"), cause)
-    for i, (g, x) in enumerate(zip(terms, like[0], strict=True)):
-        if g.is_complex() and not x.is_complex():
-            raise TypeError(
-                f"{paths(spec, 'the grads of func')[i]} is {g.dtype}, and params has {x.dtype} "
-                "there; expected the gradient of a real parameter to be real."
-            )
-    return [g.to_dense() if g.is_sparse else g for g in terms]
 
 
 def _checked(value: Any) -> Any:

@@ -200,6 +200,15 @@ def check_held(lr: float, leaves: list[Tensor], spec: optree.PyTreeSpec) -> None
             )
 
 
+def kept_rate(lr: Any, leaves: list[Tensor], spec: optree.PyTreeSpec) -> Any:
+    """What the state of an optimizer keeps of its learning rate: a number, and else ``()``."""
+    if not isinstance(lr, float):
+        return ()
+    check_held(lr, leaves, spec)
+    # On a CPU, where a kernel can read it without waiting.
+    return torch.full((), lr, dtype=torch.float64, device="cpu")
+
+
 def check_kept(lr: Any, kept: Any, root: str) -> None:
     """Raise where the state of this name keeps a learning rate that is not its optimizer's."""
     if isinstance(lr, float) != isinstance(kept, Tensor):

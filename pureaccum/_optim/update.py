@@ -19,22 +19,29 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base.checks import check_fits, check_state, here, read_params, refuse_without_graph
+from .._base.checks import (
+    check_fits,
+    check_state,
+    here,
+    read_params,
+    read_tensors,
+    refuse_without_graph,
+)
 from .._base.dtensors import Layouts, any_sharded, closed, opened, placed_like
 from .._base.states import Spoiled, copies, mark, taken, with_settings
 from .._base.torch_internals import any_tangent, may_write, transform_active
 from .._base.trees import (
     Flat,
     Tree,
-    flatten,
     in_common,
     known,
     moved,
+    paths,
     tree_leaves,
     tree_map,
     unflatten,
 )
-from .schedules import Schedule, check_held, check_kept, is_sound, rate_at
+from .schedules import Schedule, check_kept, is_sound, kept_rate, rate_at
 
 
 Rate = float | Tensor | Schedule
@@ -89,10 +96,7 @@ class Optimizer(NamedTuple):
 
 
 def optimizer_of(
-    init: Callable[[Tree], Any],
-    check: Callable[[Any, Flat, str], Begin],
-    *,
-    in_graphs: bool = True,
+    init: Callable[[Tree], Any], check: Callable[[Any, Flat, str], Begin], *, in_graphs: bool = True
 ) -> Optimizer:
     """An optimizer whose ``apply`` checks the state, begins, and takes the step."""
 
@@ -107,18 +111,33 @@ def optimizer_of(
         """The next params and state; where ``applied`` is false, the old ones bit for bit."""
         flat = read_params(params)
         begun = check(state, flat, "state")(state, flat)
-        terms = fitting(grads, flat, ("grads", "params"), "There is one gradient for each leaf.")
+        terms = fitting_gradients(grads, flat, "grads", "There is one gradient for each leaf.")
         told = True if applied is None else known(applied)
         return begun.apply(terms, cast(Applied, applied if told is None else told), donate, None)
 
     return Optimizer(init=init, apply=apply, check=check, in_graphs=in_graphs)
 
 
-def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str) -> list[Tensor]:
+BELONGS = "A state belongs to the params that it was made from by init."
+
+
+def fitting(tree: Tree, like: Flat, names: tuple[str, str], cause: str = BELONGS) -> list[Tensor]:
     """The leaves of a tree that has the structure and shapes of another."""
-    leaves, spec = flatten(tree)
+    leaves, spec = read_tensors(tree, names[0], cause)
     check_fits(leaves, spec, *like, names, cause)
     return leaves
+
+
+def fitting_gradients(grads: Tree, params: Flat, root: str, cause: str) -> list[Tensor]:
+    """The leaves of gradients that fit the parameters; errors call them by ``root``."""
+    terms = fitting(grads, params, (root, "params"), cause)
+    for i, (g, x) in enumerate(zip(terms, params[0], strict=True)):
+        if g.is_complex() and not x.is_complex():  # a cast would drop half of it
+            raise TypeError(
+                f"{paths(params[1], root)[i]} is {g.dtype}, and params has {x.dtype} there; "
+                "expected the gradient of a real parameter to be real."
+            )
+    return terms
 
 
 # Optimizers of ours ------------------------------------------------------------------------
@@ -142,6 +161,7 @@ class Method(NamedTuple):
         state: The class of the state: steps, learning rate and trees.
         trees: The name of each tree, and whether it is kept, or is ``()``.
         owner: What errors call the optimizer.
+        settings: Its other arguments, as torch calls them.
         runs: ``runs(step, rate)``: whether the kernel runs without waiting for a device.
     """
 
@@ -152,27 +172,23 @@ class Method(NamedTuple):
     state: type
     trees: tuple[tuple[str, bool], ...]
     owner: str
+    settings: dict[str, Any]
     runs: Callable[[Tensor, float | Tensor], bool] = lambda step, rate: True
 
 
-def by_method(method: Method, settings: dict[str, Any]) -> Optimizer:
-    """An optimizer of ours; ``settings`` are what torch calls its other arguments."""
-    init = partial(_init, method, settings)
-    return optimizer_of(init, partial(_check, method))
+def by_method(method: Method) -> Optimizer:
+    """An optimizer of ours."""
+    return optimizer_of(partial(_init, method), partial(_check, method))
 
 
-def _init(method: Method, settings: dict[str, Any], params: Tree) -> Any:
+def _init(method: Method, params: Tree) -> Any:
     """The state before the first step: zeros in the dtypes of the parameters, as in torch."""
     leaves, spec = read_params(params)
-    lr: Any = ()
-    if isinstance(method.lr, float):
-        check_held(method.lr, leaves, spec)
-        # On a CPU, where a kernel can read it without waiting.
-        lr = torch.full((), method.lr, dtype=torch.float64, device="cpu")
+    lr = kept_rate(method.lr, leaves, spec)
     steps = torch.zeros((), dtype=torch.int64, device=leaves[0].device)
     zeros = partial(torch.zeros_like, requires_grad=False)
     trees = {name: tree_map(zeros, params) if kept else () for name, kept in method.trees}
-    return method.state(steps=with_settings(steps, settings), lr=lr, **trees)
+    return method.state(steps=with_settings(steps, method.settings), lr=lr, **trees)
 
 
 def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
@@ -181,9 +197,7 @@ def _check(method: Method, state: Any, params: Flat, root: str) -> Begin:
     check_kept(method.lr, state.lr, root)
     for name, kept in method.trees:
         if kept:
-            cause = "A state belongs to the params that it was made from by init."
-            names = f"{root}.{name}", "params"
-            fitting(getattr(state, name), params, names, cause)
+            fitting(getattr(state, name), params, (f"{root}.{name}", "params"))
         elif tree_leaves(getattr(state, name)):
             raise ValueError(
                 f"{root}.{name} holds tensors, but this optimizer keeps none there. A state of "
@@ -332,11 +346,11 @@ def by_kernel(
                 new = copies(old)
                 method.kernel(new, grads[part], step, rate_, None, foreach)
                 written = True
-                _select(applied, new, old, into=1)
+                _select(applied, new, old, into=old)
                 del new  # before there is a copy of the next
         else:
             method.kernel(work, grads, step, rate_, None, foreach)
-            _select(applied, work, columns, into=0)
+            _select(applied, work, columns, into=work)
     except BaseException:
         if written:
             mark(given_up, Spoiled)
@@ -356,14 +370,13 @@ def _groups(columns: Columns) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _select(applied: Any, new: Columns, old: Columns, into: int) -> None:
-    """Write the new numbers or the old ones, by ``applied``, into the old (1) or the new (0)."""
+def _select(applied: Any, new: Columns, old: Columns, into: Columns) -> None:
+    """Write the new numbers where ``applied``, and else the old ones, into one of the two."""
     keep: dict[torch.device, Tensor] = {}
-    for pair in zip((x for c in new for x in c), (x for c in old for x in c), strict=True):
-        device = pair[0].device
-        if device not in keep:
-            keep[device] = moved(applied, device)
-        torch.where(keep[device], *pair, out=pair[into])
+    for x, y, out in zip(chain(*new), chain(*old), chain(*into), strict=True):
+        if x.device not in keep:
+            keep[x.device] = moved(applied, x.device)
+        torch.where(keep[x.device], x, y, out=out)
 
 
 # What torch's fused kernels take ----------------------------------------------------------------

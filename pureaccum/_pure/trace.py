@@ -344,7 +344,7 @@ def _is_users(func: Any) -> bool:
     return isinstance(func, FunctionType) and not func.__module__.startswith("torch.")
 
 
-_APPLY = Function.apply.__code__
+_APPLY = getattr(Function.apply, "__code__", None)  # torch 2.15 has it in C
 _NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 # What asks a tensor for what is no number in it; what it hides; and what takes a number.
 _FACTS = (

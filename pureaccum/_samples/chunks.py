@@ -112,6 +112,18 @@ def check_sampling(how: Sampling) -> Sampling:
     return how
 
 
+def of_arguments(
+    func: Callable[..., Any], at: tuple[int, ...], alone: bool, args: tuple[Any, ...], kwargs: Any
+) -> tuple[Tree, Callable[..., Any]]:
+    """What is differentiated of some arguments, and the function of that and of all of them."""
+
+    def call(params: Tree, *rest: Any) -> Any:
+        given = dict(zip(at, (params,) if alone else params, strict=True))
+        return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
+
+    return args[at[0]] if alone else tuple(args[i] for i in at), call
+
+
 def sampled(
     func: Callable[..., Any],
     params: Tree,

@@ -28,7 +28,15 @@ from .._core.batches import Batch, cut_batch, need_rows, read_batch, rows_to_cut
 from .._core.history import with_history
 from .._core.writes import known_of
 from .by_layers import with_factors
-from .chunks import Chunk, Mapped, SampleEngine, Sampling, check_sampling, sampled
+from .chunks import (
+    Chunk,
+    Mapped,
+    SampleEngine,
+    Sampling,
+    check_sampling,
+    of_arguments,
+    sampled,
+)
 from .outer_products import Outer, inner_products
 
 
@@ -112,12 +120,8 @@ def gramian(
         at = positions(wrt, len(args), "argnums")
         cut_at = positions(batches, len(args), "batch_argnums")
         refuse_sharded(tree_leaves([*args, *kwargs.values(), other]), "an argument", _DTENSORS)
-        params = args[at[0]] if alone else tuple(args[i] for i in at)
+        params, call = of_arguments(func, at, alone, args, kwargs)
         leaves, _ = read_params(params)
-
-        def call(params: Tree, *rest: Any) -> Any:
-            given = dict(zip(at, (params,) if alone else params, strict=True))
-            return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
 
         def block(part: Part) -> Block:
             its = tuple(part.get(i, x) for i, x in enumerate(args))

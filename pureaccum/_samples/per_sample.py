@@ -56,6 +56,7 @@ from .chunks import (
     Sampling,
     check_sampling,
     like_transformed,
+    of_arguments,
     sampled,
     with_beside,
 )
@@ -163,12 +164,7 @@ def per_sample_grad(
         given, over = args, NOWHERE
         if any_sharded(tree_leaves([*args, *kwargs.values()])):
             args, kwargs, over = _on_this_rank(args, kwargs, batches, reduce)
-        params = args[at[0]] if alone else tuple(args[i] for i in at)
-
-        def call(params: Tree, *rest: Any) -> Any:
-            given = dict(zip(at, (params,) if alone else params, strict=True))
-            return func(*(given.get(i, x) for i, x in enumerate(rest)), **kwargs)
-
+        params, call = of_arguments(func, at, alone, args, kwargs)
         seen, beside = sampled(call, params, args, at, batches, how, known)
         with outside_inference_mode():
             if reducer is None:

@@ -57,6 +57,8 @@ def test_leaves_that_are_no_tensors_are_named() -> None:
         AVERAGE.init({"w": torch.ones(2), "lr": 0.1})
     with refused(TypeError, "params['w'] is a float", "expected a tensor"):
         AVERAGE.update(AVERAGE.init(PARAMS), PARAMS | {"w": 0.1})
+    with refused(TypeError, "state.params['w'] is a float", "expected a tensor"):
+        AVERAGE.update(AVERAGE.init(PARAMS)._replace(params=PARAMS | {"w": 0.1}), PARAMS)
 
 
 def test_there_is_something_to_average() -> None:

@@ -230,6 +230,19 @@ def test_trees_of_another_model_are_refused(kind: str, donate: bool) -> None:
 
 
 @DONATE
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_leaves_that_are_no_tensors_are_named(kind: str, donate: bool) -> None:
+    opt, name = STATEFUL[kind]
+    params, wrong = make_params(), make_params() | {"b": 1.0}
+    state = opt.init(params)
+    held = state._replace(**{name: wrong})
+    with refused(TypeError, f"state.{name}['b'] is a float", BELONGS, given=(params, state)):
+        opt.apply(PARAMS, held, params, donate=donate)
+    with refused(TypeError, "grads['b'] is a float", "expected a tensor", given=(params, state)):
+        opt.apply(wrong, state, params, donate=donate)
+
+
+@DONATE
 def test_a_state_that_lacks_a_tree_is_refused(donate: bool) -> None:
     params = make_params()
     for less, more, name in (
@@ -322,6 +335,18 @@ def test_parameters_that_cannot_be_optimized_are_refused(kind: str) -> None:
         opt.init({"n": torch.ones(2, dtype=torch.int64)})
     with refused(TypeError, "params['n'] is a float", "expected a tensor"):
         opt.init({"n": 0.5})
+
+
+@DONATE
+@pytest.mark.parametrize("kind", [*STATEFUL, "from_torch"])
+def test_a_complex_gradient_of_a_real_parameter_is_refused(kind: str, donate: bool) -> None:
+    """A cast would drop the imaginary parts."""
+    opt = {"from_torch": pa.from_torch(torch.optim.Adam)}.get(kind, STATEFUL.get(kind, [None])[0])
+    params = make_params()
+    state, grads = opt.init(params), params | {"w": params["w"] * 1j}
+    words = ("grads['w'] is torch.complex64", "torch.float32 there", "to be real")
+    with refused(TypeError, *words, given=(params, state)):
+        opt.apply(grads, state, params, donate=donate)
 
 
 @DONATE
@@ -478,6 +503,16 @@ class Loses(Count):
         return {"w": grads["w"]}, state
 
 
+class Counts(Count):
+    def update(self, grads: Any, state: Any) -> Any:
+        return grads | {"b": 1.0}, state
+
+
+class Turns(Count):
+    def update(self, grads: Any, state: Any) -> Any:
+        return grads | {"w": grads["w"] * 1j}, state
+
+
 class Forgets(Polyak):
     def apply(self, grads: Any, state: Any, params: Any) -> Any:
         return super().apply(grads, state, params)[0]
@@ -489,18 +524,37 @@ class Shrinks(Polyak):
         return params, {"count": state["count"]}
 
 
+class Broadcasts(Polyak):
+    """Where nothing tells, a step that may not be applied has the shape of both."""
+
+    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+        params, state = super().apply(grads, state, params)
+        return params | {"w": params["w"][:1]}, state
+
+
+class Reads(Polyak):
+    def apply(self, grads: Any, state: Any, params: Any) -> Any:
+        params, state = super().apply(grads, state, params)
+        return params, state | {"count": 1}
+
+
 @DONATE
 def test_what_a_users_own_parts_return_is_checked(donate: bool) -> None:
     params, grads = make_params(), make_params(1)
-    for parts, words in (
-        ((Loses(), pa.sgd(0.1)), ("its grads", "['b'] is missing", "update of a Loses has to")),
-        ((Forgets(),), ("what apply returned", "has to return (params, state)")),
-        ((Shrinks(),), ("what apply returned", "['average']", "has to return (params, state)")),
+    has_to = "has to return (params, state)"
+    for error, parts, words in (
+        (ValueError, (Loses(), pa.sgd(0.1)), ("its grads['b'] is missing", "update of a Loses")),
+        (TypeError, (Counts(), pa.sgd(0.1)), ("its grads['b'] is a float", "update of a Counts")),
+        (TypeError, (Turns(), pa.sgd(0.1)), ("its grads['w'] is torch.complex64", "to be real")),
+        (ValueError, (Forgets(),), ("what apply returned", has_to)),
+        (ValueError, (Shrinks(),), ("what apply returned", "['average']", has_to)),
+        (ValueError, (Broadcasts(),), ("what apply returned[0]['w'] has shape (1, 2)", has_to)),
+        (TypeError, (Reads(),), ("what apply returned[1]['count'] is a int", has_to)),
     ):
         opt = pa.chain(*parts)
         state = opt.init(params)
         for flag in (None, torch.tensor(True), torch.tensor(False)):
-            with refused(ValueError, *words, given=(params, state, grads)):
+            with refused(error, *words, given=(params, state, grads)):
                 opt.apply(grads, state, params, applied=flag, donate=donate)
 
 
