@@ -22,7 +22,6 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from .._base.torch_internals import is_wrapped, memory_of, one_member, versions
@@ -300,8 +299,6 @@ class Recorder(TorchFunctionMode):
         """The innermost module whose forward runs."""
         frame: FrameType | None = inspect.currentframe()
         while frame is not None:
-            if frame.f_code is _APPLY:
-                self.refuse(_MODES, next(iter(self.paths)))
             module = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(module, nn.Module) and origins.get(module, module) in self.paths:
                 return origins.get(module, module)
@@ -344,7 +341,6 @@ def _is_users(func: Any) -> bool:
     return isinstance(func, FunctionType) and not func.__module__.startswith("torch.")
 
 
-_APPLY = getattr(Function.apply, "__code__", None)  # torch 2.15 has it in C
 _NOT_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 # What asks a tensor for what is no number in it; what it hides; and what takes a number.
 _FACTS = (

@@ -197,6 +197,16 @@ def test_modes_that_forward_enters_are_refused(func):
     refuses(Of(func), "module (Of)", words)
 
 
+def test_a_function_is_computed_where_nothing_is_recorded_around_it_either():
+    module = Of(function)
+    fn = pa.functional(module, microbatch_size=3)
+    with torch.no_grad():
+        out, _ = fn.apply(fn.params, fn.buffers, X)
+        want, _ = pa.functional(module).apply(fn.params, fn.buffers, X)
+    torch.testing.assert_close(out, want)
+    assert not out.requires_grad
+
+
 def test_modes_and_transforms_around_are_none_of_its_business():
     """What forward makes of numbers is traced once, and is no part of the first call's."""
     module = Of(lambda self, x: x * torch.arange(3.0) + torch.zeros(3))
