@@ -86,8 +86,8 @@ def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager"
         pytest.param("sum", "scan", marks=pytest.mark.slow),
         pytest.param("weighted", "scan", marks=pytest.mark.slow),
         pytest.param("sum", "unrolled", marks=pytest.mark.slow),
-        ("weighted", "unrolled"),
-        ("mean", "loop"),
+        pytest.param("weighted", "unrolled", marks=pytest.mark.slow),
+        pytest.param("mean", "loop", marks=pytest.mark.slow),
     ],
 )
 def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:

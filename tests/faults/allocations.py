@@ -42,8 +42,9 @@ def plain(params: Any, x: Tensor) -> Tensor:
     return FN.apply(params, FN.buffers, x)[0].square().mean()
 
 
-def threaded(params: Any, x: Tensor, buffers: Any, keys: Tensor) -> Any:
-    out, new = NORMED.apply(params, buffers, pa.dropout(x, 0.25, keys))
+def threaded(params: Any, x: Tensor, buffers: Any, keys: Tensor | None = None) -> Any:
+    x = x if keys is None else pa.dropout(x, 0.25, keys)
+    out, new = NORMED.apply(params, buffers, x)
     loss = pa.Weighted(out.square().sum(), (x > 0).sum() + 1)
     return loss, (new, {"rows": out.sum(1), "seen": pa.Weighted(out.sum(), len(x))})
 
@@ -172,10 +173,10 @@ FULL: Any = {
     "has_aux": True,
     "aux_reduction": {"rows": "concat", "seen": "mean"},
     "buffers": "sequential",
-    "keys": True,
     "policy": pa.Policy(autocast=torch.bfloat16),
     **SCALED,
 }
+KEYED = FULL | {"keys": True}  # for a thousand blocks more: one as a whole, and one streamed
 CLIPPED = pa.chain(pa.clip_by_global_norm(0.5), pa.adamw(0.125, amsgrad=True))
 APART = pa.partition(
     {"w": pa.sgd(0.1, momentum=0.9), "b": pa.adam(0.1), "rest": pa.adamw(pa.linear_warmup(0.1, 3))},
@@ -198,8 +199,8 @@ FURTHER: dict[str, Any] = {
     "a class of torch, donated": a_step(plain, RMSPROP, **DONATED),
     "a partition": a_step(plain, APART, **DONATED),
     "everything": a_step(threaded, CLIPPED, **FULL),
-    "everything, donated": a_step(threaded, CLIPPED, **FULL, **DONATED),
-    "everything, streamed": a_step(threaded, CLIPPED, of="stream", **FULL),
+    "everything, donated": a_step(threaded, CLIPPED, **KEYED, **DONATED),
+    "everything, streamed": a_step(threaded, CLIPPED, of="stream", **KEYED),
     "everything, streamed and donated": a_step(threaded, CLIPPED, of="stream", **FULL, **DONATED),
     "pooled": a_step(threaded, **FULL | {"buffers": "pooled"}, **DONATED),
     "merged": a_step(plain, of="merged"),

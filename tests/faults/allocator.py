@@ -16,7 +16,7 @@ import pytest
 
 
 SOURCE = Path(__file__).with_suffix(".c")
-SHARES = 4  # of the programs that are too many for one process
+SHARES = 2  # of the programs that are too many for one process
 FOLDER = Path(__file__).parents[2] / "build" / "allocator"  # which git ignores
 COMPILER = shlex.split(os.environ.get("CC", "gcc"))
 REASON = (

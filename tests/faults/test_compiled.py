@@ -109,10 +109,10 @@ def keeps(params: Any, batch: Any) -> Tensor:
     ("loss", "line", "why"),
     [
         (branches, "if value > 0", "torch.where takes both sides"),
-        (lists, 'batch["x"].tolist()', "keep it a tensor"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (lists, 'batch["x"].tolist()', "keep it a tensor"),
                 (prints, 'print("the loss")', "return what is to be printed as aux"),
                 (logs, 'LOG.info("the loss")', "return what is to be logged as aux"),
                 (gets_a_logger, 'logging.getLogger("mine")', ""),
@@ -215,7 +215,13 @@ SAME: dict[str, tuple[dict[str, Any], Change]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+# With aux, and of a loss that runs, graphs are made before anything is refused: that takes seconds.
+SLOW = ("aux that cannot be joined", "aux that is missing", "aux that nobody announced")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SAME]
+)
 def test_errors_have_the_words_of_the_eager_step(name: str) -> None:
     """And a state that was to be given up is as good as before."""
     knobs, change = SAME[name]

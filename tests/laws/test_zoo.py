@@ -15,7 +15,7 @@ import pureaccum as pa
 from pureaccum.curvature.passes import WrongProductError
 from pureaccum.testing import Report, check_accumulation
 from tests.laws.zoo.residents import residents
-from tests.laws.zoo.species import ROWS, Species
+from tests.laws.zoo.species import ROWS, ZOO, Species
 
 
 pytestmark = [pytest.mark.testing, pytest.mark.promise("check")]
@@ -40,8 +40,17 @@ def test_of_a_loss_that_fails_the_cause_is_found(species: Species, dtype: torch.
     assert all(diagnosis.mend.strip() for diagnosis in report.diagnoses)
 
 
+# Derivatives are compared in float64, whatever the dtype was: each species in one of its dtypes.
+IN_TURN = [
+    param
+    for param in residents(lambda it: not it.kind)
+    for species, dtype in [param.values]
+    if dtype == species.dtypes[ZOO.index(species) % len(species.dtypes)]
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("species", "dtype"), residents(lambda it: not it.kind))
+@pytest.mark.parametrize(("species", "dtype"), IN_TURN)
 def test_no_derivative_of_a_loss_that_fits_is_said_to_be_wrong(
     species: Species, dtype: torch.dtype
 ) -> None:

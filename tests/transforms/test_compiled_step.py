@@ -326,6 +326,7 @@ class Switched(nn.Module):
         return self.norm(x) * (2.0 if self.training else 1.0) * self.factor + self.shift
 
 
+@pytest.mark.slow
 def test_what_a_loss_captures_may_change() -> None:
     """The next step sees it; compiled anew or not, nothing of the user's is taken for constant."""
     module = Switched().requires_grad_(False)
