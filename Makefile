@@ -12,6 +12,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The version is pinned in pyproject.toml: pyright need not look for a newer one.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
+# Bytecode is kept, or each worker, rank and planted fault compiles the tests anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test others bench gpu lint clean
 
 help:  ## list the targets
