@@ -79,7 +79,8 @@ def read_batch(batch: Tree, root: str = "batch", dim: int = 0, *, cut: bool = Tr
             elif leaf.size(dim) != rows:
                 raise NotRowsError(_disagreement(leaves, spec, root, i, dim))
         else:
-            if plain and open_tree(batch, root)[1] != spec:  # whose classes are known from now on
+            new = plain and not torch.compiler.is_dynamo_compiling()
+            if new and open_tree(batch, root)[1] != spec:  # whose classes are known from now on
                 return read_batch(batch, root, dim, cut=cut)
             plain = False
             if not isinstance(leaf, (bool, int, float, complex, str)):

@@ -37,8 +37,9 @@ def prepare(plan: Plan, state: TrainState, batch: Tree) -> tuple[Prepared, Begin
     flat = flatten((state, batch))
     size = tuple(plan.size) if isinstance(plan.size, list) else plan.size
     key = structure_of(size, flat)
-    known: Structure | None = plan.structures.known.get(key)
-    if known is None:  # or there is no key
+    # A compiler, for which there is no key, is not to look into what was decided.
+    known: Structure | None = None if key is None else plan.structures.known.get(key)
+    if known is None:
         return _examined(plan, state, batch, key)
     leaves, both = flat
     # Structures that are equal may have their keys in another order.

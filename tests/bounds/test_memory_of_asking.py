@@ -57,7 +57,7 @@ def run_of(way: str, name: str, check: bool) -> Callable[[], object]:
 def peak(run: Callable[[], object]) -> int:
     """The most bytes of a CPU that were alive at once, beyond what was there before."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         run()
     live = most = 0
     events: list[Any] = [*profile.profiler.kineto_results.events()]  # pyright: ignore
