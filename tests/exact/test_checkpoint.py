@@ -175,7 +175,7 @@ READ_AS_THEY_ARE = re.compile(
     layout=st.sampled_from(["whole", "some", "again"]),
 )
 @example(shape=[2, 3], seed=0, order=[0, 1, 2], layout="whole")
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 def test_the_library_s_own_reader_reads_every_dtype(
     shape: list[int], seed: int, order: list[int], layout: str
 ) -> None:
@@ -205,7 +205,7 @@ def test_the_library_s_own_reader_reads_every_dtype(
     assert theirs.keys() == expected.keys() | {"crc32"}
     for name, (x, raw) in expected.items():
         came, kind, last = theirs[name], x.dtype, ()
-        if x.dtype.is_complex:
+        if x.dtype in (torch.complex32, torch.complex64, torch.complex128):
             kind, last = x.dtype.to_real(), (2,)
         elif not READ_AS_THEY_ARE.match(str(x.dtype)):
             kind, last = torch.uint8, (x.dtype.itemsize,)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pureaccum as pa
+from pureaccum._base.torch_internals import VERSION
 
 
 pytestmark = [pytest.mark.step, pytest.mark.promise("launches")]
@@ -124,7 +125,8 @@ def test_a_vmap_of_steps_selects_nothing_where_all_members_are_applied() -> None
     every(states, BATCH)
     with Operations() as operations:
         every(states, BATCH)
-    assert operations.count <= 360  # whether each is finite is counted, whatever the numbers are
+    # whether each is finite is counted, whatever the numbers are
+    assert operations.count <= (360 if VERSION < (2, 15) else 364)
 
 
 def test_the_gradients_of_samples_are_watched_once_and_not_at_every_call() -> None:
