@@ -8,7 +8,6 @@ registered globally in optree, or under the namespace ``"pureaccum"``, are trees
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -55,12 +54,6 @@ def flatten(tree: Tree) -> Flat:
 
 # The tree of a structure with these leaves: optree's own function, since each microbatch calls it.
 unflatten: Callable[[optree.PyTreeSpec, Iterable[Any]], Tree] = optree.tree_unflatten
-
-
-def parted(flat: Flat) -> list[Flat]:
-    """The children of a flattened tree, each with its own leaves."""
-    rest = iter(flat[0])
-    return [([*islice(rest, child.num_leaves)], child) for child in flat[1].children()]
 
 
 def tree_map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

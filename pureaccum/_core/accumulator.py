@@ -21,7 +21,7 @@ from .._base.checks import (
 from .._base.dtensors import closed, opened, resolved
 from .._base.states import Spoiled, hand_over, mark
 from .._base.torch_internals import may_add_in_place, may_write
-from .._base.trees import Tree, flatten, parted, paths, tree_leaves, unflatten, zeros
+from .._base.trees import Tree, flatten, paths, tree_leaves, unflatten, zeros
 from .batches import Batch, read_microbatch
 from .coupling import question_of
 from .engines import Way
@@ -185,10 +185,11 @@ def _update(
 ) -> Any:
     read_state(state)
     called, rule = (params, *args), making.rule
+    leaves, spec = flatten(params)
+    sums, is_vector = flatten(state.grads), isinstance(state.squares, Tensor)
     at = positions(making.batches[0], len(called), "batch_argnums")
     own = called[at[0]] if len(at) == 1 else tuple(called[i] for i in at)
-    (leaves, spec), _, batch = parted(flat := flatten((params, state, own)))
-    key = structure_of("update", flat)
+    key = structure_of(is_vector, (leaves, spec), sums, flat := flatten(own))
 
     def examined() -> tuple[Batch, Kinds]:
         read_params(params)
@@ -196,9 +197,9 @@ def _update(
         _check_not_params(at, making.batches[1])
         read = read_microbatch(own)
         refuse_autocast_cache(leaves)
-        return read, kinds_of(leaves, [x.dtype for x in tree_leaves(state.grads)])
+        return read, kinds_of(leaves, [x.dtype for x in sums[0]])
 
-    read, kinds = update_of(making.structures, key, leaves, batch, examined)
+    read, kinds = update_of(making.structures, key, leaves, flat, examined)
 
     def loss(leaves: list[Tensor], part: Any, *_: Any) -> Any:
         arguments = [unflatten(spec, leaves), *args]
@@ -253,7 +254,7 @@ def updated(
         donate: Whether the state is given up.
     """
     in_place = may_add_in_place()
-    (held, spec), *_ = parted(flat := flatten(state))
+    held, spec = flatten(state.grads)
     parts, layouts = opened(held)
     sums: Sums | None = None
 
@@ -289,5 +290,5 @@ def updated(
                 error.add_note(f"The microbatch has no rows: {batch.problem}")
             raise
         if gives_up:
-            mark(flat[0])
+            mark(tree_leaves(state))
     return new, entry

@@ -9,7 +9,8 @@ tensors, and whatever is called under a transform, has no key, and is examined a
 """
 
 from collections.abc import Callable, Iterable
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -47,17 +48,20 @@ class Structures:
 MOST = 1000  # structures
 
 
-def structure_of(beside: Any, tree: Flat) -> Any:
-    """The key of a tree, and of what else decides; None where nothing may be remembered."""
-    leaves, spec = tree
-    if transform_active() or not PLAIN.issuperset(map(type, leaves)):
+def structure_of(beside: Any, *trees: Flat) -> Any:
+    """The key of some trees, and of what else decides; None where nothing may be remembered."""
+    if transform_active():
+        return None
+    leaves = [*chain.from_iterable(map(_LEAVES, trees))]
+    if not PLAIN.issuperset(map(type, leaves)):
         return None
     try:
-        return beside, spec, *map(_LOOKS, leaves)
+        return beside, *map(_SPEC, trees), *map(_LOOKS, leaves)
     except RuntimeError:  # a nested tensor has no shape
         return None
 
 
+_LEAVES, _SPEC = itemgetter(0), itemgetter(1)
 _LOOKS: Callable[[Tensor], Any] = attrgetter("dtype", "shape", "device", "layout")
 
 

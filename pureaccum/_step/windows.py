@@ -20,7 +20,6 @@ from .._base.trees import (
     Tree,
     apart,
     flatten,
-    parted,
     tree_leaves,
     tree_map,
     unflatten,
@@ -118,10 +117,9 @@ def updated_window(
 
     Its mean counts for its rows, or for as many as ``counts`` says.
     """
-    check_state(state, TrainState, "this step")
-    of_state, _, own = parted(flat := flatten((state, window, microbatch)))
-    (leaves, spec), *_ = parted(of_state)
-    key = structure_of("update", flat)
+    leaves, spec = flatten(check_state(state, TrainState, "this step").params)
+    beside = flatten((state._replace(params=()), window))
+    key = structure_of("update", (leaves, spec), flat := flatten(microbatch), beside)
 
     def examined() -> tuple[Batch, Kinds]:
         read_train_state(plan, state)
@@ -130,7 +128,7 @@ def updated_window(
         check_keys(plan, read)
         return read, kinds_of(leaves, [x.dtype for x in tree_leaves(window.accum.grads)])
 
-    read, kinds = update_of(plan.structures, key, leaves, own, examined)
+    read, kinds = update_of(plan.structures, key, leaves, flat, examined)
     rows = read.rows or 0
     refuse_derivative(plan)
     given = Given("microbatch", read.leaves, read.spec)
