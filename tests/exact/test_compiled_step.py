@@ -112,6 +112,7 @@ def test_by_inductor_a_step_is_the_full_batch_update() -> None:
         check("weighted", "scan", make_params(seed), make_batch(seed, 11), settings=True)
 
 
+@pytest.mark.slow
 @examples(1 / 2)
 @given(
     st.sampled_from([torch.nan, torch.inf, -torch.inf]),

@@ -173,9 +173,8 @@ def two_layers(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return ((x @ p["w1"]).tanh() @ p["w2"]).square().mean()
 
 
-@pytest.mark.parametrize(
-    "form", ["unrolled", *(pytest.param(f, marks=pytest.mark.slow) for f in ("scan", "stream"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["unrolled", "scan", "stream"])
 def test_each_model_of_one_step_has_graphs_of_its_own(form: str) -> None:
     """So torch's limit (here one) is none, and a model that came before is not compiled again."""
     settings, graphs = counting()
