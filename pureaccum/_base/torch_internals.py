@@ -15,6 +15,7 @@ name                               what for                                check
 ``forward_ad._current_level``      is torch's forward AD going on?         2.11, 2.13
 ``Node._sequence_nr``              was it recorded before?                 2.11, 2.13
 ``Node._forward_cls``              which Function recorded it?             2.13
+``torch._C._functions``            the node in which a graph ends          2.11, 2.13, 2.15
 ``torch._C.DisableTorchFunction``  what modes are not to see               2.11, 2.13
 ``torch._C._DisableTorchDispatch`` what modes are not to see               2.11, 2.13
 ``torch._foreach_add_``            one call for many small leaves          2.11, 2.13, 2.15
