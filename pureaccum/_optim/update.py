@@ -249,7 +249,8 @@ def _step(
         foreach = not method.fused and columns[0][0].device.type != "cpu"
         with torch.no_grad():
             new = by_kernel(method, *given, given_up, foreach)
-    mark(given_up)
+    if own:
+        mark(given_up)
     new = new if layouts is None else [closed(column, layouts) for column in new]
     new_params, *later = [unflatten(spec, column) for column in new]
     found = iter(later)

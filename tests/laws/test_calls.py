@@ -54,14 +54,14 @@ def calls(run: Callable[[], object]) -> int:
 
 
 CASES = {
-    "sgd": (plain, {"w": torch.ones(8, 4)}, pa.sgd(0.1), {}, 167),
-    "functional and adamw": (network, FN.params, pa.adamw(), {}, 196),
+    "sgd": (plain, {"w": torch.ones(8, 4)}, pa.sgd(0.1), {}, 166),
+    "functional and adamw": (network, FN.params, pa.adamw(), {}, 195),
     "clip, scale and policy": (
         plain,
         {"w": torch.ones(8, 4)},
         pa.chain(pa.clip_by_global_norm(1.0), pa.adamw()),
         {"loss_scale": pa.dynamic_loss_scale(), "policy": pa.Policy(compute=torch.bfloat16)},
-        269,
+        268,
     ),
 }
 
