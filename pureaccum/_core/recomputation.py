@@ -170,7 +170,8 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.outer: _Mode | None = None
-        self.made: set[int] = set()  # the ids of what was made inside, or given to the function
+        # What was made inside, or given to the function. An id alone may be a dead tensor's.
+        self.made: dict[int, ReferenceType[Tensor]] = {}
         self.met: set[int] = set()
         self.used: set[int] = set()  # by the operation that runs now
 
@@ -178,9 +179,14 @@ class _Mode(TorchFunctionMode):
         """What an operation is given in place of a tensor."""
         raise NotImplementedError
 
+    def is_made(self, x: Tensor) -> bool:
+        """Whether a tensor was made inside of the function, or given to it."""
+        at = self.made.get(id(x))
+        return at is not None and at() is x
+
     def from_outside(self, x: Tensor) -> Tensor:
         """The tensor that the function around this one is given in place of one."""
-        return x if self.outer is None or id(x) in self.made else self.outer.given_for(x)
+        return x if self.outer is None or self.is_made(x) else self.outer.given_for(x)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -240,7 +246,7 @@ class _Finding(_Mode):
         self.foreign: set[int | None] = {None}
 
     def given_for(self, x: Tensor) -> Tensor:
-        if id(x) in self.made:
+        if self.is_made(x):
             return x
         at = self.places.get(id(x))
         if at is None:
@@ -278,7 +284,7 @@ class _Finding(_Mode):
         self.settled = len(self.found)
 
     def note(self, made: Iterable[Tensor]) -> None:
-        self.made.update(map(id, made))
+        self.made.update((id(x), ref(x)) for x in made)
         if self.level:
             self.memory |= {memory_of(x) for x in made} - self.foreign
 

@@ -525,10 +525,16 @@ def test_a_vmap_in_a_loss_twice_backwards() -> None:
 def test_what_is_refused_is_refused_to_who_asks_for_one_gradient() -> None:
     c = C.clone().requires_grad_()
 
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return mean(w, x, c) + torch.func.grad(lambda w: mean(w, x, C))(w).sum()
+    def dropping(made: int) -> Program:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            tensors = [x * 1 for _ in range(made)]
+            del tensors[::2]
+            return mean(w, x, c) + torch.func.grad(lambda w: mean(w, x, C))(w).sum()
 
-    _, product = hvp(loss, microbatch_size=4)(W, X, V)
-    for unused in (False, True):  # None would be a silent constant
-        with saying(RuntimeError, "captures what requires grad"):
-            torch.autograd.grad(product.sum(), c, allow_unused=unused)
+        return loss
+
+    for made in range(0, 200, 5):  # what it drops leaves its ids to what it has not made
+        _, product = hvp(dropping(made), microbatch_size=4)(W, X, V)
+        for unused in (False, True):  # None would be a silent constant
+            with saying(RuntimeError, "captures what requires grad"):
+                torch.autograd.grad(product.sum(), c, allow_unused=unused)
