@@ -44,6 +44,10 @@ from .called_modules import HeldTensors, Modules, hold, holding, in_modes, remem
 from .writes import Known
 
 
+# Tensors by their ids. An id alone may be that of one that has died.
+References = dict[int, ReferenceType[Tensor]]
+
+
 class UnseenError(BaseException):
     """Something captured is followed and cannot be exchanged. Only the caller may catch this."""
 
@@ -170,8 +174,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.outer: _Mode | None = None
-        # What was made inside, or given to the function. An id alone may be a dead tensor's.
-        self.made: dict[int, ReferenceType[Tensor]] = {}
+        self.made: References = {}  # what was made inside, or given to the function
         self.met: set[int] = set()
         self.used: set[int] = set()  # by the operation that runs now
 
@@ -181,8 +184,7 @@ class _Mode(TorchFunctionMode):
 
     def is_made(self, x: Tensor) -> bool:
         """Whether a tensor was made inside of the function, or given to it."""
-        at = self.made.get(id(x))
-        return at is not None and at() is x
+        return _holds(self.made, x)
 
     def from_outside(self, x: Tensor) -> Tensor:
         """The tensor that the function around this one is given in place of one."""
@@ -238,7 +240,7 @@ class _Finding(_Mode):
         self.places: dict[int, int] = {}
         self.found: list[Found] = []
         self.settled = 0  # how many of them were used
-        self.others: dict[int, ReferenceType[Tensor]] = {}  # captured tensors that are not followed
+        self.others: References = {}  # captured tensors that are not followed
         self.records = False  # whether what is given in place of captured tensors requires grad
         self.wraps = False  # whether a transform that may be over by then wraps one of the others
         self.versions: list[tuple[ReferenceType[Tensor], int | None]] = []  # of the others
@@ -315,9 +317,13 @@ class _Giving(_Mode):
                 self.used.add(at)
             instead = self.instead[at]
             return instead if instead.dtype == x.dtype else instead.to(x.dtype)
-        other = self.found.others.get(id(x))
         own = self.from_outside(x)
-        return innermost(own) if other is not None and other() is x else own
+        return innermost(own) if _holds(self.found.others, x) else own
+
+
+def _holds(references: References, x: Tensor) -> bool:
+    at = references.get(id(x))
+    return at is not None and at() is x
 
 
 def _differs(place: Any, then: dict[str, Any]) -> bool:
