@@ -1,14 +1,15 @@
 """Call something again with the random numbers that it drew the first time.
 
-    with noted(devices) as drawn:
-        call()
-    with replaying(drawn):
+    before = generators(devices)
+    call()
+    with replaying(before):
         call()  # again: the same numbers, and the generators stand where they stood
 
-A generator's state is kept only where numbers were drawn, since most calls draw none.
+Nothing is put back where nothing was drawn (``were_drawn_from``): other threads may draw, too.
 """
 
-from collections.abc import Generator, Iterable
+import threading
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -25,19 +26,16 @@ class Drawn(NamedTuple):
     state: Tensor
 
 
-@contextmanager
-def noted(devices: Iterable[torch.device]) -> Generator[list[Drawn]]:
-    """Note from which of torch's generators numbers are drawn inside; filled in at the end."""
-    before, drawn = generators(devices), list[Drawn]()
-    yield drawn
+def were_drawn_from(before: list[Drawn], now: list[Drawn]) -> bool:
+    """Whether numbers were drawn from generators between two looks at them."""
     with unseen():
-        drawn += [it for it in before if not torch.equal(it.state, _state(it.device))]
+        return not all(torch.equal(a.state, b.state) for a, b in zip(before, now, strict=True))
 
 
 @contextmanager
 def replaying(drawn: list[Drawn]) -> Generator[None]:
     """Let the generators draw the same numbers again; afterwards they stand where they stood."""
-    now = [Drawn(it.device, _state(it.device)) for it in drawn]
+    now = states([it.device for it in drawn])
     try:
         restore(drawn)
         yield
@@ -53,18 +51,33 @@ def put_back(device: torch.device) -> AbstractContextManager[None]:
 def generators(devices: Iterable[torch.device]) -> list[Drawn]:
     """The states of the CPU's generator and of those of some devices."""
     drawing = {device for device in devices if hasattr(_owner(device), "get_rng_state")}
-    return [Drawn(device, _state(device)) for device in {torch.device("cpu"), *drawing}]
+    return states([_CPU, *drawing - {_CPU}])
+
+
+def states(devices: Sequence[torch.device]) -> list[Drawn]:
+    """The states of the generators of devices that have one."""
+    with _ONE_AT_A_TIME, unseen():  # what counts the tensors of a step is not to count these
+        return [Drawn(device, _state(device)) for device in devices]
+
+
+_CPU = torch.device("cpu")
+
+# torch makes a tensor of a state while it has the generator's lock. If garbage is collected there,
+# another thread may run, and wait for that lock without ever letting the first one go on.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def restore(states: Iterable[Drawn]) -> None:
     """Let generators go on from noted states."""
-    for it in states:
-        _owner(it.device).set_rng_state(it.state, *_which(it.device))
+    with _ONE_AT_A_TIME:
+        for it in states:
+            _owner(it.device).set_rng_state(it.state, *_which(it.device))
 
 
 def _state(device: torch.device) -> Tensor:
-    with unseen():  # what counts the tensors of a step is not to count this one
-        return _owner(device).get_rng_state(*_which(device))
+    if device == _CPU:
+        return torch.default_generator.get_state()
+    return _owner(device).get_rng_state(*_which(device))
 
 
 def _owner(device: torch.device) -> Any:

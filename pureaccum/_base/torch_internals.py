@@ -185,6 +185,16 @@ def differentiating() -> bool:
     return any(each.key() != functorch.TransformType.Vmap for each in stack)
 
 
+def graphs_tell() -> bool:
+    """Whether graphs show all that is followed: no vmap is active, nor any forward AD."""
+    if transform_level() is None:
+        return not forward_ad_active()
+    functorch = torch._C._functorch  # pyright: ignore
+    stack = functorch.get_interpreter_stack() or ()
+    grads = all(each.key() == functorch.TransformType.Grad for each in stack)
+    return grads and not forward_ad_active()
+
+
 def functionalizing() -> bool:
     """Whether ``torch.func.functionalize`` is among the active transforms: it takes no Function."""
     functorch = torch._C._functorch  # pyright: ignore
@@ -205,6 +215,10 @@ def transform_depth() -> int:
     if VERSION < (2, 13) and torch.compiler.is_dynamo_compiling():
         return 1
     return torch._C._functorch.get_dynamic_layer_stack_depth()  # pyright: ignore
+
+
+# Whether a tensor is one of many, as ``torch.autograd.grad(is_grads_batched=True)`` computes them.
+is_one_of_many: Callable[[Tensor], bool] = _C._functorch.is_legacy_batchedtensor
 
 
 def is_wrapped(x: Tensor) -> bool:
@@ -369,11 +383,11 @@ def over_rows(
 
 def on_a_level(
     func: Callable[[list[Tensor]], Sequence[Tensor]], leaves: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """The forward pass of ``torch.func.vjp`` at top level, in half of its time: without its trees.
+) -> tuple[list[Tensor], Sequence[Tensor], list[Tensor]]:
+    """The forward pass of ``torch.func.vjp``, in half of its time: without its trees.
 
-    Gives the leaves and the first output as the level recorded them, which is over by then, for
-    ``gradients``; and all outputs as they are outside of it.
+    Gives the leaves and all outputs as the level recorded them, which is over by then, for
+    ``gradients``; and the outputs as they are outside of it.
     """
     functorch, autograd = torch._C._functorch, torch._C._autograd  # pyright: ignore
     before = autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -386,7 +400,7 @@ def on_a_level(
                 own = [functorch._wrap_for_grad(x, level).requires_grad_() for x in leaves]
                 functorch.set_inplace_requires_grad_allowed(False)
                 outs = func(own)
-                return own, outs[0], [functorch._unwrap_for_grad(x, level) for x in outs]
+                return own, outs, [functorch._unwrap_for_grad(x, level) for x in outs]
         finally:
             functorch._grad_decrement_nesting()
     finally:
@@ -400,6 +414,47 @@ _NO_HOOKS = (  # in torch's own words
     "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. "
     "Please open an issue with your use case."
 )
+
+
+# An autograd Function of one level of torch.func, which torch itself makes anew for each call of a
+# ``Function``: that takes most of a millisecond. It is called within ``on_one_level``.
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction  # pyright: ignore
+
+
+def on_one_level(function: Any, call: Any, tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+    """Apply a ``SingleLevelFunction`` at the innermost level, which is one of ``grad``."""
+    functorch, level = torch._C._functorch, transform_level()  # pyright: ignore
+    own = [x if level_of(x) == level else functorch._wrap_for_grad(x, level) for x in tensors]
+    before = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        return function.apply(call, *own)
+    finally:
+        functorch.set_single_level_autograd_function_allowed(before)
+
+
+def below_grad(
+    func: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Iterable[Tensor]
+) -> tuple[Tensor, ...]:
+    """What a function gives below the innermost level of ``grad``, in the grad mode around that.
+
+    It is given the tensors as they are there, and what it gives comes back to the level.
+    """
+    functorch, level = torch._C._functorch, transform_level()  # pyright: ignore
+    below = [functorch._unwrap_for_grad(x, level) for x in tensors]
+    mode = functorch.CGradInterpreterPtr(functorch.get_interpreter_stack()[-1]).prevGradMode()
+    innermost = functorch.pop_dynamic_layer_stack()
+    try:
+        with torch.set_grad_enabled(mode):
+            outs = func(below)
+    finally:
+        functorch.push_dynamic_layer_stack(innermost)
+    return tuple(functorch._wrap_for_grad(x, level) for x in outs)
+
+
+def level_of(x: Tensor) -> int:
+    """The level of the outermost wrapper of a tensor; -1 if it has none."""
+    return torch._C._functorch.maybe_get_level(x)  # pyright: ignore
 
 
 def below_vmap(func: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -466,6 +521,20 @@ def gradients(
     The graph is kept where the gradients of the same total are asked for ``again``.
     """
     given = (total,), (cotangent,), again, False, tuple(leaves), True
+    return torch.autograd.graph._engine_run_backward(*given, accumulate_grad=False)  # pyright: ignore
+
+
+def gradients_of(
+    outs: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    again: bool = False,
+    create_graph: bool = False,
+) -> Sequence[Any]:
+    """The same of several outputs, all of which require grad."""
+    if _FUNCTION_MODES():  # which are to see it as one operation
+        return torch.autograd.grad(outs, leaves, cotangents, again, create_graph, allow_unused=True)
+    given = tuple(outs), tuple(cotangents), again, create_graph, tuple(leaves), True
     return torch.autograd.graph._engine_run_backward(*given, accumulate_grad=False)  # pyright: ignore
 
 
@@ -684,28 +753,59 @@ def leads_to(total: Tensor, leaves: Sequence[Any]) -> bool:
 
 def ends_of(x: Tensor) -> list[Tensor]:
     """The leaves in which the graph of a tensor ends: itself, if it is one that requires grad."""
-    nodes = nodes_of([x])
+    nodes = nodes_from([x.grad_fn], {None})
     if not nodes and x.requires_grad:
         return [x]
     # a user's Function may call something of its own ``variable``
     return [node.variable for node in nodes if type(node) is _END]
 
 
-def nodes_of(outs: Iterable[Tensor]) -> list[Any]:
-    """What autograd recorded on the way to some tensors."""
-    nodes: list[Any] = [*dict.fromkeys(filter(None, map(_GRAD_FN, outs)))]
-    found = {None, *nodes}
+def leaves_since(
+    outs: Sequence[Tensor], begun: int, inputs: Sequence[Tensor] = ()
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """The leaves that outputs depend on, by id: through new operations, and through older ones.
+
+    Those that were recorded since ``begun`` are new. What the inputs depend on is left out.
+    Operations are counted per thread: one of another thread may pass for new or for old.
+    """
+    stops = {None, *map(_GRAD_FN, inputs)}
+    ends = [x for x in outs if x.requires_grad and x.grad_fn is None]
+    nodes: list[Any] = [x for x in {*map(_GRAD_FN, outs)} if x not in stops]
+    known, old = stops.union(nodes), list[Any]()
+    for node in nodes:  # which grows
+        if type(node) is _END:
+            ends.append(node.variable)
+        elif node._sequence_nr() < begun:
+            old.append(node)
+        else:
+            for parent, _ in node.next_functions:
+                if parent not in known:
+                    known.add(parent)
+                    nodes.append(parent)
+    leaves = {id(x): x for x in ends}
+    for x in inputs:
+        leaves.pop(id(x), None)
+    older = [node.variable for node in nodes_from(old, stops) if type(node) is _END]
+    return leaves, {id(x): x for x in older}
+
+
+def nodes_from(begin: Iterable[Any], stops: set[Any]) -> list[Any]:
+    """Nodes of a graph, and those that they lead to, but for some."""
+    nodes = [node for node in dict.fromkeys(begin) if node not in stops]
+    known = stops.union(nodes)
     for node in nodes:  # which grows
         for parent, _ in node.next_functions:
-            if parent not in found:
-                found.add(parent)
+            if parent not in known:
+                known.add(parent)
                 nodes.append(parent)
     return nodes
 
 
 def custom_functions(outs: Iterable[Tensor]) -> list[str]:
     """The autograd Functions, but ours, on the way to some tensors, by their names."""
-    functions = (getattr(node, "_forward_cls", None) for node in nodes_of(outs))
+    functions = (
+        getattr(node, "_forward_cls", None) for node in nodes_from(map(_GRAD_FN, outs), {None})
+    )
     names = (f"{x.__module__}.{x.__qualname__}" for x in functions if x is not None)
     return [*dict.fromkeys(x for x in names if not x.startswith("pureaccum."))]
 

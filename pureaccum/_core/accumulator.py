@@ -266,7 +266,7 @@ def updated(
         nonlocal sums
         sums = Sums(way.leaves, kinds, [*own])
         with guarding(loss.known, *loss.given, question=loss.question) as guarded:
-            return adder(guarded(loss.call), window, sums, way)(part)
+            return adder(guarded(loss.call), loss.known, window, sums, way)(part)
 
     with outside_inference_mode():
         own = parts

@@ -12,7 +12,8 @@ in windows.py.
 import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from operator import is_
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.states import Refusing
-from .._base.torch_internals import BUFFERS, PARAMETERS, Place, tensor_places
+from .._base.torch_internals import BUFFERS, PARAMETERS, Place, is_compiled_module, tensor_places
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -34,14 +35,8 @@ ALONE = threading.RLock()
 HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
 
 
-class Called(NamedTuple):
-    """A module that was called."""
-
-    training: bool
-    places: list[Place]
-
-
-Modules = dict[torch.nn.Module, Called]
+# The modes of modules.
+Modules = dict[torch.nn.Module, bool]
 
 
 class Ambiguous(Refusing):
@@ -55,15 +50,10 @@ class Ambiguous(Refusing):
 
 
 @contextmanager
-def remembering(
-    held: HeldTensors | None = None, modules: Modules | None = None
-) -> Generator[HeldTensors]:
-    """Remember what is held by the modules that are called inside, and by those below them.
-
-    It goes into ``held``, and the modules themselves into ``modules``.
-    """
-    held = {} if held is None else held
-    seen: Modules = {} if modules is None else modules
+def remembering() -> Generator[HeldTensors]:
+    """Remember what is held by the modules that are called inside, and by those below them."""
+    held: HeldTensors = {}
+    places: dict[torch.nn.Module, list[Place]] = {}
     ambiguous: set[tuple[torch.nn.Module, str]] = set()
     thread = threading.get_ident()
 
@@ -72,12 +62,11 @@ def remembering(
             return
         if here.observed is not None:  # what is called there is called again
             return
-        if module in origins:  # its mode is that of the module that it stands for
-            seen.setdefault(origins[module], Called(origins[module].training, []))
+        if module in origins:  # a shell keeps its tensors
             return
-        if module not in seen:
-            seen[module] = Called(module.training, tensor_places(module))
-        for place in seen[module].places:
+        if module not in places:
+            places[module] = tensor_places(module)
+        for place in places[module]:
             owner, attributes, name = place
             now = attributes[name]
             if (owner, name) not in held:
@@ -102,14 +91,27 @@ def remembering(
                 held[key] = (place, then | refusing)
 
 
-def hold(held: HeldTensors, seen: Modules, modules: Iterable[torch.nn.Module]) -> None:
+def hold(held: HeldTensors, modes: Modules, modules: Iterable[torch.nn.Module]) -> None:
     """Note what modules hold now by themselves, and what mode they are in."""
     for module in modules:
         attributes = vars(module)
-        seen[module] = Called(module.training, [])
+        if is_compiled_module(module):
+            continue  # Python cannot put anything else into it
+        if module in origins:  # a shell keeps its tensors; its mode is that of its module
+            module, attributes = origins[module], {}
+        modes[module] = module.training
         for name in (PARAMETERS, BUFFERS):
             if attributes.get(name):
                 held[module, name] = (module, attributes, name), attributes[name].copy()
+
+
+def hold_again(held: HeldTensors, modules: Modules) -> bool:
+    """Whether all modules hold what they held then, in the modes that they were in."""
+    same = all(
+        len(now := attributes[name]) == len(then) and all(map(is_, now.values(), then.values()))
+        for (_, attributes, name), then in held.values()
+    )
+    return same and all(module.training == then for module, then in modules.items())
 
 
 def with_own_buffers(held: HeldTensors) -> HeldTensors:
@@ -125,7 +127,7 @@ def with_own_buffers(held: HeldTensors) -> HeldTensors:
 @contextmanager
 def in_modes(modules: Modules) -> Generator[None]:
     """Let modules be in training as they were when they were called."""
-    others = {x: then.training for x, then in modules.items() if x.training != then.training}
+    others = {module: then for module, then in modules.items() if module.training != then}
     with ALONE if others else nullcontext():
         try:
             for module, then in others.items():

@@ -25,6 +25,7 @@ from .._base.torch_internals import (
     foreach_add_,
     gradients,
     gradients_into,
+    gradients_of,
     on_a_level,
     without_history,
 )
@@ -71,7 +72,7 @@ def by_autograd(seams: Seams, part: Portion, way: Way) -> Recorded:
 def by_func(seams: Seams, part: Portion, way: Way) -> Recorded:
     """A loss under torch.func, at top level."""
     call, shapes, backwards = _on_primals(seams, part)
-    leaves, total, outs = on_a_level(call, way.leaves)
+    leaves, (total, *_), outs = on_a_level(call, way.leaves)
     (shape,) = shapes
     seen = outside(read_again(outs[0], outs[1:], shape), way)
     return Recorded(total=total, leaves=leaves, seen=seen, shape=shape, backward=backwards[0])
@@ -80,17 +81,19 @@ def by_func(seams: Seams, part: Portion, way: Way) -> Recorded:
 def under_transforms(seams: Seams, part: Portion, way: Way) -> Recorded:
     """A loss whose gradients other transforms follow."""
     call, shapes, backwards = _on_primals(seams, part)
+    if torch.compiler.is_dynamo_compiling():  # which takes torch's own functions alone
 
-    def first_and_rest(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-        first, *rest = call([*leaves])
-        return first, rest
+        def first_and_rest(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+            first, *rest = call([*leaves])
+            return first, rest
 
-    # pyright cannot tell the two lengths of vjp's result apart
-    total, vjp, rest = torch.func.vjp(first_and_rest, *way.leaves, has_aux=True)  # pyright: ignore
+        # pyright cannot tell the two lengths of vjp's result apart
+        total, vjp, rest = torch.func.vjp(first_and_rest, *way.leaves, has_aux=True)  # pyright: ignore
+        pull = partial(vjp, retain_graph=False)
+    else:
+        leaves, (recorded, *_), (total, *rest) = on_a_level(call, way.leaves)
+        pull = partial(_pulled_through, recorded, leaves)
     shape = shapes[-1]
-    # retain_graph=False frees activations as the pass goes. create_graph stays at its default, the
-    # grad mode: False would silently drop second-order terms under an outer transform.
-    pull = partial(vjp, retain_graph=False)
     seen = outside(read_again(total, rest, shape), way)
     return Recorded(
         total=total,
@@ -100,6 +103,15 @@ def under_transforms(seams: Seams, part: Portion, way: Way) -> Recorded:
         backward=backwards[-1],
         pull=pull,
     )
+
+
+def _pulled_through(total: Tensor, leaves: list[Tensor], cotangent: Tensor) -> list[Tensor]:
+    """As ``torch.func.vjp`` pulls back: recorded in grad mode, for terms of second order."""
+    if not total.requires_grad:
+        return [*map(torch.zeros_like, leaves)]
+    given = (total,), leaves, (cotangent,)
+    grads = gradients_of(*given, create_graph=torch.is_grad_enabled())
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
 
 
 def _on_primals(seams: Seams, part: Portion) -> tuple[Any, list[Shape], list[Backward | None]]:

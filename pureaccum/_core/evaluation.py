@@ -15,13 +15,14 @@ from .._base.checks import check_argnums, positions
 from .._base.dtensors import with_all_terms
 from .._base.torch_internals import transform_active
 from .._base.trees import Tree, flatten, tree_map, unflatten
+from .arguments import Arguments
 from .auto_size import Size, automatic
 from .batches import Batch, check_sizes, cutting, parts_of_streams, read_microbatch
 from .coupling import LossOfPart, question_of
 from .history import refusing_backward, with_history
 from .layers.order import check_rule
 from .loss import Reduction, advising, counts, is_pair, known_to_all_ranks, mean_of, read, settled
-from .microbatch import Arguments, call_microbatched
+from .microbatch import call_microbatched
 from .outputs import Counted, Whole
 from .precision import Policy, under
 from .reductions import check_reduce
@@ -100,7 +101,9 @@ def value(  # noqa: D417
             whole = unflatten(spec, leaves)
             given = [part[i] if i in part else whole[i] for i in range(len(args))]
             if transform_active():  # a function of one piece, of which nothing is kept
-                return call_microbatched(judged, Arguments.of(given, kwargs), Whole(), None)
+                return call_microbatched(
+                    judged, Arguments.of(given, kwargs), Whole(), known, guards=False
+                )
             return run(*given, **kwargs)
 
         return one_of, tuple(leaves)

@@ -48,7 +48,7 @@ from .._base.torch_internals import (
 from .._base.trees import Tree, accumulation_dtype, continuous, real_parts, unflatten
 from .batches import parts_of_batch
 from .buckets import buckets_of, group_of, meet
-from .recomputation import exchanged, note_made
+from .watch import exchanged, note_made
 
 
 def exchange(kind: "Kind", tree: Tree, group: Any) -> Tree:

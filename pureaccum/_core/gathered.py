@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import NOWHERE, Over, join_rows
-from .._base.torch_internals import innermost, levels, materialised
+from .._base.torch_internals import (
+    foreach_add_,
+    innermost,
+    is_one_of_many,
+    levels,
+    materialised,
+    may_add_in_place,
+)
 from .._base.trees import sum_dtype
+from .weights import is_large
 
 
 class Rows(NamedTuple):
@@ -25,15 +33,18 @@ class Rows(NamedTuple):
     over: Over = NOWHERE  # the ranks of which each cuts its own rows
 
 
-Cut = Rows | Literal["whole", "last"]  # of an output "whole" is summed
+# Of an output "whole" is summed; an "own" operand is captured, and used without being given.
+Cut = Rows | Literal["whole", "last", "own"]
 WHOLE: Cut = "whole"
+OWN: Cut = "own"
 
 
 class Gathered:
     """One output of all pieces so far: summed in float32 at least, or laid end to end."""
 
     def __init__(self, sizes: Sequence[int], how: Cut, recorded: bool) -> None:
-        self.how, self.sizes, self.recorded, self.at = how, sizes, recorded, 0
+        self.how, self.sizes, self.recorded = how, sizes, recorded
+        self.at = 0  # where the next rows go; -1 where they are joined at the end
         self.sums = how == "whole" and len(sizes) > 1  # a piece alone is what it is
         self.parts: list[Tensor] = []
         self.ahead = False  # whether the next piece has been added already
@@ -81,6 +92,11 @@ class Gathered:
         self.at = -1
         self.parts.append(x)
 
+    @property
+    def has_sum(self) -> bool:
+        """Whether there is a sum of its own to which the next term is to be added."""
+        return self.sums and bool(self.parts) and not (self.ahead or self.recorded)
+
     def may_write(self, x: Tensor) -> bool:
         """Whether a piece may be written into what is there."""
         if self.recorded:
@@ -96,6 +112,30 @@ class Gathered:
                 return join_rows(self.parts, self.how.over, self.how.dim)
             return torch.cat(self.parts, self.how.dim)
         return materialised(self.parts[0].to(self.dtype) if self.sums else self.parts[0])
+
+
+def take_all(gathered: Sequence[Gathered], outs: list[Tensor]) -> None:
+    """Take all outputs of a piece, each of which is freed before the next is copied.
+
+    Small terms are added to their sums in one call, which no transform follows.
+    """
+    together = may_add_in_place()
+    sums: list[Tensor] = []
+    terms: list[Tensor] = []
+    for so_far in gathered:
+        x = outs.pop(0)
+        if together and so_far.has_sum and _is_small(x):
+            sums.append(so_far.parts[0])
+            terms.append(x)
+        else:
+            so_far.take(x)
+    if sums:
+        foreach_add_(sums, terms)
+
+
+def _is_small(x: Tensor) -> bool:
+    plain = type(x) is Tensor and x.layout is torch.strided and not is_one_of_many(x)
+    return plain and not is_large(x)
 
 
 # Rows on the host ----------------------------------------------------------------------------

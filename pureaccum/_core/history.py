@@ -17,6 +17,7 @@ What cannot be followed is refused: its results raise when a backward pass reach
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from .._base.checks import here, refuse_without_graph
 from .._base.generators import generators, restore
@@ -32,9 +32,13 @@ from .._base.refusals import advise_on_vjp
 from .._base.states import Refusing, mark
 from .._base.torch_internals import ends_of, innermost, transform_active, without_history
 from .._base.trees import NAMESPACE, Tree, continuous, flatten, tree_leaves, unflatten
-from .exchange import Backward, pulled_by, recorded_here
-from .microbatch import Arguments
-from .recomputation import Again, UnseenError, exchanged, note_made
+from .arguments import Arguments
+from .attachment import attach
+from .exchange import Backward
+from .gathered import WHOLE
+from .recomputation import Again
+from .rule import Form, Outs, Pieces
+from .watch import Finding, UnseenError, exchanged, note_made
 from .writes import Known
 
 
@@ -178,8 +182,8 @@ def _followed(
     arguments = Arguments.of(args, kwargs)
     filled, tensors = arguments.filled, exchanged(arguments.tensors)
     own, count = without_history(tensors), len(tensors)
-    remembered = Again({x.device for x in tensors})
-    before = generators(remembered.devices)
+    before = generators({x.device for x in tensors})
+    remembered = Again(before, known)
 
     def first(stop: Look | None) -> Any:
         args, kwargs = filled(own)
@@ -189,8 +193,12 @@ def _followed(
         return result
 
     try:
-        with remembered.finding(own) if captures else remembered.keeping(known):
+        with remembered.finding(own, Finding(False)) if captures else nullcontext():
             result = first(stop)
+        if not captures:
+            remembered.note_piece(set())
+        remembered.end()
+        remembered.hold(call, watched=captures)
     except (CapturedError, UnseenError):
         restore(before)
         if captures:
@@ -273,73 +281,20 @@ def _attached(
     result: Tree, repeated: Callable[..., list[Tensor]], operands: Sequence[Tensor]
 ) -> Tree:
     """A result as a function of operands, of which ``repeated`` computes its tensors again."""
-    if not any(x.requires_grad for x in operands):
-        return result
     leaves, spec = flatten(result)
     at = [i for i, x in enumerate(leaves) if _has_derivative(x)]
-    outs = [leaves[i] for i in at]
-    distinct = {id(x): x for x in outs}
-    if len(distinct) < len(outs):  # autograd counts an output once
-        outs = [distinct.pop(id(x)) if id(x) in distinct else x.clone() for x in outs]
-    made = _Followed.apply(repeated, outs, *operands)
+
+    def call(_: int, operands: Sequence[Tensor]) -> Outs:
+        try:
+            return repeated(*operands), ()
+        except RuntimeError as error:
+            advise_on_vjp(error)
+            raise
+
+    form = Form((WHOLE,) * len(operands), (WHOLE,) * len(at), (0,) * len(at))
+    piece = Pieces(call, form, (1,), composes=True)
+    made = attach(piece, operands, [leaves[i] for i in at])
     note_made(made)
     for i, x in zip(at, made, strict=True):
         leaves[i] = x
     return unflatten(spec, leaves)
-
-
-class _Followed(Function):
-    """Tensors that were computed, as what ``repeated`` makes of the operands."""
-
-    @staticmethod
-    def forward(ctx: Any, repeated: Any, outs: list[Tensor], *operands: Tensor) -> Any:  # pyright: ignore
-        ctx.repeated, ctx.pulled = repeated, recorded_here()
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*operands)
-        return tuple(outs)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:  # pyright: ignore
-        operands: tuple[Tensor, ...] = ctx.saved_tensors
-        used = [i for i, c in enumerate(cotangents) if c is not None]
-        wrt = [i for i in range(len(operands)) if ctx.needs_input_grad[2 + i]]
-        pull = _pulling(ctx.repeated, ctx.pulled, len(operands), wrt, used)
-        given = [c for c in cotangents if c is not None]
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                found = pull(*without_history([*operands, *given]))
-            found = _attached(found, pull, [*operands, *given])
-        else:  # torch's older vmap cannot detach cotangents
-            found = pull(*without_history(operands), *given)
-        grads: list[Tensor | None] = [None] * (2 + len(operands))
-        for i, g in zip(wrt, found, strict=True):
-            grads[2 + i] = g
-        return tuple(grads)
-
-
-def _pulling(
-    repeated: Callable[..., list[Tensor]],
-    backward: Backward | None,
-    count: int,
-    wrt: Sequence[int],
-    used: Sequence[int],
-) -> Callable[..., list[Tensor]]:
-    """The gradients of some operands, from all operands and the cotangents of some outputs."""
-
-    def pull(*given: Tensor) -> list[Tensor]:
-        def of(*some: Tensor) -> list[Tensor]:
-            operands = [*given[:count]]
-            for i, x in zip(wrt, some, strict=True):
-                operands[i] = x
-            with pulled_by(backward):
-                outs = repeated(*operands)
-            return [outs[i] for i in used]
-
-        try:
-            _, vjp = torch.func.vjp(of, *(given[i] for i in wrt))  # pyright: ignore
-        except RuntimeError as error:
-            advise_on_vjp(error)
-            raise
-        return [*vjp([*given[count:]], retain_graph=False)]
-
-    return pull

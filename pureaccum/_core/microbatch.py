@@ -7,37 +7,45 @@
 Everything else that takes a batch in parts is an instance of it.
 """
 
-from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._base.checks import check_argnums, check_choice, positions
-from .._base.dtensors import NOWHERE, rows_over
-from .._base.generators import generators, restore
+from .._base.checks import check_argnums, check_choice, here, positions
+from .._base.dtensors import NOWHERE
+from .._base.generators import Drawn, generators, restore
 from .._base.torch_internals import (
+    at_top_level,
     differentiating,
     forward_ad_active,
     functionalizing,
+    graphs_tell,
     in_backward,
     innermost,
+    sequence_number,
     transform_active,
     transform_depth,
+    transform_level,
+    wants_gradient,
 )
-from .._base.trees import Tree, continuous, flatten, unflatten
+from .._base.trees import Tree, continuous, flatten
+from .arguments import Arguments, with_rows_on_host
+from .attachment import FollowedError, attach
 from .auto_size import by_memory, is_auto
 from .batches import check_sizes, cutting, read_batch, rows_to_cut, sizes_of_batch
 from .exchange import inside_of, onlooker
-from .gathered import WHOLE, Cut, Rows, to_host
+from .gathered import OWN, WHOLE, Cut, Rows
 from .loss import NO_GRAPH, advising
 from .outputs import Outputs, Whole
-from .recomputation import Again, UnseenError, exchanged, note_made, original
+from .recomputation import Again
 from .reductions import check_reduce
-from .rule import FollowedError, Form, Outs, Pieces, Tensors, attach, run
+from .rule import Form, Outs, Pieces, Tensors, run
+from .watch import Finding, UnseenError, exchanged, note_made
 from .writes import Given, Known, guarding, known_of
 
 
@@ -155,95 +163,31 @@ def _batch_of(
     return {**{i: args[i] for i in at}, **{name: kwargs[name] for name in names}}
 
 
-class Arguments(NamedTuple):
-    """What a function is called with: its tensors, how they are cut, and the way back."""
-
-    tensors: list[Tensor]
-    cuts: list[Cut]
-    filled: Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any]]]
-
-    @staticmethod
-    def of(
-        args: Sequence[Any], kwargs: dict[str, Any], batches: Container[Any] = (), dim: int = 0
-    ) -> "Arguments":
-        """The arguments of a call; ``batches`` are the positions and names of what is cut."""
-        keys = [*range(len(args)), *kwargs]
-        flat = [_flat(x) for x in (*args, *kwargs.values())]
-        over = rows_over(
-            [x for k, its in zip(keys, flat, strict=True) if k in batches for x in its[0]], dim
-        )
-        tensors: list[Tensor] = []
-        cuts: list[Cut] = []
-        dtypes: list[torch.dtype] = []
-        for key, (leaves, _) in zip(keys, flat, strict=True):
-            for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor):
-                    tensors.append(leaf if key in batches else original(leaf))
-                    dtypes.append(leaf.dtype)
-                    cuts.append(Rows(dim % leaf.dim(), over=over) if key in batches else "whole")
-                    leaves[i] = _TENSOR
-        count, names = len(args), [*kwargs]  # ``filled`` is kept, and must hold no tensor
-
-        def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-            pairs = zip(tensors, dtypes, strict=True)  # a vmap asks for the time of each ``to``
-            rest = (x if x.dtype == dtype else x.to(dtype) for x, dtype in pairs)
-            given = [
-                leaves[0]
-                if spec is None
-                else unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
-                for leaves, spec in flat
-            ]
-            return given[:count], dict(zip(names, given[count:], strict=True))
-
-        return Arguments(tensors, cuts, filled)
-
-
-_TENSOR = object()
-
-
-def _flat(x: Any) -> tuple[list[Any], Any]:
-    """The leaves of an argument, and its structure; None for one that is handed on as it is.
-
-    torch 2.13 cannot compile optree's functions for an empty dict, such as no buffers are.
-    """
-    empty = torch.compiler.is_dynamo_compiling() and type(x) is dict and len(x) == 0
-    return ([x], None) if empty else flatten(x)
-
-
-def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
-    """Arguments with their rows on the host, and the device that computes if that is no CPU."""
-    devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
-    if not devices:
-        return arguments, None
-    pairs = zip(arguments.tensors, arguments.cuts, strict=True)
-    lent = [x if isinstance(cut, str) or x.device.type == "cpu" else to_host(x) for x, cut in pairs]
-    cuts = [x if isinstance(x, str) else x._replace(host=devices[0]) for x in arguments.cuts]
-    return arguments._replace(tensors=lent, cuts=cuts), devices[0]
-
-
 def call_microbatched(
-    func: Callable[..., Tree], arguments: Arguments, outputs: Outputs | Whole, known: Known | None
+    func: Callable[..., Tree],
+    arguments: Arguments,
+    outputs: Outputs | Whole,
+    known: Known,
+    guards: bool = True,
 ) -> Tree:
     """A microbatched function of some arguments.
 
-    In a graph, and where a transform that does not differentiate follows all operations, it is the
-    loop, recorded; where nothing is differentiated, the loop; else ``_Call.followed``.
+    It runs in one of four ways: compiled; plainly, where nothing is differentiated; recorded as it
+    stands, where what follows all operations does not differentiate; else so that each microbatch
+    can be run again. ``guards`` is false for a function that nobody else has written.
     """
-    tensors = arguments.tensors
+    call = _Call(func, arguments, outputs)
     if torch.compiler.is_dynamo_compiling():
-        if known and not transform_depth() and any(x.requires_grad for x in tensors):
-            func = partial(checkpoint, func, use_reentrant=False)  # the compiler keeps no more
-        call = _Call(func, arguments, outputs)
-        return outputs.finish(call.loop(call.piece, tensors, recorded=True), ())
-    call, tensors = _Call(func, arguments, outputs), exchanged(tensors)
-    with guarding(known, Given("args", *flatten(tensors))) as guarded:
+        return _compiled(call, arguments.tensors, guards)
+    tensors = exchanged(arguments.tensors)
+    with guarding(known if guards else None, Given("args", *flatten(tensors))) as guarded:
         piece = guarded(call.piece, call.bare)
         if not (transform_active() or torch.is_grad_enabled() or forward_ad_active()):
             return outputs.finish(call.loop(piece, tensors), ())
         mapped = transform_active() and not differentiating()
         if functionalizing() or (mapped and not any(innermost(x).requires_grad for x in tensors)):
             return outputs.finish(call.loop(piece, tensors, recorded=True), tensors)
-        outs, operands = call.followed(piece, tensors)
+        outs, operands = _rerunnable(call, piece, tensors, known)
     return outputs.finish(outs, operands)
 
 
@@ -262,79 +206,144 @@ class _Call:
     def piece(self, p: int, operands: Tensors, around: Any = None, repeated: bool = False) -> Outs:
         """The outputs for a piece."""
         args, kwargs = self.filled(operands)
-        with around or nullcontext():
+        if around is None:
+            return self.outputs.take(p, self.func(*args, **kwargs), repeated)
+        with around:
             return self.outputs.take(p, self.func(*args, **kwargs), repeated)
 
     def loop(self, piece: Piece, tensors: Tensors, recorded: bool = False) -> list[Tensor]:
         """The outputs for all pieces, whose form is known once the first has been run."""
 
-        def first(p: int, operands: Tensors) -> Outs:
-            outs, keeps = piece(p, operands)
-            if unformed:  # once, so that no cycle holds what is guarded
-                unformed.pop().form = self.outputs.form._replace(operands=tuple(self.cuts))
-            return outs, keeps
+        def learned() -> Form:
+            return self.outputs.form._replace(operands=cuts)
 
-        pieces = Pieces(first, Form(tuple(self.cuts), (), ()), self.outputs.sizes)
-        unformed = [pieces]
+        cuts = tuple(self.cuts)
+        pieces = Pieces(piece, Form(cuts, (), ()), self.outputs.sizes, learned)
         return run(pieces, tensors, recorded=recorded)
 
-    def followed(self, piece: Piece, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs whose derivatives are those of the rule, and what they are functions of.
 
-        Where something captured cannot be exchanged, the loop is recorded as it stands.
-        """
-        before = generators({x.device for x in tensors})
+def _compiled(call: _Call, tensors: Tensors, guards: bool) -> Tree:
+    if guards and not transform_depth() and any(x.requires_grad for x in tensors):
+        call.func = partial(checkpoint, call.func, use_reentrant=False)  # it keeps no more
+    return call.outputs.finish(call.loop(call.piece, tensors, recorded=True), ())
+
+
+# Functions that can be run again --------------------------------------------------------------
+
+
+Followed = tuple[list[Tensor], list[Tensor]]  # outputs, and what they are functions of
+
+
+def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: Known) -> Followed:
+    """Outputs whose derivatives are those of the rule, in the first of three ways that goes.
+
+    Autograd's graph tells what is captured; else its operations do; else the loop is recorded.
+    """
+    before, top_level = generators({x.device for x in tensors}), transform_level() is None
+
+    def begin() -> None:
+        restore(before)
+        call.outputs.begin()
+
+    def attempt(way: Callable[..., Followed]) -> Followed:
         try:
-            try:
-                outs, then = self.remembered(piece, tensors, False)
-            except RuntimeError as error:
-                if NO_GRAPH not in str(error) or transform_active():
-                    raise
-                restore(before)  # it differentiates what it is given, by torch.autograd.grad
-                self.outputs.begin()
-                outs, then = self.remembered(piece, tensors, True)
-            operands = [*tensors, *then.captured]
-            return self.attached(then, outs, operands), operands
-        except (UnseenError, FollowedError):
-            restore(before)
-            self.outputs.begin()
-            plain = any(x.requires_grad for x in tensors)
-            plain = plain and not (transform_active() or in_backward())
-            with inside_of(onlooker(plain=True)) if plain else nullcontext():
-                return self.loop(self.piece, tensors, recorded=True), tensors
+            return way(call, piece, tensors, known, before, False)
+        except RuntimeError as error:
+            if NO_GRAPH not in str(error) or transform_active():
+                raise
+        begin()  # it differentiates what it is given, by torch.autograd.grad
+        return way(call, piece, tensors, known, before, True)
 
-    def remembered(self, piece: Piece, tensors: Tensors, records: bool) -> tuple[Any, Again]:
-        """Outputs that nothing follows, and what the same needs to be run once more."""
-        then = Again({x.device for x in tensors})
-        then.mode.records = records
+    if here.seeks is None and graphs_tell() and top_level not in known.watched:
+        with suppress(UnseenError, FollowedError):
+            return attempt(_by_graph)
+        known.watched.add(top_level)
+        begin()
+    with suppress(UnseenError, FollowedError):
+        return attempt(_by_watch)
+    begin()
+    plain = any(x.requires_grad for x in tensors) and not (transform_active() or in_backward())
+    with inside_of(onlooker(plain=True)) if plain else nullcontext():
+        return call.loop(call.piece, tensors, recorded=True), tensors
 
-        def first(p: int, operands: Tensors) -> Outs:
-            outs, keeps = piece(p, operands, then.finding(operands))
-            return [x.detach() for x in outs] if records else outs, keeps
 
-        own = [x.detach() for x in tensors]
-        if records:
-            own = [x.requires_grad_(y.requires_grad) for x, y in zip(own, tensors, strict=True)]
-        return self.loop(first, own), then
+def _by_graph(
+    call: _Call,
+    piece: Piece,
+    tensors: list[Tensor],
+    known: Known,
+    before: list[Drawn],
+    records: bool,
+) -> Followed:
+    then = Again(before, known)
 
-    def attached(self, then: Again, outs: list[Tensor], operands: Tensors) -> list[Tensor]:
-        """Outputs that were computed, made a function of the arguments and of what is captured."""
-        found = [i for i, x in enumerate(outs) if continuous(x)]
-        if not found:
-            return outs
-        form, count = self.outputs.form, len(self.cuts)
+    def first(p: int, operands: Tensors) -> Outs:
+        begun = sequence_number()
+        outs, keeps = piece(p, operands)
+        if call.outputs.followed:  # by a reducer, whose states no rule differentiates
+            raise UnseenError
+        then.note_reached(outs, operands, begun)
+        return [x.detach() if x.requires_grad else x for x in outs], keeps
 
-        def rerun(p: int, operands: Tensors) -> Outs:
-            around = then.as_then(p, operands[count:])
-            outs, keeps = self.piece(p, operands[:count], around, repeated=True)
-            return [outs[i] for i in found], keeps
+    outs = call.loop(first, _constants(tensors, records))
+    then.end()
+    operands = [*tensors, *then.captured]
+    if any(map(wants_gradient, operands)):
+        then.hold(call.func, watched=False)
+    return _attached(call, then, outs, operands, OWN), operands
 
-        form = Form(
-            operands=(*self.cuts, *(WHOLE for _ in operands[count:])),
-            outs=tuple(form.outs[i] for i in found),
-            groups=tuple(form.groups[i] for i in found),
-        )
-        pieces = Pieces(rerun, form, self.outputs.sizes)
-        note_made(attached := attach(pieces, operands, [outs[i] for i in found]))
-        rest = iter(attached)
-        return [next(rest) if continuous(x) else x for x in outs]
+
+def _by_watch(
+    call: _Call,
+    piece: Piece,
+    tensors: list[Tensor],
+    known: Known,
+    before: list[Drawn],
+    records: bool,
+) -> Followed:
+    then, watch = Again(before, known), Finding(records)
+
+    def first(p: int, operands: Tensors) -> Outs:
+        outs, keeps = piece(p, operands, then.finding(operands, watch))
+        return [x.detach() for x in outs] if records else outs, keeps
+
+    outs = call.loop(first, _constants(tensors, records))
+    then.end()
+    then.hold(call.func, watched=True)
+    operands = [*tensors, *then.captured]
+    return _attached(call, then, outs, operands, WHOLE), operands
+
+
+def _constants(tensors: Tensors, records: bool) -> list[Tensor]:
+    """Tensors that nothing follows, of which a function may record what it does."""
+    own = [x.detach() for x in tensors]
+    if records:
+        own = [x.requires_grad_(y.requires_grad) for x, y in zip(own, tensors, strict=True)]
+    return own
+
+
+def _attached(
+    call: _Call, then: Again, outs: list[Tensor], operands: Tensors, captured: Cut
+) -> list[Tensor]:
+    """Outputs that were computed, made a function of the arguments and of what is captured."""
+    found = [i for i, x in enumerate(outs) if continuous(x)]
+    if not found:
+        return outs
+    form, count = call.outputs.form, len(call.cuts)
+
+    def rerun(p: int, operands: Tensors) -> Outs:
+        given, instead, begun = operands[:count], operands[count:], sequence_number()
+        outs, keeps = call.piece(p, given, then.as_then(p, instead), repeated=True)
+        if captured == OWN and at_top_level() and then.are_own(instead):
+            then.check_reached(p, outs, given, begun)
+        return [outs[i] for i in found], keeps
+
+    form = Form(
+        operands=(*call.cuts, *(captured for _ in operands[count:])),
+        outs=tuple(form.outs[i] for i in found),
+        groups=tuple(form.groups[i] for i in found),
+    )
+    pieces = Pieces(rerun, form, call.outputs.sizes)
+    note_made(attached := attach(pieces, operands, [outs[i] for i in found]))
+    rest = iter(attached)
+    return [next(rest) if continuous(x) else x for x in outs]

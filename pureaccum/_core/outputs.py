@@ -54,6 +54,17 @@ class Look(NamedTuple):
     dtype: torch.dtype
 
 
+_LEAF = flatten(0)[1]
+
+
+class Alike(NamedTuple):
+    """What is decided once for microbatches of tensors: their structure, and a word for each."""
+
+    spec: optree.PyTreeSpec
+    looks: list[Look]
+    words: list[str]
+
+
 class Counted(NamedTuple):
     """The output of a piece, which counts only if ``keep`` is true, or always if that is None."""
 
@@ -66,6 +77,7 @@ class Whole:
 
     sizes: Sequence[int] = (1,)
     form: Form | None = None
+    followed: Sequence[Tensor] = ()
 
     def begin(self) -> None:
         """Forget what was taken."""
@@ -108,6 +120,7 @@ class Outputs:
     def begin(self) -> None:
         """Forget what was taken."""
         self.form: Form | None = None
+        self.alike: Alike | None = None
         self.words: list[Any] = []
         # What is below each word in the first microbatch.
         self.likes: dict[int, tuple[list[Any], Any]] = {}
@@ -116,6 +129,11 @@ class Outputs:
 
     def take(self, p: int, out: Tree, repeated: bool = False) -> Outs:
         """The tensors of one microbatch, and whether they count."""
+        if self.alike is not None and self.sizes[p] == self.sizes[0]:
+            leaves, spec = ([out], _LEAF) if type(out) is Tensor else flatten(out)
+            if spec == self.alike.spec and all(map(_looks_like, leaves, self.alike.looks)):
+                pairs = zip(leaves, self.alike.words, strict=True)
+                return [x if word == "concat" else self.cut(p, x, word)[0] for x, word in pairs], ()
         try:
             pairs = below(self.reduce, out)
         except ValueError as error:
@@ -144,7 +162,17 @@ class Outputs:
         outs, cuts, groups = zip(*taken, strict=True) if taken else ((), (), ())
         if not repeated and p == 0:
             self.form = Form((), cuts, groups)
+            self.alike = self.alike_of(out)
         return [*outs], tuple(keeps)
+
+    def alike_of(self, out: Tree) -> "Alike | None":
+        """The plan of microbatches that look like the first, if they are tensors and no more."""
+        if torch.compiler.is_dynamo_compiling() or any(map(is_reducer, self.words)):
+            return None
+        looks = [look for values, _ in self.likes.values() for look in values]
+        words = [self.words[n] for n, (values, _) in self.likes.items() for _ in values]
+        plain = all(isinstance(look, Look) for look in looks) and "last" not in words
+        return Alike(flatten(out)[1], looks, words) if plain else None
 
     def take_leaf(
         self, p: int, at: tuple[int, int], x: Any, like: Any, keeps: list[Tensor], repeated: bool
@@ -263,6 +291,10 @@ def _look(x: Any) -> Any:
     if isinstance(x, Weighted):
         return Weighted(dtype_of_mean(x), 0)  # pyright: ignore
     return Look(x.shape, x.dtype) if isinstance(x, Tensor) else x
+
+
+def _looks_like(x: Any, look: Look) -> bool:
+    return isinstance(x, Tensor) and x.shape == look[0] and x.dtype is look[1]
 
 
 def _is_differentiated(x: Tensor) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._base.deterministic import becomes
+from .._base.torch_internals import versions
 from .._base.trees import Tree, tree_leaves, tree_map
-from .recomputation import cast
 
 
 class Policy(NamedTuple):
@@ -183,3 +183,25 @@ def _narrowly(func: Any, args: Any) -> Any:
         if x is not y:
             x.copy_(y)
     return out
+
+
+# Casts that know what they were made from ------------------------------------------------------
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another dtype, of which ``original`` gives the tensor that was cast."""
+    low = x.to(dtype)
+    if low is not x and not torch.compiler.is_dynamo_compiling():
+        setattr(low, _ORIGINAL, (x, versions([x, low])))
+    return low
+
+
+def original(x: Tensor) -> Tensor:
+    """The tensor that was cast to this one, if neither was written to since; else the tensor."""
+    if (cast_from := getattr(x, _ORIGINAL, None)) is None:
+        return x
+    first, then = cast_from
+    return first if then == versions([first, x]) else x
+
+
+_ORIGINAL = "cast_from"

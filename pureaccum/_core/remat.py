@@ -13,8 +13,9 @@ import torch
 
 from .._base.checks import check_int
 from .._base.trees import Tree
+from .arguments import Arguments
 from .loss import advising
-from .microbatch import Arguments, call_microbatched
+from .microbatch import call_microbatched
 from .outputs import Whole
 from .writes import known_of
 

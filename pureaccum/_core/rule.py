@@ -18,24 +18,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from .._base.dtensors import NOWHERE, split_rows
 from .._base.torch_internals import (
     forward_ad,
     forward_ad_active,
+    gradients_of,
     mapped_levels,
+    on_a_level,
     traced,
-    transform_active,
     transform_level,
     without_history,
 )
-from .._base.trees import continuous
 from .batches import cutting
-from .exchange import Backward, pulled_by, recorded_here
-from .gathered import WHOLE, Cut, Fetched, Gathered
-from .weights import LARGE, nothing_like
+from .exchange import Backward, pulled_by
+from .gathered import OWN, WHOLE, Cut, Fetched, Gathered, take_all
+from .weights import is_large, nothing_like
 
 
 class Form(NamedTuple):
@@ -58,24 +57,19 @@ Pulled = tuple[list[Tensor | None], Keeps]
 class Pieces:
     """A function of one piece, by its number and operands. No tuple: transforms would copy it."""
 
-    def __init__(self, call: PieceCall, form: Form, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        call: PieceCall,
+        form: Form,
+        sizes: Sequence[int],
+        learned: Callable[[], Form] | None = None,
+        composes: bool = False,
+    ) -> None:
         self.call, self.form, self.sizes = call, form, sizes
+        self.learned = learned  # tells the form, once a piece has been called
+        self.composes = composes  # whether only torch.func sees into it: see history.py
         self.gathered: list[Gathered] = []  # what has come out so far
         self.reached: set[int] = set()  # the operands that have had a gradient
-
-
-def applied(f: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs for all pieces of some operands, differentiable where anything records."""
-    if not (torch.is_grad_enabled() or transform_active()):
-        return run(f, operands)
-    return attach(f, operands, run(f, [x.detach() for x in operands]))
-
-
-def attach(f: Pieces, operands: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that were computed, made a function of their operands."""
-    if forward_ad_active():  # it writes tangents beside them, number by number
-        outs = [x.contiguous() for x in outs]
-    return list(_Attach.apply(f, len(operands), *operands, *outs))
 
 
 def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> list[Tensor]:
@@ -86,9 +80,10 @@ def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> lis
     with cutting(len(f.sizes)):
         for p in range(len(f.sizes)):
             outs, _ = f.call(p, [column[p] for column in columns])
-            f.gathered = f.gathered or _gathered(f, recorded)  # the first may tell the form
-            for so_far in f.gathered:
-                so_far.take(outs.pop(0))  # each is freed before the next is copied
+            if p == 0 and f.learned is not None:
+                f.form = f.learned()
+                f.gathered = _gathered(f, recorded)
+            take_all(f.gathered, outs)
     gathered, f.gathered = f.gathered, []
     return [so_far.end() for so_far in gathered]
 
@@ -130,9 +125,10 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
             pairs = zip(used, cotangents, strict=True)
             cs = [c for i, c in pairs if f.form.groups[i] == group]
             piece = partial(outs_of, p, group)
-            if transform_level() is None:
+            if transform_level() is None and not f.composes:
                 sums = pieces.gathered[len(found) : len(found) + len(wrt)]
-                grads, keeps = _pulled_by_autograd(piece, given, wrt, cs, group, sums)
+                cuts = f.form.operands
+                grads, keeps = _pulled_by_autograd(piece, given, cuts, wrt, cs, group, sums)
             else:
                 grads, keeps = _pulled_by_transform(piece, given, wrt, cs, group)
             pieces.reached.update(i for i, g in zip(wrt, grads, strict=True) if g is not None)
@@ -142,15 +138,19 @@ def vjp(f: Pieces, wrt: Sequence[int], used: Sequence[int], backward: Backward |
 
     form = Form(
         operands=(*f.form.operands, *(_of_cotangent(f.form.outs[i]) for i in used)),
-        outs=tuple(f.form.operands[i] for _ in groups for i in wrt),
+        outs=tuple(_of_gradient(f.form.operands[i]) for _ in groups for i in wrt),
         groups=tuple(group for group in groups for _ in wrt),
     )
-    pieces = Pieces(call, form, f.sizes)
+    pieces = Pieces(call, form, f.sizes, composes=f.composes)
     return pieces
 
 
 def _of_cotangent(how: Cut) -> Cut:
     return WHOLE if how == "last" else how
+
+
+def _of_gradient(how: Cut) -> Cut:
+    return WHOLE if how == OWN else how
 
 
 def selected(x: Tensor, keeps: Keeps, group: int) -> Tensor:
@@ -172,29 +172,52 @@ def _pulled_by_transform(
     f: Piece, given: Tensors, wrt: Sequence[int], cotangents: Tensors, group: int
 ) -> Pulled:
     """The gradients of some operands of a piece, of one group of outputs."""
-    of, xs = _of_some(f, given, wrt), [given[i] for i in wrt]
-    _, pull, keeps = torch.func.vjp(of, *xs, has_aux=True)  # pyright: ignore
-    grads = pull(tuple(cotangents), retain_graph=False)
-    return [selected(g, keeps, group) for g in grads], keeps
+    of, counts = _of_some(f, given, wrt), len(cotangents)
+
+    def outs_and_keeps(xs: list[Tensor]) -> list[Tensor]:
+        outs, keeps = of(*xs)
+        return [*outs, *keeps]
+
+    xs, outs, values = on_a_level(outs_and_keeps, [given[i] for i in wrt])
+    grads = _pulled(outs[:counts], xs, cotangents, False, torch.is_grad_enabled())
+    keeps = tuple(values[counts:])
+    return [g if g is None else selected(g, keeps, group) for g in grads], keeps
+
+
+def _pulled(
+    outs: Tensors, xs: Tensors, cotangents: Tensors, again: bool, record: bool
+) -> Sequence[Any]:
+    pairs = [(x, c) for x, c in zip(outs, cotangents, strict=True) if x.requires_grad]
+    if not pairs:
+        return [None] * len(xs)
+    followed, given = zip(*pairs, strict=True)
+    return gradients_of(followed, xs, given, again, record)
 
 
 def _pulled_by_autograd(
-    f: Piece, given: Tensors, wrt: Sequence[int], cotangents: Tensors, group: int, sums: Sums
+    f: Piece,
+    given: Tensors,
+    cuts: Sequence[Cut],
+    wrt: Sequence[int],
+    cotangents: Tensors,
+    group: int,
+    sums: Sums,
 ) -> Pulled:
     """The same outside of transforms: with the formulas, hence the bits, of ``.backward()``.
 
     Large gradients are added to their sums as they come: no two of a piece exist at once.
     """
+    own = [how == OWN for how in cuts]
     record = torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *cotangents))
     with torch.enable_grad():
-        inputs = [x.view_as(x) for x in given] if record else without_history(given)
+        anew = [x.view_as(x) for x in given] if record else without_history(given)
+        inputs = [x if is_own else y for x, y, is_own in zip(given, anew, own, strict=True)]
         xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
         outs, keeps = f(inputs)
-    pairs = [(x, c) for x, c in zip(outs, cotangents, strict=True) if x.requires_grad]
-    if not pairs:
-        return [None] * len(xs), keeps
-    sums = () if record else sums  # what is recorded is not written to
-    adding = {n: so_far for n, so_far in enumerate(sums) if so_far.sums and xs[n].nbytes >= LARGE}
+    adding: dict[int, Gathered] = {}
+    if not record:  # what is recorded is not written to, and what is captured is not large
+        large = [n for n, x in enumerate(xs) if is_large(x)]
+        adding = {n: sums[n] for n in large if sums[n].sums and not own[wrt[n]]}
 
     def add(so_far: Gathered, g: Tensor) -> Tensor:
         so_far.add(selected(g, keeps, group))
@@ -203,9 +226,7 @@ def _pulled_by_autograd(
 
     for n, so_far in adding.items():
         xs[n].register_hook(partial(add, so_far))
-    tops, given = zip(*pairs, strict=True)
-    grads: Any = torch.autograd.grad(tops, xs, given, create_graph=record, allow_unused=True)
-    pairs = enumerate(grads)
+    pairs = enumerate(_pulled(outs, xs, cotangents, record, record))
     return [g if g is None or n in adding else selected(g, keeps, group) for n, g in pairs], keeps
 
 
@@ -230,7 +251,8 @@ def jvp(f: Pieces, moved: Sequence[int]) -> Pieces:
         return [selected(x, keeps, at) for x, at in zip(found, f.form.groups, strict=True)], keeps
 
     operands = (*f.form.operands, *(f.form.operands[i] for i in moved))
-    return Pieces(call, f.form._replace(operands=operands), f.sizes)
+    form = f.form._replace(operands=operands)
+    return Pieces(call, form, f.sizes, composes=f.composes)
 
 
 def _of_some(f: Piece, given: Tensors, at: Sequence[int]) -> Callable[..., tuple[Any, Keeps]]:
@@ -275,75 +297,8 @@ def mapped(
         operands=tuple(map(_behind, f.form.operands, dims)),
         outs=tuple(map(_behind, f.form.outs, out_dims)),
     )
-    return Pieces(call, form, f.sizes)
+    return Pieces(call, form, f.sizes, composes=f.composes)
 
 
 def _behind(how: Cut, dim: int | None) -> Cut:
     return how if isinstance(how, str) or dim is None else how._replace(dim=how.dim + 1)
-
-
-class _Attach(Function):
-    """``outs`` as a function of ``operands``, called with (function, len(operands), *both).
-
-    An output that is followed itself depends on something captured, whose gradient no Function
-    could give: that raises.
-    """
-
-    @staticmethod
-    def forward(_f: Any, n: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        return tuple(x.detach() for x in tensors[n:])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.f, ctx.n, *tensors = inputs
-        ctx.pulled = recorded_here()
-        if any(ctx.needs_input_grad[2 + ctx.n :]):
-            raise FollowedError
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in output if not continuous(x)))
-        ctx.save_for_backward(*tensors[: ctx.n])
-        ctx.save_for_forward(*tensors[: ctx.n])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        wrt = [i for i in range(ctx.n) if ctx.needs_input_grad[2 + i]]
-        used = [i for i, c in enumerate(cotangents) if c is not None]
-        if not wrt or not used:
-            return tuple(grads)
-        # A saved tensor may be wrapped for a level that is over; a view of it is not.
-        operands = [x.view_as(x) for x in (*ctx.saved_tensors, *(cotangents[i] for i in used))]  # pyright: ignore
-        f = vjp(ctx.f, wrt, used, ctx.pulled)
-        found = applied(f, operands)
-        for at, g in enumerate(found):  # the gradients of one group after those of another
-            if (i := wrt[at % len(wrt)]) in f.reached:
-                before = grads[2 + i]
-                grads[2 + i] = g if before is None else before + g
-        return tuple(grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _f: Any, _n: Any, *tangents: Tensor | None) -> Any:  # pyright: ignore
-        if any(x is not None for x in tangents[ctx.n :]):
-            raise FollowedError
-        moved = [i for i, t in enumerate(tangents) if t is not None]
-        primals = [unpack_dual(x).primal for x in ctx.saved_tensors]
-        found = applied(jvp(ctx.f, moved), [*primals, *(tangents[i] for i in moved)])  # pyright: ignore
-        return tuple(found)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], f: Pieces, n: int, *tensors: Tensor) -> Any:  # pyright: ignore
-        dims = in_dims[2:]
-        first = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
-        dims = [None if d is None else 0 for d in dims]
-        if any(f.form.groups):  # an unmapped output may count for one entry and not for another
-            expanded = [d is None and continuous(x) for x, d in zip(first, dims, strict=True)]
-            size = info.batch_size
-            pairs = [*zip(first, expanded, strict=True)]
-            first = [x.expand(size, *x.shape) if more else x for x, more in pairs]
-            dims = [0 if more else d for d, more in zip(dims, expanded, strict=True)]
-        over = mapped(f, dims[:n], dims[n:], info)
-        return tuple(attach(over, first[:n], first[n:])), tuple(dims[n:])
-
-
-class FollowedError(BaseException):
-    """A transform follows something captured. Only the caller of the function may catch it."""

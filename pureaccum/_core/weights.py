@@ -31,6 +31,11 @@ LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which i
 CHUNK = 2**18  # elements of a temporary; whole leaves would cost 8 % of a training loop's peak
 
 
+def is_large(x: Tensor, times: int = 1) -> bool:
+    """Whether a tensor of this many times its size is added by itself, as soon as it is there."""
+    return x.numel() * x.itemsize * times >= LARGE  # a sparse one has no ``nbytes``
+
+
 # A gradient enters a sum ---------------------------------------------------------------------
 
 

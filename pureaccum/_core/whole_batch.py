@@ -148,7 +148,7 @@ def _summed(
         about = window._replace(rule=rule, name=name)
         guard = guarding(loss.known, *loss.given, question=loss.question)
         with guard as guarded, cutting(len(cut.sizes), sized=cut.size is not None):
-            add = adder(guarded(loss.call), about, sums, way, whole=whole)
+            add = adder(guarded(loss.call), loss.known, about, sums, way, whole=whole)
             for part, rows, counts in cut.parts():
                 ledger.enter(add(Portion(part, rows, ledger.flow.carried, counts)), rows)
         return ledger, sums.all()

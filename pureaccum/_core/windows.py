@@ -27,6 +27,7 @@ from .._base.torch_internals import (
     transform_active,
     without_history,
 )
+from .arguments import Arguments
 from .coupling import LossOfPart, Question
 from .engines import (
     Way,
@@ -41,7 +42,7 @@ from .engines import (
 )
 from .layers.order import layered
 from .loss import read
-from .microbatch import Arguments, call_microbatched
+from .microbatch import call_microbatched
 from .outputs import Counted, Whole
 from .seams import Engine, Portion, Seams, Window, judged_below, of_total, taking
 from .sums import Sums, Terms
@@ -69,7 +70,9 @@ class GuardedLoss(NamedTuple):
     question: Question | None = None
 
 
-def adder(call: LossOfPart, window: Window, sums: Sums, way: Way, *, whole: bool = False) -> Add:
+def adder(
+    call: LossOfPart, known: Known, window: Window, sums: Sums, way: Way, *, whole: bool = False
+) -> Add:
     """A function that adds a microbatch to sums, and gives what it came to.
 
     ``whole`` says that a batch is in one piece, which is left to a transform.
@@ -79,7 +82,7 @@ def adder(call: LossOfPart, window: Window, sums: Sums, way: Way, *, whole: bool
     if may_add_in_place():  # while the backward pass runs
         seams, way = wrapped(seams, window, way)
         return adding(seams, sums, way)
-    return out_of_place(seams, window, sums, way, whole or not transform_active())
+    return out_of_place(seams, known, window, sums, way, whole or not transform_active())
 
 
 def wrapped(seams: Seams, window: Window, way: Way) -> tuple[Seams, Way]:
@@ -92,7 +95,9 @@ def wrapped(seams: Seams, window: Window, way: Way) -> tuple[Seams, Way]:
     return seams, way
 
 
-def out_of_place(seams: Seams, window: Window, sums: Sums, way: Way, whole: bool) -> Add:
+def out_of_place(
+    seams: Seams, known: Known, window: Window, sums: Sums, way: Way, whole: bool
+) -> Add:
     """Add what a microbatch comes to; unless it is whole, nothing above it is kept."""
 
     def terms_of(leaves: list[Tensor], part: Portion) -> Counted:
@@ -115,7 +120,7 @@ def out_of_place(seams: Seams, window: Window, sums: Sums, way: Way, whole: bool
             added, entry = terms_of(way.leaves, part).tree
         else:
             given = Arguments.of((way.leaves, part), {})
-            added, entry = call_microbatched(terms_of, given, Whole(), None)
+            added, entry = call_microbatched(terms_of, given, Whole(), known, guards=False)
         if added:
             pairs = zip(sums.tensors, added, strict=True)
             new = [y if x is None else x if y is None else x + y for x, y in pairs]

@@ -16,7 +16,7 @@ observes, since it would see the loss twice; the next run without one is the fir
 
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -53,6 +53,7 @@ class Known:
     """What is known of a loss. No tuple: a compiler would look into that, and guard what is in it.
 
     Attributes:
+        loss: The loss, while it lives.
         kinds: The kinds of microbatches in which it wrote to nothing.
         captured: The tensors that it was seen to read, and is not given.
         modules: The modules that it calls.
@@ -66,9 +67,15 @@ class Known:
         draws: Whether it was seen to draw random numbers.
         reaches: Whether it was seen to reach other ranks.
         unseen: Whether it was found that what it does with its leaves cannot be followed.
+        watched: Whether under a transform (False), and outside of any (True), autograd's graph has
+            not told what it captures: see recomputation.py.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Any = None) -> None:
+        self.loss: Callable[[], Any] = lambda: None
+        if loss is not None:
+            with suppress(TypeError):  # it takes no weak reference
+                self.loss = ref(loss)
         self.kinds: set[Any] = set()
         self.captured: list[ReferenceType[Tensor]] = []
         self.modules: list[ReferenceType[nn.Module]] = []
@@ -78,6 +85,7 @@ class Known:
         self.answers: dict[Any, Answer] = {}
         self.by_func = self.draws = self.reaches = False
         self.unseen = False
+        self.watched: set[bool] = set()
 
 
 class Given(NamedTuple):
@@ -105,9 +113,9 @@ def known_of(loss: Any) -> Known:
     if torch.compiler.is_dynamo_compiling():
         return Known()
     try:
-        known = _of_losses.setdefault(loss, Known())
+        known = _of_losses.get(loss) or _of_losses.setdefault(loss, Known(loss))
     except TypeError:  # it has no hash, or takes no weak reference
-        known = Known()
+        known = Known(loss)
     known.answers = answers_of(loss)
     return known
 

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from .._base.checks import LARGEST_INT
 from .._base.torch_internals import BUFFERS, any_mapped, tensor_hooks, transform_active, unnoticed
 from .._core.buckets import group_of
+from .._core.closures import telling
 from .._core.microbatch import Keep
 from .microbatched_module import WholeBatch
 from .shell import Places, call_module, full_name, own_tensor, places_of
@@ -164,6 +165,9 @@ class Names(NamedTuple):
     own: list[Tensor]  # the module's parameters …
     required: list[bool]  # … and whether each of them required a gradient
     held: dict[str, tuple[Tensor, dict[str, Any], str]]  # what was handed out, and its place
+
+
+telling[Names] = telling[WholeBatch] = lambda _: ()  # a function that has these has Places
 
 
 def _apply(

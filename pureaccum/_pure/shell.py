@@ -19,7 +19,6 @@ checkpoint is refused, which would be recomputed with the module's own tensors, 
 whose engine puts the right ones back.
 """
 
-import inspect
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,9 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType
 from typing import Any, NamedTuple
-from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +49,7 @@ from .._base.torch_internals import (
 )
 from .._base.trees import tree_leaves
 from .._core.called_modules import ALONE, origins
+from .._core.closures import held_in, telling
 
 
 Vars = dict[str, Any]
@@ -85,6 +83,9 @@ class Places(NamedTuple):
     idle: Idle
     safe_modes: set[bool]  # modes in which a shell was seen to use no tensor of the module's own
     leads_back: set[str]  # what leads back to the module: its "code", or a "name"
+
+
+telling[Places] = lambda places: places.modules[:1]
 
 
 def places_of(module: nn.Module) -> Places:
@@ -380,18 +381,4 @@ def _reaches(value: Any, modules: set[int], depth: int) -> bool:
         return True
     if not depth or isinstance(value, (Tensor, nn.Module, Places, type, str, int, float)):
         return False  # what holds Places calls their module in a shell
-    inside: Iterable[Any] = getattr(value, "__dict__", {}).values()
-    if isinstance(value, MethodType):
-        inside = (value.__self__,)
-    elif isinstance(value, FunctionType):
-        cells = inspect.getclosurevars(value).nonlocals.values()
-        inside = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    elif isinstance(value, partial):
-        inside = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, ReferenceType):
-        inside = (value(),)
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, (list, tuple, set)):
-        inside = value
-    return any(_reaches(x, modules, depth - 1) for x in [*inside])
+    return any(_reaches(x, modules, depth - 1) for x in [*held_in(value, named=False)])

@@ -37,8 +37,8 @@ from .._base.trees import Tree, flatten, global_norm, tree_map, unflatten
 from .._core.batches import Batch, check_size, cut_batch, cutting, read_batch, rows_to_cut
 from .._core.engines import Way, pulled, remembering_modules
 from .._core.loss import join_aux, read
-from .._core.recomputation import captures_are_sought
 from .._core.seams import Engine, Portion, Recorded, Seams
+from .._core.watch import captures_are_sought
 from .._core.windows import as_they_are, run_window
 from .._core.writes import Given, Known, guarding
 from .outer_products import Outer

@@ -76,6 +76,49 @@ def test_a_step_over_four_microbatches_calls_no_more_functions_than_this(name: s
     assert calls(lambda: step(state, BATCH)) <= ceiling
 
 
+def layers(count: int, by: str) -> Callable[[], object]:
+    """The primitive over four microbatches, each of some layers, and what is asked of it."""
+    rows, w = BATCH["x"], torch.ones(8, 8, requires_grad=True)
+
+    def of(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(count):
+            x = torch.tanh(x @ w)
+        return x
+
+    def captured(x: torch.Tensor) -> torch.Tensor:
+        return of(w, x)
+
+    micro = pa.microbatch(of, microbatch_size=8)
+    if by == "torch.func.grad":
+        return lambda: torch.func.grad(lambda w: micro(w, rows).sum())(w.detach())
+    if by == "forwards":
+        return lambda: micro(w, rows)
+    if by == "captured, backwards":
+        cut = pa.microbatch(captured, microbatch_size=8, batch_argnums=0)
+        return lambda: cut(rows).sum().backward()
+    return lambda: micro(w, rows).sum().backward()
+
+
+PRIMITIVE = {
+    "forwards": 214,
+    "backwards": 383,
+    "captured, backwards": 411,
+    "torch.func.grad": 433,
+}
+
+
+@pytest.mark.parametrize("by", PRIMITIVE)
+def test_the_primitive_calls_no_more_functions_for_more_operations(by: str) -> None:
+    """Nothing of ours runs for an operation of a microbatched function."""
+    found: list[int] = []
+    for count in (1, 20):
+        run = layers(count, by)
+        for _ in range(2):
+            run()
+        found.append(calls(run))
+    assert found[0] == found[1] <= PRIMITIVE[by]
+
+
 class Operations(TorchDispatchMode):
     """Counts operations."""
 

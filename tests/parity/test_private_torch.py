@@ -109,7 +109,7 @@ def test_a_level_of_our_own_is_that_of_vjp_without_its_trees() -> None:
         within = torch.func.grad(lambda x: (x**3).sum())(x)
         return [(within * x).sum() + y.sin().sum(), x * 2]
 
-    own, total, (value, twice) = torch_internals.on_a_level(outs, [x, y])
+    own, (total, _), (value, twice) = torch_internals.on_a_level(outs, [x, y])
     assert torch._C._functorch.maybe_current_level() is None
     assert not torch_internals.is_wrapped(value)
     assert not torch_internals.is_wrapped(twice)

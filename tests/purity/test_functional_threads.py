@@ -1,6 +1,7 @@
 """What one thread computes with a functional does not depend on what other threads do with it."""
 
 import multiprocessing
+import subprocess
 import sys
 import time
 import warnings
@@ -615,3 +616,31 @@ def test_workers_of_a_loader_may_call_a_functional(context: str) -> None:
             done.set()
         meanwhile.result()
     assert_trees_bitwise_equal(came, wanted)
+
+
+COLLECTED = """
+import gc, os, threading, time
+from pureaccum._base.generators import generators, restore
+
+def work():
+    for _ in range(2000):
+        restore(generators([]))
+        [[] for _ in range(3)]
+
+gc.set_threshold(1, 1000, 1000)
+gc.callbacks.append(lambda *_: time.sleep(0))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os._exit(0)
+"""
+
+
+def test_threads_note_generators_while_garbage_is_collected() -> None:
+    """torch makes a tensor of a state while it has a lock, for which a thread waits with the GIL.
+
+    In a process of its own: one that stands still cannot be left.
+    """
+    subprocess.run([sys.executable, "-c", COLLECTED], check=True, timeout=300)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import pureaccum as pa
+from pureaccum._core.watch import captures_are_sought
 from pureaccum.testing.strategies import seeds
 from tests.draws import examples, generator
 from tests.dropped import is_dropped
@@ -284,9 +285,9 @@ def test_a_tensor_that_cannot_be_exchanged_is_refused() -> None:
     def rows(c: Tensor, x: Tensor) -> Tensor:
         if is_dropped():
             return x
-        if not kept:
+        if not kept or (captures_are_sought() and len(kept) == 1):  # anew where it is watched
             kept.append(c * 2)
-        return x * kept[0]
+        return x * kept[-1]
 
     def loss(c: Tensor) -> Tensor:
         kept.clear()

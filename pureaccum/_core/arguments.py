@@ -1,0 +1,105 @@
+"""What a function is called with: its tensors, how they are cut, and the way back.
+
+    arguments = Arguments.of(args, kwargs, batches)
+    args, kwargs = arguments.filled(tensors)  # of one piece, for example
+
+A cast of a policy gives way to the tensor that it was made from, and is made anew in each piece.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base.dtensors import rows_over
+from .._base.trees import flatten, unflatten
+from .gathered import Cut, Rows, to_host
+from .precision import original
+
+
+class Arguments(NamedTuple):
+    """What a function is called with: its tensors, how they are cut, and the way back."""
+
+    tensors: list[Tensor]
+    cuts: list[Cut]
+    filled: Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any]]]
+
+    @staticmethod
+    def of(
+        args: Sequence[Any], kwargs: dict[str, Any], batches: Container[Any] = (), dim: int = 0
+    ) -> "Arguments":
+        """The arguments of a call; ``batches`` are the positions and names of what is cut."""
+        keys, names, count = [*range(len(args)), *kwargs], [*kwargs], len(args)
+        flat = [_flat(x) for x in (*args, *kwargs.values())]
+        over = rows_over(
+            [x for k, (its, _) in zip(keys, flat, strict=True) if k in batches for x in its], dim
+        )
+        tensors: list[Tensor] = []
+        cuts: list[Cut] = []
+        casts: dict[int, torch.dtype] = {}
+        ends: list[int] = []
+        for key, (leaves, _) in zip(keys, flat, strict=True):
+            is_cut = key in batches
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    x = leaf if is_cut else original(leaf)
+                    if x is not leaf:
+                        casts[len(tensors)] = leaf.dtype
+                    tensors.append(x)
+                    cuts.append(Rows(dim % leaf.dim(), over=over) if is_cut else "whole")
+                    leaves[i] = _TENSOR  # ``filled`` is kept, and must hold no tensor
+            ends.append(len(tensors))
+        trees = [_tree_of(leaves, spec) for leaves, spec in flat]
+
+        def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+            if casts:
+                pairs = enumerate(tensors)
+                tensors = [x.to(casts[i]) if i in casts else x for i, x in pairs]
+            slices = (tensors[a:b] for a, b in pairwise((0, *ends)))
+            given = [tree(its) for tree, its in zip(trees, slices, strict=True)]
+            return given[:count], dict(zip(names, given[count:], strict=True))
+
+        return Arguments(tensors, cuts, filled)
+
+
+_TENSOR = object()
+
+
+def _flat(x: Any) -> tuple[list[Any], Any]:
+    """The leaves of an argument, and its structure; None for one that is handed on as it is.
+
+    torch 2.13 cannot compile optree's functions for an empty dict, such as no buffers are.
+    """
+    empty = torch.compiler.is_dynamo_compiling() and type(x) is dict and len(x) == 0
+    return ([x], None) if empty else flatten(x)
+
+
+def _tree_of(leaves: list[Any], spec: Any) -> Callable[[Sequence[Tensor]], Any]:
+    """A function that makes an argument of its tensors."""
+    if spec is None:
+        return lambda _: leaves[0]
+    if len(leaves) == 1 and spec.is_leaf() and leaves[0] is _TENSOR:
+        return itemgetter(0)
+    if all(x is _TENSOR for x in leaves):
+        return partial(unflatten, spec)
+
+    def tree(tensors: Sequence[Tensor]) -> Any:
+        rest = iter(tensors)
+        return unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
+
+    return tree
+
+
+def with_rows_on_host(arguments: Arguments) -> tuple[Arguments, torch.device | None]:
+    """Arguments with their rows on the host, and the device that computes if that is no CPU."""
+    devices = [x.device for x in arguments.tensors if x.device.type != "cpu"]
+    if not devices:
+        return arguments, None
+    pairs = zip(arguments.tensors, arguments.cuts, strict=True)
+    lent = [x if isinstance(cut, str) or x.device.type == "cpu" else to_host(x) for x, cut in pairs]
+    cuts = [x if isinstance(x, str) else x._replace(host=devices[0]) for x in arguments.cuts]
+    return arguments._replace(tensors=lent, cuts=cuts), devices[0]
