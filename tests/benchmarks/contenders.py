@@ -20,6 +20,7 @@ from .models import Batch, Problem
 from .nests import NESTS
 from .norms import NORMS, VIEWS
 from .per_sample import SAMPLES
+from .primitive import LOOPS
 from .programs import PROGRAMS
 from .rematerialised import CHAINS
 from .rivals import RIVALS
@@ -132,4 +133,4 @@ ALL = tuple(CONTENDERS)
 MAIN = (HAND, TORCH_FUNC, *ENGINES)
 
 CONTENDERS |= STEPS | RIVALS | NESTS | NORMS | PAIRS | PAIRS_STEPS | HEADS | CHAINS | SAMPLES
-CONTENDERS |= PROGRAMS | PRODUCTS | VIEWS
+CONTENDERS |= PROGRAMS | PRODUCTS | VIEWS | LOOPS

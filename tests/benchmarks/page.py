@@ -19,6 +19,7 @@ from .head import HEADS
 from .nests import NESTS
 from .norms import NORMS, VIEWS
 from .per_sample import SAMPLES
+from .primitive import LOOPS
 from .programs import OUR_LBFGS, PROGRAMS
 from .ranks import OURS
 from .ranks_of_pairs import APART, DIFFERENCE
@@ -38,7 +39,7 @@ PARTS = {
     "batch": ("batch", ()),
     "curvature": ("curvature", (*PRODUCTS, OUR_LBFGS)),
     "derivatives": ("microbatch", tuple(NESTS)),
-    "coupled": ("microbatch", (*NORMS, *VIEWS, *PAIRS, *PAIRS_STEPS, *HEADS, *CHAINS)),
+    "coupled": ("microbatch", (*NORMS, *VIEWS, *PAIRS, *PAIRS_STEPS, *HEADS, *CHAINS, *LOOPS)),
     "samples": ("samples", tuple(SAMPLES)),
     "programs": ("programs", tuple(PROGRAMS)),
     "ranks": ("ranks", (OURS, APART)),

@@ -39,6 +39,7 @@ from .per_sample import (
     ONE_BY_ONE,
     SUM,
 )
+from .primitive import ASKED, by_hand, by_us
 from .programs import (
     ENSEMBLING,
     HIGHER,
@@ -96,6 +97,8 @@ FEW_TOWERS = TOWERS._replace(rows=256, microbatches=8)  # a compiler takes secon
 HEAD = Model(256, 128, 16, depth=1, kind="head")
 NESTED = Model(256, 128, 16, activation="gelu", bias=False)
 CURVED = Model(256, 128, 16, depth=8, activation="gelu")
+# Of which a microbatch is Python alone.
+ALONE_IN_PYTHON = tuple(Model(32, 4, 8, depth=n) for n in (2, 50))
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 
 # Gradients of single samples, by chunks of as many rows as are fastest; one case of smaller ones,
@@ -191,6 +194,7 @@ def coupled_cells(full: bool, device: str) -> list[Cell]:
         Cell(device, HEAD, tuple(HEADS) if full else (WHOLE_HEAD, HAND_HEAD, TILED_HEAD), seconds),
         *(Cell(device, NESTED, names, seconds) for names in (nests if full else [learning])),
         Cell(device, CHAIN, (CHECKPOINT, REMAT, REMAT_BACKWARD), seconds),
+        *(Cell(device, x, (by_hand(a), by_us(a)), seconds) for x in ALONE_IN_PYTHON for a in ASKED),
     ]
 
 

@@ -41,6 +41,7 @@ from .per_sample import (
     SUM,
 )
 from .plan import COUPLED, FIVE, FLAT, GROWTH, SINGLE, STEP, Cell, One, Peak, at_once
+from .primitive import LOOPS, by_hand
 from .programs import (
     ENSEMBLING,
     HIGHER,
@@ -72,7 +73,7 @@ from .steps import (
 
 # Whose time is of all that a call does, and not of a microbatch.
 AT_ONE_GO = STEPS | RIVALS | NESTS | NORMS | PAIRS | HEADS | CHAINS | SAMPLES | PROGRAMS | PRODUCTS
-AT_ONE_GO |= VIEWS
+AT_ONE_GO |= VIEWS | LOOPS
 
 
 WHOLE_BATCH = "the whole batch"
@@ -127,6 +128,9 @@ def opponents(ours: str) -> tuple[str, ...]:
         )
     if ours in PRODUCTS:
         return BESIDE.get(ours, ())
+    if ours in LOOPS:
+        asked, _, maker = ours.rpartition(", ")
+        return () if maker == "the loop" else (by_hand(asked),)
     if ours in CHAINS:
         return {WITHOUT: (), CHECKPOINT: (WITHOUT,)}.get(ours, (CHECKPOINT, WITHOUT))
     if ours in SAMPLES:

@@ -37,6 +37,7 @@ from .per_sample import (
     SUM,
 )
 from .plan import FIVE, FLAT, STEP, WIDE, alone, stepping_models
+from .primitive import ASKED, by_us
 from .programs import (
     ENSEMBLING,
     HIGHER,
@@ -95,6 +96,10 @@ COUPLED_MEMORY = {
     (OUR_PAIRS_FUNC, FULL_FUNC): 0.7,
     (TILED_HEAD, WHOLE_HEAD): 0.12,
 }
+# Of the primitive against the loop by hand, over 2 and over 50 layers.
+PRIMITIVE_TARGETS = dict(
+    zip(map(by_us, ASKED), ((1.5, 1.2), (1.6, 1.2), (1.5, 1.25), (1.4, 1.25)), strict=True)
+)
 # Of products with curvature: in gradients, and against curvlinops.
 COUPLED_TIME |= {
     (HVP, GRADIENT): 4.0,
@@ -167,6 +172,8 @@ def time_target(ours: str, theirs: str, model: Model, device: str) -> float | No
         return NORMS_TIME[model.kind]
     if ours == CLIPPED and theirs in (GHOST, CUT_GHOST):
         return GHOST_TARGETS[model.kind]
+    if ours in PRIMITIVE_TARGETS:
+        return PRIMITIVE_TARGETS[ours][model.depth == 50]
     return (COUPLED_TIME | SAMPLES_TIME | PROGRAM_TARGETS).get((ours, theirs))
 
 
