@@ -7,6 +7,7 @@ else there. What a function finds in other ways (a registry of its own, a module
 is not held.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -75,6 +76,8 @@ def held_in(x: Any, named: bool = True) -> Iterable[Any]:
         return x.func, *x.args, *x.keywords.values()
     if isinstance(x, ReferenceType):
         return (x(),)
+    if type(x).__module__.partition(".")[0] in _PYTHON:
+        return ()
     slots = (getattr(x, name, None) for name in getattr(type(x), "__slots__", ()))
     return [*getattr(x, "__dict__", {}).values(), *slots]
 
@@ -93,4 +96,6 @@ def _names(code: CodeType) -> Iterable[str]:
     return [*code.co_names, *inside]
 
 
+# Whose objects hold nothing of a user's: a logger holds all others.
+_PYTHON = sys.stdlib_module_names - {"types", "collections"}
 _LIBRARIES = ("pureaccum.", "torch.")  # whose functions name nothing of a user's

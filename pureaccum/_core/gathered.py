@@ -92,11 +92,6 @@ class Gathered:
         self.at = -1
         self.parts.append(x)
 
-    @property
-    def has_sum(self) -> bool:
-        """Whether there is a sum of its own to which the next term is to be added."""
-        return self.sums and bool(self.parts) and not (self.ahead or self.recorded)
-
     def may_write(self, x: Tensor) -> bool:
         """Whether a piece may be written into what is there."""
         if self.recorded:
@@ -124,7 +119,8 @@ def take_all(gathered: Sequence[Gathered], outs: list[Tensor]) -> None:
     terms: list[Tensor] = []
     for so_far in gathered:
         x = outs.pop(0)
-        if together and so_far.has_sum and _is_small(x):
+        begun = so_far.sums and so_far.parts and not (so_far.ahead or so_far.recorded)
+        if together and begun and _is_small(x):
             sums.append(so_far.parts[0])
             terms.append(x)
         else:

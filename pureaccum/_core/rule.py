@@ -212,7 +212,10 @@ def _pulled_by_autograd(
     with torch.enable_grad():
         anew = [x.view_as(x) for x in given] if record else without_history(given)
         inputs = [x if is_own else y for x, y, is_own in zip(given, anew, own, strict=True)]
-        xs = [inputs[i] if inputs[i].requires_grad else inputs[i].requires_grad_() for i in wrt]
+        xs = [inputs[i] for i in wrt]
+        for x, i in zip(xs, wrt, strict=True):
+            if not (x.requires_grad or own[i]):  # nobody else's
+                x.requires_grad_()
         outs, keeps = f(inputs)
     adding: dict[int, Gathered] = {}
     if not record:  # what is recorded is not written to, and what is captured is not large

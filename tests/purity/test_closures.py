@@ -1,5 +1,6 @@
 """What a function holds is found, wherever it holds it."""
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial, wraps
@@ -18,6 +19,8 @@ from pureaccum._core.closures import MOST, held_by
 pytestmark = [pytest.mark.core, pytest.mark.promise("purity")]
 T, NET = torch.ones(2), nn.Linear(2, 2)
 FN = pa.functional(NET)
+LOGGER: Any = logging.getLogger(__name__)
+LOGGER.net = NET
 
 
 class Slotted:
@@ -77,6 +80,7 @@ HOLDERS: dict[str, tuple[Any, bool, bool]] = {
     "slots": (closing(Slotted()), True, False),
     "a weak reference": (closing(ref(NET)), True, False),
     "a functional module": (closing(FN.apply), True, False),
+    "a logger, which holds all others": (closing(LOGGER), False, False),
     "nothing": (lambda x: torch.nn.functional.relu(x) + len([1, "a", None]), False, False),
 }
 

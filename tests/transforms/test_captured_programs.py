@@ -485,6 +485,15 @@ def test_a_write_to_what_a_later_microbatch_alone_uses_is_refused() -> None:
         total.backward()
 
 
+def test_what_is_frozen_before_the_backward_pass_is_refused_and_stays_frozen() -> None:
+    net = network()
+    total = end(cut(net)(X))
+    net.requires_grad_(False)
+    with saying(RuntimeError, "was frozen since"):
+        total.backward()
+    assert not any(p.requires_grad for p in net.parameters())
+
+
 def test_what_is_no_longer_reached_is_refused_and_watched_from_then_on() -> None:
     """A function that is not pure, and whose next call is right."""
     w, ran = leaf(1, 2, 3), list[bool]()
