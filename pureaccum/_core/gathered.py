@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._base.dtensors import NOWHERE, Over, join_rows
 from .._base.torch_internals import (
-    foreach_add_,
     innermost,
     is_one_of_many,
     levels,
@@ -109,29 +108,16 @@ class Gathered:
         return materialised(self.parts[0].to(self.dtype) if self.sums else self.parts[0])
 
 
-def take_all(gathered: Sequence[Gathered], outs: list[Tensor]) -> None:
-    """Take all outputs of a piece, each of which is freed before the next is copied.
-
-    Small terms are added to their sums in one call, which no transform follows.
-    """
-    together = may_add_in_place()
-    sums: list[Tensor] = []
-    terms: list[Tensor] = []
-    for so_far in gathered:
-        x = outs.pop(0)
-        begun = so_far.sums and so_far.parts and not (so_far.ahead or so_far.recorded)
-        if together and begun and _is_small(x):
-            sums.append(so_far.parts[0])
-            terms.append(x)
-        else:
-            so_far.take(x)
-    if sums:
-        foreach_add_(sums, terms)
+def small_sums(gathered: Sequence[Gathered]) -> list[Tensor] | None:
+    """The sums so far, if all outputs are sums that may be added to in one call."""
+    if not (gathered and may_add_in_place() and all(x.sums and not x.recorded for x in gathered)):
+        return None
+    sums = [so_far.parts[0] for so_far in gathered]
+    return None if any(map(_is_added_alone, sums)) else sums
 
 
-def _is_small(x: Tensor) -> bool:
-    plain = type(x) is Tensor and x.layout is torch.strided and not is_one_of_many(x)
-    return plain and not is_large(x)
+def _is_added_alone(x: Tensor) -> bool:
+    return type(x) is not Tensor or x.is_sparse or is_one_of_many(x) or is_large(x)
 
 
 # Rows on the host ----------------------------------------------------------------------------

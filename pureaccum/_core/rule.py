@@ -22,6 +22,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from .._base.dtensors import NOWHERE, split_rows
 from .._base.torch_internals import (
+    foreach_add_,
     forward_ad,
     forward_ad_active,
     gradients_of,
@@ -33,7 +34,7 @@ from .._base.torch_internals import (
 )
 from .batches import cutting
 from .exchange import Backward, pulled_by
-from .gathered import OWN, WHOLE, Cut, Fetched, Gathered, take_all
+from .gathered import OWN, WHOLE, Cut, Fetched, Gathered, small_sums
 from .weights import is_large, nothing_like
 
 
@@ -77,13 +78,19 @@ def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> lis
     recorded = recorded or traced()
     columns = [_cut(f, x, how) for x, how in zip(operands, f.form.operands, strict=True)]
     f.gathered = _gathered(f, recorded)
+    sums: list[Tensor] | None = None
     with cutting(len(f.sizes)):
         for p in range(len(f.sizes)):
             outs, _ = f.call(p, [column[p] for column in columns])
+            if sums is not None:
+                foreach_add_(sums, outs)
+                continue
             if p == 0 and f.learned is not None:
                 f.form = f.learned()
                 f.gathered = _gathered(f, recorded)
-            take_all(f.gathered, outs)
+            for so_far in f.gathered:
+                so_far.take(outs.pop(0))  # each is freed before the next is copied
+            sums = small_sums(f.gathered) if p == 0 else None
     gathered, f.gathered = f.gathered, []
     return [so_far.end() for so_far in gathered]
 

@@ -100,10 +100,10 @@ def layers(count: int, by: str) -> Callable[[], object]:
 
 
 PRIMITIVE = {
-    "forwards": 214,
-    "backwards": 383,
-    "captured, backwards": 411,
-    "torch.func.grad": 433,
+    "forwards": 202,
+    "backwards": 355,
+    "captured, backwards": 383,
+    "torch.func.grad": 415,
 }
 
 

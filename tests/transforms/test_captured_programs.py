@@ -216,6 +216,17 @@ def a_sparse_one(cut: Cut) -> Grads:
 
 
 @program
+def in_a_sparse_embedding_of_later_rows(cut: Cut) -> Grads:
+    """Its gradient is none at first, and then a sparse one."""
+    torch.manual_seed(1)
+    table, w = nn.Embedding(10, 3, sparse=True).double(), leaf(1, 2, 3)
+    end(
+        cut(lambda x: x * w if which(x) == 0 else table(which(x) + x[:, 0].long() * 0) * w)(X)
+    ).backward()
+    return [table.weight.grad.to_dense(), w.grad]  # pyright: ignore
+
+
+@program
 def in_a_parametrization(cut: Cut) -> Grads:
     normed = nn.utils.parametrizations.weight_norm(network()[0])
     end(cut(normed)(X)).backward()
