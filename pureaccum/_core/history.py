@@ -293,7 +293,7 @@ def _attached(
 
     form = Form((WHOLE,) * len(operands), (WHOLE,) * len(at), (0,) * len(at))
     piece = Pieces(call, form, (1,), composes=True)
-    made = attach(piece, operands, [leaves[i] for i in at])
+    made = attach(piece, operands, [leaves[i].detach() for i in at])
     note_made(made)
     for i, x in zip(at, made, strict=True):
         leaves[i] = x
