@@ -167,7 +167,7 @@ class Names(NamedTuple):
     held: dict[str, tuple[Tensor, dict[str, Any], str]]  # what was handed out, and its place
 
 
-telling[Names] = telling[WholeBatch] = lambda _: ()  # a function that has these has Places
+telling[Names] = lambda _: ()  # a function that has these has Places, too
 
 
 def _apply(

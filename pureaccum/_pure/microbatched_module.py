@@ -40,6 +40,7 @@ from .._core.batches import (
     sizes_of_batch,
 )
 from .._core.buckets import group_of
+from .._core.closures import telling
 from .._core.microbatch import Keep, microbatch
 from .._core.writes import unguarded
 from .batch_norm import (
@@ -184,6 +185,11 @@ class WholeBatch:
             if not _has_rows(x, rows):
                 raise ValueError(_NO_ROWS.format(paths(spec, "out")[i], rows, _came(x)))
         return out
+
+
+# Operations hold symbols, of which each call is given the tensors.
+telling[WholeBatch] = lambda whole: whole.places.modules[:1]
+telling[Operation] = telling[Level] = lambda _: ()
 
 
 class CoupledError(BaseException):
