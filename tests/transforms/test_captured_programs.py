@@ -174,6 +174,19 @@ def a_constant_beside_it(cut: Cut) -> Grads:
 
 
 @program
+def under_no_grad_alone(cut: Cut) -> Grads:
+    v, w = leaf(1, 2, 3), leaf(1, 2, 3)
+
+    def of(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = v.exp()
+        return x * constant * w
+
+    end(cut(of)(X) / 8).backward()
+    return v.grad, w.grad
+
+
+@program
 def a_large_one(cut: Cut) -> Grads:
     """Whose gradients are added in place."""
     w = torch.ones(400, 400, dtype=torch.float64, requires_grad=True)
