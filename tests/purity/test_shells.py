@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pureaccum as pa
+from pureaccum._pure.shell import places_of, take_shell
 from pureaccum.testing import assert_trees_bitwise_equal, unchanged
 from tests.faults.refusals import saying
 
@@ -208,3 +209,13 @@ def test_a_recomputation_of_a_module_that_leads_back_is_refused_or_right(way: st
         p.requires_grad_(False)
     fn = pa.functional(net)  # nothing of it is recorded now
     assert torch.equal(fn.apply(own, (), X)[0].square().mean(), value)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_module_that_holds_a_functional_of_itself_is_called_in_a_shell(size: int | None) -> None:
+    """That calls its module in shells, too: it does not lead back to the module's own tensors."""
+    module: Any = nn.Sequential(nn.Linear(3, 3))
+    module.fn = pa.functional(module, microbatch_size=size)
+    places = places_of(module)
+    assert take_shell(places, None) is not None
+    assert not places.leads_back
