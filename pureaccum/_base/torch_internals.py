@@ -531,7 +531,7 @@ def gradients_of(
     again: bool = False,
     create_graph: bool = False,
 ) -> Sequence[Any]:
-    """The same of several outputs, all of which require grad."""
+    """``torch.autograd.grad`` of several outputs, all of which require grad."""
     if _FUNCTION_MODES():  # which are to see it as one operation
         return torch.autograd.grad(outs, leaves, cotangents, again, create_graph, allow_unused=True)
     given = tuple(outs), tuple(cotangents), again, create_graph, tuple(leaves), True

@@ -143,7 +143,7 @@ def _attached_by_graphs(call: _Attachment, followed: Tensors) -> Sequence[Tensor
 
 
 class _AttachOnLevel(SingleLevelFunction):
-    """The same where graphs show all that is followed: only what is, is handed to torch."""
+    """Outputs as a function of what is followed, on one level of ``grad``; no more is an input."""
 
     @staticmethod
     def forward(ctx: Any, call: _Attachment, *followed: Tensor) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ class _AttachOnLevel(SingleLevelFunction):
 
 
 class _AttachAtTopLevel(Function):
-    """The same below all levels of torch.func."""
+    """Outputs as a function of what plain autograd follows, below all levels of torch.func."""
 
     @staticmethod
     def forward(ctx: Any, call: _Attachment, *followed: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore

@@ -105,13 +105,14 @@ def hold(held: HeldTensors, modes: Modules, modules: Iterable[torch.nn.Module]) 
                 held[module, name] = (module, attributes, name), attributes[name].copy()
 
 
-def hold_again(held: HeldTensors, modules: Modules) -> bool:
-    """Whether all modules hold what they held then, in the modes that they were in."""
-    same = all(
-        len(now := attributes[name]) == len(then) and all(map(is_, now.values(), then.values()))
-        for (_, attributes, name), then in held.values()
-    )
-    return same and all(module.training == then for module, then in modules.items())
+def replaced_since(held: HeldTensors) -> HeldTensors:
+    """What was held by the modules that hold other tensors now."""
+    return {
+        key: (place, then)
+        for key, (place, then) in held.items()
+        if len(now := place[1][place[2]]) != len(then)
+        or not all(map(is_, now.values(), then.values()))
+    }
 
 
 def with_own_buffers(held: HeldTensors) -> HeldTensors:

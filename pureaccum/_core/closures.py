@@ -66,7 +66,7 @@ def held_in(x: Any, named: bool = True) -> Iterable[Any]:
             *(x.__kwdefaults__ or {}).values(),
         ]
         if named and not (x.__module__ or "").startswith(_LIBRARIES):
-            own += map(x.__globals__.get, _names(x.__code__))
+            own += map(x.__globals__.get, names_in(x.__code__))
         return [*own, *x.__dict__.values()]
     if isinstance(x, _CONTAINERS):
         return x.values() if isinstance(x, dict) else x
@@ -90,9 +90,9 @@ def _contents(cells: Iterable[CellType]) -> Iterable[Any]:
             continue
 
 
-def _names(code: CodeType) -> Iterable[str]:
+def names_in(code: CodeType) -> Iterable[str]:
     """The names in a function's code, and in that of functions inside of it."""
-    inside = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
+    inside = [name for x in code.co_consts if isinstance(x, CodeType) for name in names_in(x)]
     return [*code.co_names, *inside]
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._base.checks import check_argnums, check_choice, here, positions
 from .._base.dtensors import NOWHERE
-from .._base.generators import Drawn, generators, restore
+from .._base.generators import generators, restore
 from .._base.torch_internals import (
     at_top_level,
     differentiating,
@@ -247,12 +247,12 @@ def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: Known) 
 
     def attempt(way: Callable[..., Followed]) -> Followed:
         try:
-            return way(call, piece, tensors, known, before, False)
+            return way(call, piece, tensors, Again(before, known), False)
         except RuntimeError as error:
             if NO_GRAPH not in str(error) or transform_active():
                 raise
         begin()  # it differentiates what it is given, by torch.autograd.grad
-        return way(call, piece, tensors, known, before, True)
+        return way(call, piece, tensors, Again(before, known), True)
 
     if here.seeks is None and graphs_tell() and top_level not in known.watched:
         with suppress(UnseenError, FollowedError):
@@ -268,15 +268,8 @@ def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: Known) 
 
 
 def _by_graph(
-    call: _Call,
-    piece: Piece,
-    tensors: list[Tensor],
-    known: Known,
-    before: list[Drawn],
-    records: bool,
+    call: _Call, piece: Piece, tensors: list[Tensor], then: Again, records: bool
 ) -> Followed:
-    then = Again(before, known)
-
     def first(p: int, operands: Tensors) -> Outs:
         begun = sequence_number()
         outs, keeps = piece(p, operands)
@@ -294,14 +287,9 @@ def _by_graph(
 
 
 def _by_watch(
-    call: _Call,
-    piece: Piece,
-    tensors: list[Tensor],
-    known: Known,
-    before: list[Drawn],
-    records: bool,
+    call: _Call, piece: Piece, tensors: list[Tensor], then: Again, records: bool
 ) -> Followed:
-    then, watch = Again(before, known), Finding(records)
+    watch = Finding(records)
 
     def first(p: int, operands: Tensors) -> Outs:
         outs, keeps = piece(p, operands, then.finding(operands, watch))

@@ -39,7 +39,14 @@ from .._base.torch_internals import (
     wants_gradient,
     within,
 )
-from .called_modules import HeldTensors, Modules, hold, hold_again, holding, in_modes
+from .called_modules import (
+    HeldTensors,
+    Modules,
+    hold,
+    holding,
+    in_modes,
+    replaced_since,
+)
 from .closures import MOST, held_by
 from .watch import Finding, Found, Giving, References, UnseenError, active
 from .weights import is_large
@@ -161,15 +168,17 @@ class Again:
         """Restore what was around a piece, with tensors in place of the captured ones."""
         written = self.written()
         gives = written or self.wraps or not self.are_own(captured)
-        there = not (gives or self.drawn[p]) and modes_around() == self.around
-        if there and hold_again(self.held, self.modules) and not any(map(_is_cast, self.casts)):
+        replaced = replaced_since(self.held)
+        restores = gives or replaced or self.drawn[p] or any(map(_is_cast, self.casts))
+        in_mode = all(module.training == then for module, then in self.modules.items())
+        if in_mode and not restores and modes_around() == self.around:
             return nullcontext()
         giving = Giving(self.places, captured, self.others, written) if gives else None
-        return self.restored(p, giving)
+        return self.restored(p, giving, replaced)
 
     @contextmanager
-    def restored(self, p: int, giving: Giving | None) -> Generator[None]:
-        """The same, where something is another one than then."""
+    def restored(self, p: int, giving: Giving | None, replaced: HeldTensors) -> Generator[None]:
+        """What was around a piece, where some of it is another one now."""
         with ExitStack() as stack:
             if modes_around() != self.around:
                 stack.enter_context(within(self.around))
@@ -177,7 +186,7 @@ class Again:
                 stack.enter_context(torch.autocast(kind, dtype, on, self.cached))
                 # Within another region, leaving this one would not free its casts.
                 stack.callback(torch.clear_autocast_cache)
-            stack.enter_context(holding({k: v for k, v in self.held.items() if _differs(*v)}))
+            stack.enter_context(holding(replaced))
             stack.enter_context(in_modes(self.modules))
             stack.enter_context(replaying(self.drawn[p]))
             if giving is not None:
@@ -214,12 +223,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 def _has_way_of_its_own(x: Tensor) -> bool:
     """Whether a leaf's gradients are added in place, or looked at by hooks, once for all pieces."""
     return is_large(x) or any(tensor_hooks(x)[0])
-
-
-def _differs(place: Any, then: dict[str, Any]) -> bool:
-    """Whether a module holds other tensors now than then."""
-    now = place[1][place[2]]
-    return [*map(id, now.values())] != [*map(id, then.values())]
 
 
 def _is_cast(cast: tuple[str, bool, torch.dtype]) -> bool:

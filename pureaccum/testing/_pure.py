@@ -5,14 +5,13 @@ and what functions among them close over, are bound to, name, or have as a defau
 the modes of torch and the global generators of random numbers.
 """
 
-import itertools
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from .._base.torch_internals import (
     version,
 )
 from .._base.trees import flatten, paths
+from .._core.closures import names_in
 from ._assertions import dense
 
 
@@ -349,14 +349,9 @@ def contents(cells: dict[str, CellType]) -> Iterator[tuple[str, Any]]:
 
 def global_names(fn: FunctionType) -> list[str]:
     """The globals that a function may look up, itself or in functions inside it."""
-
-    def mentioned(code: CodeType) -> Iterator[str]:
-        inside = [const for const in code.co_consts if isinstance(const, CodeType)]
-        return itertools.chain(code.co_names, *map(mentioned, inside))
-
     if elsewhere(fn.__globals__.get("__name__", "")):
         return []
-    return list(dict.fromkeys(mentioned(fn.__code__)))
+    return list(dict.fromkeys(names_in(fn.__code__)))
 
 
 _ELSEWHERE = {"torch", "optree", "numpy", __name__.partition(".")[0], *sys.stdlib_module_names}
