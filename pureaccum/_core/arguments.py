@@ -7,8 +7,6 @@ A cast of a policy gives way to the tensor that it was made from, and is made an
 """
 
 from collections.abc import Callable, Container, Sequence
-from functools import partial
-from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -41,9 +39,9 @@ class Arguments(NamedTuple):
         tensors: list[Tensor] = []
         cuts: list[Cut] = []
         casts: dict[int, torch.dtype] = {}
-        ends: list[int] = []
-        for key, (leaves, _) in zip(keys, flat, strict=True):
-            is_cut = key in batches
+        trees: list[Callable[[Sequence[Tensor]], Any]] = []
+        for key, (leaves, spec) in zip(keys, flat, strict=True):
+            is_cut, start = key in batches, len(tensors)
             for i, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor):
                     x = leaf if is_cut else original(leaf)
@@ -52,15 +50,13 @@ class Arguments(NamedTuple):
                     tensors.append(x)
                     cuts.append(Rows(dim % leaf.dim(), over=over) if is_cut else "whole")
                     leaves[i] = _TENSOR  # ``filled`` is kept, and must hold no tensor
-            ends.append(len(tensors))
-        trees = [_tree_of(leaves, spec) for leaves, spec in flat]
+            trees.append(_tree_of(leaves, spec, start, len(tensors)))
 
         def filled(tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
             if casts:
                 pairs = enumerate(tensors)
                 tensors = [x.to(casts[i]) if i in casts else x for i, x in pairs]
-            slices = (tensors[a:b] for a, b in pairwise((0, *ends)))
-            given = [tree(its) for tree, its in zip(trees, slices, strict=True)]
+            given = [tree(tensors) for tree in trees]
             return given[:count], dict(zip(names, given[count:], strict=True))
 
         return Arguments(tensors, cuts, filled)
@@ -78,17 +74,19 @@ def _flat(x: Any) -> tuple[list[Any], Any]:
     return ([x], None) if empty else flatten(x)
 
 
-def _tree_of(leaves: list[Any], spec: Any) -> Callable[[Sequence[Tensor]], Any]:
-    """A function that makes an argument of its tensors."""
+def _tree_of(
+    leaves: list[Any], spec: Any, start: int, stop: int
+) -> Callable[[Sequence[Tensor]], Any]:
+    """A function that makes an argument of all tensors, of which it has some."""
     if spec is None:
         return lambda _: leaves[0]
-    if len(leaves) == 1 and spec.is_leaf() and leaves[0] is _TENSOR:
-        return itemgetter(0)
-    if all(x is _TENSOR for x in leaves):
-        return partial(unflatten, spec)
+    if spec.is_leaf() and start < stop:
+        return itemgetter(start)
+    if len(leaves) == stop - start:
+        return lambda tensors: unflatten(spec, tensors[start:stop])
 
     def tree(tensors: Sequence[Tensor]) -> Any:
-        rest = iter(tensors)
+        rest = iter(tensors[start:stop])
         return unflatten(spec, [next(rest) if x is _TENSOR else x for x in leaves])
 
     return tree

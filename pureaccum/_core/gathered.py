@@ -20,7 +20,7 @@ from .._base.torch_internals import (
     may_add_in_place,
 )
 from .._base.trees import sum_dtype
-from .weights import is_large
+from .weights import LARGE, is_large
 
 
 class Rows(NamedTuple):
@@ -43,7 +43,8 @@ class Gathered:
 
     def __init__(self, sizes: Sequence[int], how: Cut, recorded: bool) -> None:
         self.how, self.sizes, self.recorded = how, sizes, recorded
-        self.at = 0  # where the next rows go; -1 where they are joined at the end
+        # Where the next rows go; -1 where they are joined at the end.
+        self.at = -1 if recorded else 0
         self.sums = how == "whole" and len(sizes) > 1  # a piece alone is what it is
         self.parts: list[Tensor] = []
         self.ahead = False  # whether the next piece has been added already
@@ -74,22 +75,23 @@ class Gathered:
 
     def append(self, x: Tensor, how: Rows) -> None:
         """Lay the next rows at the end."""
-        size = x.shape[how.dim]
-        if not self.parts and not self.recorded:
-            shape = list(x.shape)
-            shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
-            self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
-        if self.at >= 0 and self.may_write(x):  # then no row exists twice
-            place = self.parts[0].narrow(how.dim, self.at, size)
-            put(place, x) if how.host else place.copy_(x)
-            self.at += size
+        if self.at == 0 and not self.parts:
+            if how.host or holds_much(x, len(self.sizes)):  # then no row exists twice
+                shape = list(x.shape)
+                shape[how.dim] = len(self.sizes) if how.each else sum(self.sizes)
+                self.parts = [room_for(x, shape) if how.host else x.new_empty(shape)]
+            else:
+                self.at = -1
+        if self.at >= 0 and not self.may_write(x):  # such as the first that a vmap maps
+            self.parts = [self.parts[0].narrow(how.dim, 0, self.at)] if self.at else []
+            self.at = -1
+        if self.at < 0:
+            self.parts.append(x)
             return
-        if self.at > 0:  # such as the first that a vmap maps
-            self.parts = [self.parts[0].narrow(how.dim, 0, self.at)]
-        elif not self.recorded and self.at == 0:
-            self.parts = []
-        self.at = -1
-        self.parts.append(x)
+        size = x.shape[how.dim]
+        place = self.parts[0].narrow(how.dim, self.at, size)
+        put(place, x) if how.host else place.copy_(x)
+        self.at += size
 
     def may_write(self, x: Tensor) -> bool:
         """Whether a piece may be written into what is there."""
@@ -106,6 +108,12 @@ class Gathered:
                 return join_rows(self.parts, self.how.over, self.how.dim)
             return torch.cat(self.parts, self.how.dim)
         return materialised(self.parts[0].to(self.dtype) if self.sums else self.parts[0])
+
+
+def holds_much(x: Tensor, times: int) -> bool:
+    """Whether the memory that a tensor lies in is large, this many times."""
+    own = innermost(x)
+    return own.layout is torch.strided and own.untyped_storage().nbytes() * times >= LARGE
 
 
 def small_sums(gathered: Sequence[Gathered]) -> list[Tensor] | None:

@@ -21,7 +21,6 @@ the function are watched, which is slower (``finding``: see watch.py).
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -97,16 +96,16 @@ class Again:
 
     def note_piece(self, used: set[int]) -> None:
         """Note which captured tensors a piece has used, and how it leaves the generators."""
-        self.drawn.append(states(self.devices))
+        if self.known.draws:
+            self.drawn.append(states(self.devices))
         self.used.append(used)
 
     def note_reached(self, outs: Sequence[Tensor], given: Tensors, begun: int) -> None:
         """Note a piece that was called on constants, when so many operations were recorded."""
         leaves: dict[int, Tensor] = {}
-        if transform_level() is not None:
-            if any(map(wants_gradient, outs)):
+        if any(map(wants_gradient, outs)):
+            if transform_level() is not None:
                 raise UnseenError
-        elif any(map(_REQUIRES_GRAD, outs)):
             leaves, older = leaves_since(outs, begun, given)
             if older or any(map(_has_way_of_its_own, leaves.values())):
                 raise UnseenError
@@ -115,9 +114,11 @@ class Again:
 
     def end(self) -> None:
         """Note what is captured, once all pieces are noted, and their graphs are gone."""
-        # One that is known to draw may have put the generators back by itself.
-        if not (self.known.draws or were_drawn_from(self.drawn[0], self.drawn[-1])):
-            self.drawn = [[]] * len(self.drawn)
+        if len(self.drawn) <= len(self.used):  # it was not known to draw
+            if were_drawn_from(self.drawn[0], states(self.devices)):
+                self.known.draws = True
+                raise DrewError
+            self.drawn = [[]] * len(self.used)
         if self.leaves:
             alive = {at: x for at, leaf in self.leaves.items() if (x := leaf()) is not None}
             self.found = [Found(x, x, x) for x in alive.values()]
@@ -209,15 +210,16 @@ class Again:
                 raise RuntimeError(NOT_FOUND_AGAIN)
 
 
+class DrewError(Exception):
+    """A function has drawn random numbers, which nobody knew: it is to be called once more."""
+
+
 NOT_FOUND_AGAIN = (
     "a microbatched function was run again for its derivative, and did not use again a captured "
     "tensor that needs one. Likely causes: it is not pure (it counts its calls, draws from "
     "Python's or numpy's generator); the tensor was frozen since; or it is made in a scripted "
     "function. Pass the tensor as an argument."
 )
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def _has_way_of_its_own(x: Tensor) -> bool:
