@@ -11,7 +11,7 @@ in windows.py.
 
 import threading
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -31,12 +31,9 @@ origins: "WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = WeakKeyDictiona
 # are parts of others.
 ALONE = threading.RLock()
 
-# By module and name, a copy of the table that was there.
-HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, dict[str, Any]]]
-
-
-# The modes of modules.
-Modules = dict[torch.nn.Module, bool]
+# By module and name, a copy of the table that was there, or the mode.
+HeldTensors = dict[tuple[torch.nn.Module, str], tuple[Place, Any]]
+Modules = dict[torch.nn.Module, bool]  # the modes of modules
 
 
 class Ambiguous(Refusing):
@@ -54,15 +51,13 @@ def remembering() -> Generator[HeldTensors]:
     """Remember what is held by the modules that are called inside, and by those below them."""
     held: HeldTensors = {}
     places: dict[torch.nn.Module, list[Place]] = {}
-    ambiguous: set[tuple[torch.nn.Module, str]] = set()
     thread = threading.get_ident()
 
     def before(module: torch.nn.Module, _args: object) -> None:
         if torch.compiler.is_dynamo_compiling() or threading.get_ident() != thread:
             return
-        if here.observed is not None:  # what is called there is called again
-            return
-        if module in origins:  # a shell keeps its tensors
+        # What is observed is called again, and a shell keeps its tensors.
+        if here.observed is not None or module in origins:
             return
         if module not in places:
             places[module] = tensor_places(module)
@@ -71,24 +66,17 @@ def remembering() -> Generator[HeldTensors]:
             now = attributes[name]
             if (owner, name) not in held:
                 held[owner, name] = place, now.copy()
-            elif name == "_parameters":
+            elif name == PARAMETERS:
                 then = held[owner, name][1]
-                ambiguous.update([(owner, x) for x in then if then[x] is not now.get(x)])
+                # A tensor for each name: torch would take one for all of them for tied weights.
+                for x in [x for x in then if then[x] is not now.get(x)]:
+                    then[x] = torch.empty(0).as_subclass(Ambiguous)
 
     watch = register_module_forward_pre_hook(before)
     try:
         yield held
     finally:
         watch.remove()
-        for key, (place, then) in held.items():
-            if place[2] == "_parameters":
-                # A tensor for each name: torch would take one for all of them for tied weights.
-                refusing = {
-                    name: torch.empty(0).as_subclass(Ambiguous)
-                    for name in then
-                    if (place[0], name) in ambiguous
-                }
-                held[key] = (place, then | refusing)
 
 
 def hold(held: HeldTensors, modes: Modules, modules: Iterable[torch.nn.Module]) -> None:
@@ -125,18 +113,12 @@ def with_own_buffers(held: HeldTensors) -> HeldTensors:
     }
 
 
-@contextmanager
-def in_modes(modules: Modules) -> Generator[None]:
+def in_modes(modules: Modules) -> AbstractContextManager[None]:
     """Let modules be in training as they were when they were called."""
-    others = {module: then for module, then in modules.items() if module.training != then}
-    with ALONE if others else nullcontext():
-        try:
-            for module, then in others.items():
-                module.training = then
-            yield
-        finally:
-            for module, then in others.items():
-                module.training = not then
+    name = "training"
+    its = [(module, vars(module), then) for module, then in modules.items()]
+    its = [(m, at, then) for m, at, then in its if at.get(name, then) != then]
+    return holding({(m, name): ((m, at, name), then) for m, at, then in its})
 
 
 @contextmanager

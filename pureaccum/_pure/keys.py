@@ -8,8 +8,6 @@ a longer draw begins with the shorter one. So a key is for one draw; make more k
 
 A block is made from a key and a counter of 64 bits, whose two highest say what it is for: to
 fold a number in (00), to split the key (01) or to draw (10). One key can therefore do all three.
-
-Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 import math
@@ -33,7 +31,7 @@ MOST_DRAWN = 2**57  # numbers of one key
 
 
 def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
-    """Make a key from a seed.
+    """Make a key, an int64 tensor of shape (2,), from a seed.
 
     The rule: the key is the seed, modulo 2**64, in two words of 32 bits, the high one first.
 
@@ -41,15 +39,14 @@ def key(seed: int, device: torch.device | str | int | None = None) -> Tensor:
         seed: An int of 64 bits, signed or not: -1 and 2**64 - 1 are the same seed.
         device: Where the key lies, and with it all that is drawn from it.
 
-    Returns:
-        An int64 tensor of shape (2,).
-
     Example:
         >>> key(2**32 + 7)
         tensor([1, 7])
 
     References:
         `jax.random <https://docs.jax.dev/en/latest/jax.random.html>`_, whose keys these are like.
+        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
+        <https://doi.org/10.1145/2063384.2063405>`_, 2011, for all that is made of a key.
     """
     seed = check_int(seed, "seed", "an int from -2**63 to 2**64 - 1", -(2**63), 2**64 - 1)
     words = (seed >> 32) % 2**32, seed % 2**32
@@ -71,10 +68,6 @@ def fold_in(key: Tensor, n: int | Tensor) -> Tensor:
         >>> rows = fold_in(key(0), torch.arange(3))
         >>> torch.equal(rows[2], fold_in(key(0), 2))
         True
-
-    References:
-        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
-        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     if is_sharded(key) and not isinstance(n, Tensor):
         return locally(lambda key: fold_in(key, n), key, 1)
@@ -100,10 +93,6 @@ def split_key(key: Tensor, n: int = 2) -> Tensor:
         >>> for_weights, for_masks = split_key(key(0))
         >>> normal(for_weights, (2,)), uniform(for_masks)
         (tensor([-0.7631,  0.0017]), tensor(0.2748))
-
-    References:
-        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
-        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     if is_sharded(key):
         return locally(lambda key: split_key(key, n), key, 1)
@@ -127,10 +116,6 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
     Example:
         >>> uniform(key(0), (3,))
         tensor([0.0249, 0.7834, 0.5808])
-
-    References:
-        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
-        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     bits = _bits(dtype)
 
@@ -159,10 +144,6 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     Example:
         >>> normal(key(0), (3,))
         tensor([-1.9614,  0.2039,  1.3661])
-
-    References:
-        Salmon, Moraes, Dror and Shaw, `Parallel random numbers: as easy as 1, 2, 3
-        <https://doi.org/10.1145/2063384.2063405>`_, 2011.
     """
     _bits(dtype)
 
