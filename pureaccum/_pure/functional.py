@@ -98,9 +98,6 @@ def functional(
             call ``apply`` together. Derivatives are those of the sum of what all ranks return, as
             ``make_step(..., group=...)`` adds it up. Not inside ``torch.compile``.
 
-    Returns:
-        ``apply``, and the module's ``params``, ``buffers`` and ``frozen``.
-
     Example:
         >>> fn = functional(torch.nn.BatchNorm1d(2, affine=False))
         >>> x = torch.tensor([[0.0, 10.0], [2.0, 30.0]])
@@ -129,25 +126,22 @@ def functional(
                 "functional(module)."
             )
         kind = buffers if table == BUFFERS else params if tensor.requires_grad else frozen
-        kind[name] = tensor.detach()
-        held[name] = kind[name], vars(places.modules[i])[table], key
-    names = Names(
-        params={name: x.shape for name, x in (params | frozen).items()},
-        buffers={name: x.shape for name, x in buffers.items()},
-        tied=_ties(places),
-        dtypes={name: x.dtype for name, x in params.items()},
-        own=[own_tensor(places, name) for name in params | frozen],
-        required=[name in params for name in params | frozen],
-        held=held,
-    )
-    for name in params:
-        if any(tensor_hooks(own_tensor(places, name))):
+        if kind is params and any(tensor_hooks(tensor)):
             raise ValueError(
                 f"{name} has a hook on its gradient, which would never be called: gradients are "
                 "those of the tensors that apply is given. Remove it, and change the gradient by a "
                 "gradient map: chain(it, optimizer), where it has init(params) and "
                 "update(grads, state) -> (grads, state)."
             )
+        kind[name] = tensor.detach()
+        held[name] = kind[name], vars(places.modules[i])[table], key
+    names = Names(
+        params={name: x.shape for name, x in (params | frozen).items()},
+        buffers={name: x.shape for name, x in buffers.items()},
+        own=[own_tensor(places, name) for name in params | frozen],
+        required=[name in params for name in params | frozen],
+        held=held,
+    )
     whole = None
     if microbatch_size is not None or group is not None:
         size = LARGEST_INT if microbatch_size is None else microbatch_size
@@ -160,8 +154,6 @@ class Names(NamedTuple):
 
     params: dict[str, torch.Size]  # shapes, those of frozen ones too
     buffers: dict[str, torch.Size]
-    tied: dict[str, str]  # for each further name of a tensor, the name that it goes by
-    dtypes: dict[str, torch.dtype]  # of the parameters that are not frozen
     own: list[Tensor]  # the module's parameters …
     required: list[bool]  # … and whether each of them required a gradient
     held: dict[str, tuple[Tensor, dict[str, Any], str]]  # what was handed out, and its place
@@ -187,10 +179,10 @@ def _apply(
     # tensors would do so for the module's own.
     with nullcontext() if compiling else unnoticed():
         if compiling or not _fits(params, names.params):
-            _check(params, names.params, names.tied, "params", "parameter")
+            _check(params, names.params, places, "params")
         none = type(buffers) in (dict, tuple) and not buffers
         if compiling or not (none or _fits(buffers, names.buffers)):
-            _check(buffers, names.buffers, names.tied, "buffers", "buffer")
+            _check(buffers, names.buffers, places, "buffers")
         own = names.own
         required = [x.requires_grad for x in own] if compiling else [*map(_REQUIRES_GRAD, own)]
         if required != names.required:
@@ -202,7 +194,9 @@ def _apply(
             "were expected, since it would write to its own in place of a missing one. They "
             "are functional(module).buffers, or the new_buffers of an earlier call."
         )
-    tensors = {**params, **_frozen(names, frozen, params)} if frozen else params or {}
+    tensors = params or {}
+    if frozen:
+        tensors = {**tensors, **_frozen(names, frozen, tensors)}
     if compiling and whole is not None and whole.group is not None:
         group_of(whole.group)  # raises: no graph reaches other ranks
     if whole is None or compiling:
@@ -234,9 +228,9 @@ def _frozen(
             "all, apply({**fn.frozen, **params}, ...), or of each its own, stacked and mapped as "
             "params are: stack([fn.frozen for fn in members])."
         )
-    floats = [name for name in names.dtypes if name in params and params[name].is_floating_point()]
+    floats = [name for name in params if name not in frozen and params[name].is_floating_point()]
     came = {params[name].dtype for name in floats}
-    if len(came) != 1 or all(names.dtypes[name] in came for name in floats):
+    if len(came) != 1 or all(names.held[name][0].dtype in came for name in floats):
         return rest
     (dtype,) = came
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in rest.items()}
@@ -254,15 +248,6 @@ def _other_gradients(names: Names) -> RuntimeError:
     )
 
 
-def _ties(places: Places) -> dict[str, str]:
-    """For each further name of a tensor, the name that it goes by."""
-    return {
-        full_name(places.paths[i], key): name
-        for name, (_, *others) in places.slots.items()
-        for i, _, key in others
-    }
-
-
 def _fits(given: Any, shapes: dict[str, torch.Size]) -> bool:
     """Whether a dict holds tensors of these names and shapes. The loops are C's."""
     if type(given) is not dict or not _PLAIN.issuperset(map(type, given.values())):
@@ -274,9 +259,7 @@ _PLAIN = {Tensor, nn.Parameter}
 _SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
 
 
-def _check(
-    given: Any, shapes: dict[str, torch.Size], tied: dict[str, str], root: str, kind: str
-) -> None:
+def _check(given: Any, shapes: dict[str, torch.Size], places: Places, root: str) -> None:
     """Check names and shapes, and say what is wrong with them."""
     if isinstance(given, tuple) and not given:
         return
@@ -288,7 +271,7 @@ def _check(
     for name, tensor in given.items():
         shape = shapes.get(name)
         if shape is None:
-            raise ValueError(f"{root}[{name!r}] {_stranger(name, shapes, tied, kind)}")
+            raise ValueError(f"{root}[{name!r}] {_stranger(name, shapes, places, root)}")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{root}[{name!r}] is a {type(tensor).__name__}; expected a tensor.")
         if tensor.shape != shape:
@@ -299,10 +282,11 @@ def _check(
             )
 
 
-def _stranger(name: str, shapes: dict[str, torch.Size], tied: dict[str, str], kind: str) -> str:
-    if name in tied:
-        return f"is tied to {tied[name]!r} in the module; give that one alone."
-    wrong = f"is no {kind} of the module"
+def _stranger(name: str, shapes: dict[str, torch.Size], places: Places, root: str) -> str:
+    for own, (_, *others) in places.slots.items():
+        if name in [full_name(places.paths[i], key) for i, _, key in others]:
+            return f"is tied to {own!r} in the module; give that one alone."
+    wrong = f"is no {'parameter' if root == 'params' else 'buffer'} of the module"
     for own in shapes:
         if name.endswith("." + own):
             prefix = name.removesuffix(own)

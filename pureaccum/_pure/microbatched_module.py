@@ -63,7 +63,7 @@ from .recorded_module import (
     recorded,
     unfollowed,
 )
-from .shell import Places, changed, own_tensor, what_changed
+from .shell import Places, check_unchanged, own_tensor
 from .symbols import ROWS, Symbol
 from .trace import Operation
 
@@ -114,8 +114,7 @@ class WholeBatch:
 
     def out_of(self, tensors: Tensors, new: Tensors, arguments: Any, sizes: Sequence[int]) -> Tree:
         """What the module returns; the running statistics in ``new`` are updated."""
-        if changed(self.places.kept):
-            raise what_changed(self.places)
+        check_unchanged(self.places)
         leaves, spec = flatten(arguments)
         given = [x for x in leaves if isinstance(x, Tensor)]
         if not self.by_function and not any(map(couples, self.places.modules)):

@@ -56,7 +56,7 @@ Vars = dict[str, Any]
 Slot = tuple[int, str, str]  # the number of a module, its table, and a key in that
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
-FIXED_TABLES = (PARAMETERS, CHILDREN)  # a buffer may be assigned anew between two calls
+FIXED = (PARAMETERS, CHILDREN)  # a buffer may be assigned anew between two calls
 
 
 class Idle(threading.local):
@@ -92,21 +92,18 @@ def places_of(module: nn.Module) -> Places:
     """Look where a module keeps its tensors."""
     paths, modules = map(list, zip(*module.named_modules(), strict=True))
     slots: dict[Tensor, list[Slot]] = {}
-    names: dict[Tensor, str] = {}
-    for i, (path, part) in enumerate(zip(paths, modules, strict=True)):
+    for i, part in enumerate(modules):
         for table in (PARAMETERS, BUFFERS):
             for key, tensor in vars(part)[table].items():
                 if tensor is not None:
-                    names.setdefault(tensor, full_name(path, key))
                     slots.setdefault(tensor, []).append((i, table, key))
     scripted = any(map(is_compiled_module, modules))
-    fixed = [] if scripted else [vars(m)[table] for m in modules for table in FIXED_TABLES]
     return Places(
         modules=modules,
         paths=paths,
         were=[{table: dict(vars(m)[table]) for table in TABLES} for m in modules],
-        kept=contents_of(fixed),
-        slots={names[tensor]: its for tensor, its in slots.items()},
+        kept=contents_of([] if scripted else _fixed_tables(modules)),
+        slots={full_name(paths[i], key): its for its in slots.values() for i, _, key in its[:1]},
         idle=Idle(),
         safe_modes=set(),
         leads_back={"code"} if scripted else set(),
@@ -124,43 +121,46 @@ def own_tensor(places: Places, name: str) -> Tensor:
     return vars(places.modules[i])[table][key]
 
 
-def what_changed(places: Places) -> RuntimeError:
-    """The error for a module that has other parameters or modules in it than it had."""
+def check_unchanged(places: Places) -> None:
+    """Raise where the module has other parameters or modules in it than it had."""
+    if not changed(places.kept):
+        return
     for path, module, were in zip(places.paths, places.modules, places.were, strict=True):
-        was = contents_of([were[table] for table in FIXED_TABLES])
-        now = contents_of([vars(module)[table] for table in FIXED_TABLES])
-        if changed(now._replace(lengths=was.lengths, values=was.values)):
+        was = contents_of(map(were.__getitem__, FIXED))
+        if changed(was._replace(views=contents_of(_fixed_tables([module])).views)):
             path = f"module.{path}" if path else "module"
-            return RuntimeError(
+            raise RuntimeError(
                 f"{path} ({type(module).__name__}) has other parameters or modules in it than when "
                 "functional(module) was called, which would go unnoticed: expected the same. Call "
                 "functional(module) again, after the last change."
             )
-    raise AssertionError
+
+
+def _fixed_tables(modules: Iterable[nn.Module]) -> list[Vars]:
+    return [vars(module)[name] for module in modules for name in FIXED]
 
 
 class TableContents(NamedTuple):
     """What stood in some dicts."""
 
-    dicts: list[Vars]
-    views: Sequence[Iterable[Any]]  # the values that stand in each of them now
+    views: Sequence[Any]  # the values that stand in each of them now
     lengths: list[int]
     values: list[Any]  # those that stood there, of all dicts one after the other
 
 
-def contents_of(dicts: list[Vars]) -> TableContents:
+def contents_of(dicts: Iterable[Vars]) -> TableContents:
     """Remember what stands in some dicts."""
     views = [*map(dict.values, dicts)]
-    return TableContents(dicts, views, [*map(len, dicts)], [*chain(*views)])
+    return TableContents(views, [*map(len, views)], [*chain(*views)])
 
 
-NEVER = TableContents([{}], [], [-1], [])  # what no dict holds
+NEVER = TableContents([()], [-1], [])  # what no dict holds
 
 
 def changed(contents: TableContents) -> bool:
     """Whether other objects stand there now. The loop is C's: each call asks twice."""
-    dicts, views, lengths, values = contents
-    return [*map(len, dicts)] != lengths or not all(map(is_, chain(*views), values))
+    views, lengths, values = contents
+    return [*map(len, views)] != lengths or not all(map(is_, chain(*views), values))
 
 
 # A call -----------------------------------------------------------------------------------------
@@ -173,18 +173,10 @@ def call_module(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Call a module with tensors in place of its own.
+    """Call a module with some tensors, by name, in place of its own.
 
-    Args:
-        places: Those of the module.
-        tensors: Parameters and buffers by name; for others the module's own are used.
-        wanted: The names of those that are asked for after the call.
-        args: The positional arguments of the call.
-        kwargs: Its arguments by name.
-
-    Returns:
-        What the module returned, and the tensors that are asked for, of which it may have assigned
-        some anew.
+    Returns what the module returned, and the tensors whose names are ``wanted``, of which it may
+    have assigned some anew.
     """
     if torch.compiler.is_dynamo_compiling():
         return call_itself(places, tensors, args, kwargs)
@@ -284,7 +276,7 @@ def _call_shell(
         put_back_attributes(places.modules)
         _assign(places, shell)
     if [*map(len, shell.tables)] != shell.lengths:
-        pairs = zip(shell.tables, shell.between, strict=True)
+        pairs = zip(shell.tables, chain(*map(dict.values, places.were)), strict=True)
         made = next((key for table, were in pairs for key in table if key not in were), "one")
         raise RuntimeError(
             f"forward made {made!r}, a parameter, buffer or module that was not there when "
@@ -315,19 +307,18 @@ class Shell:
         # The modules' attributes and fixed tables, and the attributes of the copies.
         self.theirs = self.ours = NEVER
         self.references: list[int] = []  # how many there are to each copy between two calls
-        self.tables: list[Vars] = []  # of the copies …
-        self.between: list[Vars] = []  # … and their contents between two calls
+        self.tables: list[Vars] = []  # of the copies
+        self.filled: list[tuple[Vars, Vars]] = []  # with what stands there between two calls
         for module, were in zip(places.modules, places.were, strict=True):
             copy = copies[id(module)]
             children = {key: copies.get(id(child)) for key, child in were[CHILDREN].items()}
             for name, contents in (were | {CHILDREN: children}).items():
-                vars(copy)[name] = dict(contents)
-                self.tables.append(vars(copy)[name])
-                self.between.append(dict(contents))
+                vars(copy)[name] = table = dict(contents)
+                self.tables.append(table)
+                if contents:
+                    self.filled.append((table, dict(contents)))
             origins[copy] = module
         self.lengths = [*map(len, self.tables)]
-        pairs = zip(self.tables, self.between, strict=True)
-        self.filled = [(table, between) for table, between in pairs if between]
         self.slots = {
             name: [(vars(self.modules[i])[table], key) for i, table, key in slots]
             for name, slots in places.slots.items()
@@ -338,17 +329,16 @@ def take_shell(places: Places, shell: Shell | None) -> Shell | None:
     """A shell with the attributes that the modules have now; None for a module that has none."""
     if places.leads_back:
         return None
-    if changed(places.kept):
-        raise what_changed(places)
+    check_unchanged(places)
     modules = {*map(id, places.modules)}
-    theirs = contents_of([*map(vars, places.modules), *places.kept.dicts])
+    theirs = contents_of([*map(vars, places.modules), *_fixed_tables(places.modules)])
     attributes = [x for m in places.modules for key, x in vars(m).items() if key not in TABLES]
     if any(_reaches(x, modules, 3) for x in attributes):
         places.leads_back.add("name")
         return None
     shell = shell or Shell(places)
     ours = [*map(vars, shell.modules)]
-    for now, mine in zip(theirs.dicts, ours, strict=False):
+    for now, mine in zip(map(vars, places.modules), ours, strict=True):
         tables = {name: mine[name] for name in TABLES}
         mine.clear()
         mine.update({**now, **tables})

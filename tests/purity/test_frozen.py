@@ -103,7 +103,10 @@ def test_params_and_frozen_are_all_parameters_and_detached(make: Any) -> None:
 
 
 def test_frozen_parameters_that_are_given_are_taken() -> None:
-    fn = pa.functional(Lora())
+    net = Lora()
+    fn = pa.functional(net)
+    for none in ((), {}):
+        assert torch.equal(fn.apply(none, (), X)[0], net(X))
     zero = {name: torch.zeros_like(x) for name, x in fn.frozen.items()}
     out, _ = fn.apply({**fn.params, **zero}, (), X)
     delta = fn.apply(fn.params, (), X)[0] - F.linear(X, fn.frozen["base.weight"])
