@@ -28,7 +28,11 @@ class Instruction(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     gives: Symbol
-    last: list[Symbol]  # what nobody reads after it
+    last: Sequence[Symbol] = ()  # what nobody reads after it
+
+    def reads(self) -> list[Symbol]:
+        """The values that it is given."""
+        return values_in(*self.args, *self.kwargs.values())
 
 
 class Level(NamedTuple):
@@ -42,18 +46,7 @@ class Level(NamedTuple):
     pools: list[Symbol]  # the BatchNorm layers whose moments come next
 
 
-class _Graph(NamedTuple):
-    """Operations, and what is known of each of them, by its value."""
-
-    made: dict[Symbol, Operation]
-    users: dict[Symbol, list[Symbol]]
-    level: dict[Symbol, int]  # that of constants, which do not depend on the input, is CONSTANT
-    repeated: set[Symbol]  # what later levels compute again
-    seeded: bool
-
-
-CONSTANT = -1
-_OUTPUT = Symbol("output", None)
+CONSTANT = -1  # the level of what does not depend on the input
 
 
 def run_steps(steps: Sequence[Instruction], known: dict[Symbol, Any]) -> None:
@@ -73,82 +66,66 @@ def levels_of(
     Where it is ``seeded``, what draws random numbers draws those of its recorder.
     """
     made = {Symbol("made", i): operation for i, operation in enumerate(operations)}
-    reads = [read for operation in operations for read in operation.reads()]
-    inputs = {read: 0 for read in (*reads, *outputs) if read.kind == "input"}
-    graph = _Graph(made=made, users={}, level=inputs, repeated=set(), seeded=seeded)
-    users, level = graph.users, graph.level
+    steps = {value: _step(value, operation, seeded) for value, operation in made.items()}
+    level, read_in = dict[Symbol, int](), dict[Symbol, int]()  # and the last level that reads it
     for value, operation in made.items():
-        reads = operation.reads()
-        for read in reads:
-            users.setdefault(read, []).append(value)
-        base = max((level.get(read, CONSTANT) for read in reads), default=CONSTANT)
+        reads = steps[value].reads()
+        base = max([CONSTANT, *(0 if x.kind == "input" else level.get(x, CONSTANT) for x in reads)])
         level[value] = base + operation.is_norm() if not operation.draws else max(base, 0)
-    last = level[_OUTPUT] = max(0, *level.values())
-    for value in outputs:  # all that the output is made of is handed on to the last level
-        users.setdefault(value, []).append(_OUTPUT)
-    graph.repeated.update(_repeated(graph))
-    levels = [_level(graph, here, last) for here in range(last + 1)]
-    return [level for level in levels if level.gives or level.pools]
+        read_in |= {x: max(level[value], read_in.get(x, CONSTANT)) for x in reads}
+    last = max([0, *level.values()])
+    read_in |= dict.fromkeys(outputs, last)
+    later = [v for v in made if CONSTANT < level[v] < read_in.get(v, CONSTANT)]
+    again = _repeated({v: x for v, x in made.items() if level[v] > CONSTANT}, later)
+    handed_on = {v: level[v] for v in later if v not in again}
+    levels: list[Level] = []
+    for here in range(last + 1):
+        gives = [v for v in handed_on if level[v] == here]
+        if here == last:  # what the output is made of, but for what is at hand by then
+            gives = [v for v in made if v in outputs and v not in handed_on]
+        pools = [v for v in made if made[v].is_norm() and level[v] == here + 1]
+        if gives or pools:
+            at_hand = {v for v in handed_on if level[v] < here}
+            levels.append(_level(steps, at_hand, gives, pools))
+    return levels
 
 
 # One level --------------------------------------------------------------------------------
 
 
-def _level(graph: _Graph, here: int, last: int) -> Level:
-    level, made, users = graph.level, graph.made, graph.users
-    gives = [v for v in made if level[v] == here and _is_handed_on(graph, v)]
-    if here == last:  # what the output is made of, but for what is at hand by then
-        outputs = (v for v in made if _OUTPUT in users.get(v, ()))
-        gives = [v for v in outputs if not _is_handed_on(graph, v)]
-    pools = [v for v in made if made[v].is_norm() and level[v] == here + 1]
-    ends = {*gives, *(made[v].kwargs["input"] for v in pools)}
-    wanted = _wanted(graph, here, ends)
-    takes = [v for v in wanted if v.kind == "input" or _is_taken(graph, v, here)]
-    mine = sorted(v for v in wanted if v.kind == "made" and v not in takes)
-    steps, left = [_step(graph, v) for v in mine], ends
-    for step in reversed(steps):
-        its = {step.gives, *values_in(*step.args, *step.kwargs.values())} - left
-        step.last.extend(v for v in its if v.kind in ("input", "made"))
+def _level(
+    steps: Mapping[Symbol, Instruction],
+    at_hand: set[Symbol],
+    gives: list[Symbol],
+    pools: list[Symbol],
+) -> Level:
+    """The level that gives some values, and what some BatchNorm layers are given."""
+    ends = {*gives, *(steps[v].args[0] for v in pools)}
+    found, below = set[Symbol](), [*ends]  # what it computes or takes
+    while below:
+        value = below.pop()
+        if value not in found:
+            found.add(value)
+            below += steps[value].reads() if value in steps and value not in at_hand else ()
+    mine = sorted(v for v in found if v in steps and v not in at_hand)
+    takes = sorted(v for v in found if v.kind == "input" or v in at_hand)
+    program, left = list[Instruction](), ends
+    for step in reversed([steps[v] for v in mine]):
+        its = {step.gives, *step.reads()} - left
+        program.append(step._replace(last=[v for v in its if v.kind in ("input", "made")]))
         left = left | its
     return Level(
-        steps=steps,
-        takes=sorted(takes) or [Symbol("input", 0)],  # for how many rows there are
-        shared=sorted(v for v in wanted if v.kind in ("own", "captured")),
-        scaled=[v for v in mine if made[v].is_norm()],
+        steps=program[::-1],
+        takes=takes or [Symbol("input", 0)],  # for how many rows there are
+        shared=sorted(v for v in found if v.kind in ("own", "captured")),
+        scaled=[v for v in mine if steps[v].func is normalise],
         gives=gives,
         pools=pools,
     )
 
 
-def _wanted(graph: _Graph, here: int, ends: set[Symbol]) -> set[Symbol]:
-    """The values that a level computes or takes."""
-    found, below = set[Symbol](), [*ends]
-    while below:
-        value = below.pop()
-        if value not in found:
-            found.add(value)
-            if value.kind == "made" and not _is_taken(graph, value, here):
-                step = _step(graph, value)
-                below += values_in(*step.args, *step.kwargs.values())
-    return found
-
-
-def _is_taken(graph: _Graph, value: Symbol, here: int) -> bool:
-    """Whether a level is given what another one made."""
-    return CONSTANT < graph.level.get(value, CONSTANT) < here and value not in graph.repeated
-
-
-def _is_handed_on(graph: _Graph, value: Symbol) -> bool:
-    """Whether later levels take a value, since they do not compute it again."""
-    here = graph.level[value]
-    if here == CONSTANT or value in graph.repeated:
-        return False
-    return any(graph.level[user] > here for user in graph.users.get(value, ()))
-
-
-def _step(graph: _Graph, value: Symbol) -> Instruction:
+def _step(value: Symbol, operation: Operation, seeded: bool) -> Instruction:
     """An operation as a step of a program."""
-    operation = graph.made[value]
     func, args, kwargs = operation.func, operation.args, operation.kwargs
     if operation.is_norm():
         affine = (None, None) if operation.affine() else (kwargs["weight"], kwargs["bias"])
@@ -156,9 +133,9 @@ def _step(graph: _Graph, value: Symbol) -> Instruction:
         func, kwargs = normalise, {}
     if operation.writes is not None:
         func, args = partial(_on_copy, func), (operation.writes, *args)
-    if operation.draws and graph.seeded:
+    if operation.draws and seeded:
         func = partial(_seeded, value.at, func)
-    return Instruction(func=func, args=args, kwargs=kwargs, gives=value, last=[])
+    return Instruction(func=func, args=args, kwargs=kwargs, gives=value)
 
 
 def _on_copy(func: Callable[..., Any], target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -183,28 +160,21 @@ _CHEAP = (
 )
 
 
-def _repeated(graph: _Graph) -> set[Symbol]:
+def _repeated(made: Mapping[Symbol, Operation], later: Sequence[Symbol]) -> set[Symbol]:
     """The values that later levels compute again, from what is handed on to them in any case.
 
     So a residual block's sum is not kept beside what is summed, nor a dense one's concatenation
     beside its parts, nor the first convolution of an image, which is ten times as large.
     """
     repeated: set[Symbol] = set()
-    costs: dict[Symbol, int] = {}  # in operations, of what can be had from what is handed on
-    for value, operation in graph.made.items():
-        here = graph.level[value]
-        if here == CONSTANT:
-            costs[value] = 0
-            continue
+    costs = dict.fromkeys(later, 0)  # in operations, of what can be had from what is handed on
+    for value, operation in made.items():
         if _is_cheap(operation):
-            made = [v for v in operation.reads() if v.kind == "made"]
-            cost = 1 + sum(costs.get(v, _MOST_OPERATIONS) for v in made)
+            below = [v for v in operation.reads() if v.kind == "made" and v in made]
+            cost = 1 + sum(costs.get(v, _MOST_OPERATIONS) for v in below)
             if cost <= _MOST_OPERATIONS:
                 costs[value] = cost
                 repeated.add(value)
-                continue
-        if any(graph.level[user] > here for user in graph.users.get(value, ())):
-            costs[value] = 0
     return repeated
 
 
