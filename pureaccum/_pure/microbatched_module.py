@@ -25,11 +25,18 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .._base.checks import outside_inference_mode
 from .._base.containers import open_tree
 from .._base.dtensors import refuse_sharded
 from .._base.generators import generators, restore
 from .._base.observation import observed
-from .._base.torch_internals import dispatched, is_compiled_module, unnoticed
+from .._base.torch_internals import (
+    dispatched,
+    down_to,
+    is_compiled_module,
+    unnoticed,
+    untraced,
+)
 from .._base.trees import Tree, flatten, paths, tree_map, unflatten
 from .._core.batches import (
     check_sizes,
@@ -55,14 +62,7 @@ from .batch_norm import (
     share_of_rows,
 )
 from .levels import Level, levels_of, run_steps
-from .recorded_module import (
-    ModuleCall,
-    Trace,
-    call_pure,
-    plain_tensor,
-    recorded,
-    unfollowed,
-)
+from .recorded_module import ModuleCall, Trace, call_pure, plain_tensor, recorded
 from .shell import Places, check_unchanged, own_tensor
 from .symbols import ROWS, Symbol
 from .trace import Operation
@@ -98,7 +98,7 @@ class WholeBatch:
     def __call__(
         self, tensors: Tensors, buffers: Sequence[str], args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Tensors]:
-        """ModuleCall the module with a batch; returns what it returned, and its new buffers."""
+        """Call the module with a batch; returns what it returned, and its new buffers."""
         batch = read_batch({**dict(enumerate(args)), **kwargs}, "args")
         need_rows(batch, "what apply is given")
         sizes = sizes_of_batch(rows_to_cut(batch, "args", one_by_one=True), self.size)
@@ -154,7 +154,9 @@ class WholeBatch:
         """What the module does now, proved."""
         looked_at, state = not dispatched(), random.getstate()
         sizes = [size or 1 for size in batch.sizes]
-        with unfollowed():
+        recording = torch.is_grad_enabled()
+        # No transform, no tracer and no inference mode around follows it.
+        with down_to(0), untraced(), outside_inference_mode(), torch.set_grad_enabled(recording):
             trace, _ = recorded(batch.alone(sizes.index(max(sizes))))
             structure = trace.structure()
             for size in {*sizes} if looked_at and trace.norms() else ():
@@ -277,11 +279,11 @@ def _call_level(
             out = value in outs and _NO_ROWS.format(outs[value], count, _came(x))
             raise ValueError(out or between)
         gives.append(x)
-    with unnoticed():  # each look at a shape would be asked of the modes around
-        pooled = [known[operations[v.at].kwargs["input"]] for v in level.pools]
-        looks = [(x.shape, x.dtype) for x in pooled]
     shares: list[Share] = []
-    for value, x, (shape, dtype) in zip(level.pools, pooled, looks, strict=True):
+    for value in level.pools:
+        x = known[operations[value.at].kwargs["input"]]
+        with unnoticed():  # each look at a shape would be asked of the modes around
+            shape, dtype = x.shape, x.dtype
         each = shape.numel() // (shape[1] * count) if count else math.prod(shape[2:])
         notes.looks[value] = shape, dtype, each
         shares.append(share_of_rows(x, len(shape), dtype))

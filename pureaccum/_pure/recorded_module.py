@@ -16,12 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from .._base.checks import outside_inference_mode
 from .._base.containers import open_tree
 from .._base.generators import generators, restore
 from .._base.torch_internals import (
     BUFFERS,
-    down_to,
     effects_of,
     is_cache,
     is_taken_as_new,
@@ -29,7 +27,6 @@ from .._base.torch_internals import (
     one_member,
     seeing,
     unnoticed,
-    untraced,
     version,
     written_by,
 )
@@ -82,14 +79,6 @@ class Trace(NamedTuple):
         return *its, *(x if isinstance(x, Symbol) else None for x in self.outs)
 
 
-@contextmanager
-def unfollowed() -> Generator[None]:
-    """Compute what nothing around follows: no transform, no tracer, no inference mode."""
-    recording = torch.is_grad_enabled()
-    with down_to(0), untraced(), outside_inference_mode(), torch.set_grad_enabled(recording):
-        yield
-
-
 def plain_tensor(x: Tensor) -> Tensor:
     """A tensor that nothing follows; of those that a vmap maps, the first member's."""
     with unnoticed():
@@ -134,7 +123,7 @@ def recorded(batch: ModuleCall, answer: Any = nearly_of_itself) -> tuple[Trace, 
         if held[name] is not x:
             raise RuntimeError(_WRITTEN_TO.format(name))
     for layer in filter(couples, places.modules):
-        place = recorder.place_of(layer)
+        place = recorder.place(layer)
         its = [x.func for x in recorder.operations if x.place == place]
         if its and F.batch_norm not in its:
             raise ValueError(_NO_NORM.format(place))
@@ -227,37 +216,36 @@ def _nothing_assigned(
     recorder: Recorder, modules: Sequence[nn.Module], parts: Sequence[nn.Module]
 ) -> Generator[None]:
     """Put back what forward assigns to attributes, and into containers of them, and refuse it."""
-    tables: list[tuple[nn.Module, str, Any]] = []
-    for module, part in zip(modules, parts, strict=True):
-        tables.append((module, "", vars(part)))
-        for name in vars(module).keys() - TABLES:
-            if type(x := vars(module)[name]) in (list, dict, set):
-                tables.append((module, name, x))
-    were = [copy(table) for _, _, table in tables]
+    tables = [(module, "", vars(part)) for module, part in zip(modules, parts, strict=True)]
+    for module in modules:
+        its = [(name, x) for name, x in vars(module).items() if name not in TABLES]
+        tables += [(module, name, x) for name, x in its if type(x) in (list, dict, set)]
+    were: list[Any] = [copy(table) for _, _, table in tables]
     try:
         yield
     finally:
         for (module, name, table), was in zip(tables, were, strict=True):
-            if others := _others(table, was):
+            now, then = _by_key(table), _by_key(was)
+            others = [k for k in {**then, **now} if now.get(k, was) is not then.get(k, table)]
+            if others := [k for k in others if not is_cache(str(k))]:
                 table.clear()
                 (table.extend if isinstance(table, list) else table.update)(was)
-                where = recorder.place_of(module), name or others[0]
+                where = recorder.place(module), name or others[0]
                 recorder.refusal = recorder.refusal or _ASSIGNED.format(*where)
 
 
-def _others(table: Any, was: Any) -> list[Any]:
-    """The names of what stands in a dict and did not, caches apart; of a list, anything."""
-    if not isinstance(table, dict):
-        return [None] if [*map(id, table)] != [*map(id, was)] else []
-    names = {**was, **table}
-    return [k for k in names if table.get(k, was) is not was.get(k, table) and not is_cache(str(k))]
+def _by_key(x: Any) -> dict[Any, Any]:
+    """What is in a dict, a list or a set, as a dict."""
+    return (
+        x if isinstance(x, dict) else dict.fromkeys(x) if isinstance(x, set) else dict(enumerate(x))
+    )
 
 
 # A layer that is one operation, and a module that is called as it is ----------------------------
 
 
 def call_pure(places: Places, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """ModuleCall a module, and check that it writes to none of its buffers."""
+    """Call a module, and check that it writes to none of its buffers."""
     buffers = {x: tensors[x].clone() for x in tensors if places.slots[x][0][1] == BUFFERS}
     before = {name: version(x) for name, x in buffers.items()}
     out, held = call_module(places, {**tensors, **buffers}, buffers, tuple(args), kwargs)

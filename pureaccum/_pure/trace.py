@@ -223,7 +223,7 @@ class Recorder(TorchFunctionMode):
     def refuse_write(self, memory: Any) -> Any:
         """Refuse a write to what is not its own, before it happens."""
         names = [v.at for v, x in self.given.items() if memory_of(x) == memory]
-        where = f"{self.place_of(self.module())} writes in place ({self.running.name()})"
+        where = f"{self.place()} writes in place ({self.running.name()})"
         self.refuse(_OWN.format((*names, "tensor")[0]), where)
 
     def symbols(self, outs: Sequence[Any]) -> list[Any]:
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
     def normalised(self, symbols: dict[str, Any], call: dict[str, Any]) -> Tensor:
         """What a batch norm of the batch gives, here with other moments."""
         layer = self.module()
-        place = self.place_of(layer)
+        place = self.place(layer)
         statistics = [k for k in ("running_mean", "running_var") if symbols[k] is not None]
         if any(getattr(symbols[k], "kind", "") != "own" for k in statistics):
             self.refuse(_NO_BUFFERS)
@@ -305,16 +305,13 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         return next(iter(self.paths))
 
-    def place(self) -> str:
-        """What that is called."""
-        return self.place_of(self.module())
-
-    def place_of(self, module: nn.Module) -> str:
-        """What a module is called."""
+    def place(self, module: nn.Module | None = None) -> str:
+        """What a module is called: the innermost one, if none is given."""
+        module = self.module() if module is None else module
         path = self.paths[origins.get(module, module)]
         return f"{'module.' * bool(path)}{path or 'module'} ({type(module).__name__})"
 
-    def refuse(self, what: str, where: str | nn.Module = "") -> Any:
+    def refuse(self, what: str, where: str | nn.Module | None = None) -> Any:
         """Refuse what forward does, even where its own code goes on after that."""
         frame: FrameType | None = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
@@ -324,8 +321,7 @@ class Recorder(TorchFunctionMode):
             file, number = frame.f_code.co_filename, frame.f_lineno
             code = linecache.getline(file, number).strip()
             line = f", at {Path(file).name} line {number}: `{code}`"
-        where = where or self.module()
-        where = where if isinstance(where, str) else self.place_of(where)
+        where = where if isinstance(where, str) else self.place(where)
         self.refusal = self.refusal or f"{where} {what}{line}. {_WAYS_OUT}"
         raise RefusedError(self.refusal)
 

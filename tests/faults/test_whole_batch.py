@@ -248,6 +248,17 @@ def test_attributes_that_forward_assigns_are_refused(func, calls):
     assert module.calls in (0, [])
 
 
+def test_a_set_that_is_copied_in_another_order_is_no_assignment():
+    seen = {*range(2000)}
+    seen -= {*range(2000)} - {1, 8}
+    assert [*seen] != [*seen.copy()]
+    module = Of(lambda self, x: x, seen=seen)
+    calls(module)
+    module.func = lambda self, x: (self.seen.add(2), x)[1]
+    refuses(module, "module (Of) assigns its attribute 'seen'")
+    assert seen == {1, 8}
+
+
 def test_random_numbers_that_do_not_depend_on_the_input_are_refused():
     module = Of(lambda self, x: x * torch.rand(3))
     state = torch.get_rng_state()
