@@ -198,7 +198,7 @@ def between_ranks(
     except RuntimeError as error:
         error.add_note(
             f"pureaccum: {what}. Another rank has died or has raised an error, or did not come to "
-            f"this point within the group's timeout; its own message says more. {after}"
+            f"this point, in this group, within its timeout; its own message says more. {after}"
         )
         raise
 

@@ -51,8 +51,6 @@ name                               what for                                check
 ``._should_skip_dynamo``           … and import no compiler for it         2.11, 2.13
 ``torch._C._current_graph_task``   is a backward pass going on?            2.11, 2.13, 2.15
 ``torch._subclasses.fake_tensor``  tensors that hold no numbers            2.11, 2.13, 2.15
-``…c10d._get_default_store``       what ranks write where all can read it  2.11, 2.13
-``group._get_backend(…).options``  how long ranks wait for one another     2.11, 2.13
 =================================  ======================================  ================
 
 ``tests/parity/test_private_torch.py`` fails when one of them moves.
@@ -62,7 +60,6 @@ import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import cache
 from itertools import count
 from operator import attrgetter
@@ -1024,16 +1021,3 @@ def compares_layouts(func: Any) -> bool:
     """Whether an operation only compares layouts, as forward AD does with a value and a tangent."""
     aten = torch.ops.aten
     return func in (aten.is_same_size.default, aten._has_same_storage_numel.default)
-
-
-# Ranks ---------------------------------------------------------------------------------------
-
-
-def shared_store() -> Any:
-    """The store that all ranks of this job can write to and read."""
-    return torch.distributed.distributed_c10d._get_default_store()  # pyright: ignore
-
-
-def patience(group: Any, device: torch.device) -> float:
-    """The seconds that ranks of a group wait for one another; 0 where it is not known."""
-    return getattr(group._get_backend(device).options, "_timeout", timedelta()).total_seconds()

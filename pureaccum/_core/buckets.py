@@ -18,7 +18,6 @@ another length is needed, they agree on it first.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from time import monotonic, sleep
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from .._base.agreement import CLAIM_NUMBERS as CLAIMED
 from .._base.agreement import Claim, between_ranks, compare
-from .._base.torch_internals import owns_its_memory, patience, shared_store
+from .._base.torch_internals import owns_its_memory
 
 
 CAP = 25 * 2**20  # bytes, where DistributedDataParallel too closes a bucket
@@ -72,16 +71,14 @@ def sum_over_ranks_(
         and whether ranks agree if nobody has looked yet.
     """
     group = dist.group.WORLD if group is None else group
-    if group not in _rooms:
-        _arrive(group, numbers.device)
-        _rooms[group] = 0, torch.float32
     sums = _Sums(tensors, numbers, group, claimed, times)
     few, need = _riding(sums.parts, numbers.device)
-    if few and need != _rooms[group]:
-        sums.send_first(_rooms[group], [])
+    room = _rooms.setdefault(group, (0, torch.float32))
+    if few and need != room:
+        sums.send_first(room, [])
         sums.land()
-        _rooms[group] = need
-    sums.send_first(_rooms[group], few)
+        room = _rooms[group] = need
+    sums.send_first(room, few)
     if claimed.look:  # nothing of a length of its own before all ranks are known to agree
         sums.land()
     riding = {*few}
@@ -203,62 +200,6 @@ def group_of(group: Any) -> Any:
             "the step again, with a group of this one."
         ) from error
     return dist.group.WORLD if group is None else group
-
-
-def _arrive(group: Any, device: torch.device) -> None:
-    """Wait until all ranks of a group are about to use it for the first time.
-
-    Ranks that were given different groups would wait for one another without end: one that finds
-    another waiting for it elsewhere tells it so, and both raise. Whoever does not come in the time
-    of the group is left to the collective that follows, which then says so.
-    """
-    store, me, ranks = shared_store(), dist.get_rank(), dist.get_process_group_ranks(group)
-    if len(ranks) == 1:
-        return
-    here = f"{group.group_name!r}, of ranks {', '.join(map(str, ranks))}"
-    mine = f"pureaccum/wait {store.add(f'pureaccum/waits of {me}', 1)} of {me}"
-    arrived = store.add(f"pureaccum/{here}", 1)
-    store.set(f"pureaccum/{me}", f"{mine}|{here}")
-    until, pause, told = monotonic() + patience(group, device), 0.001, ""
-    while arrived < len(ranks) and not told and monotonic() < until:
-        sleep(pause)
-        pause = min(2 * pause, 1.0)
-        arrived = store.add(f"pureaccum/{here}", 0)
-        # Many ranks ask one store: not before it is likely, which is after half a second.
-        waiting = _waiting(store, ranks) if pause > 0.25 else []
-        if store.check([mine]):  # a rank that has gone on had told this one before
-            told = store.get(mine).decode()
-        for rank, its, there in waiting:
-            those = there.partition(", of ranks ")[2].split(", ")
-            apart = there != here and str(me) in those
-            if not told and apart and store.add(f"pureaccum/{there}", 0) < len(those):
-                told = f"rank {rank} at {there}"
-                _tell(store, its, there, f"rank {me} at {here}")
-    store.set(f"pureaccum/{me}", "")
-    if told:
-        _tell(store, mine, here, told)
-        raise ValueError(
-            f"the ranks do not use the same group: rank {me} is at {here}, and {told}, and each "
-            "waits for the other. Give all ranks the same group, in the same order."
-        )
-
-
-def _tell(store: Any, its: str, there: str, text: str) -> None:
-    """End a wait, which counts no more where it was."""
-    if store.add(f"{its}, told", 1) == 1:  # one rank may be told by several
-        store.add(f"pureaccum/{there}", -1)
-        store.set(its, text)
-
-
-def _waiting(store: Any, ranks: list[int]) -> list[tuple[int, str, str]]:
-    """The ranks that wait and have not been told: which wait it is, and at which group."""
-    waits: list[tuple[int, str, str]] = []
-    for rank in ranks:
-        if store.check([f"pureaccum/{rank}"]):
-            its, _, there = store.get(f"pureaccum/{rank}").decode().partition("|")
-            if its and not store.check([its]):
-                waits.append((rank, its, there))
-    return waits
 
 
 def meet(claimed: Claim, group: Any, number: int = 0) -> Tensor:

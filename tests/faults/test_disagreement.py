@@ -483,20 +483,6 @@ def another_number_of_rows_is_no_disagreement() -> None:
     assert len(gather(torch.ones(1 + 2 * apart(), 3))) == dist.get_world_size() + 2
 
 
-def other_groups() -> None:
-    """Of the same ranks, and of others: no rank waits for one that waits for it."""
-    ranks = [*range(dist.get_world_size())]
-    groups = [dist.new_group(its) for its in (ranks, ranks, ranks[-2:])]
-    if dist.get_rank() in ranks[-2:]:
-        for mine, other in ((0, 1), (0, 2), (2, 1)):
-            with pytest.raises(ValueError, match=r"do not use the same group: rank .*, of ranks "):
-                psum(torch.ones(2), groups[other if apart() else mine])
-        assert psum(torch.ones(2), groups[2]).tolist() == [2, 2]
-    dist.barrier()
-    assert psum(torch.ones(2), groups[0]).tolist() == [len(ranks)] * 2
-    agree_again()
-
-
 CASES: dict[str, Callable[[], object]] = (
     {f"settings: {name}": partial(other_settings, name) for name in SETTINGS}
     | {f"state: {name}": partial(other_state, name) for name in STATES}
@@ -517,7 +503,6 @@ CASES: dict[str, Callable[[], object]] = (
             other_shapes_that_all_know,
             another_backward_pass,
             another_number_of_rows_is_no_disagreement,
-            other_groups,
         )
     }
 )

@@ -1,6 +1,5 @@
 """The private names of torch that the package touches exist, and do what it takes them to do."""
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -637,22 +636,6 @@ def test_who_else_lies_in_the_memory_of_a_tensor_is_seen() -> None:
     alone = view.detach()
     del x, view
     assert torch_internals.owns_its_memory(alone)
-
-
-def test_a_job_has_a_store_and_says_how_long_its_ranks_wait() -> None:
-    import torch.distributed as dist
-
-    wait = timedelta(seconds=7)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
-    try:
-        assert torch_internals.patience(dist.group.WORLD, torch.device("cpu")) == 7
-        store = torch_internals.shared_store()
-        assert not store.check(["pureaccum"])
-        store.set("pureaccum", "here")
-        assert store.check(["pureaccum"])
-        assert store.get("pureaccum") == b"here"
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_vmap_is_left_and_entered_by_hand() -> None:
