@@ -162,9 +162,7 @@ def empty(grads: Tree, device: torch.device, squares: int | None = None) -> Accu
 
 def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumState:
     """The state with some more microbatches; ``grads`` are the sums with their gradients."""
-    more, squares = amounts_of(seen, rule, ()), state.squares
-    if isinstance(squares, Tensor):
-        squares = squares + (more.squares if isinstance(more.squares, Tensor) else 0.0)
+    more: Any = amounts_of(seen, rule, ())
     return AccumState(  # not _replace, from which torch 2.11's compiler returns broken tuples
         grads=grads,
         total=state.total + more.total,
@@ -173,7 +171,7 @@ def counted(state: AccumState, seen: Sequence[Microbatch], rule: Rule, grads: Tr
         skipped=state.skipped + more.skipped,
         nonfinite=state.nonfinite + more.nonfinite,
         weighted=state.weighted + more.weighted,
-        squares=squares,
+        squares=state.squares + more.squares if isinstance(state.squares, Tensor) else (),
     )
 
 
@@ -190,9 +188,10 @@ def amounts_of(seen: Sequence[Microbatch], rule: Rule, grads: Tree) -> AccumStat
         "skipped": nonfinite if rule.nonfinite == "skip" else 0,
         "nonfinite": nonfinite,
         "weighted": sum([x.weighted for x in seen]),
+        "squares": (),
     }
-    squares = [x.squares for x in seen if isinstance(x.squares, Tensor)] if rule.squares else ()
-    amounts["squares"] = sum(squares) if squares else ()
+    if rule.squares:
+        amounts["squares"] = sum([x.squares for x in seen if isinstance(x.squares, Tensor)])
     return AccumState(grads=grads, **amounts)
 
 
@@ -212,15 +211,7 @@ def in_tensors(amounts: AccumState, device: torch.device, squares: bool) -> Accu
     )
 
 
-class Tally(NamedTuple):
-    """What several microbatches came to."""
-
-    total: Any
-    weight: Any
-    nonfinite: Any
-
-
-def settle(seen: Sequence[Microbatch], rule: Rule) -> Tally:
+def settle(seen: Sequence[Microbatch], rule: Rule) -> tuple[Any, Any, Any]:
     """Total, weight and the number of microbatches that are not finite, in float64 and int64.
 
     They are Python's numbers where the host has them, and else tensors.
@@ -238,15 +229,10 @@ def settle(seen: Sequence[Microbatch], rule: Rule) -> Tally:
         if has_weight or entry.weighted:
             weight += float(entry.weight)
         good += isfinite(term) if entry.finite is None else bool(entry.finite)
-    return Tally(total, weight, len(seen) - good)
+    return total, weight, len(seen) - good
 
 
-def _weights(seen: Sequence[Microbatch], rule: Rule) -> list[Any]:
-    """The weights to divide by: a plain sum has none."""
-    return [x.weight for x in seen if x.weighted or rule.reduction == "mean"]
-
-
-def _settled_in_tensors(seen: Sequence[Microbatch], rule: Rule) -> Tally:
+def _settled_in_tensors(seen: Sequence[Microbatch], rule: Rule) -> tuple[Any, Any, Any]:
     # Few operations for many entries. A compiler sees to that by itself, and would take the number
     # of rows for a constant if two of them were compared.
     alone = torch.compiler.is_dynamo_compiling()
@@ -256,7 +242,8 @@ def _settled_in_tensors(seen: Sequence[Microbatch], rule: Rule) -> Tally:
     alike = ((x.times, [x]) for x in seen) if alone else groupby(seen, key=lambda x: x.times)
     groups = [torch.stack([x.value for x in group]).double() * times for times, group in alike]
     totals = groups[0] if len(groups) == 1 else torch.cat(groups)
-    all_weights = _weights(seen, rule)
+    # The weights to divide by: a plain sum has none.
+    all_weights = [x.weight for x in seen if x.weighted or rule.reduction == "mean"]
     known = sum([0.0, *(x for x in all_weights if not isinstance(x, Tensor))])
     weights = [x for x in all_weights if isinstance(x, Tensor)]
     total = totals.sum()
@@ -267,4 +254,4 @@ def _settled_in_tensors(seen: Sequence[Microbatch], rule: Rule) -> Tally:
     flags = [entry.finite for entry in seen if entry.finite is not None]
     # inf - inf is NaN; a third of the time of isfinite
     nonfinite = ~torch.stack(flags) if flags else (totals - totals) != 0
-    return Tally(total, weight, nonfinite.sum())
+    return total, weight, nonfinite.sum()

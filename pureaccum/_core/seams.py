@@ -19,6 +19,7 @@ from torch import Tensor
 from .coupling import LossOfPart
 from .exchange import Backward
 from .loss import Read, Reduction, Shape
+from .sums import Sums, Terms
 from .weights import Microbatch, Weighing, enter, weigh
 
 
@@ -73,19 +74,6 @@ class Seams(NamedTuple):
     judge: Judge | None = None
 
 
-class Sink:
-    """Where gradients end, and of which leaves."""
-
-    __slots__ = ("kinds", "leaves", "tensors")
-    leaves: list[Tensor]
-    kinds: Any
-    tensors: list[Any]
-
-    def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
-        """Add the gradients of some leaves."""
-        raise NotImplementedError
-
-
 class Window(NamedTuple):
     """What layers know beside the seams.
 
@@ -106,7 +94,7 @@ class Window(NamedTuple):
     name: Callable[[int | None], str] = lambda _: "a microbatch"
     before: list[Tensor] | None = None
     divides: float | None = None
-    sink: Sink = cast(Sink, None)  # put in by ``adder``; a compiler takes no object for a default
+    sink: Sums | Terms = cast(Any, None)  # put in by ``adder``: a compiler takes no object here
 
 
 Layer = Callable[[Seams, Window], Seams]
@@ -115,6 +103,19 @@ Layer = Callable[[Seams, Window], Seams]
 def taking(seams: Seams, window: Window) -> Take:
     """Where a layer hands gradients on to."""
     return seams.take or window.sink.add
+
+
+def handing_on(
+    seams: Seams, window: Window, look: Callable[[Tensor], Tensor]
+) -> tuple[Take, dict[int, Tensor]]:
+    """Hand gradients on, and note what a look at each of them gives, by its leaf."""
+    inner, noted = taking(seams, window), dict[int, Tensor]()
+
+    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
+        noted.update(zip(which, map(look, grads), strict=True))
+        inner(which, grads, weighing)
+
+    return take, noted
 
 
 def judged_below(seams: Seams, entry: Microbatch, weighing: Weighing | None) -> Microbatch:

@@ -14,7 +14,6 @@ from torch import Tensor
 from .._base.dtensors import Layouts, opened, sum_layouts
 from .._base.torch_internals import owns_its_memory, transform_active
 from .._base.trees import zeros_for_sums
-from .seams import Sink
 from .weights import LARGE, Weighing, add_gradient_, add_gradients_, term_of
 
 
@@ -45,15 +44,15 @@ def kinds_of(leaves: list[Tensor], dtypes: list[torch.dtype]) -> Kinds:
     )
 
 
-class Sums(Sink):
+class Sums:
     """Sums of the gradients of leaves, in place."""
 
-    __slots__ = ("begun", "written")
+    __slots__ = ("begun", "kinds", "leaves", "tensors", "written")
 
     def __init__(self, leaves: list[Tensor], kinds: Kinds, tensors: Any = None) -> None:
         self.leaves, self.kinds = leaves, kinds
         self.begun = tensors is not None  # whether there is a sum for each leaf
-        self.tensors = tensors if self.begun else [None] * len(leaves)
+        self.tensors: list[Any] = tensors if self.begun else [None] * len(leaves)
         self.written = False  # whether anything was added
 
     def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
@@ -104,12 +103,12 @@ class Sums(Sink):
         return self.tensors
 
 
-class Terms(Sink):
+class Terms:
     """What one microbatch adds to sums: None where that is nothing."""
 
     def __init__(self, leaves: list[Tensor], kinds: Kinds) -> None:
         self.leaves, self.kinds = leaves, kinds
-        self.tensors = [None] * len(leaves)
+        self.tensors: list[Any] = [None] * len(leaves)
         self.keep: Tensor | None = None  # whether it counts
 
     def add(self, which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:

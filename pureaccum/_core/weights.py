@@ -16,12 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base.dtensors import (
-    Layouts,
-    local,
-    replicated,
-    true_on_all_ranks,
-)
+from .._base.dtensors import Layouts, local, replicated, true_on_all_ranks
 from .._base.torch_internals import foreach_add_, foreach_div_
 from .._base.trees import as_scalar_of, at_once, is_finite, real_parts, scalars_of
 from .loss import Read, Reduction, Shape, counts
@@ -31,9 +26,9 @@ LARGE = 2**20  # bytes; smaller gradients are added in one foreach call, which i
 CHUNK = 2**18  # elements of a temporary; whole leaves would cost 8 % of a training loop's peak
 
 
-def is_large(x: Tensor, times: int = 1) -> bool:
-    """Whether a tensor of this many times its size is added by itself, as soon as it is there."""
-    return x.numel() * x.itemsize * times >= LARGE  # a sparse one has no ``nbytes``
+def is_large(x: Tensor) -> bool:
+    """Whether a gradient is added by itself, as soon as it is there."""
+    return x.numel() * x.itemsize >= LARGE  # a sparse one has no ``nbytes``
 
 
 # A gradient enters a sum ---------------------------------------------------------------------
@@ -54,15 +49,15 @@ def add_gradient_(total: Tensor, grad: Tensor, weighing: Weighing) -> None:
         total.add_(grad, alpha=factor)
     elif grad.is_sparse:
         grad = grad.coalesce()
-        values = _term(grad.values(), total.dtype, weighing)
+        values = term_of(grad.values(), total.dtype, weighing)
         total.index_put_(tuple(grad.indices()), values, accumulate=True)
     elif grad.numel() <= CHUNK:
-        total.add_(_term(grad, total.dtype, weighing))
+        total.add_(term_of(grad, total.dtype, weighing))
     else:
         longest = max(range(grad.dim()), key=lambda d: grad.shape[d])
         size = max(1, CHUNK * grad.shape[longest] // grad.numel())
         for piece, term in zip(total.split(size, longest), grad.split(size, longest), strict=True):
-            piece.add_(_term(term, total.dtype, weighing))
+            piece.add_(term_of(term, total.dtype, weighing))
 
 
 def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing) -> None:
@@ -80,18 +75,13 @@ def add_gradients_(totals: list[Tensor], grads: list[Tensor], weighing: Weighing
             alike.setdefault((grad.dtype, total.dtype, grad.device), []).append(i)
     for members in alike.values():
         flat = torch.cat([grads[i].reshape(-1) for i in members])
-        terms = _term(flat, totals[members[0]].dtype, weighing).split(
+        terms = term_of(flat, totals[members[0]].dtype, weighing).split(
             [grads[i].numel() for i in members]
         )
         foreach_add_(
             [totals[i] for i in members],
             [term.view(grads[i].shape) for i, term in zip(members, terms, strict=True)],
         )
-
-
-def term_of(grad: Tensor, dtype: torch.dtype, weighing: Weighing) -> Tensor:
-    """What is added to a sum, for one gradient: a dense tensor of the dtype of the sum."""
-    return _term(grad.to_dense() if grad.is_sparse else grad, dtype, weighing)
 
 
 def divided(sums: list[Tensor], *by: Any, own: bool, same: bool = False) -> list[Tensor]:
@@ -121,8 +111,10 @@ def nothing_like(grad: Tensor) -> Tensor:
     return torch.zeros_like(grad) if grad.is_sparse else grad.new_zeros(()).expand_as(grad)
 
 
-def _term(grad: Tensor, dtype: torch.dtype, weighing: Weighing) -> Tensor:
+def term_of(grad: Tensor, dtype: torch.dtype, weighing: Weighing) -> Tensor:
+    """What is added to a sum, for one gradient: a dense tensor of the dtype of the sum."""
     factor, keep = weighing.factor, weighing.keep
+    grad = grad.to_dense() if grad.is_sparse else grad
     term = grad if grad.dtype == dtype else grad.to(dtype)  # a vmap asks for its time
     if isinstance(factor, Tensor):
         term = term * as_scalar_of(term, factor)
@@ -248,15 +240,10 @@ def _power_of_two(weight: Tensor) -> Tensor:
     return torch.where(weight > 0, power, 1.0)
 
 
-def total_finite(entry: Microbatch) -> Tensor:
-    """Whether the total of a microbatch is finite."""
-    return is_finite(entry.value)
-
-
-def judged(
-    entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None, layouts: Layouts | None = None
-) -> Microbatch:
-    """A microbatch is finite if its total and all of its gradient are, or if it has no weight.
+def finite_wholly(
+    entry: Microbatch, flags: Iterable[Tensor], keep: Tensor | None, layouts: Layouts | None
+) -> Tensor:
+    """Whether the total of a microbatch and all of its gradient are finite, or have no weight.
 
     With layouts, of gradients of which each rank has its part, all ranks say so together.
     """
@@ -265,23 +252,19 @@ def judged(
         ok = ok & flag.to(ok.device)
     if layouts is not None:
         ok = true_on_all_ranks(ok, layouts)
-    return entry._replace(finite=ok if keep is None else ok | ~keep)
+    return ok if keep is None else ok | ~keep
 
 
 def without_skipped(entry: Microbatch, finite: Tensor) -> Microbatch:
     """An entry that is zero unless it is finite: a skipped microbatch takes its weight along."""
-
-    def selected(weight: float | Tensor) -> Tensor:
-        wide = torch.zeros_like(finite, dtype=torch.float64)
-        return torch.where(finite, wide + weight, wide)
-
+    none = torch.zeros_like(finite, dtype=torch.float64)
     value = torch.where(replicated(finite, entry.value), entry.value, 0.0)
     squares = entry.squares
     if isinstance(squares, Tensor):
         squares = torch.where(finite, squares, 0.0)
     return entry._replace(
         value=value,
-        weight=selected(entry.weight),
+        weight=torch.where(finite, none + entry.weight, none),
         finite=finite,
         squares=squares,
     )

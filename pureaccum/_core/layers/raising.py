@@ -1,45 +1,38 @@
 """An error at the first inf or NaN, which names the leaf."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._base.torch_internals import transform_active
-from ..._base.trees import finite, numbers_in
-from ..seams import Seams, Window, judged_below, taking
-from ..weights import Microbatch, Weighing, judged, total_finite
+from ..._base.trees import finite, is_finite, numbers_in
+from ..seams import Seams, Window, handing_on, judged_below
+from ..weights import Microbatch, Weighing, finite_wholly
 
 
 def raising(seams: Seams, window: Window) -> Seams:
     """Raise where the total of a microbatch, or anything in its gradient, is not finite."""
     if torch.compiler.is_dynamo_compiling():
         _refuse_to_look()
-    flags: dict[int, Tensor] = {}
-    inner = taking(seams, window)
+    take, flags = handing_on(seams, window, finite)
 
     def term(*given: Any) -> Any:
         weighing, entry = seams.term(*given)
-        if not _told(total_finite(entry)):
+        if not _told(is_finite(entry.value)):
             raise FloatingPointError(_sentence([window.name(None)]))
         return weighing, entry
-
-    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
-        flags.update(zip(which, map(finite, grads), strict=True))
-        inner(which, grads, weighing)
 
     def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
         entry = judged_below(seams, entry, weighing)
         if weighing is None:
             return entry
-        entry = judged(entry, flags.values(), weighing.keep, window.sink.kinds.layouts)
-        assert entry.finite is not None
-        if not _told(entry.finite):
+        ok = finite_wholly(entry, flags.values(), weighing.keep, window.sink.kinds.layouts)
+        if not _told(ok):
             where = [window.name(i) for i, flag in sorted(flags.items()) if not _told(flag)]
             raise FloatingPointError(_sentence(where or ["the gradient on another rank"]))
         flags.clear()
-        return entry
+        return entry._replace(finite=ok)
 
     return seams._replace(term=term, take=take, judge=judge)
 

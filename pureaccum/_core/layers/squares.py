@@ -3,23 +3,19 @@
 The norm of a gradient that lies on several ranks is known once all of it is there.
 """
 
-from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from ..._base.dtensors import norms_of_sums
 from ..._base.trees import norm
-from ..seams import Seams, Window, judged_below, taking
+from ..seams import Seams, Window, handing_on, judged_below
 from ..weights import Microbatch, Weighing, with_squares
 
 
 def squares(seams: Seams, window: Window) -> Seams:
     """Let the entry of a microbatch have |s|² / w for each s that it adds to a sum."""
     sink = window.sink
-    norms: dict[int, Tensor] = {}
-    parts: dict[int, Tensor] = {}
-    inner, sharded = taking(seams, window), sink.kinds.layouts is not None
+    sharded = sink.kinds.layouts is not None
+    take, noted = handing_on(seams, window, (lambda grad: grad) if sharded else norm)
 
     def term(*given: Any) -> Any:
         weighing, entry = seams.term(*given)
@@ -31,22 +27,14 @@ def squares(seams: Seams, window: Window) -> Seams:
             )
         return weighing, entry
 
-    def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
-        if sharded:
-            parts.update(zip(which, grads, strict=True))
-        else:
-            norms.update(zip(which, map(norm, grads), strict=True))
-        inner(which, grads, weighing)
-
     def judge(entry: Microbatch, weighing: Weighing | None) -> Microbatch:
         entry = judged_below(seams, entry, weighing)
         if weighing is None:
             return entry
-        each: Any = [norms.get(i) for i in range(len(sink.leaves))]
+        each: Any = [noted.get(i) for i in range(len(sink.leaves))]
+        noted.clear()
         if sharded:
-            each = norms_of_sums([parts.get(i) for i in range(len(each))], sink.leaves)
-        norms.clear()
-        parts.clear()
+            each = norms_of_sums(each, sink.leaves)
         return with_squares(entry, each, weighing, window.unit)
 
     return seams._replace(term=term, take=take, judge=judge)
