@@ -244,14 +244,7 @@ def updated(
 ) -> tuple[AccumState, Microbatch]:
     """The state with one more microbatch, and the entry of that microbatch.
 
-    Args:
-        state: The state before.
-        loss: The loss.
-        batch: The microbatch as it was read.
-        part: The microbatch as the loss is given it.
-        window: How gradients are taken and summed.
-        kinds: What follows from the leaves, and from the sums of the state.
-        donate: Whether the state is given up.
+    ``batch`` is the microbatch as it was read, and ``part`` as the loss is given it.
     """
     in_place = may_add_in_place()
     held, spec = flatten(state.grads)

@@ -15,12 +15,11 @@ since one ignored target need not be in the first; and at every call once it was
 cannot be computed is no proof: then it is asked at the next call, eight times at most.
 """
 
-import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from math import isfinite
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -42,6 +41,7 @@ from .._base.torch_internals import (
 from .._base.trees import tree_leaves
 from .batches import Batch, cut_at, rows_to_cut
 from .causes import coupled_error
+from .closures import held_in
 from .loss import NO_GRAPH, Reduction, read
 from .weights import enter
 
@@ -56,19 +56,12 @@ Piece = tuple[Any, int, int]  # some rows, how many, and how many of the batch c
 
 
 class Answer:
-    """What a loss has answered about batches of one kind.
-
-    Attributes:
-        calls: How many calls have cut a batch of this kind.
-        due: The number of the call that asks next.
-        questions: How often it was asked.
-        coupled: Whether it was refused.
-        settled: Whether it was seen to fit.
-    """
+    """What a loss has answered about batches of one kind."""
 
     def __init__(self) -> None:
-        self.calls, self.due, self.questions = 0, 1, 0
-        self.coupled = self.settled = False
+        self.calls, self.due = 0, 1  # those that have cut such a batch, and the one that asks next
+        self.questions = 0  # how often it was asked
+        self.coupled = self.settled = False  # refused, and seen to fit
 
     def note(self, coupled: bool | None, rows: int) -> None:
         """Note an answer about some rows, of which two settle nothing; None where there is none."""
@@ -80,17 +73,11 @@ class Answer:
 
 
 class Question(NamedTuple):
-    """What a call is about to cut, or is given a microbatch of.
-
-    Attributes:
-        batch: The rows.
-        parts: Into how many microbatches they are cut.
-        kind: Whether the loss has aux, what it is of its rows, and how many these are in a
-            microbatch, or ``FEW``.
-    """
+    """What a call is about to cut, or is given a microbatch of."""
 
     batch: Batch
-    parts: int
+    parts: int  # into how many microbatches it is cut
+    # Whether the loss has aux, what it is of its rows, and how many a microbatch has, or ``FEW``.
     kind: tuple[bool, Reduction, int]
 
 
@@ -194,28 +181,18 @@ def _cuts(batch: Batch, start: int, rows: int) -> Iterator[list[Piece]]:
 class Asked:
     """A loss that is called for numbers alone: nothing is recorded, and nothing is left of it.
 
-    Attributes:
-        question: What it is asked.
-        rows: Those of the microbatch, of which the batch has so many ``before``.
-        dtype: The narrowest that it returned.
-        weighted: Whether it returns ``Weighted``.
-        put_back: Lets the generators stand where they stood before it was asked.
+    Its microbatch has ``rows`` of the batch, and the batch so many ``before`` them.
     """
 
     def __init__(
-        self,
-        loss: LossOfPart,
-        args: tuple[Any, ...],
-        question: Question,
-        before: int,
-        draws: bool,
+        self, loss: LossOfPart, args: tuple[Any, ...], question: Question, before: int, draws: bool
     ) -> None:
         leaves, _, self.rows, self.carried = args
         self.loss, self.question, self.before, self.draws = loss, question, before, draws
         self.leaves = [innermost(x) if isinstance(x, Tensor) else x for x in leaves]
-        self.dtype, self.weighted = torch.float64, False
+        self.dtype, self.weighted = torch.float64, False  # the narrowest that it has returned
         tensors = (x for x in question.batch.leaves if isinstance(x, Tensor))
-        self.put_back = random_states(x.device for x in tensors)
+        self.put_back = random_states(x.device for x in tensors)  # what draws, as it stands now
 
     def sums(
         self,
@@ -350,23 +327,13 @@ def _sameness(x: Any, depth: int) -> Any:
         return x
     if isinstance(x, Tensor):
         return Tensor, x.dtype, x.dim()
-    parts: Iterable[Any] = ()
-    if isinstance(x, partial):
-        parts = x.func, *x.args, *x.keywords.values()
-    elif isinstance(x, MethodType):
-        parts = x.__func__, x.__self__
-    elif isinstance(x, FunctionType):
-        if depth <= _DEEPEST:
-            own = [x.__closure__ or (), x.__defaults__ or (), (x.__kwdefaults__ or {}).values()]
-            named = map(x.__globals__.get, x.__code__.co_names)
-            parts = itertools.chain(*own, named)
+    if isinstance(x, FunctionType):
+        parts = held_in(x) if depth <= _DEEPEST else ()
         return x.__code__, *(_sameness(part, depth + 1) for part in parts)
-    elif isinstance(x, CellType):
-        with suppress(ValueError):  # it is empty
-            return _sameness(x.cell_contents, depth)
-    else:
-        with suppress(TypeError):  # a number, or a container
-            own = type(x), ref(x)
-            hash(own)
-            return own
-    return type(x), *(_sameness(part, depth) for part in parts)
+    if isinstance(x, (MethodType, partial)):
+        return type(x), *(_sameness(part, depth) for part in held_in(x))
+    with suppress(TypeError):  # a number, or a container
+        own = type(x), ref(x)
+        hash(own)
+        return own
+    return (type(x),)

@@ -99,19 +99,12 @@ _CAUSE = (
 
 
 class Exchange:
-    """A linear map of what all ranks hold. No tuple: transforms would copy it.
-
-    Attributes:
-        kind: Which one.
-        group: The ranks.
-        each: The rows that each rank has, where the map is of rows; None until it is known.
-        fixed: Whether no data can decide what shapes there are.
-    """
+    """A linear map of what all ranks hold. No tuple: transforms would copy it."""
 
     def __init__(self, kind: Kind, group: Any, each: Any = None, fixed: bool = False) -> None:
         self.kind: Kind = kind
-        self.group, self.fixed = group, fixed
-        self.each: list[int] | None = each
+        self.group, self.fixed = group, fixed  # fixed: no data can decide what shapes there are
+        self.each: list[int] | None = each  # the rows of each rank, if it is of rows and once known
         self.of_rows = each is not None or kind in ("gather", "scatter")
         self.gathers = self.of_rows and kind in ("gather", "total")
 
@@ -305,23 +298,14 @@ def _filled(
 
 
 class Backward:
-    """The backward pass of what a level of transforms records.
+    """The backward pass of what a level of transforms records."""
 
-    Attributes:
-        outer: That of what is around, at another level.
-        level: The level; None for plain autograd.
-        plain: Whether plain autograd records it: to that, what keeps no graph is a constant.
-        times: What its gradients are still to be multiplied by; None until that is known.
-        group: The ranks that were reached from inside of it, if any were.
-        restores: Whether modules hold again, while it runs, what they held when they were called.
-    """
-
-    outer: "Backward | None" = None
-    level: int | None = None
-    plain: bool = False
-    times: Any = None
-    group: Any = None
-    restores: bool = False
+    outer: "Backward | None" = None  # that of what is around, at another level
+    level: int | None = None  # None: plain autograd
+    plain: bool = False  # recorded by plain autograd, to which what keeps no graph is a constant
+    times: Any = None  # what its gradients are yet to be multiplied by; None until that is known
+    group: Any = None  # the ranks that were reached from inside of it, if any were
+    restores: bool = False  # whether modules hold again in it what they held when they were called
 
 
 _NO_LEVEL = -1  # of transforms: None is that of plain autograd

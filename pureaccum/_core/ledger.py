@@ -64,22 +64,15 @@ class AccumState(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What goes from one microbatch to the next.
+    """What goes from one microbatch to the next."""
 
-    Attributes:
-        carried: What the next one is given.
-        advance: ``advance(carried, entry, rows)`` gives what the one after it is given, and the
-            entry with its own aux alone.
-        aux: What was reduced before.
-        aux_reduction: How aux is reduced, where there is any.
-        over: The ranks of which each cuts its own rows.
-    """
-
-    carried: Any = ()
+    carried: Any = ()  # what the next one is given
+    # ``advance(carried, entry, rows)``: what the one after it is given, and the entry with its own
+    # aux alone.
     advance: Callable[[Any, Microbatch, int], tuple[Any, Microbatch]] | None = None
-    aux: AuxState | None = None
-    aux_reduction: Tree = None
-    over: Over = NOWHERE
+    aux: AuxState | None = None  # what was reduced before
+    aux_reduction: Tree = None  # how aux is reduced, where there is any
+    over: Over = NOWHERE  # the ranks of which each cuts its own rows
 
 
 class Ledger:

@@ -75,24 +75,15 @@ class Seams(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What layers know beside the seams.
-
-    Attributes:
-        rule: What was asked for.
-        sink: Where gradients end.
-        unit: What the sums are multiples of: see ``weigh``.
-        scale: That of the loss, if it is scaled.
-        name: What an error calls the loss (None), or the gradient of a leaf.
-        before: The sums before this microbatch, if the caller still holds them.
-        divides: What this rank divides its sums by at the end; None where it adds them to those of
-            other ranks.
-    """
+    """What layers know beside the seams."""
 
     rule: Rule
-    unit: float | None = None
-    scale: Tensor | None = None
+    unit: float | None = None  # what the sums are multiples of: see ``weigh``
+    scale: Tensor | None = None  # of the loss, if it is scaled
+    # What an error calls the loss (None), or the gradient of a leaf.
     name: Callable[[int | None], str] = lambda _: "a microbatch"
-    before: list[Tensor] | None = None
+    before: list[Tensor] | None = None  # the sums as they were, if the caller still holds them
+    # What this rank divides its sums by at the end; None where it adds them to those of others.
     divides: float | None = None
     sink: Sums | Terms = cast(Any, None)  # put in by ``adder``: a compiler takes no object here
 

@@ -111,15 +111,7 @@ def means(
 def accumulate(
     loss: GuardedLoss, cut: CutBatch, window: Window, kinds: Kinds, flow: Flow
 ) -> Accumulated:
-    """The sums over all microbatches.
-
-    Args:
-        loss: The loss.
-        cut: The batch.
-        window: How gradients are taken and summed, but for what follows from the batch.
-        kinds: What follows from the leaves.
-        flow: What goes from one microbatch to the next.
-    """
+    """The sums over all microbatches; of the window only what the batch decides is put in here."""
     rule, leaves = window.rule, loss.given[0].leaves
     window = window._replace(unit=cut.unit if rule.reduction == "mean" else 1.0)
     if rule.has_aux and len(cut.sizes) > 1 and any_sharded(cut.batch.leaves):
@@ -190,11 +182,7 @@ def evaluate(
 ) -> tuple[Tensor, Tree]:
     """The value and the reduced aux over all microbatches, without gradients.
 
-    Args:
-        outs: What the loss returns for each microbatch, the rows that it holds, and the rows that
-            its mean counts for.
-        rule: How the values are summed.
-        aux_reduction: What becomes of aux.
+    ``outs`` are what the loss returns for each, the rows it holds, and those its mean counts for.
     """
     ledger = Ledger(rule, Flow(aux_reduction=aux_reduction))
     detach = None if transform_active() else detached

@@ -55,19 +55,12 @@ Add = Callable[[Portion], Microbatch]
 
 
 class GuardedLoss(NamedTuple):
-    """The loss of a microbatch, what is known of it, and all that it is given.
-
-    Attributes:
-        call: The loss.
-        known: What is known of it.
-        given: First the leaves that it is differentiated by.
-        question: What it is asked; None asks nothing.
-    """
+    """The loss of a microbatch, what is known of it, and all that it is given."""
 
     call: LossOfPart
     known: Known
-    given: tuple[Given, ...]
-    question: Question | None = None
+    given: tuple[Given, ...]  # first the leaves that it is differentiated by
+    question: Question | None = None  # what it is asked
 
 
 def adder(

@@ -50,41 +50,28 @@ from .coupling import Answer, Inquiry, Question, answers_of, may_be_asked
 
 
 class Known:
-    """What is known of a loss. No tuple: a compiler would look into that, and guard what is in it.
-
-    Attributes:
-        loss: The loss, while it lives.
-        kinds: The kinds of microbatches in which it wrote to nothing.
-        captured: The tensors that it was seen to read, and is not given.
-        modules: The modules that it calls.
-        themselves: The modules among them that have buffers and are not in shells.
-        recomputes: Whether its backward pass computes it again, once that is known: see
-            ``run_window`` in windows.py.
-        captures: Whether it captures what requires grad, once a call has gone through: see
-            history.py.
-        answers: What it, or a loss made of the same functions, has answered: see coupling.py.
-        by_func: Whether it calls what plain autograd takes for a constant.
-        draws: Whether it was seen to draw random numbers.
-        reaches: Whether it was seen to reach other ranks.
-        unseen: Whether it was found that what it does with its leaves cannot be followed.
-        watched: Whether under a transform (False), and outside of any (True), autograd's graph has
-            not told what it captures: see recomputation.py.
-    """
+    """What is known of a loss. No tuple: a compiler would look into that, and guard it."""
 
     def __init__(self, loss: Any = None) -> None:
-        self.loss: Callable[[], Any] = lambda: None
+        self.loss: Callable[[], Any] = lambda: None  # the loss, while it lives
         if loss is not None:
             with suppress(TypeError):  # it takes no weak reference
                 self.loss = ref(loss)
-        self.kinds: set[Any] = set()
-        self.captured: list[ReferenceType[Tensor]] = []
-        self.modules: list[ReferenceType[nn.Module]] = []
-        self.themselves: list[ReferenceType[nn.Module]] = []
+        self.kinds: set[Any] = set()  # of microbatches in which it wrote to nothing
+        self.captured: list[ReferenceType[Tensor]] = []  # what it reads, and is not given
+        self.modules: list[ReferenceType[nn.Module]] = []  # that it calls …
+        self.themselves: list[ReferenceType[nn.Module]] = []  # … with buffers, and in no shell
+        # Whether its backward pass computes it again, once that is known: see windows.py.
         self.recomputes: bool | None = None
+        # Whether it captures what requires grad, once a call has gone through: see history.py.
         self.captures: bool | None = None
+        # What it, or a loss made of the same functions, has answered: see coupling.py.
         self.answers: dict[Any, Answer] = {}
-        self.by_func = self.draws = self.reaches = False
-        self.unseen = False
+        self.by_func = False  # whether it calls what plain autograd takes for a constant
+        self.draws = self.reaches = False  # whether it was seen to draw, or to reach other ranks
+        self.unseen = False  # whether it was found that its use of leaves cannot be followed
+        # Whether under a transform (False), and outside of any (True), autograd's graph has not
+        # told what it captures: see recomputation.py.
         self.watched: set[bool] = set()
 
 
@@ -135,13 +122,9 @@ def guarding(
 ) -> AbstractContextManager[Callable[..., Any]]:
     """Guard what is given to a loss, and what it captures, while it is called.
 
-    Args:
-        known: What is known of the loss; None for one of ours.
-        given: What it is given: first what it is differentiated with respect to, if there is more.
-        question: What it is asked of rows that are cut; then it is called as a ``LossOfPart``.
-
-    Returns:
-        A context, which yields a function that makes a guarded loss of a loss: see ``guarded``.
+    It is given first what it is differentiated with respect to, if there is more. One that is
+    asked a ``question`` is called as a ``LossOfPart``. None is known of a loss of ours. The context
+    yields a function that makes a guarded loss of a loss: see ``guarded``.
     """
     if known is None or torch.compiler.is_dynamo_compiling() or getattr(_here, "off", False):
         return nullcontext(_itself)
