@@ -60,6 +60,7 @@ class Again:
 
     def __init__(self, before: list[Drawn], known: Known) -> None:
         self.known = known
+        self.notes_draws = False  # whether generators are looked at after each piece
         self.casts = [_autocast(it.device.type) for it in before]
         self.cached = torch.is_autocast_cache_enabled()
         self.around = modes_around()
@@ -96,7 +97,10 @@ class Again:
 
     def note_piece(self, used: set[int]) -> None:
         """Note which captured tensors a piece has used, and how it leaves the generators."""
-        if self.known.draws:
+        if not self.used:  # the first piece has been observed, if it was of a new kind
+            # Where others are reached no rank may call anything once more by itself.
+            self.notes_draws = self.known.draws or self.known.reaches
+        if self.notes_draws:
             self.drawn.append(states(self.devices))
         self.used.append(used)
 
@@ -114,11 +118,13 @@ class Again:
 
     def end(self) -> None:
         """Note what is captured, once all pieces are noted, and their graphs are gone."""
-        if len(self.drawn) <= len(self.used):  # it was not known to draw
-            if were_drawn_from(self.drawn[0], states(self.devices)):
-                self.known.draws = True
-                raise DrewError
+        now = self.drawn[-1] if self.notes_draws else states(self.devices)
+        # One that is known to draw may have put the generators back by itself.
+        if not (self.known.draws or were_drawn_from(self.drawn[0], now)):
             self.drawn = [[]] * len(self.used)
+        elif not self.notes_draws:
+            self.known.draws = True
+            raise DrewError
         if self.leaves:
             alive = {at: x for at, leaf in self.leaves.items() if (x := leaf()) is not None}
             self.found = [Found(x, x, x) for x in alive.values()]

@@ -227,7 +227,7 @@ def _nothing_assigned(
         for (module, name, table), was in zip(tables, were, strict=True):
             now, then = _by_key(table), _by_key(was)
             others = [k for k in {**then, **now} if now.get(k, was) is not then.get(k, table)]
-            if others := [k for k in others if not is_cache(str(k))]:
+            if others := [k for k in others if name or not is_cache(k)]:
                 table.clear()
                 (table.extend if isinstance(table, list) else table.update)(was)
                 where = recorder.place(module), name or others[0]

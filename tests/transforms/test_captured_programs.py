@@ -430,6 +430,17 @@ def draws_between(cut: Cut) -> Grads:
 
 
 @program
+def draws_of_a_later_microbatch_alone(cut: Cut) -> Grads:
+    """Of which nobody knows when the first one has been called."""
+    net = network()
+    torch.manual_seed(3)
+    total = end(cut(lambda x: nn.functional.dropout(net(x)) if which(x) else net(x))(X))
+    torch.rand(5)
+    total.backward()
+    return [*grads(net), torch.rand(2)]
+
+
+@program
 def draws_that_leave_the_generator(cut: Cut) -> Grads:
     """Where it stood, so that it tells of none."""
     net = network()
