@@ -65,7 +65,8 @@ class Again:
         self.cached = torch.is_autocast_cache_enabled()
         self.around = modes_around()
         self.devices = [it.device for it in before]
-        self.drawn = [before]  # how generators stand before each piece; none if they never move
+        # How generators stand before each piece; none if they never move.
+        self.drawn = [before]
         self.used: list[set[int]] = []  # for each piece, which captured tensors
         self.held: HeldTensors = {}
         self.modules: Modules = {}
@@ -122,7 +123,7 @@ class Again:
         # One that is known to draw may have put the generators back by itself.
         if not (self.known.draws or were_drawn_from(self.drawn[0], now)):
             self.drawn = [[]] * len(self.used)
-        elif not self.notes_draws:
+        elif len(self.drawn) < len(self.used):
             self.known.draws = True
             raise DrewError
         if self.leaves:

@@ -241,6 +241,26 @@ def test_what_only_a_later_microbatch_captures() -> None:
         assert grads.requires_grad
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_later_microbatch_alone_draws_is_drawn_again(captured: bool) -> None:
+    """Nobody knows of it when the first one has been called."""
+    w = W.clone().requires_grad_()
+
+    def total(w: Tensor, x: Tensor) -> Tensor:
+        drawn = torch.rand(2, dtype=torch.float64).sum() if bool(x[0, 0] == 2) else 1.0
+        return (x @ w).sum() * drawn
+
+    x = torch.tensor([[1.0, 0, 1], [1, 1, 0], [2, 1, 1], [2, 0, 1]], dtype=torch.float64)
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(total(w, x[:2]) + total(w, x[2:]), w)
+    torch.manual_seed(0)
+    loss = (lambda _, x: total(w, x)) if captured else total
+    value = pa.value(loss, microbatch_size=2, reduction="sum", check=False)(W if captured else w, x)
+    torch.rand(5)
+    value.backward()
+    assert torch.equal(w.grad, expected)  # pyright: ignore
+
+
 def test_history_remembers_draws_and_modes() -> None:
     net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1)).double()
     fn = pa.functional(net)
