@@ -277,9 +277,6 @@ def microbatches(batch: Tree, size: int | Sequence[int]) -> Iterator[Tree]:
         >>> batch = {"x": torch.arange(5), "training": True}
         >>> [part["x"].tolist() for part in microbatches(batch, 2)]
         [[0, 1], [2, 3], [4]]
-
-    References:
-        `torch.split <https://docs.pytorch.org/docs/stable/generated/torch.split.html>`_
     """
     flat = read_batch(batch)
     rows = rows_to_cut(flat)
@@ -302,9 +299,6 @@ def windows(loader: Iterable[Any], k: int) -> Iterator[list[Any]]:
     Example:
         >>> [len(window) for window in windows(range(7), 3)]
         [3, 3, 1]
-
-    References:
-        `itertools.batched <https://docs.python.org/3/library/itertools.html#itertools.batched>`_
     """
     try:
         rest = iter(loader)

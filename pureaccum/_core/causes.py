@@ -119,13 +119,9 @@ class CoupledLossError(ValueError):
 def coupled_error(
     asked: Any, pieces: list[Any], sums: Any, modules: Sequence[nn.Module]
 ) -> CoupledLossError:
-    """The error for a loss, from what it came to.
+    """The error for a loss that calls some modules, from some rows and two parts of these.
 
-    Args:
-        asked: Calls the loss: see coupling.py.
-        pieces: Some rows, and two parts of these.
-        sums: Their totals and weights.
-        modules: The modules that the loss calls.
+    ``asked`` calls the loss (see coupling.py), and ``sums`` are their totals and weights.
     """
     rows = [n for _, n, _ in pieces]
     weights = sums.weights if any(sums.weights) else [1.0] * 3

@@ -6,7 +6,7 @@ weights add up where means do not.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
@@ -59,21 +59,17 @@ class Weighted(NamedTuple):
     weight: Tensor | float
 
     def __mul__(self, factor: Any) -> "Weighted":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The same mean times a number."""
         return Weighted(self.total * _number(factor, "*"), self.weight)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "Weighted":
-        """The same mean divided by a number."""
         return Weighted(self.total / _number(divisor, "/"), self.weight)
 
     def __neg__(self) -> "Weighted":
-        """The same mean with the other sign."""
         return Weighted(-self.total, self.weight)
 
     def __add__(self, other: Any) -> Any:
-        """Refuse: a sum of two means is no mean."""
         raise TypeError(
             f"{_describe(other)} and a Weighted were added or subtracted. A sum of means over "
             "different weights is no mean over any weight. With both weights of the whole batch "
@@ -104,15 +100,12 @@ class Shape(NamedTuple):
 
 def read(out: Any, has_aux: bool = False, several: bool = False) -> tuple[Read, Shape]:
     """Check what a loss returned and take it apart; it may be a tensor of ``several`` numbers."""
-    if has_aux:
-        if not is_pair(out):
-            raise TypeError(
-                f"the loss returned {_describe(out)}; with has_aux=True it returns a pair "
-                "(loss, aux), the loss a 0-d tensor or Weighted."
-            )
-        loss, aux = out
-    else:
-        loss, aux = out, ()
+    if has_aux and not is_pair(out):
+        raise TypeError(
+            f"the loss returned {_describe(out)}; with has_aux=True it returns a pair "
+            "(loss, aux), the loss a 0-d tensor or Weighted."
+        )
+    loss, aux = out if has_aux else (out, ())
     if weighted := isinstance(loss, Weighted):
         total = _numbers(loss.total, "the total of Weighted", several, weighted)
         weight: Tensor | tuple[()] = _weight(loss.weight, total)
@@ -126,11 +119,9 @@ def read(out: Any, has_aux: bool = False, several: bool = False) -> tuple[Read, 
     if not has_aux:
         return Read(total, weight, []), Shape(dtype, weighted, None, [])
     leaves, spec = flatten(aux)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if len(tensors) < len(leaves):  # a model's outputs, say: a dataclass or a mapping
-        leaves, spec = open_tree(aux, "aux")
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):  # a model's outputs, say
+        leaves, spec = open_tree(aux, "aux")  # a dataclass or a mapping
+    tensors, static = tensors_apart(leaves)
     return Read(total, weight, tensors), Shape(dtype, weighted, spec, static)
 
 
@@ -161,12 +152,19 @@ def is_pair(out: Any) -> bool:
 
 def join_aux(tensors: list[Tensor], shape: Shape) -> Any:
     """The aux tree made again of its tensors, as they came out of a transform."""
-    if shape.aux is None:
-        return ()
+    return () if shape.aux is None else unflatten(shape.aux, filled(shape.static, tensors))
+
+
+def tensors_apart(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    """The tensors among leaves, and the leaves with None, which is never one, in place of them."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def filled(static: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """The leaves again, from what ``tensors_apart`` gave."""
     rest = iter(tensors)
-    is_tensor = [leaf is None for leaf in shape.static]  # None is structure, never a leaf
-    leaves = [next(rest) if t else leaf for t, leaf in zip(is_tensor, shape.static, strict=True)]
-    return unflatten(shape.aux, leaves)
+    return [next(rest) if leaf is None else leaf for leaf in static]
 
 
 def counts(total: Tensor, weight: Tensor) -> Tensor:
@@ -200,7 +198,7 @@ def mean_of(total: Tensor, weight: Tensor | tuple[()]) -> Tensor:
     return mean_value(torch.where(counts(total, weight), total, 0.0), divisor(weight))
 
 
-def terms_of(mean: Weighted, name: str) -> tuple[Tensor, Tensor]:
+def terms_of(mean: Weighted, name: Callable[[], str]) -> tuple[Tensor, Tensor]:
     """The total and the weight of a ``Weighted`` beside a loss, whose total may be a count."""
     total = mean.total
     if isinstance(total, (bool, int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -208,8 +206,8 @@ def terms_of(mean: Weighted, name: str) -> tuple[Tensor, Tensor]:
     if not isinstance(total, Tensor) or total.dim() or total.is_complex():  # pyright: ignore[reportUnnecessaryIsInstance]
         shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else ""  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"the total of {name}, a Weighted, is {shape or _describe(total)}; expected a real 0-d "
-            "tensor or a number: one sum for the microbatch."
+            f"the total of {name()}, a Weighted, is {shape or _describe(total)}; expected a real "
+            "0-d tensor or a number: one sum for the microbatch."
         )
     if not total.is_floating_point():
         total = total.double()
@@ -233,7 +231,7 @@ def settled(aux: Tree) -> Tree:
     """The aux of a batch in one piece, with the mean in place of each ``Weighted``."""
 
     def mean(x: Any) -> Any:
-        return mean_of(*terms_of(x, "aux")).to(dtype_of_mean(x)) if is_weighted(x) else x
+        return mean_of(*terms_of(x, lambda: "aux")).to(dtype_of_mean(x)) if is_weighted(x) else x
 
     return optree.tree_map(mean, aux, is_leaf=is_weighted, namespace=NAMESPACE)
 

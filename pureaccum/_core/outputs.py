@@ -10,6 +10,7 @@ any transform, and whatever uses its derivative raises.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -25,33 +26,16 @@ from .._base.torch_internals import (
     transform_level,
     wants_gradient,
 )
-from .._base.trees import (
-    NAMESPACE,
-    Tree,
-    continuous,
-    flatten,
-    paths,
-    sum_dtype,
-    tree_leaves,
-    tree_map,
-    unflatten,
-)
+from .._base.trees import Tree, continuous, flatten, sum_dtype, tree_leaves, tree_map, unflatten
 from .gathered import Cut, Rows
-from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
-from .reductions import Reducer, below, is_reducer, replaced
+from .loss import Weighted, counts, divisor, filled, mean_value, tensors_apart, terms_of
+from .reductions import Look, Reducer, WordParts, dtype_of_number, is_reducer, with_dtype_of
 from .rule import Form, Outs
 
 
 # A tensor that is summed or laid end to end, and which of the pieces' ``keeps`` says whether it
 # counts, from 1; 0: it does.
 Taken = tuple[Tensor, Cut, int]
-
-
-class Look(NamedTuple):
-    """What a tensor looked like in the first microbatch."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 _LEAF = flatten(0)[1]
@@ -86,21 +70,16 @@ class Whole:
         """The tensors of the output."""
         keep = out.keep if isinstance(out, Counted) else None
         leaves, spec = flatten(out.tree if isinstance(out, Counted) else out)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        tensors, static = tensors_apart(leaves)
         if not repeated:
-            self.spec, self.static = spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+            self.spec, self.static = spec, static
             groups = (0 if keep is None else 1,) * len(tensors)
             self.form = Form((), ("whole",) * len(tensors), groups)
         return tensors, () if keep is None else (keep,)
 
     def finish(self, outs: Sequence[Tensor], _operands: Sequence[Tensor]) -> Tree:
         """The output again, of its tensors."""
-        rest = iter(outs)
-        leaves = [next(rest) if x is _TENSOR else x for x in self.static]
-        return unflatten(self.spec, leaves)
-
-
-_TENSOR = object()
+        return unflatten(self.spec, filled(self.static, outs))
 
 
 class Outputs:
@@ -121,9 +100,7 @@ class Outputs:
         """Forget what was taken."""
         self.form: Form | None = None
         self.alike: Alike | None = None
-        self.words: list[Any] = []
-        # What is below each word in the first microbatch.
-        self.likes: dict[int, tuple[list[Any], Any]] = {}
+        self.parts = WordParts(self.reduce, "reduce", "out", "what func returned")
         self.states: dict[int, Any] = {}  # of the users' reducers
         self.followed: list[Tensor] = []  # what they were given that transforms differentiate
 
@@ -134,31 +111,14 @@ class Outputs:
             if spec == self.alike.spec and all(map(_looks_like, leaves, self.alike.looks)):
                 pairs = zip(leaves, self.alike.words, strict=True)
                 return [x if word == "concat" else self.cut(p, x, word)[0] for x, word in pairs], ()
-        try:
-            pairs = below(self.reduce, out)
-        except ValueError as error:
-            raise ValueError(
-                f"reduce={self.reduce!r} is no prefix of what func returned: {error}"
-            ) from error
         taken: list[Taken] = []
         keeps: list[Tensor] = []
-        self.words = [word for word, _ in pairs]
-        for n, (word, part) in enumerate(pairs):
-            if is_reducer(word):
-                if not repeated:
-                    self.reduce_part(p, n, word, part)
-                continue
-            values, spec = optree.tree_flatten(part, is_weighted, namespace=NAMESPACE)
-            if p == 0 and not repeated:
-                self.likes[n] = [_look(x) for x in values], spec
-            likes, before = self.likes[n]
-            if not torch.compiler.is_dynamo_compiling() and spec != before:
-                raise ValueError(
-                    f"func returned another structure for microbatch {p} than before: {spec} after "
-                    f"{before}; what is reduced over microbatches has one structure."
-                )
-            for i, (x, like) in enumerate(zip(values, likes, strict=True)):
-                taken += self.take_leaf(p, (n, i), x, like, keeps, repeated)
+        for n, part in enumerate(self.parts.of(out, f" for microbatch {p}")):
+            if not is_reducer(part.word):
+                for i, x in enumerate(part.leaves):
+                    taken += self.take_leaf(p, n, i, x, keeps, repeated)
+            elif not repeated:
+                self.reduce_part(p, n, part.word, part.leaves[0])
         outs, cuts, groups = zip(*taken, strict=True) if taken else ((), (), ())
         if not repeated and p == 0:
             self.form = Form((), cuts, groups)
@@ -167,34 +127,34 @@ class Outputs:
 
     def alike_of(self, out: Tree) -> "Alike | None":
         """The plan of microbatches that look like the first, if they are tensors and no more."""
-        if torch.compiler.is_dynamo_compiling() or any(map(is_reducer, self.words)):
+        if torch.compiler.is_dynamo_compiling():
             return None
-        looks = [look for values, _ in self.likes.values() for look in values]
-        words = [self.words[n] for n, (values, _) in self.likes.items() for _ in values]
+        looks = [look for part in self.parts.looks for look in part.leaves]
+        words = [part.word for part in self.parts.looks for _ in part.leaves]
         plain = all(isinstance(look, Look) for look in looks) and "last" not in words
         return Alike(flatten(out)[1], looks, words) if plain else None
 
     def take_leaf(
-        self, p: int, at: tuple[int, int], x: Any, like: Any, keeps: list[Tensor], repeated: bool
+        self, p: int, n: int, i: int, x: Any, keeps: list[Tensor], repeated: bool
     ) -> list[Taken]:
-        """What is taken of one leaf of one microbatch."""
-        word = self.words[at[0]]
+        """What is taken of leaf ``i`` below word ``n`` of one microbatch."""
+        word, like = self.parts.looks[n].word, self.parts.looks[n].leaves[i]
         if isinstance(x, Weighted):
-            total, weight = terms_of(x, self.name_of(at))
+            total, weight = terms_of(x, partial(self.parts.name_of, n, i))
             keeps.append(counts(total, weight))
             total = torch.where(keeps[-1], total, 0.0).double()
             return [(total, "whole", len(keeps)), (weight, "whole", 0)]
         if _is_number(x, word):
-            x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+            x = torch.tensor(x, dtype=dtype_of_number(x))
         if isinstance(x, Tensor):
-            self.check(p, at, x, like, word)
+            self.parts.check(x, n, i, self.sizes[p], self.dim)
             if word == "last" and repeated and p + 1 < len(self.sizes):
                 x = torch.zeros_like(x)
             return [(*self.cut(p, x, word), 0)]
         if x != like:
             raise TypeError(
-                f"{self.name_of(at)} is {x!r} after {like!r} in a microbatch before; what is "
-                f"no tensor has to be the same in all of them, {word!r} or not."
+                f"{self.parts.name_of(n, i)} is {x!r} after {like!r} in a microbatch before; what "
+                f"is no tensor has to be the same in all of them, {word!r} or not."
             )
         return []
 
@@ -210,32 +170,6 @@ class Outputs:
             return x.to(sum_dtype(x) if continuous(x) else torch.float64) * self.sizes[p], "whole"
         return x if continuous(x) else x.to(torch.int64), "whole"
 
-    def check(self, p: int, at: tuple[int, int], x: Tensor, like: Any, word: str) -> None:
-        """Raise for a leaf that its word cannot reduce."""
-        rows, has_dim = self.sizes[p], -x.dim() <= self.dim < x.dim()
-        if word == "concat" and not (has_dim and x.shape[self.dim] == rows):
-            raise ValueError(
-                f"{self.name_of(at)} has shape {tuple(x.shape)} for a microbatch of {rows} rows, "
-                f"and reduce='concat' needs one row per sample along dim {self.dim}. Name what is "
-                "meant in reduce: 'sum', 'mean' (over rows), 'max', 'min', 'stack' (one entry per "
-                "microbatch) or 'last', for all outputs or as a tree of words; or return "
-                "Weighted(total, weight)."
-            )
-        if word != "last" and isinstance(like, Look) and not self.is_like(x, like, word):
-            raise ValueError(
-                f"{self.name_of(at)} has shape {tuple(x.shape)} and {x.dtype} after "
-                f"{tuple(like.shape)} and {like.dtype} in a microbatch before, and reduce={word!r} "
-                "needs one shape and one dtype. A leaf with one row per sample takes 'concat'."
-            )
-
-    def is_like(self, x: Tensor, like: Look, word: str) -> bool:
-        """Whether a tensor looks as in the first microbatch; else it would be broadcast or cast."""
-        shapes = [[*x.shape], [*like.shape]]
-        if word == "concat" and x.dim() == len(like.shape):
-            for shape in shapes:
-                del shape[self.dim]
-        return shapes[0] == shapes[1] and x.dtype == like.dtype
-
     def reduce_part(self, p: int, n: int, reducer: Reducer, part: Tree) -> None:
         """Add what one microbatch gives to the state of a user's reducer."""
         part = tree_map(torch.as_tensor, part)
@@ -250,17 +184,16 @@ class Outputs:
 
     def finish(self, outs: Sequence[Tensor], operands: Sequence[Tensor]) -> Tree:
         """The outputs for the whole batch, as functions of ``operands``."""
-        parts: list[Any] = []
+        results: list[Any] = []
         rest = iter(outs)
-        for n, word in enumerate(self.words):
+        for n, (word, looks, spec) in enumerate(self.parts.looks):
             if is_reducer(word):
-                result = word.finalize(self.states[n])
                 by = [*operands, *self.followed]
-                parts.append(tree_map(lambda x, by=by: _without_gradient(x, by), result))
+                result = word.finalize(self.states[n])
+                results.append(tree_map(lambda x, by=by: _without_gradient(x, by), result))
             else:
-                its, spec = self.likes[n]
-                parts.append(unflatten(spec, [self.finish_leaf(word, x, rest) for x in its]))
-        return replaced(self.reduce, parts)
+                results.append(unflatten(spec, [self.finish_leaf(word, x, rest) for x in looks]))
+        return self.parts.replaced(results)
 
     def finish_leaf(self, word: str, like: Any, rest: Iterator[Tensor]) -> Any:
         """One leaf for the whole batch."""
@@ -273,24 +206,8 @@ class Outputs:
         if word in ("max", "min"):
             return x.amax(0) if word == "max" else x.amin(0)
         if word == "mean" and len(self.sizes) > 1:
-            x = x / sum(self.sizes)
-            if isinstance(like, Look) and (like.dtype.is_floating_point or like.dtype.is_complex):
-                x = x.to(like.dtype)
+            return with_dtype_of(like, x / sum(self.sizes))
         return x
-
-    # Errors ---------------------------------------------------------------------------------
-
-    def name_of(self, at: tuple[int, int]) -> str:
-        """The path to a leaf as a user would write it."""
-        words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
-        root = paths(words, "out")[at[0]]
-        return paths(self.likes[at[0]][1], root)[at[1]]
-
-
-def _look(x: Any) -> Any:
-    if isinstance(x, Weighted):
-        return Weighted(dtype_of_mean(x), 0)  # pyright: ignore
-    return Look(x.shape, x.dtype) if isinstance(x, Tensor) else x
 
 
 def _looks_like(x: Any, look: Look) -> bool:

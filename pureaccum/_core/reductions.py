@@ -6,6 +6,7 @@ weighs each of them as the loss does, and only ``"concat"`` and ``"stack"`` keep
 """
 
 from collections.abc import Callable
+from functools import partial
 from operator import add
 from typing import Any, NamedTuple, TypeGuard
 
@@ -14,16 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base.dtensors import NOWHERE, Over, is_sharded, join_rows, local
-from .._base.trees import (
-    NAMESPACE,
-    Tree,
-    flatten,
-    paths,
-    sum_dtype,
-    tree_leaves,
-    tree_map,
-    unflatten,
-)
+from .._base.trees import NAMESPACE, Tree, paths, sum_dtype, tree_leaves, tree_map, unflatten
 from .loss import Weighted, counts, divisor, dtype_of_mean, is_weighted, mean_value, terms_of
 from .weights import Microbatch
 
@@ -68,27 +60,12 @@ class Reducer(NamedTuple):
     finalize: Callable[[Any], Any]
 
 
-# What the words mean. None is the state before the first.
+class Fold(NamedTuple):
+    """What a word makes of aux, whose values come stacked along dim 0, with a weight for each."""
 
-
-def _folding(
-    found: Callable[[Tensor, Tensor], Any],
-    merge: Callable[[Any, Any], Any],
-    finalize: Callable[[Any], Any] = lambda state: state,
-) -> Reducer:
-    def merged(a: Any, b: Any) -> Any:
-        return b if a is None else a if b is None else merge(a, b)
-
-    return Reducer(
-        lambda _like: None,
-        lambda state, values, weights: merged(state, found(values, weights)),
-        merged,
-        finalize,
-    )
-
-
-def _summed(values: Tensor, _: Any = None) -> Tensor:
-    return values.to(sum_dtype(values)).sum(0)
+    of: Callable[[Tensor, Tensor], Any]
+    merge: Callable[[Any, Any], Any]
+    end: Callable[[Any], Any] = lambda state: state
 
 
 def _weighed(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,33 +74,29 @@ def _weighed(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(each != 0, terms * each, 0.0).sum(0), weights.sum()
 
 
-WORDS: dict[str, Reducer] = {
-    "concat": _folding(lambda x, _: [x.flatten(0, 1)], add, torch.cat),
-    "sum": _folding(_summed, add),
-    "mean": _folding(
+WORDS = {
+    "concat": Fold(lambda x, _: [x.flatten(0, 1)], add, torch.cat),
+    "sum": Fold(lambda x, _: x.to(sum_dtype(x)).sum(0), add),
+    "mean": Fold(
         _weighed,
         lambda a, b: (a[0] + b[0], a[1] + b[1]),
         lambda state: state[0] / state[1].to(state[0].device),
     ),
-    "max": _folding(lambda x, _: x.amax(0), torch.maximum),
-    "min": _folding(lambda x, _: x.amin(0), torch.minimum),
-    "stack": _folding(lambda x, _: [x], add, torch.cat),
-    "last": _folding(lambda x, _: x[-1], lambda _, b: b),
+    "max": Fold(lambda x, _: x.amax(0), torch.maximum),
+    "min": Fold(lambda x, _: x.amin(0), torch.minimum),
+    "stack": Fold(lambda x, _: [x], add, torch.cat),
+    "last": Fold(lambda x, _: x[-1], lambda _, b: b),
 }
-
-
-def reducer_of(word: Any) -> Reducer:
-    """The reducer that a word means, or the reducer itself."""
-    return word if is_reducer(word) else WORDS[word]
 
 
 def check_reduce(reduce: Tree, name: str = "reduce") -> None:
     """Check the words of a prefix tree."""
-    if not words_of(reduce):
+    words: list[Any] = optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
+    if not words:
         raise ValueError(
             f"{name} is {reduce!r}, which holds no word; expected one, or a tree of them."
         )
-    for word in words_of(reduce):
+    for word in words:
         if not is_reducer(word) and (not isinstance(word, str) or word not in WORDS):
             expected = " or ".join(map(repr, WORDS))
             raise ValueError(f"{name} is {word!r}; expected {expected}, or a Reducer.")
@@ -134,29 +107,139 @@ def is_reducer(x: Any) -> TypeGuard[Reducer]:
     return isinstance(x, Reducer)
 
 
-def words_of(reduce: Tree) -> list[Any]:
-    """The words of a prefix tree, and the reducers among them."""
-    return optree.tree_leaves(reduce, is_reducer, namespace=NAMESPACE)
+# What is below the words -----------------------------------------------------------------------
 
 
-def below(reduce: Tree, tree: Tree) -> list[tuple[Any, Any]]:
-    """Each word of a prefix tree, and the part of a tree that it is for; ValueError if none fits.
+class Look(NamedTuple):
+    """What a tensor looked like in the first microbatch."""
 
-    With ``tree_map``: torch's compiler takes no treespec of a dict.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WordPart(NamedTuple):
+    """What is below a word: leaves, of which a ``Weighted`` is one; all that a Reducer takes is."""
+
+    word: Any
+    leaves: list[Any]
+    spec: optree.PyTreeSpec
+
+
+class WordParts:
+    """What is returned for each microbatch, in parts: one for each word of a prefix tree.
+
+    Attributes:
+        looks: The parts of the first microbatch, with a ``Look`` in place of each tensor: those of
+            all others have to be like them.
+        stacked: Whether tensors come stacked along dim 0. Then dtypes may differ.
     """
-    pairs: list[tuple[Any, Any]] = []
-    _map(lambda word, part: pairs.append((word, part)), reduce, tree)
-    return pairs
 
+    def __init__(
+        self, reduce: Tree, knob: str, root: str, returned: str, stacked: bool = False
+    ) -> None:
+        self.reduce, self.stacked = reduce, stacked
+        self.knob, self.root, self.returned = knob, root, returned  # as errors call them
+        self.looks: list[WordPart] = []
 
-def replaced(reduce: Tree, parts: list[Any]) -> Tree:
-    """A prefix tree with something in place of each word."""
-    rest = iter(parts)
-    return _map(lambda _word: next(rest), reduce)
+    def of(self, tree: Tree, where: str = "") -> list[WordPart]:
+        """What is below each word.
+
+        With ``tree_map``: torch's compiler takes no treespec of a dict.
+        """
+        parts: list[WordPart] = []
+
+        def take(word: Any, part: Tree) -> None:
+            is_leaf = (lambda _: True) if isinstance(word, Reducer) else is_weighted
+            parts.append(WordPart(word, *optree.tree_flatten(part, is_leaf, namespace=NAMESPACE)))
+
+        try:
+            _map(take, self.reduce, tree)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.knob}={self.reduce!r} is no prefix of {self.returned}: {error}"
+            ) from error
+        if not self.looks:
+            for word, leaves, spec in parts:  # what a Reducer takes has no look
+                looks = [None if isinstance(word, Reducer) else self.look(x) for x in leaves]
+                self.looks.append(WordPart(word, looks, spec))
+        elif not torch.compiler.is_dynamo_compiling():  # 2.11 compiles no ==
+            for part, like in zip(parts, self.looks, strict=True):
+                if part.spec != like.spec or _means(part) != _means(like):
+                    raise ValueError(
+                        f"{self.returned} has another structure{where} than before: {part.spec} "
+                        f"after {like.spec}; what is reduced over microbatches has one structure."
+                    )
+        return parts
+
+    def look(self, x: Any) -> Any:
+        """What is kept of a leaf: no tensor, and of a ``Weighted`` the dtype of its mean."""
+        if isinstance(x, Weighted):
+            return Weighted(dtype_of_mean(x), 0)  # pyright: ignore
+        return Look(tuple(x.shape[self.stacked :]), x.dtype) if isinstance(x, Tensor) else x
+
+    def check(self, x: Any, n: int, i: int, rows: int, dim: int = 0) -> None:
+        """Raise where word ``n`` cannot reduce leaf ``i`` below it, or would broadcast it."""
+        word, like, its, wrong = self.looks[n].word, self.looks[n].leaves[i], self.look(x), ""
+        if word in ("concat", "stack") and not isinstance(its, Look):
+            wrong = f"is a {type(x).__name__}"
+        elif word == "concat":
+            dims = len(its.shape)
+            if not (-dims <= dim < dims and its.shape[dim] == rows):
+                wrong = f"has shape {its.shape} for a microbatch of {rows} rows"
+        if wrong:
+            needed = f"one row per sample along dim {dim}" if word == "concat" else "a tensor"
+            raise ValueError(
+                f"{self.name_of(n, i)} {wrong}, and {self.knob}={word!r} needs {needed}. Name what "
+                f"is meant in {self.knob}: 'sum', 'mean', 'max', 'min', 'stack' (one entry per "
+                "microbatch) or 'last', for all leaves or as a tree of words; or return "
+                "Weighted(total, weight)."
+            )
+        if not isinstance(its, (Look, int, float)):
+            raise TypeError(
+                f"{self.name_of(n, i)} is a {type(x).__name__}, which has no {word}; name 'last' "
+                f"for it in {self.knob}."
+            )
+        if word == "last" or not (isinstance(its, Look) and isinstance(like, Look)):
+            return
+        shape, before = [*its.shape], [*like.shape]
+        if word == "concat" and len(shape) == len(before):
+            del shape[dim], before[dim]
+        kind = "shape" if shape != before else "" if its.dtype == like.dtype else "dtype"
+        if kind == "shape" or (kind and not self.stacked):
+            raise ValueError(
+                f"{self.name_of(n, i)} has {kind} {getattr(its, kind)} after {getattr(like, kind)} "
+                f"in a microbatch before, and {self.knob}={word!r} needs one {kind}. A leaf with "
+                "one row per sample takes 'concat'."
+            )
+
+    def name_of(self, n: int, i: int) -> str:
+        """The path to leaf ``i`` below word ``n``, as a user would write it."""
+        words = optree.tree_structure(self.reduce, is_reducer, namespace=NAMESPACE)
+        return paths(self.looks[n].spec, paths(words, self.root)[n])[i]
+
+    def replaced(self, results: list[Any]) -> Tree:
+        """The prefix tree, with a result in place of each word."""
+        rest = iter(results)
+        return _map(lambda _word: next(rest), self.reduce)
 
 
 def _map(func: Callable[..., Any], reduce: Tree, *trees: Tree) -> Tree:
     return optree.tree_map(func, reduce, *trees, is_leaf=is_reducer, namespace=NAMESPACE)
+
+
+def _means(part: WordPart) -> list[bool]:
+    return [*map(is_weighted, part.leaves)]
+
+
+def dtype_of_number(x: float) -> torch.dtype:
+    """The dtype of a Python number, where a word makes a tensor of it."""
+    return torch.float64 if isinstance(x, float) else torch.int64
+
+
+def with_dtype_of(like: Any, x: Tensor) -> Tensor:
+    """A sum or a mean in the dtype of its terms, unless these are integers."""
+    wide = isinstance(like, Look) and (like.dtype.is_floating_point or like.dtype.is_complex)
+    return x.to(like.dtype) if wide else x
 
 
 # The aux of a loss ---------------------------------------------------------------------------
@@ -165,19 +248,15 @@ def _map(func: Callable[..., Any], reduce: Tree, *trees: Tree) -> Tree:
 class AuxState(NamedTuple):
     """What has been reduced so far."""
 
-    reduction: Tree
-    spec: optree.PyTreeSpec  # of the aux
-    states: list[Any]  # one for each leaf, or for each Reducer
-    likes: list[Any]  # for each, what the first microbatch had there
-    specs: list[tuple[Any, Any]]  # each word, and the structure of what is below it
-    over: Over = NOWHERE  # the ranks of which each cuts its own rows
+    parts: WordParts
+    states: list[list[Any]]  # of the leaves of each part
+    over: Over  # the ranks of which each cuts its own rows
 
 
 class Stack(NamedTuple):
     """The aux of several microbatches: their tensors stacked along a new dim 0."""
 
-    spec: optree.PyTreeSpec
-    leaves: list[Any]
+    aux: Tree
     share: Tensor  # of each in a mean
     finite: Tensor | None  # whether each is, where those that are not are left out
 
@@ -205,106 +284,64 @@ def share_of(added: Microbatch) -> Tensor:
 
 def stack_of_one(aux: Tree, share: Tensor, finite: Tensor | None) -> Stack:
     """The aux of a single microbatch."""
-    leaves, spec = flatten(aux)
-    leaves = [x.unsqueeze(0) if isinstance(x, Tensor) else x for x in leaves]
-    return Stack(spec, leaves, share.unsqueeze(0), None if finite is None else finite.unsqueeze(0))
+    aux = tree_map(lambda x: x.unsqueeze(0) if isinstance(x, Tensor) else x, aux)
+    return Stack(aux, share.unsqueeze(0), None if finite is None else finite.unsqueeze(0))
 
 
 def fold_stack(
     state: AuxState | None, stack: Stack, rows: int, reduction: Tree, over: Over = NOWHERE
 ) -> AuxState:
     """The state with the aux of several more microbatches, each of so many rows."""
-    tree = unflatten(stack.spec, stack.leaves)
-    if state is None:
-        pairs = _below(reduction, tree)
-    elif torch.compiler.is_dynamo_compiling() or stack.spec == state.spec:  # 2.11 compiles no ==
-        pairs = below(reduction, tree)
+    if state is not None:
+        parts = state.parts.of(stack.aux)
     else:
-        raise ValueError(
-            f"the loss returned an aux of another structure than before: {stack.spec} after "
-            f"{state.spec}; what is reduced over microbatches has one structure."
-        )
-    states: list[Any] = []
-    likes: list[Any] = []
-    specs: list[Any] = []
-    names = iter(paths(optree.tree_flatten(tree, is_weighted, namespace=NAMESPACE)[1], "aux"))
-    for word, part in pairs:
-        leaves, spec = optree.tree_flatten(part, is_weighted, namespace=NAMESPACE)
-        specs.append((word, spec))
-        named = [*zip(leaves, names, strict=False)]
-        if is_reducer(word):
-            named = [(tree_map(lambda x: _numbers(x, stack.share), part), "")]
-        for leaf, name in named:
-            before = None if state is None else state.states[len(states)]
-            like = leaf if state is None else state.likes[len(likes)]
-            states.append(_reduced(before, leaf, like, word, stack, rows, name))
-            likes.append(like)
-    return AuxState(
-        reduction=reduction, spec=stack.spec, states=states, likes=likes, specs=specs, over=over
-    )
+        returned = "the aux that the loss returned"
+        if not tree_leaves(stack.aux):
+            returned = "no aux that has leaves; with has_aux=True a loss returns one beside it"
+        made = WordParts(reduction, "aux_reduction", "aux", returned, stacked=True)
+        parts = made.of(stack.aux)
+        state = AuxState(made, [[None] * len(part.leaves) for part in parts], over)
+    states = [
+        [_reduced(state, n, i, leaf, stack, rows) for i, leaf in enumerate(part.leaves)]
+        for n, part in enumerate(parts)
+    ]
+    return AuxState(state.parts, states, state.over)
 
 
 def finish_aux(state: AuxState) -> Tree:
     """The reduced aux."""
-    done = iter(zip(state.states, state.likes, strict=True))
-    parts: list[Any] = []
-    for word, spec in state.specs:
-        if is_reducer(word):
-            parts.append(word.finalize(next(done)[0]))
-        else:
-            pairs = [next(done) for _ in range(spec.num_leaves)]
-            parts.append(unflatten(spec, [_finished(word, *it, state.over) for it in pairs]))
-    return replaced(state.reduction, parts)
+    results: list[Any] = []
+    for (word, looks, spec), states in zip(state.parts.looks, state.states, strict=True):
+        pairs = zip(states, looks, strict=True)
+        results.append(unflatten(spec, [_finished(word, *pair, state.over) for pair in pairs]))
+    return state.parts.replaced(results)
 
 
-def _reduced(state: Any, leaf: Any, like: Any, how: Any, stack: Stack, rows: int, name: str) -> Any:
-    reducer = reducer_of(how)
+def _reduced(state: AuxState, n: int, i: int, leaf: Any, stack: Stack, rows: int) -> Any:
+    """What has been reduced of leaf ``i`` below word ``n``, with several more values."""
+    parts, before = state.parts, state.states[n][i]
+    word = parts.looks[n].word
+    if is_reducer(word):
+        leaf = tree_map(lambda x: _numbers(x, stack.share), leaf)
+        before = word.init(tree_map(lambda x: x[0], leaf)) if before is None else before
+        return word.update(before, leaf, stack.share)
     if isinstance(leaf, Weighted):
-        return _terms(state, leaf, stack, name)
-    if is_reducer(how):
-        first = tree_map(lambda x: x[0], leaf)
-        return reducer.update(reducer.init(first) if state is None else state, leaf, stack.share)
-    if how != "concat" and is_sharded(leaf):
-        leaf = leaf.full_tensor()
-    if how == "last" and not isinstance(leaf, Tensor):
+        return _terms(before, leaf, stack, partial(parts.name_of, n, i))
+    if word == "last" and not isinstance(leaf, Tensor):
         return leaf
-    _check(leaf, like, how, rows, name)
+    if word != "concat" and is_sharded(leaf):
+        leaf = leaf.full_tensor()
+    parts.check(leaf, n, i, rows)
     leaf = _numbers(leaf, stack.share)
-    if stack.finite is not None and how in ("sum", "max", "min"):
+    if stack.finite is not None and word in ("sum", "max", "min"):
         finite = stack.finite.view(-1, *[1] * (leaf.dim() - 1))
-        leaf = torch.where(finite, leaf, _neutral(leaf, how))
-    return reducer.update(state, leaf, stack.share)
+        leaf = torch.where(finite, leaf, _neutral(leaf.dtype, word))
+    fold = WORDS[word]
+    more = fold.of(leaf, stack.share)
+    return more if before is None else fold.merge(before, more)
 
 
-def _check(leaf: Any, like: Any, word: str, rows: int, name: str) -> None:
-    """Raise for a leaf that a word cannot reduce."""
-    shape, wrong = leaf.shape[1:] if isinstance(leaf, Tensor) else (), ""
-    if word in ("concat", "stack") and not isinstance(leaf, Tensor):
-        wrong = f"is a {type(leaf).__name__}"
-    elif word == "concat" and shape[:1] != (rows,):
-        wrong = f"has shape {tuple(shape)} for a microbatch of {rows} rows"
-    if wrong:
-        expected = "one row per sample" if word == "concat" else "a tensor"
-        raise ValueError(
-            f"{name} {wrong}, and aux_reduction={word!r} needs {expected}. Name what is meant in "
-            "aux_reduction: 'sum', 'mean' (weighted as the loss is), 'stack' (one per microbatch) "
-            "or 'last', for all of aux or as a tree of words."
-        )
-    if not isinstance(leaf, (Tensor, int, float)):
-        raise TypeError(
-            f"{name} is a {type(leaf).__name__}, which has no {word}; name 'last' for it in "
-            "aux_reduction."
-        )
-    at = 1 if word == "concat" else 0
-    if word != "last" and isinstance(like, Tensor) and like.shape[1 + at :] != shape[at:]:
-        raise ValueError(
-            f"{name} has shape {tuple(shape)} after {tuple(like.shape[1:])} in a microbatch "
-            f"before, and aux_reduction={word!r} needs one shape. A leaf with one row per sample "
-            "takes 'concat'."
-        )
-
-
-def _terms(state: Any, leaf: Weighted, stack: Stack, name: str) -> tuple[Any, Any]:
+def _terms(state: Any, leaf: Weighted, stack: Stack, name: Callable[[], str]) -> Any:
     """The total and the weight of a mean that has a weight of its own, summed."""
     its: Any = leaf
     if not all(isinstance(x, (Tensor, int, float)) for x in its):
@@ -321,48 +358,33 @@ def _terms(state: Any, leaf: Weighted, stack: Stack, name: str) -> tuple[Any, An
     return totals, weights
 
 
-def _neutral(leaf: Tensor, how: str) -> Any:
+def _neutral(dtype: torch.dtype, word: str) -> Any:
     """The value that changes nothing, in place of one that is skipped."""
-    if how == "sum" or leaf.dtype == torch.bool:
-        return torch.zeros_like(leaf) if how != "min" else torch.ones_like(leaf)
-    if leaf.is_floating_point():
-        return torch.full_like(leaf, -torch.inf if how == "max" else torch.inf)
-    limits = torch.iinfo(leaf.dtype)
-    return torch.full_like(leaf, limits.min if how == "max" else limits.max)
+    if word == "sum":
+        return 0
+    if dtype == torch.bool:
+        return word == "min"
+    least, most = -torch.inf, torch.inf
+    if not dtype.is_floating_point:
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return least if word == "max" else most
 
 
 def _numbers(leaf: Any, like: Tensor) -> Any:
     """A leaf as a tensor; a Python number as one number for each microbatch."""
     if isinstance(leaf, Tensor):
         return leaf
-    dtype = torch.float64 if isinstance(leaf, float) else torch.int64
-    return torch.full(like.shape, leaf, dtype=dtype, device=like.device)
+    return torch.full(like.shape, leaf, dtype=dtype_of_number(leaf), device=like.device)
 
 
-def _finished(how: str, state: Any, like: Any, over: Over) -> Any:
+def _finished(word: Any, state: Any, like: Any, over: Over) -> Any:
+    if is_reducer(word):
+        return word.finalize(state)
     if isinstance(like, Weighted):
-        return mean_value(state[0], divisor(state[1])).to(dtype_of_mean(like))
-    if how == "last" and not isinstance(like, Tensor):
+        return mean_value(state[0], divisor(state[1])).to(like.total)
+    if word == "last" and not isinstance(like, Look):
         return state
-    if how == "concat" and len(state) > 1 and over != NOWHERE and is_sharded(state[0]):
+    if word == "concat" and len(state) > 1 and over != NOWHERE and is_sharded(state[0]):
         return join_rows(state, over)
-    result = reducer_of(how).finalize(state)
-    if how in ("sum", "mean") and isinstance(like, Tensor):
-        kind = like.dtype
-        return result.to(kind) if kind.is_floating_point or kind.is_complex else result
-    return result
-
-
-def _below(reduction: Tree, aux: Tree) -> list[tuple[Any, Any]]:
-    try:
-        return below(reduction, aux)
-    except ValueError as error:
-        if not tree_leaves(aux):
-            raise ValueError(
-                f"aux_reduction={reduction!r} is a tree, and the loss returned no aux that has "
-                "leaves. With has_aux=True it returns some beside the loss; without, leave "
-                "aux_reduction out."
-            ) from error
-        raise ValueError(
-            f"aux_reduction={reduction!r} is no prefix of the aux that the loss returned: {error}"
-        ) from error
+    result = WORDS[word].end(state)
+    return with_dtype_of(like, result) if word in ("sum", "mean") else result

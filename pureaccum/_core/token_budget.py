@@ -168,13 +168,11 @@ def _evenly(each: list[int], longest_first: list[int], most: int, count: int) ->
 
 def _split(bins: list[Bin], count: int) -> list[Bin]:
     """More microbatches: the longest ones halved, and empty ones where rows are too few."""
-    bins = list(bins)
     while len(bins) < count:
-        largest = max(range(len(bins)), key=lambda b: len(bins[b]), default=-1)
-        half = len(bins[largest]) // 2 if bins else 0
-        bins.append(bins[largest][half:] if half else [])
-        if half:
-            bins[largest] = bins[largest][:half]
+        longest = max(bins, key=len, default=[])
+        half = len(longest) // 2 or 1
+        bins.append(longest[half:])
+        del longest[half:]
     return bins
 
 

@@ -136,8 +136,7 @@ def reduced_aux(
     finite = finite if isinstance(finite, Tensor) else None
     if not stacked:
         return fold_stack(aux, stack_of_one(out, share, finite), rows, plan.calling.aux_reduction)
-    leaves, spec = flatten(out)
-    return fold_stack(aux, Stack(spec, leaves, share, finite), rows, plan.calling.aux_reduction)
+    return fold_stack(aux, Stack(out, share, finite), rows, plan.calling.aux_reduction)
 
 
 def finished_aux(aux: AuxState | None) -> Tree:
