@@ -27,15 +27,7 @@ from .coupling import question_of
 from .engines import Way
 from .history import refusing_backward
 from .layers.order import check_rule
-from .ledger import (
-    AccumState,
-    check_belongs,
-    counted,
-    empty,
-    merged,
-    plain_sum,
-    read_state,
-)
+from .ledger import AccumState, check_belongs, counted, empty, merged, plain_sum, read_state
 from .loss import Reduction, advising, divisor, mean_value
 from .seams import Engine, Nonfinite, Portion, Rule, Window
 from .structures import Structures, structure_of, update_of

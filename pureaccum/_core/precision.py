@@ -8,7 +8,6 @@ low-precision copy of the weights for every microbatch.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -108,17 +107,12 @@ def under(policy: Policy | None, loss_fn: Callable[..., Any]) -> Callable[..., A
     @wraps(loss_fn)
     def loss(params: Tree, *rest: Tree, **named: Any) -> Any:
         given = [policy.cast_to_compute(x) for x in (params, *rest)]
-        with _region(policy, params):
+        if policy.autocast is None:
+            return loss_fn(*given, **named)
+        with torch.autocast(tree_leaves(params)[0].device.type, dtype=policy.autocast):
             return loss_fn(*given, **named)
 
     return loss
-
-
-def _region(policy: Policy, params: Tree) -> AbstractContextManager[Any]:
-    if policy.autocast is None:
-        return nullcontext()
-    device = tree_leaves(params)[0].device.type
-    return torch.autocast(device, dtype=policy.autocast)
 
 
 def _cast(tree: Tree, dtype: torch.dtype | None) -> Tree:

@@ -116,10 +116,8 @@ def grad_and_value(
     torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
     def by_rule(rule: Rule, *args: Any, **kwargs: Any) -> Any:
-        at, cut_at = (
-            positions(wrt, len(args), "argnums"),
-            positions(batches, len(args), "batch_argnums"),
-        )
+        at = positions(wrt, len(args), "argnums")
+        cut_at = positions(batches, len(args), "batch_argnums")
         check_disjoint(at, cut_at)
         leaves, spec = read_params({i: args[i] for i in at}, "args")
 
