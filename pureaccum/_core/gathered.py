@@ -20,7 +20,7 @@ from .._base.torch_internals import (
     may_add_in_place,
 )
 from .._base.trees import sum_dtype
-from .weights import LARGE, is_large
+from .weights import is_large
 
 
 class Rows(NamedTuple):
@@ -34,6 +34,7 @@ class Rows(NamedTuple):
 
 # Of an output "whole" is summed; an "own" operand is captured, and used without being given.
 Cut = Rows | Literal["whole", "last", "own"]
+FEW_BYTES = 2**16  # rows that have no more may exist twice; to join them at the end is faster
 WHOLE: Cut = "whole"
 OWN: Cut = "own"
 
@@ -111,9 +112,9 @@ class Gathered:
 
 
 def holds_much(x: Tensor, times: int) -> bool:
-    """Whether the memory that a tensor lies in is large, this many times."""
+    """Whether the memory that a tensor lies in is more than a few pages, this many times."""
     own = innermost(x)
-    return own.layout is torch.strided and own.untyped_storage().nbytes() * times >= LARGE
+    return own.layout is torch.strided and own.untyped_storage().nbytes() * times > FEW_BYTES
 
 
 def small_sums(gathered: Sequence[Gathered]) -> list[Tensor] | None:
