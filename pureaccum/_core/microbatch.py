@@ -42,7 +42,7 @@ from .exchange import inside_of, onlooker
 from .gathered import OWN, WHOLE, Cut, Rows
 from .loss import NO_GRAPH, advising
 from .outputs import Outputs, Whole
-from .recomputation import Again, DrewError
+from .recomputation import Again
 from .reductions import check_reduce
 from .rule import Form, Outs, Pieces, Tensors, run
 from .watch import Finding, UnseenError, exchanged, note_made
@@ -246,17 +246,13 @@ def _rerunnable(call: _Call, piece: Piece, tensors: list[Tensor], known: Known) 
         call.outputs.begin()
 
     def attempt(way: Callable[..., Followed]) -> Followed:
-        records = False
-        while True:
-            try:
-                return way(call, piece, tensors, Again(before, known), records)
-            except DrewError:
-                pass  # from now on it is known to draw
-            except RuntimeError as error:
-                if records or NO_GRAPH not in str(error) or transform_active():
-                    raise
-                records = True  # it differentiates what it is given, by torch.autograd.grad
-            begin()
+        try:
+            return way(call, piece, tensors, Again(before, known), False)
+        except RuntimeError as error:
+            if NO_GRAPH not in str(error) or transform_active():
+                raise
+        begin()  # it differentiates what it is given, by torch.autograd.grad
+        return way(call, piece, tensors, Again(before, known), True)
 
     if here.seeks is None and graphs_tell() and top_level not in known.watched:
         with suppress(UnseenError, FollowedError):

@@ -60,13 +60,11 @@ class Again:
 
     def __init__(self, before: list[Drawn], known: Known) -> None:
         self.known = known
-        self.notes_draws = False  # whether generators are looked at after each piece
         self.casts = [_autocast(it.device.type) for it in before]
         self.cached = torch.is_autocast_cache_enabled()
         self.around = modes_around()
         self.devices = [it.device for it in before]
-        # How generators stand before each piece; none if they never move.
-        self.drawn = [before]
+        self.drawn = [before]  # how generators stand before each piece; none if they never move
         self.used: list[set[int]] = []  # for each piece, which captured tensors
         self.held: HeldTensors = {}
         self.modules: Modules = {}
@@ -98,11 +96,7 @@ class Again:
 
     def note_piece(self, used: set[int]) -> None:
         """Note which captured tensors a piece has used, and how it leaves the generators."""
-        if not self.used:  # the first piece has been observed, if it was of a new kind
-            # Where others are reached no rank may call anything once more by itself.
-            self.notes_draws = self.known.draws or self.known.reaches
-        if self.notes_draws:
-            self.drawn.append(states(self.devices))
+        self.drawn.append(states(self.devices))
         self.used.append(used)
 
     def note_reached(self, outs: Sequence[Tensor], given: Tensors, begun: int) -> None:
@@ -119,13 +113,9 @@ class Again:
 
     def end(self) -> None:
         """Note what is captured, once all pieces are noted, and their graphs are gone."""
-        now = self.drawn[-1] if self.notes_draws else states(self.devices)
         # One that is known to draw may have put the generators back by itself.
-        if not (self.known.draws or were_drawn_from(self.drawn[0], now)):
-            self.drawn = [[]] * len(self.used)
-        elif len(self.drawn) < len(self.used):
-            self.known.draws = True
-            raise DrewError
+        if not (self.known.draws or were_drawn_from(self.drawn[0], self.drawn[-1])):
+            self.drawn = [[]] * len(self.drawn)
         if self.leaves:
             alive = {at: x for at, leaf in self.leaves.items() if (x := leaf()) is not None}
             self.found = [Found(x, x, x) for x in alive.values()]
@@ -215,10 +205,6 @@ class Again:
             if not self.used[p] <= at or not self.places.keys().isdisjoint(older):
                 self.known.watched.add(True)  # so that the next call is
                 raise RuntimeError(NOT_FOUND_AGAIN)
-
-
-class DrewError(Exception):
-    """A function has drawn random numbers, which nobody knew: it is to be called once more."""
 
 
 NOT_FOUND_AGAIN = (

@@ -100,7 +100,8 @@ def handing_on(
     seams: Seams, window: Window, look: Callable[[Tensor], Tensor]
 ) -> tuple[Take, dict[int, Tensor]]:
     """Hand gradients on, and note what a look at each of them gives, by its leaf."""
-    inner, noted = taking(seams, window), dict[int, Tensor]()
+    inner = taking(seams, window)
+    noted: dict[int, Tensor] = {}  # torch's compiler calls no dict[int, Tensor]
 
     def take(which: Sequence[int], grads: Sequence[Tensor], weighing: Weighing) -> None:
         noted.update(zip(which, map(look, grads), strict=True))
