@@ -34,7 +34,6 @@ class Rows(NamedTuple):
 
 # Of an output "whole" is summed; an "own" operand is captured, and used without being given.
 Cut = Rows | Literal["whole", "last", "own"]
-FEW_BYTES = 2**16  # rows that have no more may exist twice; to join them at the end is faster
 WHOLE: Cut = "whole"
 OWN: Cut = "own"
 
@@ -111,8 +110,11 @@ class Gathered:
         return materialised(self.parts[0].to(self.dtype) if self.sums else self.parts[0])
 
 
+FEW_BYTES = 2**16  # rows that have no more may exist twice; to join them at the end is faster
+
+
 def holds_much(x: Tensor, times: int) -> bool:
-    """Whether the memory that a tensor lies in is more than a few pages, this many times."""
+    """Whether so many tensors like this one keep more memory than may be there twice."""
     own = innermost(x)
     return own.layout is torch.strided and own.untyped_storage().nbytes() * times > FEW_BYTES
 

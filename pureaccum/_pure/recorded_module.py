@@ -236,9 +236,9 @@ def _nothing_assigned(
 
 def _by_key(x: Any) -> dict[Any, Any]:
     """What is in a dict, a list or a set, as a dict."""
-    return (
-        x if isinstance(x, dict) else dict.fromkeys(x) if isinstance(x, set) else dict(enumerate(x))
-    )
+    if isinstance(x, dict):
+        return x
+    return dict.fromkeys(x) if isinstance(x, set) else dict(enumerate(x))
 
 
 # A layer that is one operation, and a module that is called as it is ----------------------------

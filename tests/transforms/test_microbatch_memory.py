@@ -167,3 +167,12 @@ def test_a_function_of_two_numbers_takes_the_memory_of_one_microbatch() -> None:
 def test_the_whole_batch_takes_more(nest: str) -> None:
     """The control: the same nest of the function that is not cut fails the law."""
     assert grows(nest, rows, cut=False)
+
+
+def test_rows_that_are_views_keep_nothing_of_what_they_are_views_of() -> None:
+    """Rows of a few bytes, each of which lies in the memory of a whole activation."""
+    first = pa.microbatch(lambda x: (x * 2)[:, :1], microbatch_size=8, batch_argnums=0)
+    one, x = 8 * 4096 * 4, torch.ones(32 * 8, 4096)
+    with counting() as live, torch.no_grad():
+        first(x)
+    assert live.peak <= 2 * one
