@@ -19,24 +19,19 @@ from .._base.checks import (
     read_params,
     refuse_autocast_cache,
 )
-from .._base.dtensors import any_sharded
-from .._base.generators import generators, restore
-from .._base.refusals import advise_on_vjp, refuse_pre_dispatch
-from .._base.torch_internals import transform_active, without_history
-from .._base.trees import Tree, accumulation_dtype, flatten, unflatten
+from .._base.trees import Tree, accumulation_dtype, unflatten
 from .auto_size import Size, automatic
 from .batches import check_sizes
 from .history import with_history
 from .layers.order import check_rule
 from .ledger import Flow
-from .loss import Reduction, Shape, advising, divisor, join_aux, mean_of, read, settled
+from .loss import Reduction, advising
 from .reductions import check_reduce
 from .seams import Engine, Nonfinite, Rule, Window
 from .sums import kinds_of
-from .weights import divided, term_of, weigh
-from .whole_batch import accumulate, means, question_about, read_cut
+from .whole_batch import accumulate, means, not_cut, question_about, read_cut
 from .windows import GuardedLoss
-from .writes import Given, guarding, known_of
+from .writes import Given, known_of
 
 
 @automatic
@@ -63,13 +58,14 @@ def grad_and_value(
             G, T, W = G + dt / dparams, T + t, W + w    # in float32 at least, float64, float64
         return G / W, T / W                             # of a sum: G, T
 
-    With ``microbatch_size=None`` this is ``torch.func.grad_and_value``. With a size, torch.func's
-    transforms differentiate through it, and plain ``.backward()`` follows what requires grad, of
-    what ``func`` is given and of what it captures: it computes each microbatch again, and until
-    then results keep their arguments alive (``.detach()`` lets go of them). Where the batch fits
-    into one microbatch they are the same bits, but for the few operations
-    (silu, mish, GroupNorm, LSTM on a CPU, binary_cross_entropy_with_logits) for which torch.func
-    takes another formula: then they are those of ``.backward()``.
+    ``microbatch_size=None`` takes the batch whole. A batch that is one microbatch has the bits of
+    ``torch.func.grad_and_value``, but for the few operations (silu, mish, GroupNorm, LSTM on a CPU,
+    binary_cross_entropy_with_logits) of which torch.func takes another formula: then they are those
+    of ``.backward()``.
+
+    torch.func's transforms differentiate through it. So does plain ``.backward()``, by what
+    requires grad of what ``func`` is given and captures: it computes each microbatch again, and
+    until then results keep their arguments alive (``.detach()`` lets go of them).
 
     Args:
         func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
@@ -113,7 +109,6 @@ def grad_and_value(
     size = None if microbatch_size is None else check_sizes(microbatch_size)
     known = known_of(func)
     told = advising(func, *batches, wrt=wrt)
-    torch_does = size is None and nonfinite == "propagate" and engine == "func"
 
     def by_rule(rule: Rule, *args: Any, **kwargs: Any) -> Any:
         at = positions(wrt, len(args), "argnums")
@@ -129,33 +124,25 @@ def grad_and_value(
             return told(*filled, **kwargs)
 
         batch = {i: args[i] for i in cut_at}
-        if torch_does and not any_sharded(leaves):
-            given = Given("args", leaves, spec), Given("args", *flatten(batch))
-            with guarding(known, *given) as guarded:
-                loss = guarded(lambda leaves: loss_of(leaves, batch))
-                grads, value, aux = _by_torch(loss, leaves, has_aux)
-        else:
-            if size is not None:
-                refuse_autocast_cache(leaves)
-            parts = read_cut(batch, size, has_aux)
-            given = Given("args", leaves, spec), Given("args", parts.batch.leaves, parts.batch.spec)
-            question = question_about(parts, rule) if check else None
-            loss = GuardedLoss(loss_of, known, given, question)
-            divides = 1.0 if parts.untouched else float(sum(parts.sizes))
-            window = Window(rule=rule, divides=divides)
-            kinds = kinds_of(leaves, [accumulation_dtype(x.dtype, at_least) for x in leaves])
-            flow = Flow(aux_reduction=aux_reduction)
-            with outside_inference_mode():
-                sums = accumulate(loss, parts, window, kinds, flow)
-                grads, value, aux = means(sums, leaves, reduction)
+        if size is not None:
+            refuse_autocast_cache(leaves)
+        parts = not_cut(batch) if size is None else read_cut(batch, size, has_aux)
+        given = Given("args", leaves, spec), Given("args", parts.batch.leaves, parts.batch.spec)
+        question = question_about(parts, rule) if check else None
+        loss = GuardedLoss(loss_of, known, given, question)
+        divides = 1.0 if parts.untouched else float(sum(parts.sizes))
+        window = Window(rule=rule, divides=divides)
+        kinds = kinds_of(leaves, [accumulation_dtype(x.dtype, at_least) for x in leaves])
+        flow = Flow(aux_reduction="last" if size is None else aux_reduction)
+        with outside_inference_mode():
+            sums = accumulate(loss, parts, window, kinds, flow)
+            grads, value, aux = means(sums, leaves, reduction)
         tree = unflatten(spec, grads)
         result = tuple(tree[i] for i in at) if isinstance(argnums, tuple) else tree[at[0]]
         return (result, (value, aux)) if has_aux else (result, value)
 
-    call = partial(by_rule, rule)
-    if not torch_does:  # torch records what it does by itself
-        call = with_history(call, known, partial(by_rule, rule._replace(engine="auto")))
-    return wraps(func)(call)
+    plain = partial(by_rule, rule._replace(engine="auto"))
+    return wraps(func)(with_history(partial(by_rule, rule), known, plain))
 
 
 def grad(  # noqa: D417
@@ -211,59 +198,3 @@ def grad(  # noqa: D417
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
-
-
-def _by_torch(
-    loss: Callable[[list[Tensor]], Any], leaves: list[Tensor], has_aux: bool
-) -> tuple[list[Tensor], Tensor, Tree]:
-    """torch.func itself; the total of a ``Weighted``, divided as sums of microbatches are."""
-    refuse_pre_dispatch()
-    shape: Shape | None = None
-
-    def total(leaves: list[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
-        nonlocal shape
-        seen, shape = read(loss(leaves), has_aux)
-        if isinstance(seen.weight, tuple):
-            return seen.total, (seen.total, (), (), seen.aux)
-        weighing = weigh(seen, None, "mean")
-        assert weighing is not None
-        return seen.total * weighing.cotangent, (seen.total, seen.weight, weighing, seen.aux)
-
-    try:
-        pulled = _leanly(total, leaves)
-        if pulled is None:
-            grads, (_, beside) = torch.func.grad_and_value(total, has_aux=True)(leaves)
-            pulled = grads, beside
-    except RuntimeError as error:
-        advise_on_vjp(error)
-        raise
-    grads, (value, weight, weighing, aux) = pulled
-    assert shape is not None
-    if isinstance(weight, Tensor):
-        by = divisor(weight)
-        for i, g in enumerate(grads):
-            term = term_of(g, accumulation_dtype(g.dtype), weighing)
-            grads[i] = divided([term], by, own=False)[0].to(g.dtype)
-    loss = mean_of(value, weight).to(shape.dtype)
-    return list(grads), loss, settled(join_aux(aux, shape))
-
-
-def _leanly(
-    total: Callable[[list[Tensor]], tuple[Tensor, Any]], leaves: list[Tensor]
-) -> tuple[list[Tensor], Any] | None:
-    """Gradients without a graph of them, and what comes beside the total.
-
-    None where a graph is wanted: under a transform, or where autograd follows a leaf or something
-    captured.
-    """
-    if transform_active() or (torch.is_grad_enabled() and any(x.requires_grad for x in leaves)):
-        return None
-    before = generators({x.device for x in leaves})
-    with outside_inference_mode(), torch.enable_grad():
-        own = without_history(leaves)
-        out, pull, beside = torch.func.vjp(total, own, has_aux=True)  # pyright: ignore
-        if out.requires_grad and torch.is_grad_enabled():
-            restore(before)
-            return None
-        with torch.no_grad():
-            return pull(torch.ones_like(out), retain_graph=False)[0], beside

@@ -13,7 +13,15 @@ from torch import Tensor
 from .._base.dtensors import any_sharded, closed, opened, resolved, rows_over
 from .._base.torch_internals import may_add_in_place, transform_active
 from .._base.trees import Tree, all_finite_of, is_finite, known, paths, scalar, unflatten
-from .batches import Batch, cut_batch, cutting, read_batch, rows_to_cut, sizes_of_batch
+from .batches import (
+    Batch,
+    cut_batch,
+    cutting,
+    read_batch,
+    read_microbatch,
+    rows_to_cut,
+    sizes_of_batch,
+)
 from .coupling import Question, question_of
 from .engines import Way, by_func, detached, outside
 from .exchange import any_rank, inside_of, onlooker
@@ -93,6 +101,12 @@ def read_cut(
     # Where all rows are a power of two, the sums are the gradients: nothing is left to divide by.
     unit = power_of_two(most if untouched or rows != power_of_two(rows) else rows)
     return CutBatch(batch=flat, size=size, sizes=sizes, untouched=untouched, unit=unit)
+
+
+def not_cut(batch: Tree, root: str = "args") -> CutBatch:
+    """A batch that is taken as it is, and need not have rows."""
+    flat = read_microbatch(batch, root)
+    return CutBatch(batch=flat, size=None, sizes=[flat.rows or 0], untouched=True, unit=1.0)
 
 
 def means(

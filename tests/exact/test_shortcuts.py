@@ -84,7 +84,6 @@ SWITCHES = {
     "skipping speculates": Switch("speculating", carefully, ("_core.whole_batch",)),
     "numbers are the host's": Switch("on_host", lambda *scalars: [*scalars], ("_step.next_state",)),
     "a norm tells what is finite": Switch("seen_finite", never, ("_step.next_state",)),
-    "no graph of gradients": Switch("_leanly", lambda *_: None, ("_core.transforms",)),
     "large leaves are added by hooks": Switch("LARGE", 0, ("_core.sums",)),
     "temporaries have a longest size": Switch("CHUNK", 1, ("_core.weights",)),
     "structures are known": Switch(

@@ -50,6 +50,34 @@ def test_a_batch_that_is_not_cut_is_torch_func_bit_for_bit(
     assert is_torch(with_aux, True)
 
 
+NO_ROWS: dict[str, Any] = {
+    "0-d": torch.tensor(3.0),
+    "of several lengths": (torch.arange(3.0), torch.arange(2.0)),
+    "numbers": {"a": 2.0, "b": [1, 2, 3]},
+    "sparse": torch.arange(3.0).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("batch", NO_ROWS.values(), ids=NO_ROWS)
+def test_a_batch_that_is_not_cut_need_not_have_rows(batch: Any) -> None:
+    def loss(w: Tensor, batch: Any) -> tuple[Tensor, Any]:
+        leaves = optree.tree_leaves(batch)
+        total = sum(torch.as_tensor(x).to_dense().sum() for x in leaves)
+        return (w * total).square(), {"w": w, "no tensor": "a word"}
+
+    w = torch.tensor(2.0)
+    grads, (value, aux) = pa.grad_and_value(loss, has_aux=True)(w, batch)
+    expected = torch.func.grad_and_value(lambda w: loss(w, batch)[0])(w)
+    assert same((grads, value), expected)
+    assert aux == {"w": w, "no tensor": "a word"}
+
+
+def test_a_batch_that_can_be_read_once_is_refused() -> None:
+    """A loss is called twice at first, and would find nothing the second time."""
+    with pytest.raises(TypeError, match="iterator"):
+        pa.grad(lambda w, batch: w * sum(batch))(torch.tensor(2.0), iter([1.0, 2.0]))
+
+
 OTHER_FORMULA = {
     "silu": torch.nn.functional.silu,
     "mish": torch.nn.functional.mish,

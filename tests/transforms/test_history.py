@@ -33,7 +33,7 @@ pytestmark = [
 G = generator(0)
 W, V = integers(G, 3, bound=2).double(), integers(G, 3, bound=2).double()
 X, C = integers(G, 8, 3, bound=2).double(), torch.tensor(3.0, dtype=torch.float64)
-SIZES = (3, [1, 4, 3], 8)
+SIZES = (3, [1, 4, 3], 8, None)
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # w, v, x, and what the loss captures
 Program = Callable[..., Tensor]
 
