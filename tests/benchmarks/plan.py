@@ -39,7 +39,7 @@ from .per_sample import (
     ONE_BY_ONE,
     SUM,
 )
-from .primitive import ASKED, by_hand, by_us
+from .primitive import ASKED, TILED, by_hand, by_us
 from .programs import (
     ENSEMBLING,
     HIGHER,
@@ -99,6 +99,7 @@ NESTED = Model(256, 128, 16, activation="gelu", bias=False)
 CURVED = Model(256, 128, 16, depth=8, activation="gelu")
 # Of which a microbatch is Python alone.
 ALONE_IN_PYTHON = tuple(Model(32, 4, 8, depth=n) for n in (2, 50))
+TOKENS = Model(256, 512, 8, depth=1, activation="gelu", kind="chain")
 CHAIN = Model(256, 512, 1, depth=16, activation="gelu", kind="chain")
 
 # Gradients of single samples, by chunks of as many rows as are fastest; one case of smaller ones,
@@ -193,6 +194,7 @@ def coupled_cells(full: bool, device: str) -> list[Cell]:
         Cell(device, TOWERS, tuple(PAIRS) if full else (GRADCACHE, OUR_PAIRS), seconds),
         Cell(device, HEAD, tuple(HEADS) if full else (WHOLE_HEAD, HAND_HEAD, TILED_HEAD), seconds),
         *(Cell(device, NESTED, names, seconds) for names in (nests if full else [learning])),
+        Cell(device, TOKENS, (by_hand(TILED), by_us(TILED)), seconds),
         Cell(device, CHAIN, (CHECKPOINT, REMAT, REMAT_BACKWARD), seconds),
         *(Cell(device, x, (by_hand(a), by_us(a)), seconds) for x in ALONE_IN_PYTHON for a in ASKED),
     ]
@@ -304,6 +306,7 @@ def coupled_peaks(full: bool, device: str) -> list[Peak]:
     plan += [Peak(device, COUPLED, TOWERS, name) for name in PAIRS]
     plan += [Peak(device, COUPLED, FEW_TOWERS, name) for name in PAIRS_STEPS]
     plan += [Peak(device, COUPLED, HEAD, name) for name in HEADS]
+    plan += [Peak(device, COUPLED, TOKENS, make(TILED)) for make in (by_hand, by_us)]
     plan += [Peak(device, COUPLED, NESTED, name) for name in NESTS]
     return plan + [Peak(device, COUPLED, CHAIN._replace(rows=2048), name) for name in CHAINS]
 

@@ -1,4 +1,5 @@
-"""The contenders for the primitive alone: small microbatches, in which Python is all there is.
+"""The contenders for the primitive alone: small microbatches, in which Python is all there is; and
+an MLP over many tokens, some of them at a time.
 
 Rule: as in ``contenders.py``. By hand it is the loop without any promise: over captured tensors,
 random numbers, modes, modules that change, writes. Its backward pass runs each microbatch again.
@@ -36,15 +37,20 @@ class _ByBackward(Function):
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
         x, *leaves = ctx.saved_tensors
         sums: Sequence[Tensor] = ()
+        of_rows: list[Tensor] = []
         for part, c in zip(x.split(ctx.size), cotangent.split(ctx.size), strict=True):
             with torch.enable_grad():
                 own = [p.detach().requires_grad_() for p in leaves]
-                out = ctx.pure(dict(zip(ctx.names, own, strict=True)), part)
-            grads = torch.autograd.grad(out, own, c)
+                tokens = part.detach().requires_grad_(ctx.needs_input_grad[3])
+                out = ctx.pure(dict(zip(ctx.names, own, strict=True)), tokens)
+            wanted = [*own, tokens] if tokens.requires_grad else own
+            grads = [*torch.autograd.grad(out, wanted, c)]
+            if tokens.requires_grad:
+                of_rows.append(grads.pop())
             if sums:
                 torch._foreach_add_(sums, grads)
             sums = sums or grads
-        return None, None, None, None, *sums
+        return None, None, None, torch.cat(of_rows) if of_rows else None, *sums
 
 
 class _ByFunc(Function):
@@ -101,6 +107,13 @@ def _pairs(rows: Rows, x: Tensor, params: Params) -> Tensor:
     return (z @ z.T).sin().sum()
 
 
+def _through(rows: Rows, params: Params, x: Tensor) -> Params:
+    """From within a network: tokens are followed too."""
+    x = x.detach().requires_grad_()
+    grads = torch.autograd.grad(rows(params, x).square().sum(), [x, *params.values()])
+    return dict(zip(("tokens", *params), grads, strict=True))
+
+
 def _backwards(rows: Rows, params: Params, x: Tensor) -> Params:
     grads = torch.autograd.grad(_pairs(rows, x, params), [*params.values()])
     return dict(zip(params, grads, strict=True))
@@ -116,11 +129,12 @@ ASKED = {
     "backwards": (_backwards, _ByBackward),
     "torch.func.grad": (_by_grad, _ByFunc),
 }
+TILED = "an MLP over tokens"
 MAKERS = {"the loop": _by_hand, "microbatch": _by_us}
 
 
 def _contender(asked: str, maker: str, problem: Problem) -> Grads:
-    ask, function = ASKED[asked]
+    ask, function = (ASKED | {TILED: (_through, _ByBackward)})[asked]
 
     def pure(params: Params, x: Tensor) -> Tensor:
         return functional_call(problem.net, params, (x,))
@@ -145,5 +159,7 @@ def by_us(asked: str) -> str:
 
 
 LOOPS = {
-    f"{asked}, {maker}": partial(_contender, asked, maker) for asked in ASKED for maker in MAKERS
+    f"{asked}, {maker}": partial(_contender, asked, maker)
+    for asked in (*ASKED, TILED)
+    for maker in MAKERS
 }

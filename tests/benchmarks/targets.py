@@ -37,7 +37,7 @@ from .per_sample import (
     SUM,
 )
 from .plan import FIVE, FLAT, STEP, WIDE, alone, stepping_models
-from .primitive import ASKED, by_us
+from .primitive import ASKED, TILED, by_hand, by_us
 from .programs import (
     ENSEMBLING,
     HIGHER,
@@ -85,6 +85,7 @@ COUPLED_TIME = {
     (OUR_PAIRS, GRADCACHE): 1.05,
     (TILED_HEAD, HAND_HEAD): 1.45,  # one more product with all words, beside three
     (named("meta-gradient", PA), named("meta-gradient", REMATTED)): 1.0,
+    (by_us(TILED), by_hand(TILED)): 1.1,
     (REMAT, CHECKPOINT): 1.1,
     (REMAT_BACKWARD, CHECKPOINT): 1.1,
 }
@@ -95,6 +96,7 @@ COUPLED_MEMORY = {
     (OUR_PAIRS, FULL_FUNC): 0.52,
     (OUR_PAIRS_FUNC, FULL_FUNC): 0.7,
     (TILED_HEAD, WHOLE_HEAD): 0.12,
+    (by_us(TILED), by_hand(TILED)): 1.0,
 }
 # Of the primitive against the loop by hand, over 2 and over 50 layers.
 PRIMITIVE_TARGETS = dict(
