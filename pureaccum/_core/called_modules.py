@@ -21,7 +21,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._base.checks import here
 from .._base.states import Refusing
-from .._base.torch_internals import BUFFERS, PARAMETERS, Place, is_compiled_module, tensor_places
+from .._base.torch_internals import (
+    BUFFERS,
+    CHILDREN,
+    PARAMETERS,
+    Place,
+    is_compiled_module,
+    tensor_places,
+)
 
 
 # The module that each part of a shell stands for. A shell keeps its tensors: see shell.py.
@@ -79,10 +86,17 @@ def remembering() -> Generator[HeldTensors]:
         watch.remove()
 
 
-def hold(held: HeldTensors, modes: Modules, modules: Iterable[torch.nn.Module]) -> None:
-    """Note what modules hold now by themselves, and what mode they are in."""
-    for module in modules:
+def hold(held: HeldTensors, modes: Modules, roots: Iterable[torch.nn.Module]) -> None:
+    """Note what modules hold now, and those in them, by themselves, and what mode they are in."""
+    rest: list[Any] = [*roots]
+    noted: set[Any] = {None}
+    while rest:  # ``Module.modules`` would go through what is in several roots several times
+        module = rest.pop()
+        if module in noted:
+            continue
+        noted.add(module)
         attributes = vars(module)
+        rest += attributes.get(CHILDREN, {}).values()  # a traced module has none there
         if is_compiled_module(module):
             continue  # Python cannot put anything else into it
         if module in origins:  # a shell keeps its tensors; its mode is that of its module

@@ -129,8 +129,8 @@ class Again:
         if held is None and not watched:
             raise UnseenError
         modules, tensors = held or ([], [])
-        roots = dict.fromkeys([x for at in self.known.modules if (x := at()) is not None] + modules)
-        hold(self.held, self.modules, dict.fromkeys(x for root in roots for x in root.modules()))
+        called = [x for at in self.known.modules if (x := at()) is not None]
+        hold(self.held, self.modules, called + modules)
         if watched:
             return
         tables = [x for _, table in self.held.values() for x in table.values() if x is not None]
