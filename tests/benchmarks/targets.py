@@ -119,7 +119,7 @@ COUPLED_MEMORY |= {
     (GGNVP, THEIR_GGNVP): 0.3,
 }
 # Of BatchNorm against the full batch: a chain, a ResNet-18.
-NORMS_TIME, NORMS_MEMORY = {"norms": 1.7, "resnet": 1.35}, {"norms": 0.5, "resnet": 0.75}
+NORMS_TIME, NORMS_MEMORY = {"norms": 1.6, "resnet": 1.25}, {"norms": 0.5, "resnet": 0.75}
 # Of derivatives of derivatives, in microbatches against the whole batch.
 NESTS_MEMORY = {
     "grad of value": 0.16,
