@@ -89,20 +89,31 @@ class Mixture(nn.Module):
         self.cut = cut
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cut(lambda x: self.experts[which(x)](x) * self.scale)(self.first(x))
+        both = torch.cat([x, self.first(x)], 1)
+        return self.cut(lambda z: self.experts[which(z)](z[:, 3:]) * self.scale)(both)
 
 
-@program
-def experts_that_another_call_has_put_in(cut: Cut) -> Grads:
-    """Frozen ones too, of which no graph tells: the first microbatch calls none of them."""
+def put_in(cut: Cut, trained: str) -> Grads:
+    """The gradients of parameters that another call has put in: those with such a name."""
     mixture = Mixture(cut)
     params = {
-        name: torch.randn(p.shape, dtype=p.dtype).requires_grad_(name.endswith("weight"))
+        name: torch.randn(p.shape, dtype=p.dtype).requires_grad_(trained in name)
         for name, p in mixture.named_parameters()
     }
     scale = torch.tensor(3.0, dtype=torch.float64)
     end(functional_call(mixture, {**params, "scale": scale}, (X,))).backward()
     return [p.grad for p in params.values() if p.requires_grad]
+
+
+@program
+def experts_that_another_call_has_put_in(cut: Cut) -> Grads:
+    """Frozen ones too, of which no graph tells: the first microbatch calls none of them."""
+    return put_in(cut, "weight")
+
+
+@program
+def frozen_experts_that_another_call_has_put_in(cut: Cut) -> Grads:
+    return put_in(cut, "first")
 
 
 @program
