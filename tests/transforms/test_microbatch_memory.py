@@ -5,6 +5,7 @@ by no more than a tenth, and by what inputs, outputs and cotangents take of them
 what the same nest takes of plain code around one layer.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -176,3 +177,17 @@ def test_rows_that_are_views_keep_nothing_of_what_they_are_views_of() -> None:
     with counting() as live, torch.no_grad():
         first(x)
     assert live.peak <= 2 * one
+
+
+def test_gradients_of_a_microbatch_are_gone_while_the_next_one_is_computed() -> None:
+    """Small ones, too, which are added together."""
+    w, alive = torch.ones(13, 17, requires_grad=True), list[int]()
+
+    def of(w: Tensor, x: Tensor) -> Tensor:
+        tensors = (y for y in gc.get_objects() if type(y) is Tensor)
+        alive.append(sum(y.shape == w.shape for y in tensors))
+        return x @ w
+
+    pa.microbatch(of, microbatch_size=2)(w, torch.ones(10, 13)).sum().backward()
+    second, *others = alive[-4:]  # the first one's gradients are the sums
+    assert others == [second] * 3
