@@ -84,7 +84,7 @@ def run(f: Pieces, operands: Sequence[Tensor], *, recorded: bool = False) -> lis
             outs, _ = f.call(p, [column[p] for column in columns])
             if sums is not None:
                 foreach_add_(sums, outs)
-                del outs  # while the next piece is computed
+                del outs  # else they would be held while the next piece is computed
                 continue
             if p == 0 and f.learned is not None:
                 f.form = f.learned()

@@ -103,9 +103,9 @@ def read_cut(
     return CutBatch(batch=flat, size=size, sizes=sizes, untouched=untouched, unit=unit)
 
 
-def not_cut(batch: Tree, root: str = "args") -> CutBatch:
+def not_cut(batch: Tree) -> CutBatch:
     """A batch that is taken as it is, and need not have rows."""
-    flat = read_microbatch(batch, root)
+    flat = read_microbatch(batch, "args")
     return CutBatch(batch=flat, size=None, sizes=[flat.rows or 0], untouched=True, unit=1.0)
 
 
