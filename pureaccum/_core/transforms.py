@@ -58,14 +58,15 @@ def grad_and_value(
             G, T, W = G + dt / dparams, T + t, W + w    # in float32 at least, float64, float64
         return G / W, T / W                             # of a sum: G, T
 
-    ``microbatch_size=None`` takes the batch whole. A batch that is one microbatch has the bits of
-    ``torch.func.grad_and_value``, but for the few operations (silu, mish, GroupNorm, LSTM on a CPU,
-    binary_cross_entropy_with_logits) of which torch.func takes another formula: then they are those
+    ``microbatch_size=None`` takes the batch whole. Where the batch is one microbatch, the results
+    have the bits of ``torch.func.grad_and_value``. A few operations (silu, mish, GroupNorm, LSTM on
+    a CPU, binary_cross_entropy_with_logits), for which torch.func uses another formula, have those
     of ``.backward()``.
 
-    torch.func's transforms differentiate through it. So does plain ``.backward()``, by what
-    requires grad of what ``func`` is given and captures: it computes each microbatch again, and
-    until then results keep their arguments alive (``.detach()`` lets go of them).
+    torch.func's transforms differentiate through the results, and so does plain ``.backward()``,
+    with respect to all that requires grad among the arguments and among what ``func`` captures. It
+    computes each microbatch again. Until then results keep their arguments alive; ``.detach()``
+    lets go of them.
 
     Args:
         func: Gives a scalar loss or ``Weighted``; with ``has_aux``, that and anything else.
