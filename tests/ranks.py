@@ -36,7 +36,7 @@ from torch import multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.draws import examples
-from tests.laws.planted import IMPORTED
+from tests.testing.planted import IMPORTED
 
 
 # Seconds until ranks that hang are killed, and the test fails.

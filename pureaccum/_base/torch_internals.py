@@ -53,7 +53,7 @@ name                               what for                                check
 ``torch._subclasses.fake_tensor``  tensors that hold no numbers            2.11, 2.13, 2.15
 =================================  ======================================  ================
 
-``tests/parity/test_private_torch.py`` fails when one of them moves.
+``tests/base/test_private_torch.py`` fails when one of them moves.
 """
 
 import re
@@ -896,7 +896,7 @@ class _Uncompiled(_Seeing):
 class Asking(TorchFunctionMode):
     """A mode that calls ``before(function, args, kwargs)`` before each function of torch.
 
-    It changes no number (tests/laws/test_operations.py), unlike one that sees operations.
+    It changes no number (tests/core/test_operations.py), unlike one that sees operations.
     """
 
     def __init__(self, before: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]) -> None:

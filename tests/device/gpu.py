@@ -50,7 +50,7 @@ def tests(real: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     end = time.monotonic() + MOST
     for name in TESTS:
-        file = f"tests/parity/{name}.py"
+        file = f"tests/device/{name}.py"
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *plugin]
         try:
             left = max(end - time.monotonic(), 1)

@@ -19,8 +19,7 @@ from tests.device.library import reason_against
 
 
 pytestmark = [
-    *(pytest.mark.core, pytest.mark.optim, pytest.mark.pure),
-    *(pytest.mark.samples, pytest.mark.distributed, pytest.mark.step),
+    pytest.mark.laws,
     pytest.mark.skipif(bool(reason_against()), reason=reason_against()),
     pytest.mark.promise("launches"),
 ]
@@ -29,7 +28,7 @@ ROOT = HERE.parents[1]
 # What runs in one process: to import torch takes longer than many of these tests.
 ON_THE_DEVICE = [("itself", "order", "bits", "randomness", "ranks"), ("features",)]
 # The tests for a GPU run here too, so that they neither rot nor are wrong by their own numbers.
-FOR_A_GPU = {file.stem: file for file in sorted((ROOT / "tests/parity").glob("test_cuda*.py"))}
+FOR_A_GPU = {file.stem: file for file in sorted(HERE.glob("test_cuda*.py"))}
 NOT_HERE = {
     "test_cuda_ranks": "NCCL is not modelled",
     "test_cuda_compiled": "kernels of Triton do not run; compiled.py compiles them",

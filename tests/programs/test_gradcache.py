@@ -16,7 +16,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits, near
 
 
-pytestmark = [pytest.mark.core, pytest.mark.step]
+pytestmark = [
+    pytest.mark.parity,
+]
 ROWS, SIZE, STEPS = 30, 8, 3
 Params = dict[str, Tensor]
 

@@ -16,7 +16,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits, near
 
 
-pytestmark = [pytest.mark.core, pytest.mark.step]
+pytestmark = [
+    pytest.mark.parity,
+]
 TASKS, WAYS, SHOTS, STEPS, INNER = 12, 3, 4, 3, 0.5
 NET = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, WAYS)).double()
 

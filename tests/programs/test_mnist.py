@@ -17,7 +17,9 @@ from pureaccum.testing import assert_trees_bitwise_equal
 from tests.programs.data import digits
 
 
-pytestmark = [pytest.mark.step, pytest.mark.optim]
+pytestmark = [
+    pytest.mark.parity,
+]
 EPOCHS = 2
 
 

@@ -19,7 +19,9 @@ from tests.programs.data import characters, near
 from tests.ranks import on_ranks
 
 
-pytestmark = [pytest.mark.step, pytest.mark.distributed]
+pytestmark = [
+    pytest.mark.parity,
+]
 TEXT, WORDS = characters()
 STEPS = 3
 

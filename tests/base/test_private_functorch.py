@@ -1,0 +1,221 @@
+"""The private names by which ``pa.remat`` looks into torch.func's transforms."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+from torch.overrides import TorchFunctionMode
+
+from pureaccum._base import torch_internals
+
+
+pytestmark = [pytest.mark.parity, pytest.mark.promise("private")]
+
+
+def test_the_wrappers_of_transforms_come_off() -> None:
+    """And a write to what they wrap is counted there, which vmap's wrapper does not do."""
+    x = torch.ones(2, 3)
+
+    def look(row: torch.Tensor) -> torch.Tensor:
+        before = torch_internals.version(torch_internals.innermost(row))
+        row.detach().mul_(1)
+        assert before is not None
+        assert torch_internals.version(torch_internals.innermost(row)) == before + 1
+        assert torch_internals.innermost(row).data_ptr() == x.data_ptr()
+        seen.append(torch_internals.levels(row))
+        return row.sum()
+
+    seen: list[set[int]] = []
+    look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x)
+    torch.func.grad(lambda x: torch.func.vmap(look)(x).sum())(x)
+    torch.func.vmap(torch.func.grad(look))(x)
+    torch.func.vmap(torch.func.vmap(look))(x)
+    assert seen == [set(), {1}, {1}, {1, 2}, {1, 2}, {1, 2}]
+
+
+def test_a_vmap_is_seen_below_other_transforms_also_while_the_compiler_traces_them() -> None:
+    def look(x: Tensor) -> Tensor:
+        seen.append(torch_internals.any_mapped([torch.ones(2), x]))
+        return x.square().sum()
+
+    def forward(x: Tensor) -> Tensor:
+        return jvp(look, (x,), (x,))[1]
+
+    seen: list[bool] = []
+    x = torch.ones(2, 3)
+    unmapped = [look, grad(look), grad(lambda y: grad(look)(y).sum()), forward]
+    mapped = [vmap(look), vmap(grad(look)), vmap(forward), vmap(vmap(look))]
+    mapped += [grad(lambda y, f=f: vmap(f)(y).sum()) for f in (look, grad(look), forward)]
+    beside = vmap(lambda row: grad(look)(x).sum() + row.sum())
+    for number, transformed in enumerate([*unmapped, beside, *mapped]):
+        for program in transformed, torch.compile(transformed, backend="eager", fullgraph=True):
+            seen.clear()
+            program(x)
+            assert seen
+            assert all(is_mapped is (number > len(unmapped)) for is_mapped in seen), number
+
+
+def test_forward_ad_goes_on_in_the_rule_of_a_function() -> None:
+    """torch turns it off there: an outer tangent would be lost without an error."""
+
+    class Square(torch.autograd.Function):
+        forward_ad: Any = nullcontext
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x.detach() ** 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def jvp(ctx: Any, _: Any) -> Any:  # type: ignore[override]
+            with Square.forward_ad():
+                return torch.autograd.forward_ad.unpack_dual(ctx.saved_tensors[0] ** 2).tangent
+
+    x = torch.tensor(3.0)
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(Square.apply, (x,), (x,))
+    Square.forward_ad = staticmethod(torch_internals.forward_ad)
+    assert torch.func.jvp(Square.apply, (x,), (torch.ones(()),))[1] == 6.0
+
+
+def test_what_autograd_records_has_a_number() -> None:
+    """Made before or after, in this thread."""
+    w = torch.ones((), requires_grad=True)
+    before = w * 2
+    begun = torch_internals.sequence_number()
+    after = w * 2
+    assert torch_internals.recorded_at(w) == -1
+    assert (
+        torch_internals.recorded_at(before)
+        < begun
+        <= torch_internals.recorded_at(after)
+        < torch_internals.sequence_number()
+    )
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:  # type: ignore[override]
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return 3 * grad
+
+
+def test_what_autograd_records_says_which_function_it_is_of() -> None:
+    w = torch.ones((), requires_grad=True)
+    outs = [Tripled.apply(w.sin()).cos(), Tripled.apply(w)]
+    assert torch_internals.custom_functions(outs) == [f"{__name__}.Tripled"]
+    assert torch_internals.custom_functions([w, w * 2]) == []
+    assert len([*torch_internals.nodes_from([x.grad_fn for x in outs], {None})]) == 5
+
+
+def test_a_tensor_is_followed_by_transforms_up_to_a_level() -> None:
+    """Seen from inside of another transform, where a tangent of an outer one does not show."""
+    seen: dict[str, Any] = {}
+
+    def look(x: Tensor) -> Tensor:
+        def inside(y: Tensor) -> Tensor:
+            seen["outer"], seen["inner"] = (
+                torch_internals.followed(x, 1),
+                torch_internals.followed(y, 1),
+            )
+            seen["detached"] = torch_internals.followed(x.detach(), 1)
+            seen["levels"] = torch_internals.levels(y)
+            return (x * y).sum()
+
+        return grad(inside)(torch.ones(2)).sum()
+
+    jvp(look, (torch.ones(2),), (torch.ones(2),))
+    assert seen["outer"] == (True, False)
+    assert seen["inner"] == (False, True)
+    assert seen["detached"] == (False, True)
+    assert seen["levels"] == {1, 2}
+    grad(look)(torch.ones(2))
+    assert seen["outer"] == (True, False)
+    vmap(look)(torch.ones(3, 2))
+    assert seen["outer"] == (True, False)
+    assert torch_internals.followed(torch.ones(2), 0) == (False, False)
+    assert torch_internals.followed(torch.ones(2, requires_grad=True), 0) == (True, False)
+
+
+def test_whether_anything_differentiates_is_seen() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(torch_internals.differentiating())
+        return x.sum()
+
+    vmap(look)(torch.ones(2, 2))
+    vmap(grad(look))(torch.ones(2, 2))
+    jvp(look, (torch.ones(2),), (torch.ones(2),))
+    look(torch.ones(2))
+    assert seen == [False, True, True, False]
+
+
+def test_a_zero_of_all_levels_is_mapped_and_pushed_forward_by_all() -> None:
+    """Whatever lies between, and whether or not anything else depends on it."""
+    seen: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        zero = torch_internals.zero_of_all_levels(torch.device("cpu"))
+        seen.append((torch_internals.mapped_levels(zero), torch_internals.differentiated(zero)))
+        assert zero.shape == ()
+        return torch.where(zero == 0, 1.0, zero)
+
+    x = torch.ones(2)
+    assert look(x) == 1
+    assert vmap(look)(x).tolist() == [1, 1]
+    assert vmap(vmap(look))(torch.ones(2, 3)).tolist() == [[1, 1, 1]] * 2
+    assert vmap(look)(torch.ones(4)).tolist() == [1] * 4
+    assert jvp(look, (x,), (x,))[1] == 0
+    assert grad(lambda y: vmap(look)(x).sum() * y)(torch.ones(())) == 2
+    assert vmap(lambda y: jvp(look, (y,), (y,))[1])(x).tolist() == [0, 0]
+    assert [levels for levels, _ in seen] == [set(), {1}, {1, 2}, {1}, set(), {2}, {1}]
+    assert [pushed for _, pushed in seen] == [False] * 4 + [True, False, True]
+
+
+def test_what_is_differentiated_is_seen_at_any_level() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        def inside(y: Tensor) -> Tensor:
+            seen.append(torch_internals.differentiated(x))
+            return y
+
+        vmap(inside)(torch.ones(2))
+        return x.sum()
+
+    x = torch.ones(2, 2)
+    for call in (look, vmap(look), grad(look), lambda x: jvp(look, (x,), (x,))):
+        call(x)
+    look(x.requires_grad_())
+    assert seen == [False, False, True, True, True]
+    assert not torch_internals.differentiated(1.0)
+
+
+def test_what_is_done_unnoticed_goes_by_no_mode() -> None:
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Mode():
+        x.add(1)
+        with torch_internals.unnoticed():
+            x.sub(1)
+    assert seen == ["add"]

@@ -1,0 +1,266 @@
+"""Each shortcut can be switched off, and the same bits come out.
+
+A switch puts the plain form in the place of a fast one, in the modules that call it; one that is
+never reached is no switch, and fails. What is not here has bits of its own, within a bound: the
+gradients of samples that come from layers, and an optimizer's formula beside torch's kernel.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum._core.seams import of_total
+from pureaccum._core.writes import unguarded
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.zoo import fits_networks, fits_programs, fits_sums  # noqa: F401
+from tests.zoo.species import ZOO, Species
+
+
+pytestmark = [
+    *(pytest.mark.exact,),
+]
+SIZE = 5
+
+
+# The switches ------------------------------------------------------------------------------
+
+
+def added(totals: list[Tensor], terms: list[Tensor], alpha: float = 1) -> None:
+    for total, term in zip(totals, terms, strict=True):
+        total.add_(term, alpha=alpha)
+
+
+def norms_one_by_one(tensors: list[Tensor], _: int, dtype: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.linalg.vector_norm(x, dtype=dtype) for x in tensors)
+
+
+def weighed_anew(rule: Any, unit: Any) -> Any:
+    return lambda *given: of_total(rule, unit)(*given)
+
+
+def never(*_: Any) -> bool:
+    return False
+
+
+class Switch(NamedTuple):
+    """What stands in for a shortcut, and the modules of the package that would call it."""
+
+    name: str
+    plain: Any
+    modules: tuple[str, ...]
+    around: Callable[[], Any] = nullcontext
+
+
+def carefully(summed: Any, rule: Any) -> Any:
+    return summed(rule)
+
+
+SWITCHES = {
+    "sums are written to": Switch(
+        "may_add_in_place",
+        never,
+        ("_core.windows", "_core.accumulator", "_core.whole_batch", "_step.next_state"),
+    ),
+    "autograd adds gradients itself": Switch(
+        "_straight_into", lambda _, otherwise: otherwise, ("_core.engines",)
+    ),
+    "first gradients become the sums": Switch("owns_its_memory", never, ("_core.sums",)),
+    "weighings are kept": Switch("of_total", weighed_anew, ("_core.windows",)),
+    "small gradients go together": Switch(
+        "foreach_add_", added, ("_core.weights", "_core.engines")
+    ),
+    "leaves go together": Switch(
+        "at_once", never, ("_base.states", "_base.trees", "_core.weights", "_optim.combinators")
+    ),
+    "norms go together": Switch("foreach_norm", norms_one_by_one, ("_base.trees",)),
+    "sums are multiples of a unit": Switch("power_of_two", lambda _: 1.0, ("_core.whole_batch",)),
+    "skipping speculates": Switch("speculating", carefully, ("_core.whole_batch",)),
+    "numbers are the host's": Switch("on_host", lambda *scalars: [*scalars], ("_step.next_state",)),
+    "a norm tells what is finite": Switch("seen_finite", never, ("_step.next_state",)),
+    "large leaves are added by hooks": Switch("LARGE", 0, ("_core.sums",)),
+    "temporaries have a longest size": Switch("CHUNK", 1, ("_core.weights",)),
+    "structures are known": Switch(
+        "structure_of",
+        lambda *_: None,
+        ("_step.structure", "_step.windows", "_core.accumulator"),
+    ),
+    "a loss is guarded": Switch("", None, (), unguarded),
+}
+
+
+@contextmanager
+def switched(switch: Switch, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Run in the plain form; the list has an entry for each time that it was asked for."""
+    reached: list[str] = []
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        reached.append(switch.name)
+        return switch.plain(*args, **kwargs)
+
+    for name in switch.modules:
+        module = import_module(f"pureaccum.{name}")
+        patch.setattr(module, switch.name, plain if callable(switch.plain) else switch.plain)
+    if not callable(switch.plain):
+        reached.append(switch.name)
+    with switch.around():
+        yield reached
+    patch.undo()
+
+
+# Programs ----------------------------------------------------------------------------------
+
+Program = Callable[..., Any]
+
+
+def stepped(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs: Any) -> Any:
+    optimizer = pa.chain(pa.clip_by_global_norm(0.5), pa.adamw(0.125))
+    step = pa.make_step(loss, optimizer, has_aux=has_aux, microbatch_size=SIZE, **knobs)
+    state = step.init(params)
+    for _ in range(2):
+        state, info = step(state, batch)
+    return state, info._replace(aux=())
+
+
+def streamed(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs: Any) -> Any:
+    step = pa.make_step(loss, pa.sgd(0.125, momentum=0.5), has_aux=has_aux, donate=True, **knobs)
+    state = step.init(params)
+    window = step.begin(state)
+    for part in pa.microbatches(batch, SIZE):
+        window = step.update(state, window, part)
+        window = window[0] if has_aux else window
+    return step.apply(state, window)
+
+
+def accumulated(loss: Any, params: Any, batch: Any, has_aux: bool = False, **knobs: Any) -> Any:
+    acc = pa.accumulator(loss, has_aux, **knobs)
+    state = acc.init(params)
+    for part in pa.microbatches(batch, SIZE):
+        state = acc.update(state, params, part)
+        state = state[0] if has_aux else state
+    return acc.finalize(state)
+
+
+def taken(size: Any, **more: Any) -> Program:
+    def program(loss: Any, params: Any, batch: Any, **knobs: Any) -> Any:
+        return pa.grad_and_value(loss, microbatch_size=size, **knobs, **more)(params, batch)
+
+    return program
+
+
+def autograd(program: Program, **more: Any) -> Program:
+    return lambda *args, **knobs: program(*args, engine="autograd", **knobs, **more)
+
+
+PROGRAMS: dict[str, Program] = {
+    "grad": taken(SIZE, aux_reduction="last"),
+    "grad of all": taken(None, aux_reduction="last"),
+    "skip": taken(SIZE, engine="autograd", nonfinite="skip", aux_reduction="last"),
+    "step": lambda *args, **knobs: stepped(*args, aux_reduction="last", **knobs),
+    "scaled": lambda *args, **knobs: stepped(
+        *args,
+        aux_reduction="last",
+        loss_scale=pa.dynamic_loss_scale(2.0**4),
+        nonfinite="skip",
+        **knobs,
+    ),
+    "stream": streamed,
+    "accumulator": accumulated,
+}
+FIT = [species for species in ZOO if not species.kind]
+ROUNDED = {  # where the plain form is another formula
+    # torch.func's own gradient is made of operations that have derivatives.
+    "no graph of gradients": {"group_norm", "lstm", "weight_norm"},
+    # What may be left out is coalesced first: rows that come twice are added up before the sum.
+    "skipping speculates": {"sparse_embedding"},
+    "sums are written to": {"sparse_embedding"},
+}
+
+
+def ran(program: str, at: int) -> Any:
+    """What comes out, and any error in words: of a loss, parameters and a batch made anew."""
+    loss, params, batch, knobs = FIT[at].make(FIT[at].dtypes[0], seed=0)
+    torch.manual_seed(1)
+    try:
+        return PROGRAMS[program](loss, params, batch, **knobs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return type(error).__name__
+
+
+usual = cache(ran)  # with every shortcut: the same for all switches
+
+
+def compared(key: str, some: list[Species], n: int, patch: pytest.MonkeyPatch) -> int:
+    """Run programs with a shortcut and without; how often the plain form was asked for.
+
+    Of the programs every loss has one in ``n``, each in its turn: over all losses a shortcut meets
+    every program, and over all shortcuts a loss does.
+    """
+    asked, switch, turn = 0, SWITCHES[key], [*SWITCHES].index(key)
+    for species in some:
+        if species.name in ROUNDED.get(key, ()):
+            continue
+        at = FIT.index(species)
+        for name in [name for i, name in enumerate(PROGRAMS) if (i + at + turn) % n == 0]:
+            want = usual(name, at)
+            with switched(switch, patch) as reached:
+                got = ran(name, at)
+            asked += len(reached)
+            try:
+                assert_trees_bitwise_equal(got, want)
+            except AssertionError as error:
+                raise AssertionError(f"{species.name}, {name}: {error}") from None
+    return asked
+
+
+KNOWN = {"mlp", "no_weight_and_nan", "a_sum", "with_aux"}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_without_a_shortcut_the_bits_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = compared(name, [x for x in FIT if x.name in KNOWN], 1, monkeypatch)
+    assert asked or not SWITCHES[name].modules
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWITCHES)
+def test_without_a_shortcut_the_bits_of_every_loss_are_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared(name, FIT, 2, monkeypatch)
+
+
+def whole(params: Any, batch: Any) -> Tensor:
+    """A loss whose gradients are whole numbers, divided by a power of two."""
+    return (batch["x"] @ params["w"] + params["b"]).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [16, 23])
+def test_several_microbatches_at_once_have_the_bits_of_one_at_a_time(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In compiled code, of whole numbers: several are added up in another order."""
+    params = {"w": torch.arange(-2.0, 2.0), "b": torch.tensor(3.0)}
+    batch = {"x": (torch.arange(4.0 * rows).reshape(rows, 4) % 7) - 3}
+    recipes = import_module("pureaccum._step.recipes")
+    found: list[int] = []
+
+    def stepped_once(how_many: Callable[..., int]) -> Any:
+        monkeypatch.setattr(recipes, "how_many", how_many)
+        knobs: Any = {"microbatch_size": 2, "compile": {"backend": "eager"}}
+        step = pa.make_step(whole, pa.sgd(2.0**-3, momentum=0.5), **knobs)
+        return step(step.init(params), batch)
+
+    how_many = recipes.how_many
+    want = stepped_once(lambda *args: found.append(how_many(*args)) or found[-1])
+    assert max(found) > 1
+    assert_trees_bitwise_equal(stepped_once(lambda *_: 1), want)

@@ -1,0 +1,380 @@
+"""A checkpoint of several ranks that is not as they wrote it is refused, and says which shard."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import pureaccum as pa
+from pureaccum.checkpoint.file_format import Part, Piece
+from pureaccum.checkpoint.files import write_file
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.ranks import End, run_on_ranks
+from tests.refusals import saying
+
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without it"),
+    pytest.mark.promise("disk"),
+]
+TREE: dict[str, Any] = {
+    "w": torch.arange(24.0).reshape(8, 3) + 1,
+    "v": torch.arange(6, dtype=torch.float64) + 1,
+    "half": torch.arange(8, dtype=torch.bfloat16),
+    "scalar": torch.tensor(7),
+    "epoch": 3,
+}
+LIKE = {name: torch.zeros_like(x) if name != "epoch" else 0 for name, x in TREE.items()}
+
+
+def spread(tree: dict[str, Any], factor: int = 1) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kinds = {"w": [Shard(0)], "v": [Shard(0)], "scalar": [Replicate()]}
+    tree = {name: x if name == "epoch" else x * factor for name, x in tree.items()}
+    return {n: distribute_tensor(x, mesh, kinds[n]) if n in kinds else x for n, x in tree.items()}
+
+
+def saves(folder: str, rank: int, world: int) -> None:
+    pa.save(f"{folder}/run", spread(TREE))
+    pa.save(f"{folder}/other", spread(TREE, 100))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    assert run_on_ranks(4, partial(saves, str(folder))) == [End()] * 4
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    shutil.copytree(saved / "run", tmp_path / "run")
+    assert_trees_bitwise_equal(pa.load(tmp_path / "run", LIKE), TREE)
+    return tmp_path / "run"
+
+
+def name(i: int, of: int = 4) -> str:
+    return f"shard-{i:05}-of-{of:05}.safetensors"
+
+
+NAMES = [name(i) for i in range(1, 5)]
+
+
+def assert_refused(run: Path, *words: str) -> None:
+    with saying(ValueError, str(run), "is not a whole pureaccum checkpoint", *words):
+        pa.load(run, LIKE)
+
+
+@pytest.mark.parametrize("shard", NAMES)
+def test_a_shard_that_is_missing_is_named(run: Path, shard: str) -> None:
+    (run / shard).unlink()
+    assert_refused(run, f"{shard} is missing")
+
+
+def test_of_many_missing_shards_the_first_is_named(run: Path) -> None:
+    for shard in NAMES[1:]:
+        (run / shard).unlink()
+    assert_refused(run, f"{NAMES[1]} is missing")
+    (run / NAMES[0]).unlink()
+    assert_refused(run, "not a file, nor a folder")
+
+
+@pytest.mark.parametrize("shard", NAMES)
+def test_a_shard_that_is_cut_is_named(run: Path, shard: str) -> None:
+    whole = (run / shard).read_bytes()
+    for end in {len(whole) * i // 64 for i in range(64)}:
+        (run / shard).write_bytes(whole[:end])
+        assert_refused(run, shard)
+    (run / shard).write_bytes(whole + b"\0")
+    assert_refused(run, shard)
+
+
+@pytest.mark.parametrize("shard", NAMES)
+def test_a_shard_with_any_byte_flipped_is_named(run: Path, shard: str) -> None:
+    """Of the header, of numbers and of checksums."""
+    whole = (run / shard).read_bytes()
+    with open(run / shard, "r+b", buffering=0) as file:
+        for at in range(len(whole)):
+            for flip in (1 << at % 8, 1 << (at + 3) % 8, 0xFF):
+                os.pwrite(file.fileno(), bytes([whole[at] ^ flip]), at)
+                assert_refused(run, shard)
+            os.pwrite(file.fileno(), whole[at : at + 1], at)
+
+
+@pytest.mark.parametrize("shard", NAMES)
+def test_a_shard_of_another_run_is_named(run: Path, saved: Path, shard: str) -> None:
+    shutil.copy(saved / "other" / shard, run / shard)
+    assert_refused(run, shard, "of another save")
+
+
+@pytest.mark.parametrize("one", NAMES)
+@pytest.mark.parametrize("other", NAMES)
+def test_shards_in_each_other_s_places_are_named(run: Path, one: str, other: str) -> None:
+    if one == other:
+        return
+    both = (run / one).read_bytes(), (run / other).read_bytes()
+    (run / one).write_bytes(both[1])
+    assert_refused(run, one, "it was written as shard")
+    (run / other).write_bytes(both[0])
+    assert_refused(run, "it was written as shard")
+
+
+def test_a_folder_of_two_numbers_of_ranks_is_refused(run: Path) -> None:
+    shutil.copy(run / NAMES[0], run / name(5, 4))
+    assert_refused(run, f"{name(5, 4)} is one too many")
+    (run / name(5, 4)).unlink()
+    shutil.copy(run / NAMES[0], run / name(1, 2))
+    assert_refused(run, f"{name(2, 2)} is missing")
+    (run / name(1, 2)).unlink()
+    shutil.copy(run / NAMES[0], run / name(6, 7))
+    assert_refused(run, f"{name(6, 7)} is one too many")
+    (run / name(6, 7)).unlink()
+    (run / NAMES[0]).rename(run / name(1, 1))
+    assert_refused(run, f"{NAMES[1]} is one too many")
+    (run / name(1, 1)).rename(run / NAMES[0])
+    for i, shard in enumerate(NAMES, 1):
+        (run / shard).rename(run / name(i, 5))
+    assert_refused(run)
+
+
+def test_a_shard_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
+    assert_refused(run / NAMES[1], "shard 2 of 4", "Load the folder")
+    pa.save(tmp_path / "plain", LIKE)
+    shutil.copy(tmp_path / "plain", run / NAMES[2])
+    assert_refused(run, NAMES[2], "of another save")
+
+
+def test_what_is_no_shard_does_not_matter(run: Path) -> None:
+    (run / ".DS_Store").touch()
+    (run / "notes.txt").touch()
+    (run / "shard-1-of-4.safetensors").touch()
+    assert_trees_bitwise_equal(pa.load(run, LIKE), TREE)
+
+
+def test_another_tree_than_like_is_refused(run: Path) -> None:
+    like = {name: x for name, x in LIKE.items() if name != "w"} | {"v": torch.zeros(7), "x": 1}
+    with saying(
+        ValueError,
+        "holds another tree than like: 3 leaves",
+        "tree['x'] is not in the file",
+        "tree['w'] is only in the file",
+        "tree['v'] is float64 of shape (6,) in the file and float32 of shape (7,) in like",
+    ):
+        pa.load(run, like)
+
+
+# Made by hand ---------------------------------------------------------------------------------
+
+
+def piece(x: torch.Tensor, at: int, whole: tuple[int, ...] = (8, 3)) -> Any:
+    starts = (at,) + (0,) * (len(whole) - 1)
+    return {"tree['w']": (Piece(x.dtype, tuple(x.shape), whole, starts, (3, 1)), x)}
+
+
+ROWS = TREE["w"]
+BY_HAND: dict[str, list[Any]] = {
+    "a hole": [piece(ROWS[:3], 0), piece(ROWS[4:], 4)],
+    "a part twice": [piece(ROWS[:4], 0), piece(ROWS[:4], 0)],
+    "an overlap": [piece(ROWS[:5], 0), piece(ROWS[4:], 4)],
+    "the first part missing": [piece(ROWS[1:4], 1), piece(ROWS[4:], 4)],
+    "the last part missing": [piece(ROWS[:4], 0), piece(ROWS[4:7], 4)],
+    "parts of two shapes": [piece(ROWS[:4], 0), piece(ROWS[4:], 4, (9, 3))],
+    "all of it twice": [piece(ROWS, 0), piece(ROWS, 0)],
+    "nothing of it twice": [piece(ROWS[:0], 0), piece(ROWS[:0], 0)],
+    "parts of two dtypes": [piece(ROWS[:4], 0), piece(ROWS[4:].int(), 4)],
+}
+
+
+def by_hand(folder: Path, pieces: list[Any]) -> None:
+    folder.mkdir()
+    for i, it in enumerate(pieces, 1):
+        with open(folder / name(i, len(pieces)), "wb") as file:
+            write_file(file, it, {}, Part("0" * 32, i, len(pieces)))
+
+
+def test_a_number_and_a_tensor_of_one_name_are_refused(tmp_path: Path) -> None:
+    for i, first in enumerate((True, False)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for shard in (1, 2):
+            with open(folder / name(shard, 2), "wb") as file:
+                tensors, scalars = (piece(ROWS, 0), {}), ({}, {"tree['w']": 3})
+                write_file(file, *(tensors if (shard == 1) is first else scalars), part(shard))
+        for like in (torch.zeros(8, 3), 3):
+            with saying(ValueError, "tree['w'] is"):
+                pa.load(folder, {"w": like})
+
+
+def part(shard: int) -> Part:
+    return Part("0" * 32, shard, 2)
+
+
+@pytest.mark.parametrize("how", BY_HAND)
+def test_parts_that_are_not_the_whole_are_refused(tmp_path: Path, how: str) -> None:
+    by_hand(tmp_path / "run", BY_HAND[how])
+    with saying(ValueError, str(tmp_path / "run"), "tree['w']"):
+        pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})
+
+
+def test_parts_that_are_the_whole_are_loaded(tmp_path: Path) -> None:
+    by_hand(tmp_path / "run", [piece(ROWS[:3], 0), piece(ROWS[3:], 3), piece(ROWS[:0], 8)])
+    assert torch.equal(pa.load(tmp_path / "run", {"w": torch.zeros(8, 3)})["w"], ROWS)
+
+
+# On ranks -------------------------------------------------------------------------------------
+
+
+def another_number(content: bytes) -> bytes:
+    """With a number changed that not every rank reads."""
+    header = 8 + int.from_bytes(content[:8], "little")
+    at = header + json.loads(content[8:header])["tree['w']"]["data_offsets"][0]
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGES: list[tuple[str, Callable[[bytes], bytes | None]]] = [
+    (NAMES[0], another_number),
+    (NAMES[3], another_number),
+    (NAMES[1], lambda content: content[: len(content) // 2]),
+    (NAMES[2], lambda content: None),
+]
+
+
+def loads_damaged(folder: str, rank: int, world: int) -> list[str]:
+    """An error on every rank, which names the shard; then they go on together."""
+    run, told = Path(folder) / "run", []
+    like = {name: x if name == "epoch" else x * 0 for name, x in spread(LIKE).items()}
+    for shard, damage in DAMAGES:
+        whole = (run / shard).read_bytes()
+        dist.barrier()
+        if rank == 0:
+            changed = damage(whole)
+            (run / shard).unlink() if changed is None else (run / shard).write_bytes(changed)
+        dist.barrier()
+        try:
+            pa.load(run, like)
+            told.append("loaded")
+        except ValueError as error:
+            told.append(str(error))
+        dist.barrier()
+        if rank == 0:
+            (run / shard).write_bytes(whole)
+        dist.barrier()
+    loaded = pa.load(run, like)
+    assert_trees_bitwise_equal(loaded["w"].full_tensor(), TREE["w"])
+    return told
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_error_on_one_rank_is_one_on_all(run: Path, world: int) -> None:
+    ends = run_on_ranks(world, partial(loads_damaged, str(run.parent)))
+    assert not [end.failure for end in ends if end.failure], ends
+    for end in ends:
+        for said, (shard, _) in zip(end.returned, DAMAGES, strict=True):
+            number = int(shard.split("-")[1])
+            assert shard in said or f"shard {number} of it" in said, said
+
+
+def holds_another_tree(folder: str, rank: int, world: int) -> list[str]:
+    """What is no DTensor has to be the same, for it is written once."""
+    told = []
+    for more in ({"rank": rank}, {"half": torch.ones(8) * rank}, {"only": 1} if rank else {}):
+        with pytest.raises(ValueError, match="the ranks do not hold the same tree: ") as caught:
+            pa.save(f"{folder}/run", spread(TREE) | more)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_hold_another_tree_all_raise(tmp_path: Path, world: int) -> None:
+    ends = run_on_ranks(world, partial(holds_another_tree, str(tmp_path)))
+    assert not [end.failure for end in ends if end.failure], ends
+    number, tensor, leaf = ends[0].returned
+    assert "tree['rank'] is a Python int: 0 on rank 0 and a Python int: 1 on rank" in number
+    assert "tree['half'] is float32 of shape (8,): (8,) with checksum" in tensor
+    assert "tree['only'] is absent on rank 0 and a Python int: 1 on rank" in leaf
+    assert all(end == ends[0] for end in ends)
+    assert list(tmp_path.iterdir()) == []
+
+
+def loads_another(folder: str, rank: int, world: int) -> None:
+    pa.save(f"{folder}/run", spread(TREE))
+    pa.save(f"{folder}/other", spread(TREE, 100))
+    like = spread(LIKE)
+    with pytest.raises(ValueError, match="is not the same checkpoint on all ranks: another path"):
+        pa.load(f"{folder}/{'other' if rank else 'run'}", like)
+    assert_trees_bitwise_equal(pa.load(f"{folder}/run", like)["w"].full_tensor(), TREE["w"])
+
+
+def test_ranks_that_load_another_tree_all_raise(tmp_path: Path) -> None:
+    assert run_on_ranks(2, partial(loads_another, str(tmp_path))) == [End()] * 2
+
+
+def dies_in_a_save(folder: str, rank: int, world: int) -> None:
+    tree = spread(TREE)
+    pa.save(f"{folder}/before", tree)
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        pa.save(f"{folder}/run", tree)
+    assert "the checkpoint was not saved. Another rank has died" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as caught:
+        pa.load(f"{folder}/before", tree)
+    assert "was not loaded. Another rank has died" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_after_a_rank_died_in_a_save_the_others_raise(tmp_path: Path, world: int) -> None:
+    """The others hear of it; nothing of the save is there, and what was before is whole."""
+    *others, last = run_on_ranks(world, partial(dies_in_a_save, str(tmp_path)))
+    assert last.failure == "died with exit code -9"
+    assert others == [End()] * (world - 1), others
+    assert_trees_bitwise_equal(pa.load(tmp_path / "before", LIKE), TREE)
+    assert [x.name for x in tmp_path.iterdir()] == ["before"]
+
+
+def full_on_one(folder: str, rank: int, world: int) -> str:
+    """The disk of the last rank is full: nobody has saved, and nothing is left."""
+    import resource
+
+    large = {"w": torch.zeros(2**20), "epoch": 3}
+    mesh = init_device_mesh("cpu", (world,))
+    tree = {"w": distribute_tensor(large["w"], mesh, [Shard(0)])}
+    if rank == world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+    try:
+        pa.save(f"{folder}/run", tree)
+    except OSError as error:
+        return f"{error} {' '.join(getattr(error, '__notes__', []))}"
+    return "saved"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path, world: int) -> None:
+    pytest.importorskip("resource", reason="Windows has no such limits")
+    *others, last = run_on_ranks(world, partial(full_on_one, str(tmp_path)))
+    assert "too large" in last.returned
+    for end in others:
+        assert "too large" in end.returned
+        assert f"on rank {world - 1}" in end.returned
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_notes_are_json(saved: Path) -> None:
+    """For readers of other programs: which part of which leaf a tensor is."""
+    content = (saved / "run" / NAMES[1]).read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    note = json.loads(header["__metadata__"]["tree['w']"])
+    assert note == {"whole": [8, 3], "at": [2, 0]}
+    assert header["__metadata__"]["shard"] == "2 of 4"

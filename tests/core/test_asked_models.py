@@ -1,0 +1,336 @@
+"""Networks and losses that people train: those that fit are never refused, their neighbours are."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pureaccum as pa
+from pureaccum import CoupledLossError
+from pureaccum._core import coupling
+
+
+pytestmark = [
+    pytest.mark.parity,
+]
+ROWS, SIZE = 12, 4
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_was_asked() -> None:
+    """Calls are counted for each loss, and losses of two tests are one if their code is."""
+    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+
+
+class Problem(NamedTuple):
+    """A loss of the parameters of a module, and a batch."""
+
+    loss: Callable[[Any, Any], Any]
+    module: nn.Module
+    batch: Any
+    engines: tuple[str, ...] = ("auto", "func", "autograd")
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(ROWS, *shape)
+
+
+LABELS = torch.arange(ROWS) % 3
+
+
+def classified(net: nn.Module, *shape: int) -> Problem:
+    def loss(params: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(functional_call(net, params, (batch["x"],)).float(), batch["y"])
+
+    return Problem(loss, net, {"x": draw(*shape), "y": LABELS})
+
+
+# Networks --------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 6, 2, batch_first=True, dropout=0.1), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.head, self.dropout = nn.Linear(4, 12), nn.Linear(4, 3), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 2)).mT for y in self.qkv(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        return self.head(out.mT.flatten(-2).mean(1))
+
+
+class Experts(nn.Module):
+    """The best two of four for each row; with a capacity, those rows that do not come too late."""
+
+    def __init__(self, capacity: int = 0, balanced: bool = False) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 4), nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
+        self.capacity, self.balanced = capacity, balanced
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).softmax(-1)
+        best, chosen = gate.topk(2, dim=-1)
+        took = F.one_hot(chosen, 4).to(x.dtype)
+        if self.capacity:
+            took = took * (took.sum(1).cumsum(0) <= self.capacity).to(x.dtype)[:, None]
+        each = torch.stack([expert(x) for expert in self.experts], 1)
+        out = torch.einsum("rk,rke,reo->ro", best, took, each)
+        if self.balanced:
+            out = out + 4 * (gate.mean(0) * took.sum(1).mean(0)).sum()
+        return out
+
+
+def experts(**knobs: Any) -> Problem:
+    net = Experts(**knobs)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return (functional_call(net, params, (batch["x"],)) ** 2).mean()
+
+    return Problem(loss, net, {"x": draw(5)})
+
+
+class Quantised(nn.Module):
+    """The nearest code, straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(5, 2), nn.Linear(2, 5)
+        self.codes = nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = self.encode(x)
+        code = self.codes[(z[:, None] - self.codes).square().sum(-1).argmin(1)]
+        return self.decode(z + (code - z).detach()), z, code
+
+
+def quantised(perplexity: bool) -> Problem:
+    net = Quantised()
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        x = batch["x"]
+        out, z, code = functional_call(net, params, (x,))
+        total = F.mse_loss(out, x) + F.mse_loss(code, z.detach()) + F.mse_loss(z, code.detach())
+        if perplexity:
+            share = (-(z[:, None] - params["codes"]).square().sum(-1)).softmax(1).mean(0)
+            total = total + (share * share.log()).sum()
+        return total
+
+    return Problem(loss, net, {"x": draw(5)})
+
+
+# Policies --------------------------------------------------------------------------------
+
+
+def policies(advantages: str, grouped: bool = False, on_policy: bool = True) -> Problem:
+    """A clipped ratio; of GRPO, over tokens, with a penalty for being far from a reference."""
+    net = nn.Linear(5, 3)
+    shape = (ROWS, 4) if grouped else (ROWS,)
+    x, taken = torch.randn(*shape, 5), torch.randint(0, 3, shape)
+    with torch.no_grad():
+        old = net(x).log_softmax(-1).gather(-1, taken[..., None])[..., 0]
+        old = old if on_policy else old + 0.3 * torch.randn(shape)
+    reward = torch.randn(ROWS)
+    if advantages == "with the batch":
+        reward = (reward - reward.mean()) / reward.std()
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        own = functional_call(net, params, (batch["x"],)).log_softmax(-1)
+        own, gain = own.gather(-1, batch["taken"][..., None])[..., 0], batch["reward"]
+        if advantages == "in the loss":
+            gain = (gain - gain.mean()) / (gain.std() + 1e-6)
+        gain = gain[:, None] if grouped else gain
+        ratio = (own - batch["old"]).exp()
+        total = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+        if grouped:
+            apart = batch["old"] - own
+            total = total + 0.04 * (apart.exp() - apart - 1).mean()
+        return total
+
+    return Problem(loss, net, {"x": x, "taken": taken, "old": old, "reward": reward})
+
+
+def critics(inner: str, statistics: bool = False) -> Problem:
+    """Wasserstein's, with a penalty on the norm of the gradient by each row."""
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        real, fake, mix = batch["x"], batch["fake"], batch["mix"]
+        between = mix * real + (1 - mix) * fake
+
+        def total(x: Tensor) -> Tensor:
+            return functional_call(net, params, (x,)).sum()
+
+        if inner == "torch.func":
+            grads = torch.func.grad(total)(between)
+        else:
+            between = between.detach().requires_grad_()
+            with torch.enable_grad():
+                (grads,) = torch.autograd.grad(total(between), between, create_graph=True)
+        norms = grads.norm(dim=1)
+        norms = norms.mean() if statistics else norms
+        return (total(fake) - total(real)) / len(real) + 10 * ((norms - 1) ** 2).mean()
+
+    batch = {"x": draw(5), "fake": draw(5), "mix": torch.rand(ROWS, 1)}
+    engines = ("auto", "func") if inner == "torch.func" else ("auto", "autograd")
+    return Problem(loss, net, batch, engines)
+
+
+def convolutional(*norms: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        *norms,
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout2d(0.1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+
+
+def convnet(*norms: nn.Module) -> Problem:
+    return classified(convolutional(*norms), 2, 6, 6)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return nn.Sequential(layer, nn.Flatten(), nn.Linear(20, 3))
+
+
+FITS: dict[str, Callable[[], Problem]] = {
+    "convnet": convnet,
+    "group norm": lambda: convnet(nn.GroupNorm(2, 4)),
+    "frozen batch norm": lambda: convnet(nn.BatchNorm2d(4).eval()),
+    "LSTM": lambda: classified(Recurrent(), 5, 4),
+    "attention": lambda: classified(Attention(), 5, 4),
+    "attention with dropout": lambda: classified(Attention(0.2), 5, 4),
+    "encoder": lambda: classified(encoder(), 5, 4),
+    "experts": experts,
+    "vector quantisation": lambda: quantised(perplexity=False),
+    "PPO": lambda: policies("with the batch", on_policy=False),
+    "PPO on-policy": lambda: policies("with the batch"),
+    "GRPO": lambda: policies("with the batch", grouped=True, on_policy=False),
+    "GRPO on-policy": lambda: policies("with the batch", grouped=True),
+    "critic by torch.func": lambda: critics("torch.func"),
+    "critic by autograd": lambda: critics("autograd"),
+}
+COUPLED: dict[str, Callable[[], Problem]] = {
+    "batch norm": lambda: convnet(nn.BatchNorm2d(4, track_running_stats=False)),
+    "experts of a capacity": lambda: experts(capacity=1),
+    "experts that are balanced": lambda: experts(balanced=True),
+    "codes that are balanced": lambda: quantised(perplexity=True),
+    "PPO, standardised in the loss": lambda: policies("in the loss", on_policy=False),
+    "GRPO, standardised in the loss": lambda: policies("in the loss", True, on_policy=False),
+    "critic whose norms are averaged": lambda: critics("torch.func", statistics=True),
+}
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    return {k: x.to(dtype) if x.is_floating_point() else x for k, x in tree.items()}
+
+
+def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[Problem, Any]:
+    torch.manual_seed(0)
+    it = (FITS | COUPLED)[name]()
+    it.module.to(dtype)
+    params = {k: p.detach().clone() for k, p in it.module.named_parameters()}
+    return it._replace(batch=cast(it.batch, dtype)), params
+
+
+def some(names: Any, *others: Any) -> list[Any]:
+    """Every name in every dtype or so; all but the first of these is slow."""
+    return [
+        pytest.param(name, other, id=f"{name}-{str(other).removeprefix('torch.')}", marks=marks)
+        for i, name in enumerate(names)
+        for j, other in enumerate(others)
+        for marks in [() if (i + j) % len(others) == 0 else pytest.mark.slow]
+    ]
+
+
+def ask(it: Problem, params: Any, calls: int = 8) -> None:
+    for engine in it.engines:
+        grad = pa.grad(it.loss, microbatch_size=SIZE, engine=engine)  # pyright: ignore
+        for _ in range(calls):
+            grad(params, it.batch)
+    pa.value(it.loss, microbatch_size=SIZE)(params, it.batch)
+
+
+@pytest.mark.parametrize(("name", "dtype"), some(FITS, *DTYPES))
+def test_what_fits_is_not_refused(name: str, dtype: torch.dtype) -> None:
+    ask(*made(name, dtype))
+
+
+@pytest.mark.parametrize(("name", "dtype"), some(COUPLED, *DTYPES))
+def test_its_neighbours_are_refused_at_once(name: str, dtype: torch.dtype) -> None:
+    it, params = made(name, dtype)
+    for engine in it.engines:
+        with pytest.raises(CoupledLossError):
+            pa.grad(it.loss, microbatch_size=SIZE, engine=engine)(params, it.batch)  # pyright: ignore
+    with pytest.raises(CoupledLossError):
+        pa.value(it.loss, microbatch_size=SIZE)(params, it.batch)
+
+
+def test_pairs_that_stand_side_by_side_are_refused() -> None:
+    """Two views of each sample, against all others."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        z = F.normalize(x @ w, dim=1)
+        scores = (10 * z @ z.T).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(scores, torch.arange(len(x)) ^ 1)
+
+    value = pa.value(loss, microbatch_size=8)
+    with pytest.raises(CoupledLossError):
+        value(torch.randn(6, 3), torch.randn(32, 6))
+
+
+# Policies of precision -------------------------------------------------------------------
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"policy": pa.Policy(compute=torch.bfloat16)},
+    "fp16": {
+        "policy": pa.Policy(compute=torch.float16),
+        "loss_scale": pa.dynamic_loss_scale(256.0),
+    },
+    "autocast": {"policy": pa.Policy(autocast=torch.bfloat16)},
+    "scaled": {"loss_scale": pa.dynamic_loss_scale()},
+}
+
+
+def steps(name: str, precision: str) -> None:
+    it, params = made(name)
+    step = pa.make_step(it.loss, pa.adamw(1e-3), microbatch_size=SIZE, **PRECISIONS[precision])
+    state = step.init(params)
+    for _ in range(5):
+        state, _ = step(state, it.batch)
+        state, _ = step.window(state, pa.microbatches(it.batch, SIZE))
+
+
+# A policy leaves the statistics of a module that a loss captures wide, and torch's batch norm takes
+# no two dtypes; a step takes what requires grad in its loss for captured.
+STEPPED = [name for name in FITS if name not in ("frozen batch norm", "critic by autograd")]
+
+
+@pytest.mark.parametrize(("name", "precision"), some(STEPPED, *PRECISIONS))
+def test_what_fits_fits_in_any_precision(name: str, precision: str) -> None:
+    steps(name, precision)
+
+
+@pytest.mark.parametrize(("name", "precision"), some(COUPLED, *PRECISIONS))
+def test_its_neighbours_do_not(name: str, precision: str) -> None:
+    with pytest.raises(CoupledLossError):
+        steps(name, precision)

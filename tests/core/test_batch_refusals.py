@@ -1,0 +1,275 @@
+"""A batch that cannot be cut is refused before the loss is called, and its leaf is named.
+
+A microbatch of a stream needs no rows unless its loss is a mean over them, which only it can tell.
+"""
+
+import warnings
+from collections import UserDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pureaccum as pa
+from pureaccum._base.torch_internals import VERSION
+from tests.refusals import (
+    PARAMS,
+    RECEIVERS,
+    Loss,
+    Receiver,
+    make_batch,
+    receivers,
+    refused,
+    squares,
+)
+from tests.tables import each_once
+
+
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+X = make_batch()["x"]
+UNCUT: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "fewer rows": (
+        {"x": X, "y": torch.ones(3, 5)},
+        ValueError,
+        ("['y'] has 3 rows (shape (3, 5))", "['x'] has 4 (shape (4, 2))", "one row per sample"),
+    ),
+    "0-d": ({"x": X, "y": torch.tensor(2.0)}, ValueError, ("['y'] is a 0-d tensor", "scalar")),
+    "only 0-d": (torch.tensor(2.0), ValueError, (" is a 0-d tensor", "one row per sample")),
+    "deep": (
+        {"x": X, "y": [(X, torch.tensor(1.0))]},
+        ValueError,
+        ("['y'][0][1] is a 0-d tensor",),
+    ),
+    "array": (
+        {"x": X, "y": np.ones(4)},
+        TypeError,
+        (
+            "['y'] is a numpy.ndarray",
+            "a batch holds tensors",
+            "torch.as_tensor",
+        ),
+    ),
+    "only an array": (np.ones((4, 2)), TypeError, (" is a numpy.ndarray", "torch.as_tensor")),
+    "number of numpy": ({"x": X, "y": np.int64(3)}, TypeError, ("['y'] is a numpy.int64",)),
+    "an iterator": ({"x": X, "y": iter("ab")}, TypeError, ("['y'] is a builtins.", "an iterator")),
+}
+HELD: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "numbers": (
+        {"x": X, "y": [1, 2, 3, 4]},
+        ValueError,
+        ("['y'] is a list of 4 numbers", "torch.tensor(x)", "another argument"),
+    ),
+    "an object": (
+        {"x": X, "y": SimpleNamespace(mask=X)},
+        TypeError,
+        ("['y'] is a types.SimpleNamespace", "holds a tensor at .mask", "dataclass"),
+    ),
+    "a set": ({"x": X, "y": {X}}, TypeError, ("['y'] is a builtins.set", "one of its elements")),
+}
+STREAMS = RECEIVERS["update"], RECEIVERS["donated update"]
+UNCOUNTED = {
+    "a number": (3.0, "float"),
+    "numbers": ({"x": 1, "y": True}, "int, bool"),
+    "None": (None, "no leaf"),
+    "nothing": ({}, "no leaf"),
+}
+
+
+@each_once("to, batch, error, words", RECEIVERS, UNCUT)
+def test_a_leaf_that_cannot_be_cut_is_refused(
+    to: Receiver, batch: Any, error: Any, words: Any
+) -> None:
+    loss = Loss(lambda params, batch: params["w"].sum())
+    named = (to.batch + words[0], *words[1:])
+    calls = int(error is ValueError and to in STREAMS)
+    with refused(error, *named, given=(PARAMS, batch), loss=loss, calls=calls):
+        to.run(loss, PARAMS, batch)
+
+
+@receivers("update", "donated update")
+@pytest.mark.parametrize(("batch", "came"), UNCOUNTED.values(), ids=UNCOUNTED)
+def test_a_batch_without_rows_to_cut_is_refused(to: Receiver, batch: Any, came: str) -> None:
+    loss = Loss(squares)
+    with refused(ValueError, "holds no tensor", came, "one row per sample", loss=loss):
+        to.run(loss, PARAMS, batch)
+
+
+# Tensors that torch does not split ---------------------------------------------------------
+
+
+PARTS = [torch.full((rows, 2), float(rows)) for rows in (2, 3, 1, 2)]
+JAGGED = torch.nested.nested_tensor(PARTS, layout=torch.jagged)
+DENSE = torch.tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 3.0], [0.0, 4.0]])
+PADDED = ("is a nested tensor of layout torch.", "x.to_padded_tensor(0.0)", "mask", "Weighted")
+SPARSE = ("is a tensor of layout torch.", "x.to_dense()")
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr)
+CHANNELS = torch.tensor([0.5, 0.25])
+with warnings.catch_warnings(action="ignore"):  # of prototypes
+    WHOLE: dict[str, tuple[torch.Tensor, tuple[str, ...]]] = {
+        "jagged": (JAGGED, PADDED),
+        "strided nested": (torch.nested.nested_tensor(PARTS), PADDED),
+        "COO": (DENSE.to_sparse(), SPARSE),
+        "COO of rows": (DENSE.to_sparse(1), SPARSE),
+        "CSR": (DENSE.to_sparse_csr(), SPARSE),
+        "CSC": (DENSE.to_sparse_csc(), SPARSE),
+        "BSR": (DENSE.to_sparse_bsr((2, 2)), SPARSE),
+        "quantized by channel": (
+            torch.quantize_per_channel(DENSE, CHANNELS, torch.zeros(2), 1, torch.qint8),
+            ("is quantized by channel", "x.dequantize()"),
+        ),
+    }
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    if x.is_nested:
+        return x.values() if x.layout == torch.jagged else x.to_padded_tensor(0.0)
+    return x.dequantize() if x.is_quantized else x.to_dense()
+
+
+def scaled(params: Any, batch: Any) -> torch.Tensor:
+    return (params["b"] * plain(batch["x"])).sum()
+
+
+CUTTING: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "one row": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=1)(PARAMS, b)),
+    "all rows": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=9)(PARAMS, b)),
+    "a list": ("args[1]", lambda f, b: pa.grad(f, microbatch_size=[1, 3])(PARAMS, b)),
+    "auto": ("args[1]", lambda f, b: pa.grad(f, microbatch_size="auto")(PARAMS, b)),
+    "value": ("args[1]", lambda f, b: pa.value(f, microbatch_size=2)(PARAMS, b)),
+    "step": ("batch", lambda f, b: a_step(f, microbatch_size=2)(b)),
+    "samples": ("args[1]", lambda f, b: pa.per_sample_grad(f)(PARAMS, b)),
+    "microbatches": ("batch", lambda f, b: pa.microbatches(b, 2)),
+    "ranks": ("batch", lambda f, b: pa.distributed.shard_batch(b, 0, 2)),
+}
+
+
+def a_step(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
+    return lambda batch: step(step.init(PARAMS), batch)[1].loss
+
+
+def a_stream(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    acc = pa.accumulator(loss, reduction="sum", **knobs)
+    return lambda batch: acc.finalize(acc.update(acc.init(PARAMS), PARAMS, batch))[1]
+
+
+def a_stream_of_a_step(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    step = pa.make_step(loss, pa.sgd(0.1), reduction="sum", **knobs)
+    state = step.init(PARAMS)
+    return lambda batch: step.apply(state, step.update(state, step.begin(state), batch))[1].loss
+
+
+def a_value(loss: Any, **knobs: Any) -> Callable[[Any], torch.Tensor]:
+    return lambda batch: pa.grad_and_value(loss, reduction="sum", **knobs)(PARAMS, batch)[1]
+
+
+UNCUTTING = {
+    "a value": a_value,
+    "a step": a_step,
+    "a stream": a_stream,
+    "a stream of a step": a_stream_of_a_step,
+}
+
+
+@each_once("root, run, x, words", CUTTING, {k: x for k, x in WHOLE.items() if k != "jagged"})
+def test_a_tensor_that_torch_does_not_split_is_refused(
+    root: str, run: Any, x: Any, words: Any
+) -> None:
+    loss = Loss(scaled)
+    first, *rest = words
+    with refused(TypeError, f"{root}['x'] {first}", *rest, "microbatch_size=None", loss=loss):
+        run(loss, {"x": x})
+
+
+@pytest.mark.parametrize("x", [JAGGED, DENSE.to_sparse()])
+def test_a_tensor_that_torch_does_not_split_is_refused_by_a_compiled_step(x: torch.Tensor) -> None:
+    with refused(TypeError, "batch['x'] is a", f"layout {x.layout}", "compile" * x.is_nested):
+        a_step(scaled, microbatch_size=2, compile={"backend": "eager"})({"x": x})
+
+
+@each_once("x, whole", {name: x for name, (x, _) in WHOLE.items()}, UNCUTTING)
+def test_a_tensor_that_torch_does_not_split_is_taken_whole(x: Any, whole: Any) -> None:
+    """By the engine that can: the error of the other one names it, and "auto" takes it."""
+    batch = {"x": x}
+    compressed = VERSION < (2, 15) and x.layout in COMPRESSED  # since then torch.func takes them
+    if (x.is_nested and x.layout != torch.jagged) or compressed:
+        with pytest.raises(RuntimeError) as caught:
+            whole(scaled, engine="func")(batch)
+        assert "engine='autograd' can" in "".join(caught.value.__notes__)
+    assert whole(scaled, engine="auto")(batch) == plain(x).sum()
+
+
+def test_a_nested_tensor_of_other_rows_is_named() -> None:
+    for nested in (JAGGED, torch.nested.nested_tensor(PARTS)):
+        with refused(ValueError, "['y'] has 3 rows (shape (3,)) where", "['x'] has 4 ("):
+            a_step(squares)({"x": nested, "y": torch.ones(3)})
+
+
+@receivers()
+@given(data=st.data())
+def test_whichever_leaf_disagrees_is_named(to: Receiver, data: st.DataObject) -> None:
+    """One leaf of a random tree has other rows than the rest: the error says which."""
+    trees = st.recursive(
+        st.just(3),
+        lambda t: st.lists(t, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abc"), t),
+        max_leaves=5,
+    )
+    tree = data.draw(trees.filter(lambda t: len(optree.tree_leaves(t)) > 1))
+    leaves, spec = optree.tree_flatten(tree)
+    odd = data.draw(st.integers(0, len(leaves) - 1))
+    leaves[odd] = data.draw(st.sampled_from([0, 1, 2, 4]))
+    batch = optree.tree_unflatten(spec, [torch.ones(rows, 2) for rows in leaves])
+    with refused(ValueError, spec.accessors()[odd].codify(to.batch), f"({leaves[odd]}, 2)"):
+        to.run(lambda params, batch: params["w"].sum(), PARAMS, batch)
+
+
+# What is no tensor --------------------------------------------------------------------------
+
+
+@each_once("to, batch, error, words", RECEIVERS, HELD)
+def test_what_might_be_rows_and_is_not_cut_is_refused(
+    to: Receiver, batch: Any, error: Any, words: Any
+) -> None:
+    loss = Loss(lambda params, batch: params["w"].sum())
+    if to in STREAMS:  # in which nothing is cut
+        to.run(loss, PARAMS, batch)
+        return
+    with refused(error, to.batch + words[0], *words[1:], given=(PARAMS, batch), loss=loss):
+        to.run(loss, PARAMS, batch)
+
+
+class Strange(UserDict[str, Any]):
+    """A mapping that cannot be made of its items alone."""
+
+    def __init__(self, items: Any, needed: int) -> None:
+        super().__init__(items)
+
+
+def test_a_mapping_that_cannot_be_made_again_is_refused() -> None:
+    with refused(TypeError, "args holds a tests", "Strange({...})", "needed", "dict(...)"):
+        pa.grad(squares, microbatch_size=2)(PARAMS, Strange({"x": X}, 1))
+
+
+def test_what_no_graph_can_be_given_is_refused_by_a_compiled_step() -> None:
+    texts = {"x": X, "y": [*"abcd"]}
+    graphs: Any = {"compile": {"backend": "eager"}}
+    for size in (2, None):
+        step = pa.make_step(squares, pa.sgd(0.1), microbatch_size=size, **graphs)
+        state = step.init(PARAMS)
+        with refused(TypeError, "batch['y'] is a list of", "one for each row", "compile"):
+            step(state, texts)
+    with refused(TypeError, "microbatch['y'] is a list of 4 strs"):
+        step.window(state, [texts])
+
+
+def test_several_batches_that_disagree_are_named_by_their_arguments() -> None:
+    with refused(ValueError, "args[2] has 3 rows", "args[1]['x'] has 4"):
+        pa.grad(squares, batch_argnums=(1, 2), microbatch_size=2)(
+            PARAMS, make_batch(), torch.ones(3)
+        )

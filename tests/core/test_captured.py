@@ -1,0 +1,387 @@
+"""What a microbatched function captures has the derivatives that it has in plain code.
+
+It is drawn where a tensor comes from, in which microbatches it is used, and which transform is
+around. The program is then what it is without ``pa.microbatch``, or refused by an error that names
+the cause: never another number.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import pureaccum as pa
+from pureaccum._core.watch import captures_are_sought
+from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
+from tests.dropped import is_dropped
+
+
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
+BOUND = 2.0**-26  # sqrt(u) of float64: half of its digits, for what is ill-conditioned
+ROWS = 5
+Body = Callable[[Tensor, Tensor], Tensor]  # (captured, rows) -> rows
+
+
+class Times(torch.autograd.Function):
+    """Of a captured tensor, with all that torch asks of a Function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(c: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return c * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        c, x = ctx.saved_tensors
+        return (g * x).sum(0), g * c
+
+    @staticmethod
+    def jvp(ctx: Any, c: Tensor, x: Tensor) -> Tensor:
+        was, at = ctx.saved_tensors
+        return c * at + was * x
+
+
+class OldTimes(torch.autograd.Function):
+    """As they were before setup_context; torch.func refuses it."""
+
+    @staticmethod
+    def forward(ctx: Any, c: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(c, x)
+        return c * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        c, x = ctx.saved_tensors
+        return (g * x).sum(0), g * c
+
+
+class Layer(nn.Module):
+    """A parameter in a module that is called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.c = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.inner.c
+
+
+@torch.jit.script
+def scripted(c: Tensor, x: Tensor) -> Tensor:
+    return c * x
+
+
+def written(c: Tensor, x: Tensor) -> Tensor:
+    h = x.clone()
+    h *= c
+    h[:, 0] += c[1]
+    return h
+
+
+def unrecorded(c: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        constant = c.sin()
+    return x * c * constant
+
+
+def helper(c: Tensor) -> Callable[[Tensor], Tensor]:
+    """Several functions up."""
+    return lambda x: (lambda y: y * c)(x)
+
+
+layer, functional_layer = Layer(), pa.functional(Layer())
+BODIES: dict[str, Body] = {
+    "closure": lambda c, x: x * c,
+    "a closure's closure": lambda c, x: helper(c)(x),
+    "view": lambda c, x: x * c[None].T.T[0],
+    "detached too": lambda c, x: x * c * c.detach(),
+    "list": lambda c, x: torch.cat([x * c, torch.stack([c] * len(x))], 1),
+    "keyword": lambda c, x: nn.functional.layer_norm(x, [3], weight=c, bias=c),
+    "iterated": lambda c, x: x * sum(k for k in c) + torch.stack([*c]),
+    "written into rows": written,
+    "under no_grad": unrecorded,
+    "module": lambda c, x: functional_call(layer, {"inner.c": c}, (x,)),
+    "functional": lambda c, x: functional_layer.apply({"inner.c": c}, (), x)[0],
+    "Function": Times.apply,  # pyright: ignore
+    "old Function": OldTimes.apply,  # pyright: ignore
+    "script": scripted,
+    "inner grad": lambda c, x: grad(lambda y: (y.sin() * c).sum())(x),
+    "inner grad of it": lambda c, x: x * grad(lambda k: (k.sin() * c).sum())(c),
+    "inner vjp": lambda c, x: vjp(lambda y: y.sin() * c, x)[1](x)[0],
+    "inner jvp": lambda c, x: jvp(lambda y: y.sin() * c, (x,), (x * c,))[1],
+    "inner vmap": lambda c, x: vmap(lambda r: (r * c).cumsum(0))(x),
+    "inner vmap of it": lambda c, x: x * vmap(lambda k: k.sin() * c)(c).sum(0),
+    "per-sample gradients": lambda c, x: vmap(grad(lambda r: (r.sin() * c).sum()))(x),
+    "microbatch": lambda c, x: pa.microbatch(lambda x: x * c, microbatch_size=1, batch_argnums=0)(
+        x
+    ),
+    "remat": lambda c, x: pa.remat(lambda x: x * c)(x),
+}
+
+
+def backward(f: Any, c: Tensor) -> Tensor:
+    c = c.detach().requires_grad_()
+    return torch.autograd.grad(f(c), c)[0]
+
+
+def twice(f: Any, c: Tensor) -> Tensor:
+    c = c.detach().requires_grad_()
+    first = torch.autograd.grad(f(c), c, create_graph=True)[0]
+    return torch.autograd.grad(first.square().sum(), c)[0]
+
+
+def step_with_rate(f: Any, c: Tensor) -> Tensor:
+    """With respect to a learning rate, after a step whose loss captures the tensor and it."""
+
+    def after(rate: Tensor) -> Tensor:
+        step = pa.make_step(lambda p, b: f(p * rate.cos()), pa.sgd(lambda _: rate))
+        return f(step(step.init(c), torch.zeros(1, 1, dtype=c.dtype))[0].params)
+
+    return grad(after)(torch.tensor(0.1, dtype=c.dtype))
+
+
+SCALES = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+AROUND: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad": lambda f, c: grad(f)(c),
+    "jvp": lambda f, c: jvp(f, (c,), (c.cos(),))[1],
+    "vmap": lambda f, c: vmap(lambda s: f(s * c))(SCALES),
+    "backward": backward,
+    "backward twice": twice,
+    "pa.grad": lambda f, c: pa.grad(lambda c, _: f(c))(c, torch.zeros(1)),
+    "a step's rate": step_with_rate,
+    "hessian": lambda f, c: hessian(f)(c),
+    "forward twice": lambda f, c: jacfwd(jacfwd(f))(c),
+    "reverse twice": lambda f, c: jacrev(jacrev(f))(c),
+    "grad of jvp": lambda f, c: grad(lambda c: jvp(f, (c,), (c.cos(),))[1])(c),
+    "vmap of grad": lambda f, c: vmap(lambda s: grad(f)(s * c))(SCALES),
+    "grad of vmap": lambda f, c: grad(lambda c: vmap(lambda s: f(s * c))(SCALES).sum())(c),
+    "backward of grad": lambda f, c: backward(lambda c: grad(f)(c).square().sum(), c),
+    "backward of jvp": lambda f, c: backward(lambda c: jvp(f, (c,), (c.detach(),))[1], c),
+}
+REFUSED = (
+    "did not use again a captured tensor",  # ours
+    "must override the setup_context",  # torch's, of Functions under torch.func
+    "failed in the TorchScript interpreter",  # torch's own, whatever is around
+)
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@examples(1 / 4, fewest=8)  # each is fifteen transforms: 0.2 s
+@given(st.sampled_from([1, 2, 3, [1, 4], 5]), st.sampled_from(["all", "the last"]), seeds())
+def test_a_captured_tensor_has_its_derivatives(
+    body: Body, size: Any, where: str, seed: int
+) -> None:
+    """In all microbatches, or in the last alone: an expert that the others do not need."""
+    g = generator(seed)
+    c, x = (torch.randn(n, generator=g, dtype=torch.float64) for n in (3, (ROWS, 3)))
+    used = torch.arange(ROWS) == ROWS - 1
+
+    def of(cut: bool) -> Callable[[Tensor], Tensor]:
+        def loss(c: Tensor) -> Tensor:
+            def rows(x: Tensor, used: Tensor) -> Tensor:
+                if where == "all" or used.any():
+                    h = body(c, x)[:, :3]
+                    return torch.where(used[:, None], h, h if where == "all" else x)
+                return x * 1
+
+            micro = pa.microbatch(rows, microbatch_size=size, batch_argnums=(0, 1))
+            z = (micro if cut else rows)(x, used)
+            return (z @ z.T).sin().sum()
+
+        return loss
+
+    for around in AROUND.values():
+        try:
+            want = around(of(False), c)
+        except RuntimeError:  # torch itself cannot
+            continue
+        try:
+            got = around(of(True), c)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in REFUSED):
+                raise
+            continue
+        assert (got - want).norm() <= BOUND * (1 + want.norm())
+        assert want.norm() > 0
+
+
+# A network that cuts one of its parts --------------------------------------------------------
+
+
+class Network(nn.Module):
+    """Its MLP is cut inside of ``forward``, and called twice."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 4)
+        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.cut = cut
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp = pa.microbatch(self.mlp, microbatch_size=2, batch_argnums=0) if self.cut else self.mlp
+        h = self.first(x)
+        return (h + mlp(mlp(h))).tanh()
+
+
+@pytest.mark.parametrize(
+    ("around", "by"),
+    [
+        ("backward", "its own"),
+        *itertools.product(
+            [*[*AROUND][:4], "hessian", "vmap of grad", "backward of grad"],
+            ["apply", "functional_call"],
+        ),
+    ],
+)
+def test_a_part_of_a_network_is_cut_inside_of_it(around: str, by: str) -> None:
+    """With other parameters than its own, by either way of calling it, and with its own."""
+    x = torch.randn(ROWS, 3, dtype=torch.float64)
+    results: list[Any] = []
+    for cut in (True, False):
+        net = Network(cut)
+        fn = pa.functional(net)
+        names, sizes = [*fn.params], [p.numel() for p in fn.params.values()]
+
+        def loss(flat: Tensor, net: Any = net, fn: Any = fn, names: Any = names) -> Tensor:
+            parts = flat.split([p.numel() for p in fn.params.values()])
+            params = {k: v.view_as(fn.params[k]) for k, v in zip(names, parts, strict=True)}
+            called = (
+                fn.apply(params, (), x)[0] if by == "apply" else functional_call(net, params, (x,))
+            )
+            return (called @ called.T).sin().sum()
+
+        if by == "its own":
+            z = net(x)
+            (z @ z.T).sin().sum().backward()
+            results.append(torch.cat([p.grad.flatten() for p in net.parameters()]))  # pyright: ignore
+        else:
+            point = torch.linspace(-1, 1, sum(sizes), dtype=torch.float64)
+            results.append(AROUND[around](loss, point))
+    got, want = results
+    assert want.norm() > 0
+    assert (got - want).norm() <= BOUND * want.norm()
+
+
+def test_a_tensor_that_cannot_be_exchanged_is_refused() -> None:
+    """One that was made in a call before, from what is differentiated, and kept."""
+    kept: list[Tensor] = []
+
+    def rows(c: Tensor, x: Tensor) -> Tensor:
+        if is_dropped():
+            return x
+        if not kept or (captures_are_sought() and len(kept) == 1):  # anew where it is watched
+            kept.append(c * 2)
+        return x * kept[-1]
+
+    def loss(c: Tensor) -> Tensor:
+        kept.clear()
+        return pa.microbatch(lambda x: rows(c, x), microbatch_size=2, batch_argnums=0)(x).sum()
+
+    x = torch.ones(ROWS, 3)
+    with pytest.raises(RuntimeError, match="did not use again a captured tensor"):
+        grad(loss)(torch.ones(3))
+
+
+class Product(torch.autograd.Function):
+    """No operation, so that nobody sees what it is given."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(c: Tensor, x: Tensor) -> Tensor:  # pyright: ignore
+        return (c * x).sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        c, x = ctx.saved_tensors
+        return cotangents[0] * x.sum(0), cotangents[0] * c.expand_as(x)
+
+
+def product(c: Tensor, x: Tensor) -> Tensor:
+    return (c * x).sum()
+
+
+def assigned(c: Tensor, x: Tensor) -> Tensor:
+    new = torch.zeros_like(x)
+    new[:] = c
+    return (new * x).sum()
+
+
+HANDED_ON: dict[str, Callable[..., Tensor]] = {
+    "to an assignment": lambda c, w, x: assigned(c, x),
+    "to remat": lambda c, w, x: pa.remat(product)(c, x),
+    "to remat, and more": lambda c, w, x: pa.remat(product)(c, x) * (w * x).sum(),
+    "to a microbatched function": lambda c, w, x: pa.microbatch(
+        product, microbatch_size=1, reduce="sum"
+    )(c, x),
+    "to a Function": lambda c, w, x: Product.apply(c, x),  # pyright: ignore
+    "to a Function, and more": lambda c, w, x: Product.apply(c, x) + (w * x).sum(),  # pyright: ignore
+    "to a Function, later": lambda c, w, x: (
+        Product.apply(c, x) if x[0, 0] == ROWS - 1 else (c * w * x).sum()  # pyright: ignore
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["backward", "torch.func"])
+@pytest.mark.parametrize("word", ["sum", "stack"])
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_a_captured_tensor_that_is_handed_on(name: str, word: str, by: str) -> None:
+    """To what is no operation, or to one that returns nothing: another function, a Function."""
+    x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
+    c, w = torch.tensor([1.0, 2, 3]).double(), torch.tensor([2.0, -1, 1]).double()
+    got: list[Any] = []
+    for cut in (False, True):
+
+        def loss(c: Tensor, w: Tensor, cut: bool = cut) -> Tensor:
+            def func(w: Tensor, x: Tensor) -> Tensor:
+                return HANDED_ON[name](c, w, x)
+
+            if cut:
+                return pa.microbatch(func, microbatch_size=1, reduce=word)(w, x).sum()
+            return torch.stack([func(w, part) for part in x.split(1)]).sum()
+
+        if by == "torch.func":
+            got.append(grad(loss, (0, 1))(c, w))
+        else:
+            its = [c.clone().requires_grad_(), w.clone().requires_grad_()]
+            found = torch.autograd.grad(loss(*its), its, allow_unused=True)
+            got.append([torch.zeros(3).double() if g is None else g for g in found])
+    assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+
+@pytest.mark.parametrize("word", ["sum", "stack"])
+@pytest.mark.parametrize("name", ["to a Function, and more", "to a Function, later"])
+def test_a_function_inside_of_torch_func_that_autograd_goes_back_through(
+    name: str, word: str
+) -> None:
+    """Torch.func lets modes see what a Function is given, and autograd, run again, does not."""
+    x = torch.arange(ROWS, dtype=torch.float64).unsqueeze(1) + torch.zeros(3, dtype=torch.float64)
+    c, w = torch.tensor([1.0, 2, 3]).double().requires_grad_(), torch.ones(3).double()
+
+    def loss(w: Tensor) -> Tensor:
+        func = lambda w, x: HANDED_ON[name](c, w, x)  # noqa: E731
+        return pa.microbatch(func, microbatch_size=1, reduce=word)(w, x).sum().sin()
+
+    gradient = grad(loss)(w)
+    with pytest.raises(RuntimeError, match="did not use again a captured tensor"):
+        gradient.sum().backward()

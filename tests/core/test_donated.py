@@ -1,0 +1,188 @@
+"""Every use of a state that was given up says that it was, and none sees its memory."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as torch_pytree
+from torch.utils.data import default_collate
+
+import pureaccum as pa
+from pureaccum.testing import unchanged
+from tests.refusals import PARAMS, Loss, make_batch, refused, saying, squares
+
+
+pytestmark = [pytest.mark.faults, pytest.mark.promise("donation")]
+X = torch.ones(2)
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "+": lambda t: t + 1,
+    "reflected +": lambda t: 1 + t,
+    "+=": lambda t: t.__iadd__(1),
+    "-": lambda t: -t,
+    "==": lambda t: t == t,
+    "@": lambda t: X @ t,
+    "other's method": lambda t: X.add(t),
+    "other's memory": lambda t: X.clone().copy_(t),
+    "out=": lambda t: torch.add(X, X, out=t),
+    "in a list": lambda t: torch.stack([t, t]),
+    "foreach": lambda t: torch._foreach_add([t], 1.0),
+    "where": lambda t: torch.where(X > 0, X, t),
+    "index": lambda t: t[0],
+    "assignment": lambda t: t.__setitem__(0, 1.0),
+    "as an index": lambda t: X[t],
+    "shape": lambda t: t.shape,
+    "dtype": lambda t: t.dtype,
+    "device": lambda t: t.device,
+    "requires_grad": lambda t: t.requires_grad,
+    "requires_grad_": lambda t: t.requires_grad_(),
+    "grad": lambda t: t.grad,
+    "data": lambda t: t.data,
+    "data_ptr": lambda t: t.data_ptr(),
+    "storage": lambda t: t.untyped_storage(),
+    "numel": lambda t: t.numel(),
+    "len": len,
+    "iter": lambda t: list(t),
+    "in": lambda t: 1.0 in t,
+    "repr": repr,
+    "str": str,
+    "format": lambda t: f"{t:.2f}",
+    "dir": dir,
+    "item": lambda t: t.item(),
+    "float": float,
+    "bool": bool,
+    "tolist": lambda t: t.tolist(),
+    "numpy": lambda t: t.numpy(),
+    "asarray": np.asarray,
+    "numpy's function": lambda t: np.add(t, 1),
+    "dlpack": torch.from_dlpack,
+    "clone": lambda t: t.clone(),
+    "detach": lambda t: t.detach(),
+    "to": lambda t: t.to(torch.float64),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": pickle.dumps,
+    "save": lambda t: torch.save(t, io.BytesIO()),
+    "Parameter": nn.Parameter,
+    "functional": lambda t: nn.functional.linear(X, t),
+    "collate": lambda t: default_collate([t, t]),
+    "vmap": lambda t: torch.func.vmap(torch.sin)(t),
+    "jvp": lambda t: torch.func.jvp(torch.sin, (t,), (t,)),
+    "autograd": lambda t: torch.autograd.grad(t, X),
+    "backward": lambda t: t.backward(),
+    "assert_close": lambda t: torch.testing.assert_close(t, X),
+    "norm": pa.global_norm,
+    "all_finite": pa.all_finite,
+    "cut": lambda t: pa.microbatches({"x": t}, 1),
+    "differentiated": lambda t: pa.accumulator(squares).init({"w": t}),
+}
+# These look at nothing, and what they give back is given up all the same.
+IDLE: dict[str, Callable[[Tensor], Any]] = {
+    "as_tensor": torch.as_tensor,
+    "optree": lambda t: optree.tree_map(lambda x: x, t),
+}
+# torch reads these tensors in C++ and asks no subclass: they find nothing there.
+EMPTY: dict[str, Callable[[Tensor], Any]] = {
+    "torch.tensor": lambda t: torch.tensor(t),
+    "torch.func.grad": lambda t: torch.func.grad(torch.sum)(t),
+    "torch.func.vjp": lambda t: torch.func.vjp(torch.sin, t)[0],
+    "as_subclass": lambda t: t.as_subclass(torch.Tensor),
+}
+
+
+def donated(by: str = "update") -> pa.AccumState:
+    acc = pa.accumulator(squares, squares=True)
+    state = acc.update(acc.init(PARAMS), PARAMS, make_batch())
+    if by == "update":
+        acc.update(state, PARAMS, make_batch(), donate=True)
+    else:
+        acc.finalize(state, donate=True)
+    return state
+
+
+either = pytest.mark.parametrize("by", ["update", "finalize"])
+GIVEN_UP = ("given up with donate=True", "Use the returned state", "leave donate out")
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_says_so(use: Callable[[Tensor], Any]) -> None:
+    with saying(RuntimeError, *GIVEN_UP):
+        use(donated().grads["w"])
+
+
+@pytest.mark.parametrize("field", pa.AccumState._fields)
+@either
+def test_every_field_is_given_up(field: str, by: str) -> None:
+    tensors = optree.tree_leaves(getattr(donated(by), field))
+    assert tensors
+    for tensor in tensors:
+        with saying(RuntimeError, *GIVEN_UP):
+            tensor + 1
+
+
+@pytest.mark.parametrize("use", EMPTY.values(), ids=EMPTY)
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_a_use_that_never_asks_sees_no_memory(use: Any) -> None:
+    assert use(donated().grads["w"]).numel() == 0
+
+
+@pytest.mark.parametrize("idle", IDLE.values(), ids=IDLE)
+def test_a_tensor_that_is_only_handed_on_stays_donated(idle: Any) -> None:
+    with saying(RuntimeError, *GIVEN_UP):
+        idle(donated().grads["w"]) + 1
+
+
+@either
+@pytest.mark.parametrize("flatten", [optree.tree_leaves, torch_pytree.tree_leaves])
+def test_flattening_is_not_a_use_but_what_comes_out_is(by: str, flatten: Any) -> None:
+    for leaf in flatten(donated(by)):
+        with saying(RuntimeError, *GIVEN_UP):
+            leaf + 1
+    for mapped in (optree.tree_map, torch_pytree.tree_map):
+        with saying(RuntimeError, *GIVEN_UP):
+            mapped(torch.clone, donated(by))
+
+
+@either
+@pytest.mark.parametrize(
+    "use",
+    [repr, copy.deepcopy, pickle.dumps, lambda s: torch.save(s, io.BytesIO())],
+    ids=["repr", "deepcopy", "pickle", "save"],
+)
+def test_a_use_of_a_whole_state_says_so(by: str, use: Any) -> None:
+    with saying(RuntimeError, *GIVEN_UP):
+        use(donated(by))
+
+
+@either
+@pytest.mark.parametrize("donate", [False, True])
+def test_our_own_functions_refuse_a_donated_state(by: str, donate: bool) -> None:
+    loss, batch = Loss(squares), make_batch()
+    acc = pa.accumulator(loss)
+    state, other = donated(by), acc.init(PARAMS)
+    for call in (
+        lambda: acc.update(state, PARAMS, batch, donate=donate),
+        lambda: acc.merge(state, other),
+        lambda: acc.merge(other, state),
+        lambda: acc.finalize(state, donate=donate),
+    ):
+        with refused_as_donated(loss), unchanged(other, PARAMS, batch):
+            call()
+
+
+def refused_as_donated(loss: Loss) -> Any:
+    return refused(RuntimeError, *GIVEN_UP, loss=loss)
+
+
+@either
+def test_a_donated_state_can_be_thrown_away(by: str) -> None:
+    """``is``, ``id``, ``isinstance``, hashing and ``del`` need no number."""
+    state = donated(by)
+    assert all(x is x and isinstance(x, Tensor) and hash(x) for x in optree.tree_leaves(state))
+    del state

@@ -1,0 +1,414 @@
+"""What ranks exchange in a function is differentiated as in one process that has all rows."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.func import grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pureaccum as pa
+from pureaccum._base.trees import tree_leaves
+from pureaccum._core.writes import unguarded
+from pureaccum.distributed import gather, psum
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
+from tests.ranks import in_step, on_ranks
+
+
+pytestmark = [pytest.mark.exact, pytest.mark.promise("ranks")]
+Tensors = dict[str, Tensor]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what the process group is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.seen[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cut_by_ranks(data: st.DataObject, rows: int, world: int) -> list[slice]:
+    """Which rows each rank has: any number of them, also none."""
+    cuts = sorted(data.draw(st.integers(0, rows)) for _ in range(world - 1))
+    return [slice(a, b) for a, b in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+def near(came: Any, want: Any, bound: float) -> None:
+    for x, y in zip(tree_leaves(came), tree_leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        assert (x - y).double().norm() <= bound * max(1.0, float(y.double().norm())), (x, y)
+
+
+def whole_numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=generator(seed)).double()
+
+
+# Derivatives -----------------------------------------------------------------------------
+
+
+def of_ranks(kind: str, rank: int, x: Tensor, all_x: Sequence[Tensor] | None = None) -> Tensor:
+    """What a rank returns; with all that the ranks have, as one process computes it."""
+    if kind == "psum":
+        total = psum(x.sum(0)) if all_x is None else sum(y.sum(0) for y in all_x)
+        return (total**3).sum() * (rank + 1) + (x**2 * total).sum()
+    rows = gather(x) if all_x is None else torch.cat([*all_x])
+    return ((x @ rows.mT) ** 2).sum() * (rank + 1)
+
+
+def in_one_process(kind: str, xs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([of_ranks(kind, rank, x, xs) for rank, x in enumerate(xs)]).sum()
+
+
+NESTS: dict[str, Callable[[Any], Callable[[Tensor], Any]]] = {
+    "grad": grad,
+    "of grad": lambda f: grad(lambda x: (grad(f)(x) ** 2).sum()),
+    "jvp of grad": lambda f: lambda x: jvp(grad(f), (x,), (torch.ones_like(x),))[1],
+    "grad of jvp": lambda f: grad(lambda x: jvp(f, (x,), (torch.ones_like(x),))[1]),
+    "jvp of jvp": lambda f: (
+        lambda x: jvp(
+            lambda y: jvp(f, (y,), (torch.ones_like(y),))[1], (x,), (torch.ones_like(x),)
+        )[1]
+    ),
+    "vmap of grad": lambda f: lambda x: vmap(grad(f))(torch.stack([x, 2 * x])),
+    "grad of vmap": lambda f: grad(lambda x: vmap(f)(torch.stack([x, 2 * x])).sum()),
+    "vmap of jvp of grad": lambda f: vmap(
+        lambda t: jvp(grad(f), (t,), (torch.ones_like(t),))[1], in_dims=-1, out_dims=-1
+    ),
+    "backward": lambda f: lambda x: by_autograd(f, x),
+    "double backward": lambda f: (
+        lambda x: by_autograd(
+            lambda y: (torch.autograd.grad(f(y), y, create_graph=True)[0] ** 2).sum(), x
+        )
+    ),
+}
+
+
+def by_autograd(f: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(f(x), x)[0]
+
+
+@on_ranks(2, 3)
+def test_derivatives_are_those_of_the_sum_of_what_all_ranks_return(rank: int, world: int) -> None:
+    for kind in ("psum", "gather"):
+        shapes = [(n, 2) for n in (2, 3, 1)[:world]]
+        if kind == "gather":
+            shapes[-1] = (0, 2)
+        xs = [whole_numbers(*shape, seed=i) for i, shape in enumerate(shapes)]
+        for name, nest in NESTS.items():
+            if name == "vmap of jvp of grad":
+                xs = [torch.stack([x, 2 * x], -1) for x in xs]
+            came = nest(partial(of_ranks, kind, rank))(xs[rank])
+            want = all_at_once(name, partial(in_one_process, kind), xs)[rank]
+            assert_trees_bitwise_equal(came, want)
+            if name == "vmap of jvp of grad":
+                xs = [x[..., 0] for x in xs]
+
+
+def all_at_once(name: str, f: Any, xs: list[Tensor]) -> list[Tensor]:
+    """The nest of one function of all ranks' tensors."""
+    ones = [torch.ones_like(x) for x in xs]
+    if name in ("grad", "backward"):
+        return grad(f)(xs)
+    if name in ("of grad", "double backward"):
+        return grad(lambda xs: sum((g**2).sum() for g in grad(f)(xs)))(xs)
+    if name in ("jvp of grad", "grad of jvp"):
+        return jvp(grad(f), (xs,), (ones,))[1]
+    if name == "jvp of jvp":
+        # each rank has the tangent of what it returns itself
+        return [
+            jvp(
+                lambda xs, r=r: jvp(lambda xs: of_ranks(f.args[0], r, xs[r], xs), (xs,), (ones,))[
+                    1
+                ],
+                (xs,),
+                (ones,),
+            )[1]
+            for r in range(len(xs))
+        ]
+    if name == "vmap of grad":
+        pairs = [grad(f)([s * x for x in xs]) for s in (1, 2)]
+        return [torch.stack(both) for both in zip(*pairs, strict=True)]
+    if name == "grad of vmap":
+        return grad(lambda xs: f(xs) + f([2 * x for x in xs]))(xs)
+    pairs = [
+        jvp(grad(f), ([x[..., i] for x in xs],), ([torch.ones_like(x[..., i]) for x in xs],))[1]
+        for i in range(2)
+    ]
+    return [torch.stack(both, -1) for both in zip(*pairs, strict=True)]
+
+
+@on_ranks(2)
+def test_any_tree_of_any_dtype_travels(rank: int, world: int) -> None:
+    tree = {
+        "half": torch.full((2,), 2048.0 + 2 * rank).half(),  # their sum is rounded once
+        "int": torch.tensor(rank),
+        "complex": torch.tensor([1.0 + rank * 1j]),
+        "empty": torch.zeros(0, 3),
+        "0-d": torch.tensor(2.5 * rank).double(),
+    }
+    came = psum(tree)
+    assert came["half"].tolist() == [4098.0 - 2] * 2
+    assert came["int"] == 1
+    assert came["complex"].tolist() == [2.0 + 1j]
+    assert came["empty"].shape == (0, 3)
+    assert came["0-d"] == 2.5
+    rows = gather(
+        {
+            "bool": torch.full((2 * rank,), True),
+            "complex": torch.full((2 * rank, 1), 1j),
+            "none": torch.zeros(2 * rank, 0),
+            "int": torch.full((2 * rank, 1, 2), 7, dtype=torch.uint8),
+        }
+    )
+    assert rows["bool"].tolist() == [True, True]
+    assert rows["complex"].tolist() == [[1j], [1j]]
+    assert rows["none"].shape == (2, 0)
+    assert rows["int"].shape == (2, 1, 2)
+    assert gather(torch.zeros(0, 2)).shape == (0, 2)
+    with pytest.raises(TypeError, match=r"tree\['a'\], given to psum, is a float; expected a"):
+        psum({"a": 1.0})
+    with pytest.raises(TypeError, match=r"torch.bool; expected a tensor of numbers"):
+        psum(torch.tensor(True))
+    with pytest.raises(ValueError, match="0-d"):
+        gather(torch.tensor(1.0))
+
+
+@on_ranks(2)
+def test_what_comes_is_new_and_may_be_written_to(rank: int, world: int) -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j]).to(torch.complex128).requires_grad_()
+    for give, want in (
+        (lambda: psum({"x": x.conj(), "n": x.abs()})["x"], 2 * x.conj()),
+        (lambda: gather(x.conj()), torch.cat([x.conj(), x.conj()])),
+        (lambda: psum(x.abs()), 2 * x.abs()),
+        (lambda: gather(x.abs()), torch.cat([x.abs(), x.abs()])),
+    ):
+        came = give()
+        assert_trees_bitwise_equal(came.detach(), want.detach().resolve_conj())
+        came *= 2
+        came.abs().sum().backward()
+        assert not x.grad.isnan().any()
+
+
+# Losses ------------------------------------------------------------------------------------
+
+
+def scores(queries: Tensor, keys: Tensor, at: int) -> Tensor:
+    """The contrastive loss of some queries, whose own keys begin at ``at``."""
+    own = at + torch.arange(len(queries))
+    return nn.functional.cross_entropy(queries @ keys.mT, own, reduction="sum")
+
+
+def embed(params: Tensors, x: Tensor) -> Tensor:
+    return nn.functional.normalize((x @ params["a"]).tanh() @ params["b"], dim=1)
+
+
+def problem(rows: int, seed: int) -> tuple[Tensors, Tensors]:
+    random = generator(seed)
+    of = partial(torch.randn, generator=random, dtype=torch.float64)
+    return {"a": of(3, 6), "b": of(6, 4)}, {"x": of(rows, 3), "y": of(rows, 3)}
+
+
+@on_ranks(2, 3)
+@in_step()
+@given(
+    data=st.data(),
+    kind=st.sampled_from(["own rows", "all rows", "mean"]),
+    engine=st.sampled_from(["auto", "func"]),
+    size=st.integers(1, 4),
+    skip=st.booleans(),
+)
+def test_a_contrastive_loss_of_all_ranks_is_that_of_one(
+    rank, world, data, kind, engine, size, skip
+):
+    """Uneven rows, none at all; each rank returns its own share, or all return the whole."""
+    rows = data.draw(st.integers(2, 9))
+    params, batch = problem(rows, rows)
+    shares = cut_by_ranks(data, rows, world)
+    if kind == "mean":  # a mean of no rows has no cotangent to give
+        even = rows // world * world
+        batch = {k: v[: max(even, world)] for k, v in problem(max(even, world), rows)[1].items()}
+        rows = len(batch["x"])
+        shares = [slice(i * rows // world, (i + 1) * rows // world) for i in range(world)]
+
+    def one(params: Tensors, batch: Tensors) -> Any:
+        u, v = embed(params, batch["x"]), embed(params, batch["y"])
+        return pa.Weighted(scores(u, v, 0), torch.tensor(float(rows)))
+
+    def each(params: Tensors, batch: Tensors) -> Any:
+        cut = pa.microbatch(embed, microbatch_size=size)
+        u, v = cut(params, batch["x"]), cut(params, batch["y"])
+        every = gather({"u": u, "v": v})
+        if kind == "all rows":
+            return pa.Weighted(scores(every["u"], every["v"], 0), torch.tensor(float(rows)))
+        total = scores(u, every["v"], shares[rank].start)
+        return total / len(u) if kind == "mean" else pa.Weighted(total, torch.tensor(1.0 * len(u)))
+
+    alone = pa.make_step(one, pa.sgd(0.5))
+    want, told = alone(alone.init(params), batch)
+    mine = {k: x[shares[rank]] for k, x in batch.items()}
+    nonfinite: Any = "skip" if skip else "propagate"
+    knobs: Any = {"engine": engine, "group": dist.group.WORLD, "nonfinite": nonfinite}
+    step = pa.make_step(each, pa.sgd(0.5), **knobs)
+    new, info = step(step.init(params), mine)
+    near(new.params, want.params, 1e-12)
+    near(info.loss, told.loss, 1e-12)
+    window = step.update(new, step.begin(new), mine)
+    again, _ = step.apply(new, window)
+    near(again.params, alone(want, batch)[0].params, 1e-12)
+
+
+@on_ranks(2)
+@in_step()
+@given(data=st.data(), size=st.integers(1, 4), masked=st.booleans())
+def test_bits_of_a_polynomial_of_all_rows(rank, world, data, size, masked):
+    """All numbers are whole; where a rank's rows have no weight, others still look at them."""
+    rows = data.draw(st.sampled_from([1, 2, 4, 8]))
+    shares = cut_by_ranks(data, rows, world)
+    x, w = whole_numbers(rows, 3, seed=rows), whole_numbers(3, 2, seed=1)
+    weight = torch.ones(rows).double()
+    if masked:
+        weight[shares[1]] = 0.0
+
+    def total(z: Tensor, every: Tensor, weight: Tensor) -> Any:
+        return pa.Weighted(((z @ every.mT).sum(1) * weight).sum(), weight.sum())
+
+    def one(w: Tensor, batch: Any) -> Any:
+        z = batch["x"] @ w
+        return total(z, z, batch["weight"])
+
+    def each(w: Tensor, batch: Any) -> Any:
+        z = pa.microbatch(lambda w, x: x @ w, microbatch_size=size)(w, batch["x"])
+        return total(z, gather(z), batch["weight"])
+
+    batch = {"x": x, "weight": weight}
+    want = pa.make_step(one, pa.sgd(1.0))
+    state = want.init(w)
+    step = pa.make_step(each, pa.sgd(1.0), group=dist.group.WORLD)
+    came = step(step.init(w), {k: v[shares[rank]] for k, v in batch.items()})
+    wanted = want(state, batch)
+    if (n := int(weight.sum())) and n & (n - 1) == 0:
+        assert_trees_bitwise_equal(came[0].params, wanted[0].params)
+    near(came[0].params, wanted[0].params, 1e-14)
+
+
+@on_ranks(2)
+def test_a_derivative_through_a_step_of_which_one_rank_has_nothing(rank: int, world: int) -> None:
+    """No rows, or rows of no weight; what is computed again reaches the other rank as well."""
+    params, batch = problem(5, 1)
+    for rows, weight in ((0, 1.0), (2, 0.0)):
+        batch["weight"] = torch.ones(5).double()
+        batch["weight"][5 - rows :] = weight
+        share = {k: x[: 5 - rows] if rank == 0 else x[5 - rows :] for k, x in batch.items()}
+
+        def loss_with(every: Any) -> Any:
+            def loss(params: Tensors, batch: Tensors) -> Any:
+                of_all = pa.remat(lambda z: every(z.sin()))(embed(params, batch["x"]))
+                seen = (embed(params, batch["y"]) @ of_all.mT).square().sum(1)
+                return pa.Weighted((seen * batch["weight"]).sum(), batch["weight"].sum())
+
+            return loss
+
+        def moved(params: Tensors, step: Any, batch: Any) -> Tensor:
+            state, _ = step(step.init(params), batch)
+            return torch.stack([x.sin().sum() for x in state.params.values()]).sum()
+
+        def own_rows(params: Tensors, batch: Tensors) -> Any:
+            seen = embed(params, batch["x"]).sin().sum(1)
+            return pa.Weighted((seen * batch["weight"]).sum(), batch["weight"].sum())
+
+        for one, each in ((loss_with(lambda z: z), loss_with(gather)), (own_rows, own_rows)):
+            want = grad(moved)(params, pa.make_step(one, pa.sgd(0.5)), batch)
+            for noise in (False, True):
+                step = pa.make_step(each, pa.sgd(0.5), group=dist.group.WORLD, noise=noise)
+                near(grad(moved)(params, step, share), want, 1e-12)
+
+
+# Observed runs ---------------------------------------------------------------------------
+
+
+def by_psum(w: Tensor, x: Tensor) -> Tensor:
+    return (psum((w * x).sum(0)) ** 2).sum()
+
+
+def by_gather(w: Tensor, x: Tensor) -> Tensor:
+    rows = gather(w * x)
+    return (rows @ rows.mT).sin().sum() + rows[-1].sum()
+
+
+def by_gradient(w: Tensor, x: Tensor) -> Tensor:
+    """What is exchanged again by a derivative of the loss's own."""
+    return grad(lambda x: by_gather(w, x) + by_psum(w, x))(x).cos().sum() + (w * x).sum()
+
+
+def by_torch(w: Tensor, x: Tensor) -> Tensor:
+    total = x.sum(0)
+    dist.all_reduce(total)
+    return (w * x).sum() + (w**2 * total).sum()
+
+
+@on_ranks(2)
+def test_a_run_that_one_rank_observes_alone_reaches_no_other(rank: int, world: int) -> None:
+    """Each of them begins a new kind of batch when the other one does not; one has no rows."""
+    w = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    of_rank = whole_numbers(3, 2), whole_numbers(0, 2)
+    for loss in (by_psum, by_gather, by_gradient, by_torch):
+
+        def flagged(w: Any, b: Any, loss: Any = loss) -> pa.Weighted:
+            return pa.Weighted(loss(w, b["x"]), 1.0)
+
+        step = pa.make_step(flagged, pa.sgd(0.5), group=dist.group.WORLD)
+        calls: dict[str, Callable[[Any], Any]] = {
+            "step": lambda b, step=step: step(step.init(w), b),
+            "func": lambda b, f=flagged: pa.grad(f)(w, b),
+            "autograd": lambda b, f=flagged: pa.grad(f, engine="autograd")(w, b),
+            "value": lambda b, f=flagged: pa.value(f)(w, b),
+            "remat": lambda b, f=loss: by_autograd(lambda w: pa.remat(f)(w, b["x"]), w),
+        }
+        for name, call in calls.items():
+            if name == "func" and loss is by_torch:
+                continue  # torch.func refuses to write to what it cannot follow
+            for when in range(3):
+                batch = {"x": of_rank[rank], "began": when > rank}
+                with unguarded():
+                    want = call(batch)
+                assert_trees_bitwise_equal(call(batch), want)
+
+
+@on_ranks(2)
+def test_an_observed_run_ends_where_dtensors_begin(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    w = {"w": distribute_tensor(whole_numbers(4, 2), mesh, [Shard(0)])}
+    x = distribute_tensor(whole_numbers(4, 4, seed=1), mesh, [Shard(0)])
+    held = torch.zeros(2)
+
+    def loss(p: Any, b: Any) -> Tensor:
+        if writes:
+            held.add_(1)
+        return (b["x"] @ p["w"]).square().mean()
+
+    step, writes = pa.make_step(loss, pa.sgd(0.5), microbatch_size=2), False
+    for when in range(3):
+        batch = {"x": x, "began": when > rank}
+        with unguarded():
+            want = step(step.init(w), batch)[0].params["w"].full_tensor()
+        got = step(step.init(w), batch)[0].params["w"].full_tensor()
+        assert_trees_bitwise_equal(got, want)
+    writes = True
+    with pytest.raises(RuntimeError, match="writes to"):
+        step(step.init(w), {"x": x, "anew": True})
+    assert not held.any()

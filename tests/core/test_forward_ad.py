@@ -1,0 +1,173 @@
+"""Dual tensors of ``torch.autograd.forward_ad`` keep their tangents, outside of any transform.
+
+``detach`` drops a tangent without a word, and so would an engine that works on detached leaves.
+What is expected is ``torch.func.jvp`` of the same of the full batch, in float64, within sqrt(u).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import pureaccum as pa
+
+
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
+SQRT_U = 2.0**-26
+
+
+def data() -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters and a batch, and a direction for each."""
+    g = torch.Generator().manual_seed(0)
+    several = [torch.randn(n, 3, dtype=torch.float64, generator=g) for n in (3, 6, 3, 6)]
+    return several[:2], several[2:]
+
+
+def rows(w: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x @ w) @ w
+
+
+def loss(w: Tensor, x: Tensor) -> Tensor:
+    return rows(w, x).square().mean()
+
+
+def total(w: Tensor, x: Tensor) -> Tensor:
+    return rows(w, x).square().sum()
+
+
+def weighted(w: Tensor, x: Tensor) -> pa.Weighted:
+    return pa.Weighted(total(w, x), x.new_tensor(3.0 * len(x)))
+
+
+def stepped(optimizer: Any, gradient: Any) -> Any:
+    """Two steps of an optimizer."""
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        state = optimizer.init(w)
+        for _ in range(2):
+            w, state = optimizer.apply(gradient(w, x), state, w)
+        return w
+
+    return run
+
+
+def by_step(optimizer: Any, **knobs: Any) -> Any:
+    step = pa.make_step(loss, optimizer, microbatch_size=2, **knobs)
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        state = step.init(w)
+        for _ in range(2):
+            state, _ = step(state, x)
+        return state.params
+
+    return run
+
+
+def streamed(w: Tensor, x: Tensor) -> Any:
+    acc = pa.accumulator(loss)
+    state = acc.init(w)
+    for part in x.split(2):
+        state = acc.update(state, w, part)
+    return acc.finalize(state)
+
+
+def backward(f: Callable[..., Tensor], create_graph: bool = False) -> Any:
+    """The gradients of what comes out, squared and summed, by plain autograd."""
+
+    def run(w: Tensor, x: Tensor) -> Any:
+        its = [it if it.requires_grad else it.requires_grad_() for it in (w, x)]
+        return torch.autograd.grad(squared(f)(*its), its, create_graph=create_graph)
+
+    return run
+
+
+def squared(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda w, x: f(w, x).square().sum()
+
+
+NET = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def networked(size: int | None) -> Any:
+    fn = pa.functional(NET, microbatch_size=size)
+    return lambda w, x: fn.apply(fn.params, fn.buffers, x @ w)[0]
+
+
+GRAD = torch.func.grad(loss)
+BOTH = torch.func.grad_and_value(loss)
+EACH = torch.func.vmap(GRAD, (None, 0))
+CASES: dict[str, tuple[Any, Any]] = {
+    "grad of the whole": (pa.grad(loss), GRAD),
+    "grad": (pa.grad(loss, microbatch_size=2), GRAD),
+    "grad by autograd": (pa.grad(loss, microbatch_size=2, engine="autograd"), GRAD),
+    "grad_and_value": (pa.grad_and_value(loss, microbatch_size=2), BOTH),
+    "grad of Weighted": (pa.grad(weighted, microbatch_size=2), GRAD),
+    "value": (pa.value(loss, microbatch_size=2), loss),
+    "accumulator": (streamed, BOTH),
+    "single samples": (
+        pa.per_sample_grad(loss, chunk_size=2, keep_batch_dim=True, reduce="concat"),
+        lambda w, x: EACH(w, x[:, None]),
+    ),
+    "their mean": (
+        pa.per_sample_grad(loss, chunk_size=2, keep_batch_dim=True, reduce="mean"),
+        GRAD,
+    ),
+    "sgd": (by_step(pa.sgd(0.1, momentum=0.9)), stepped(pa.sgd(0.1, momentum=0.9), GRAD)),
+    "adamw": (by_step(pa.adamw(0.1)), stepped(pa.adamw(0.1), GRAD)),
+    "donated": (by_step(pa.sgd(0.1), donate=True), stepped(pa.sgd(0.1), GRAD)),
+    "microbatch": (pa.microbatch(rows, microbatch_size=2), rows),
+    "remat": (pa.remat(rows), rows),
+}
+
+
+def mapped(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of a sum, mapped over a factor."""
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        factors = torch.tensor([1.0, 2.0], dtype=torch.float64)
+        return torch.func.vmap(lambda c: torch.func.grad(lambda w: f(c * w, x))(w))(factors)
+
+    return run
+
+
+CASES["under vmap"] = (mapped(pa.microbatch(total, microbatch_size=2, reduce="sum")), mapped(total))
+MICROBATCHED: dict[str, tuple[Any, Any]] = {
+    "rows": (pa.microbatch(rows, microbatch_size=2), rows),
+    "a sum": (pa.microbatch(total, microbatch_size=2, reduce="sum"), total),
+    "a weighted mean": (pa.microbatch(weighted, microbatch_size=2), loss),
+    "one piece": (pa.remat(rows), rows),
+    "BatchNorm": (networked(2), networked(None)),
+}
+for _name, (_ours, _whole) in MICROBATCHED.items():
+    for _create in (False, True):
+        _key = f"backward of {_name}" + ", recorded" * _create
+        CASES[_key] = (backward(_ours, _create), torch.func.grad(squared(_whole), (0, 1)))
+
+
+@pytest.mark.parametrize(("ours", "plain"), CASES.values(), ids=CASES)
+def test_tangents_go_along(ours: Any, plain: Any) -> None:
+    for dual in ("w", "x", "wx"):
+        check(ours, plain, dual)
+
+
+def check(ours: Any, plain: Any, dual: str) -> None:
+    primals, directions = data()
+    pairs = zip(primals, directions, "wx", strict=True)
+    primals, tangents = zip(
+        *[(p, t if which in dual else torch.zeros_like(t)) for p, t, which in pairs], strict=True
+    )
+    value, want = torch.func.jvp(plain, tuple(primals), tuple(tangents))
+    with forward_ad.dual_level():
+        given = [
+            forward_ad.make_dual(p.clone(), t) if which in dual else p.clone()
+            for p, t, which in zip(primals, tangents, "wx", strict=True)
+        ]
+        pairs = [forward_ad.unpack_dual(x) for x in optree.tree_leaves(ours(*given))]
+    for pair, x, t in zip(pairs, *map(optree.tree_leaves, (value, want)), strict=True):
+        assert (pair.primal - x).norm() <= SQRT_U * (1 + x.norm())
+        assert pair.tangent is not None
+        assert (pair.tangent - t).norm() <= SQRT_U * (1 + t.norm())

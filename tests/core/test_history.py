@@ -1,0 +1,558 @@
+"""Plain ``.backward()`` follows what requires grad, through whatever gives derivatives, or raises.
+
+All losses are polynomials on whole numbers in float64, and rows are a power of two: every result
+is exact, and so are its derivatives. The other side is torch.func's transform of plain torch.
+"""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pureaccum as pa
+from pureaccum.curvature import fisher_vp, ggnvp, hvp
+from tests.draws import examples, generator
+from tests.exactly import integers
+from tests.refusals import saying
+
+
+pytestmark = [
+    pytest.mark.transforms,
+    pytest.mark.promise("closure"),
+]
+G = generator(0)
+W, V = integers(G, 3, bound=2).double(), integers(G, 3, bound=2).double()
+X, C = integers(G, 8, 3, bound=2).double(), torch.tensor(3.0, dtype=torch.float64)
+SIZES = (3, [1, 4, 3], 8, None)
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # w, v, x, and what the loss captures
+Program = Callable[..., Tensor]
+
+
+def rows(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    return (x @ w) ** 2 * c + c**2 * (x @ w)
+
+
+def mean(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    return rows(w, x, c).mean()
+
+
+def plain_hessian_product(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    of = torch.func.grad(lambda w: mean(w, x, c))
+    return torch.func.jvp(of, (w,), (v,))[1]
+
+
+def plain_gauss_newton(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    out, moved = torch.func.jvp(lambda w: rows(w, x, c), (w,), (v,))
+    bent = torch.func.jvp(torch.func.grad(lambda out: (out**2 * c).mean()), (out,), (moved,))[1]
+    return torch.func.vjp(lambda w: rows(w, x, c), w)[1](bent)[0]
+
+
+def plain_fisher(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    _, pull = torch.func.vjp(lambda w: rows(w, x, c), w)
+    return pull(torch.func.jvp(lambda w: rows(w, x, c), (w,), (v,))[1] / len(x))[0]
+
+
+def each(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    one = torch.func.grad(lambda w, x: rows(w, x, c))
+    return torch.func.vmap(one, (None, 0))(w, x)
+
+
+def descended(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    return w - 0.5 * torch.func.grad(mean)(w, x, c)
+
+
+def ours(size: Any, engine: Any) -> dict[str, tuple[Program, Program]]:
+    """Whatever gives derivatives, of a loss that captures ``c``, and the same in plain torch."""
+    knobs: Any = {"microbatch_size": size, "engine": engine}
+    chunks: Any = {"engine": "autograd" if engine == "autograd" else "vmap"}
+    chunks |= {"chunk_size": size if isinstance(size, int) else 3}
+
+    def loss(c: Tensor) -> Program:
+        return lambda w, x: mean(w, x, c)
+
+    def of_row(c: Tensor) -> Program:
+        return lambda w, x: rows(w, x, c)
+
+    def both(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        grad, value = pa.grad_and_value(loss(c), **knobs)(w, x)
+        return grad * value
+
+    def with_aux(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        grad, aux = pa.grad(lambda w, x: (mean(w, x, c), rows(w, x, c)), has_aux=True, **knobs)(
+            w, x
+        )
+        return torch.cat([grad, aux])
+
+    def weighted(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        of = lambda w, x: pa.Weighted((rows(w, x, c) * c).sum(), c * len(x))  # noqa: E731
+        return pa.grad(of, **knobs)(w, x) * 3  # the weight is 3 * 8
+
+    value = pa.value
+    size_alone: Any = {"microbatch_size": size}
+    return {
+        "value": (
+            lambda w, v, x, c: value(loss(c), **size_alone)(w, x),
+            lambda w, v, x, c: mean(w, x, c),
+        ),
+        "grad": (
+            lambda w, v, x, c: pa.grad(loss(c), **knobs)(w, x),
+            lambda w, v, x, c: torch.func.grad(mean)(w, x, c),
+        ),
+        "grad_and_value": (
+            both,
+            lambda w, v, x, c: torch.func.grad(mean)(w, x, c) * mean(w, x, c),
+        ),
+        "aux": (
+            with_aux,
+            lambda w, v, x, c: torch.cat([torch.func.grad(mean)(w, x, c), rows(w, x, c)]),
+        ),
+        "per_sample_grad": (
+            lambda w, v, x, c: pa.per_sample_grad(of_row(c), **chunks)(w, x),
+            lambda w, v, x, c: each(w, x, c),
+        ),
+        "per_sample_grad, summed": (
+            lambda w, v, x, c: pa.per_sample_grad(of_row(c), reduce="sum", **chunks)(w, x),
+            lambda w, v, x, c: each(w, x, c).sum(0),
+        ),
+        "gramian": (
+            lambda w, v, x, c: pa.gramian(of_row(c), **chunks)(w, x),
+            lambda w, v, x, c: each(w, x, c) @ each(w, x, c).T,
+        ),
+        "hvp": (
+            lambda w, v, x, c: hvp(loss(c), **size_alone)(w, x, v)[1],
+            plain_hessian_product,
+        ),
+        "ggnvp": (
+            lambda w, v, x, c: ggnvp(
+                lambda w, x: rows(w, x, c), lambda out, x: (out**2 * c).mean(), **size_alone
+            )(w, x, v),
+            plain_gauss_newton,
+        ),
+        "fisher_vp": (
+            lambda w, v, x, c: fisher_vp(of_row(c), **size_alone)(w, x, v),
+            plain_fisher,
+        ),
+    }
+
+
+def close(found: Any, want: Any) -> None:
+    """Beyond 2**53 numbers are rounded: then an error is at most sqrt(u) of what it is of."""
+    assert (found - want).norm() <= 2.0**-26 * want.norm()
+
+
+NAMES = [*ours(3, "func")]
+ENGINES = dict.fromkeys(NAMES, ("func",)) | dict.fromkeys(
+    ("grad", "aux", "per_sample_grad", "gramian"), ("func", "autograd", "auto")
+)
+CASES = [(name, engine) for name in NAMES for engine in ENGINES[name]]
+
+
+def number(out: Tensor) -> Tensor:
+    return (out**2).sum()
+
+
+def requiring(which: tuple[int, ...]) -> Operands:
+    found = [x.clone() for x in (W, V, X, C)]
+    for i in which:
+        found[i].requires_grad_()
+    return found[0], found[1], found[2], found[3]
+
+
+@pytest.mark.parametrize("which", [(0,), (2,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize(("name", "engine"), CASES)
+def test_first_and_second_derivatives(name: str, engine: str, which: tuple[int, ...]) -> None:
+    for size in SIZES:
+        called, plain = ours(size, engine)[name]
+        operands = requiring(which)
+        wrt = [operands[i] for i in which]
+        want = torch.func.grad(lambda *xs, plain=plain: number(plain(*xs)), which)(W, V, X, C)
+        out = called(*operands)
+        assert torch.equal(out, plain(W, V, X, C))
+        unused: Any = {"materialize_grads": True}
+        found = torch.autograd.grad(number(out), wrt, create_graph=True, **unused)
+        assert all(map(torch.equal, found, want))
+
+        def of_second(*xs: Tensor, plain: Program = plain) -> Tensor:
+            return sum(map(number, torch.func.grad(lambda *xs: number(plain(*xs)), which)(*xs)))  # type: ignore[return-value]
+
+        want = torch.func.grad(of_second, which)(W, V, X, C)
+        second = torch.autograd.grad(sum(map(number, found)), wrt, **unused)
+        for a, b in zip(second, want, strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize(("name", "engine"), CASES)
+def test_without_anything_that_requires_grad_there_is_no_history(name: str, engine: str) -> None:
+    called, plain = ours(3, engine)[name]
+    out = called(W, V, X, C)
+    assert not out.requires_grad
+    with torch.no_grad():
+        out = called(*requiring((0, 1, 2, 3)))
+    assert not out.requires_grad
+    assert torch.equal(out, plain(W, V, X, C))
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+def test_parameters_of_modules_that_a_loss_captures(engine: Any) -> None:
+    net = nn.Linear(3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(integers(G, *p.shape, bound=2))
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return ((net(x) @ w) ** 2).mean()
+
+    own = [*net.parameters()]
+    want = torch.autograd.grad(number(torch.func.grad(loss)(W, X)), own)
+    for _ in range(2):  # the second call knows
+        found = torch.autograd.grad(
+            number(pa.grad(loss, microbatch_size=3, engine=engine)(W, X)), own
+        )
+        assert all(map(torch.equal, found, want))
+    assert all(p.grad is None for p in own)
+
+
+def test_what_only_a_later_microbatch_captures() -> None:
+    c = C.clone().requires_grad_()
+
+    def new_loss() -> Any:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            out = ((x @ w) ** 2).sum()
+            return out * c if x[0, 0] == X[6, 0] and torch.equal(x, X[6:]) else out
+
+        return loss
+
+    want = torch.autograd.grad(new_loss()(W, X[6:]), c)[0]
+    knobs: Any = {"microbatch_size": 3, "reduction": "sum", "check": False}
+    value = pa.value(new_loss(), **knobs)(W, X)
+    assert torch.equal(torch.autograd.grad(value, c)[0], want)
+    for engine in ("func", "auto", "autograd"):
+        grads = pa.grad(new_loss(), engine=engine, **knobs)(W, X)
+        assert grads.requires_grad
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_a_later_microbatch_alone_draws_is_drawn_again(captured: bool) -> None:
+    """Nobody knows of it when the first one has been called."""
+    w = W.clone().requires_grad_()
+
+    def total(w: Tensor, x: Tensor) -> Tensor:
+        drawn = torch.rand(2, dtype=torch.float64).sum() if bool(x[0, 0] == 2) else 1.0
+        return (x @ w).sum() * drawn
+
+    x = torch.tensor([[1.0, 0, 1], [1, 1, 0], [2, 1, 1], [2, 0, 1]], dtype=torch.float64)
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(total(w, x[:2]) + total(w, x[2:]), w)
+    torch.manual_seed(0)
+    loss = (lambda _, x: total(w, x)) if captured else total
+    value = pa.value(loss, microbatch_size=2, reduction="sum", check=False)(W if captured else w, x)
+    torch.rand(5)
+    value.backward()
+    assert torch.equal(w.grad, expected)  # pyright: ignore
+
+
+def test_history_remembers_draws_and_modes() -> None:
+    net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1)).double()
+    fn = pa.functional(net)
+    x = X.clone().requires_grad_()
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (fn.apply(params, fn.buffers, x)[0] ** 2).mean()
+
+    torch.manual_seed(0)
+    value = pa.value(loss, microbatch_size=4)(fn.params, x)
+    state = torch.get_rng_state()
+    net.eval()
+    value.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    net.train()
+    torch.manual_seed(0)
+    y = X.clone().requires_grad_()
+    sum(loss(fn.params, part) / 2 for part in y.split(4)).backward()  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), state)
+    close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("changed", ["w", "x", "c"])
+def test_an_operand_that_is_written_to_before_the_backward_pass_raises(changed: str) -> None:
+    w, _, x, c = requiring((0, 3))
+    value = pa.value(lambda w, x: mean(w, x, c), microbatch_size=3)(w, x)
+    with torch.no_grad():
+        {"w": w, "x": x, "c": c}[changed].add_(1)
+    with pytest.raises(RuntimeError, match=r"inplace operation|written to in place"):
+        value.backward()
+
+
+def test_a_captured_constant_that_is_written_to_raises() -> None:
+    w, c = W.clone().requires_grad_(), C.clone()
+    loss = lambda w, x: mean(w, x, c)  # noqa: E731
+    value = pa.value(loss, microbatch_size=3)(w, X)
+    c.add_(1)
+    with saying(RuntimeError, "written to in place since"):
+        value.backward()
+
+
+# Streams and states --------------------------------------------------------------------------
+
+
+def streamed(w: Tensor, x: Tensor, c: Tensor, donate: bool) -> Any:
+    acc = pa.accumulator(lambda w, x: mean(w, x, c))
+    state = acc.init(w)
+    for part in x.split(3):
+        state = acc.update(state, w, part, donate=donate)
+    return acc, state
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("which", [(0,), (2,), (3,)])
+def test_a_stream_raises_when_a_gradient_is_asked(which: tuple[int, ...], donate: bool) -> None:
+    w, _, x, c = requiring(which)
+    acc, state = streamed(w, x, c, donate)
+    grads, value = acc.finalize(state)
+    assert torch.equal(grads, torch.func.grad(mean)(W, X, C))
+    merged = acc.merge(state, acc.update(acc.init(W), W, X))
+    for out in (grads.sum(), value, state.total, merged.total, acc.finalize(merged)[1]):
+        with saying(RuntimeError, "accumulator has summed", "keeps no graph", "x.detach()"):
+            (out + out.detach()).backward()
+
+
+def test_a_stream_keeps_nothing_of_what_it_has_seen() -> None:
+    w = W.clone().requires_grad_()
+    acc, state = streamed(w, X, C, True)
+    batches = list[weakref.ref[Tensor]]()
+    for _ in range(20):
+        batches.append(weakref.ref(batch := X.clone()))
+        state = acc.update(state, w, batch, donate=True)
+    del batch
+    gc.collect()
+    assert not [x for x in batches if x() is not None]
+
+
+def test_a_value_over_a_stream_raises_too() -> None:
+    for which in ((0,), (2,), (3,)):
+        w, _, x, c = requiring(which)
+        of = pa.value(lambda w, x, c=c: mean(w, x, c), stream=True)
+        value = of(w, iter(x.split(4)))
+        assert torch.equal(value, mean(W, X, C))
+        with saying(RuntimeError, "value over a stream", "gone by then"):
+            value.backward()
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": "eager"}])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("form", ["whole", "window", "generator", "pieces"])
+def test_a_step_follows_its_state_its_batch_and_what_is_shared(
+    form: str, donate: bool, compile: Any
+) -> None:
+    def loss(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        return mean(w, x, c)
+
+    step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=4, donate=donate, compile=compile)
+    w, _, x, c = requiring((0, 2, 3))
+    state = step.init(W)._replace(params=w)
+    if form == "whole":
+        state, info = step(state, x, c)
+    elif form == "pieces":
+        window = step.begin(state)
+        for part in x.split(4):
+            window = step.update(state, window, part, c)
+        state, info = step.apply(state, window)
+    else:
+        parts = list(x.split(4)) if form == "window" else (part for part in x.split(4))
+        state, info = step.window(state, parts, c)
+    want = torch.func.grad(lambda w, x, c: number(descended(w, x, c)) + mean(w, x, c), (0, 1, 2))(
+        W, X, C
+    )
+    found = torch.autograd.grad(number(state.params) + info.loss, (w, x, c))
+    assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("engine", ["auto", "func"])
+def test_a_step_refuses_what_its_loss_captures_but_parameters_of_modules(engine: Any) -> None:
+    net = nn.Linear(3, 3, dtype=torch.float64)
+    c, beside = C.clone().requires_grad_(), net(X)
+    losses: dict[str, Program] = {
+        "leaf": lambda w, x: mean(w, x, c),
+        "computed": lambda w, x: ((beside[: len(x)] @ w) ** 2).mean(),
+    }
+    for loss in losses.values():
+        step = pa.make_step(loss, pa.sgd(0.5), microbatch_size=4, engine=engine, check=False)
+        for _ in range(2):
+            with saying(RuntimeError, "captures a tensor", "shared argument", "detach()"):
+                step(step.init(W), X)
+    step = pa.make_step(
+        lambda w, x: ((net(x) @ w) ** 2).mean(), pa.sgd(0.5), microbatch_size=4, engine=engine
+    )
+    assert not step(step.init(W), X)[0].params.requires_grad
+
+
+def test_a_tensor_that_a_step_captures_later() -> None:
+    held = {"c": C}
+    step = pa.make_step(lambda w, x: mean(w, x, held["c"]), pa.sgd(0.5), microbatch_size=4)
+    state, _ = step(step.init(W), X)
+    held["c"] = C.clone().requires_grad_()
+    with saying(RuntimeError, "captures a tensor"):
+        step(state, X)
+
+
+def test_a_run_begins_with_numbers() -> None:
+    step = pa.make_step(lambda w, x: mean(w["w"], x, C), pa.sgd(0.5))
+    leaf = W.clone().requires_grad_()
+    with saying(ValueError, "params['w'] was computed from", "state._replace(params=params)"):
+        step.init({"w": leaf * 1})
+    assert not step.init({"w": leaf}).params["w"].requires_grad
+
+
+def test_a_hundred_steps_with_gradients_in_grad_stay_flat() -> None:
+    net = nn.Linear(3, 1, dtype=torch.float64)
+    own = dict(net.named_parameters())
+    of = pa.grad(
+        lambda p, x: (torch.func.functional_call(net, p, (x,)) ** 2).mean(), microbatch_size=4
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def run(steps: int) -> int:
+        for _ in range(steps):
+            for name, g in of(own, X.clone()).items():
+                own[name].grad = g
+            optimizer.step()
+        gc.collect()
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    assert run(3) == run(100)
+
+
+# Together with others ------------------------------------------------------------------------
+
+
+@examples(0.5)
+@given(st.data())
+def test_programs_of_several(data: st.DataObject) -> None:
+    """What one gives, the next one is given, inside of a loss of a third."""
+    names = st.sampled_from(["value", "grad", "hvp", "ggnvp", "fisher_vp"])
+    first, second = data.draw(names), data.draw(names)
+    size = data.draw(st.sampled_from([2, 3, 8]))
+    which = data.draw(st.sampled_from([(0,), (3,), (0, 1, 2, 3)]))
+
+    def program(a: Program, b: Program) -> Program:
+        def run(w: Tensor, v: Tensor, x: Tensor, c: Tensor) -> Tensor:
+            z = a(w, v, x, c).sum() * v
+            return number(b(w + z * 2.0**-8, v, x, c) * 2.0**-8)
+
+        return run
+
+    made = ours(size, "func")
+    called = program(made[first][0], made[second][0])
+    plain = program(made[first][1], made[second][1])
+    operands = requiring(which)
+    found = torch.autograd.grad(called(*operands), [operands[i] for i in which])
+    want = torch.func.grad(plain, which)(W, V, X, C)
+    for a, b in zip(found, want, strict=True):
+        close(a, b)
+
+
+def test_inside_of_a_microbatched_function() -> None:
+    def inner(w: Tensor, x: Tensor) -> Tensor:
+        return pa.grad(lambda w, x: mean(w, x, C), microbatch_size=1)(w, x)
+
+    w = W.clone().requires_grad_()
+    outer = pa.microbatch(lambda w, x: inner(w, x), microbatch_size=4, reduce="sum")
+    number(outer(w, X)).backward()
+    want = torch.func.grad(
+        lambda w: number(sum(torch.func.grad(mean)(w, part, C) for part in X.split(4)))  # type: ignore[arg-type]
+    )(W)
+    assert torch.equal(w.grad, want)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_autograd_functional(vectorize: bool) -> None:
+    """torch.autograd.functional goes by plain autograd, and maps cotangents where it vectorizes."""
+    functional = torch.autograd.functional
+    want = torch.func.hessian(lambda w: mean(w, X, C))(W)
+    value = pa.value(lambda w, x: mean(w, x, C), microbatch_size=3)
+    grad = pa.grad(lambda w, x: mean(w, x, C), microbatch_size=3)
+    assert torch.equal(functional.hessian(lambda w: value(w, X), W, vectorize=vectorize), want)
+    assert torch.equal(functional.jacobian(lambda w: grad(w, X), W, vectorize=vectorize), want)
+
+
+@pytest.mark.parametrize("name", ["value", "grad", "hvp"])
+def test_a_backward_pass_takes_the_memory_of_one_microbatch(name: str) -> None:
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    def of_one(w: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        out = rows(w, x, c)
+        made.append(weakref.ref(out))
+        alive.append(sum(x() is not None for x in made))
+        return (out * C).mean()
+
+    w = W.clone().requires_grad_()
+    loss = lambda w, x: of_one(w, x, C)  # noqa: E731
+    calls: dict[str, Callable[[], Tensor]] = {
+        "value": lambda: pa.value(loss, microbatch_size=1)(w, X),
+        "grad": lambda: number(pa.grad(loss, microbatch_size=1)(w, X)),
+        "hvp": lambda: number(hvp(loss, microbatch_size=1)(w, X, V)[1]),
+    }
+    (found,) = torch.autograd.grad(calls[name](), w, create_graph=True)
+    number(found).backward()
+    assert max(alive) <= 2
+
+
+def test_in_several_threads() -> None:
+    want = torch.func.grad(lambda w: number(torch.func.grad(mean)(w, X, C)))(W)
+    found: list[Tensor] = []
+
+    def work() -> None:
+        for _ in range(10):
+            w, c = W.clone().requires_grad_(), C.clone().requires_grad_()
+            out = pa.grad(lambda w, x, c=c: mean(w, x, c), microbatch_size=3)(w, X)
+            found.append(torch.autograd.grad(number(out), w)[0])
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 30
+    assert all(torch.equal(x, want) for x in found)
+
+
+def test_a_vmap_in_a_loss_twice_backwards() -> None:
+    """What a piece is given is its operand, not captured: levels are over by the backward pass."""
+    mapped = torch.func.vmap(rows, (None, 0, None))
+    of = pa.grad(lambda w, x: mapped(w, x, C).sum(), microbatch_size=3, reduction="sum")
+    plain = torch.func.grad(lambda w: rows(w, X, C).sum())
+    w = W.clone().requires_grad_()
+    (first,) = torch.autograd.grad((of(w, X) * V).sum(), w, create_graph=True)
+    (second,) = torch.autograd.grad((first * V).sum(), w)
+    along = torch.func.grad(lambda w: (plain(w) * V).sum())
+    assert torch.equal(first, along(W))
+    assert torch.equal(second, torch.func.grad(lambda w: (along(w) * V).sum())(W))
+    _, pull = torch.func.vjp(torch.func.grad(lambda w: (of(w, X) * V).sum()), W)
+    assert torch.equal(pull(V)[0], second)
+
+
+def test_what_is_refused_is_refused_to_who_asks_for_one_gradient() -> None:
+    c = C.clone().requires_grad_()
+
+    def dropping(made: int) -> Program:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            tensors = [*x.expand(made, *x.shape)]
+            del tensors[::2]
+            return mean(w, x, c) + torch.func.grad(lambda w: mean(w, x, C))(w).sum()
+
+        return loss
+
+    # A tensor that the loss drops leaves its id to another one, which the loss has not made.
+    for made in range(1, 2000, 100):
+        _, product = hvp(dropping(made), microbatch_size=4)(W, X, V)
+        for unused in (False, True):  # None would be a silent constant
+            with saying(RuntimeError, "captures what requires grad"):
+                torch.autograd.grad(product.sum(), c, allow_unused=unused)

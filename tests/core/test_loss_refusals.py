@@ -1,0 +1,270 @@
+"""A loss that returns no loss is refused at its first call, by what it returned."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pureaccum as pa
+from pureaccum._base.trees import tree_map
+from pureaccum.testing import unchanged
+from tests.refusals import (
+    PARAMS,
+    Loss,
+    Receiver,
+    make_batch,
+    receivers_but,
+    refused,
+    squares,
+)
+from tests.tables import each_once
+
+
+pytestmark = [pytest.mark.faults, pytest.mark.promise("errors")]
+
+
+def rows(params: Any, batch: Any) -> Any:
+    return batch["x"] @ params["w"]
+
+
+SCALAR = "expected a 0-d"
+BAD: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "rows": (rows, ValueError, ("the loss has shape (2,)", SCALAR, ".mean()", "Weighted")),
+    "one row": (lambda p, b: p["w"][:1], ValueError, ("the loss has shape (1,)", SCALAR)),
+    "None": (lambda p, b: None, TypeError, ("the loss is None", SCALAR, "no return statement")),
+    "number": (lambda p, b: 1.5, TypeError, ("the loss is a float", SCALAR)),
+    "list": (lambda p, b: [p["b"]], TypeError, ("the loss is a list", SCALAR)),
+    "pair": (
+        lambda p, b: (squares(p, b), rows(p, b)),
+        TypeError,
+        ("the loss is a tuple of 2", SCALAR, "has_aux=True"),
+    ),
+    "int": (lambda p, b: torch.tensor(3), TypeError, ("torch.int64", "real floating-point")),
+    "bool": (lambda p, b: torch.tensor(True), TypeError, ("torch.bool", "real floating-point")),
+    "complex": (lambda p, b: p["b"] * 1j, TypeError, ("torch.complex64", "real part")),
+    "total of rows": (
+        lambda p, b: pa.Weighted(rows(p, b), 2),
+        ValueError,
+        ("the total of Weighted has shape (2,)", SCALAR),
+    ),
+    "total of None": (
+        lambda p, b: pa.Weighted(None, 2),  # type: ignore[arg-type]
+        TypeError,
+        ("the total of Weighted is None",),
+    ),
+}
+WEIGHTS: dict[str, tuple[Any, str]] = {
+    "mask": (torch.ones(2, dtype=torch.bool), "a torch.bool tensor of shape (2,)"),
+    "one-element": (torch.ones(1), "a torch.float32 tensor of shape (1,)"),
+    "complex tensor": (torch.tensor(1j), "a torch.complex64 tensor of shape ()"),
+    "complex": (1j, "a complex"),
+    "None": (None, "None"),
+    "string": ("2", "a str"),
+    "list": ([2], "a list"),
+}
+NO_PAIRS = {
+    "a loss": (squares, "a tensor of shape ()"),
+    "None": (lambda p, b: None, "None"),
+    "a list": (lambda p, b: [squares(p, b), 1], "a list"),
+    "one": (lambda p, b: (squares(p, b),), "a tuple of 1"),
+    "three": (lambda p, b: (squares(p, b), 1, 2), "a tuple of 3"),
+    "Weighted": (lambda p, b: pa.Weighted(squares(p, b), 2), "a Weighted"),
+}
+TRANSFORMS = {"grad": pa.grad, "grad_and_value": pa.grad_and_value, "value": pa.value}
+ALL = receivers_but("microbatches")
+
+
+@each_once("to, returns, error, words", ALL, BAD)
+def test_a_loss_is_a_real_scalar(to: Receiver, returns: Any, error: Any, words: Any) -> None:
+    loss, batch = Loss(returns), make_batch(2)
+    with refused(error, *words, given=(PARAMS, batch), loss=loss, calls=1):
+        to.run(loss, PARAMS, batch)
+
+
+@each_once("to, weight, came", ALL, WEIGHTS)
+def test_a_weight_is_a_real_number(to: Receiver, weight: Any, came: str) -> None:
+    loss = Loss(lambda p, b: pa.Weighted(squares(p, b), weight))
+    words = ("the weight of Weighted is " + came, "real 0-d tensor or a number", "mask")
+    with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):
+        to.run(loss, PARAMS, make_batch(2))
+
+
+@each_once("to, returns, came", ALL, NO_PAIRS)
+def test_a_loss_with_aux_is_a_pair(to: Receiver, returns: Any, came: str) -> None:
+    """``Weighted`` is a pair of another kind."""
+    loss = Loss(returns)
+    words = (f"the loss returned {came}", "has_aux=True", "(loss, aux)", "Weighted")
+    with refused(TypeError, *words, given=PARAMS, loss=loss, calls=1):
+        to.run(loss, PARAMS, make_batch(2), has_aux=True)
+
+
+@each_once("transform, returns, error, words", TRANSFORMS, BAD)
+def test_a_loss_that_is_not_cut_is_a_real_scalar(
+    transform: Any, returns: Any, error: Any, words: Any
+) -> None:
+    loss = Loss(returns)
+    with refused(error, *words, given=PARAMS, loss=loss, calls=1):
+        transform(loss)(PARAMS, make_batch(2))
+
+
+NET = torch.nn.Linear(2, 1)
+X = torch.ones(4, 2)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_loss_that_calls_the_module_itself_would_train_nothing(engine: Any, size: Any) -> None:
+    """The first mistake of a newcomer: a gradient of zero, step after step."""
+    params = pa.functional(NET).params
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return NET(x).square().mean()
+
+    words = "depends on none of the parameters", "calls a Linear with its own", "functional(net)"
+    with refused(ValueError, *words, given=(NET, params)):
+        pa.grad(loss, microbatch_size=size, engine=engine)(params, X)
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, engine=engine)
+    state = step.init(params)
+    with refused(ValueError, *words, given=(NET, state)):
+        step(state, X)
+
+
+DEPENDING: dict[str, Any] = {
+    "a constant": lambda p, x: torch.ones(()),
+    "a teacher": lambda p, x: (NET(x) - x @ p["weight"].T).square().mean(),
+    "functional_call": lambda p, x: torch.func.functional_call(NET, p, (x,)).square().mean(),
+    "a constant beside a call": lambda p, x: 0 * torch.func.functional_call(NET, p, (x,)).sum() + 1,
+    "a frozen module": lambda p, x: FROZEN(x).square().mean(),
+}
+FROZEN = torch.nn.Linear(2, 1).requires_grad_(False)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("name", DEPENDING)
+def test_losses_that_depend_on_their_parameters_may_call_modules(name: str, engine: Any) -> None:
+    params = pa.functional(NET).params
+    for size in (None, 2):
+        pa.grad(DEPENDING[name], microbatch_size=size, engine=engine)(params, X)
+        pa.value(lambda p, x: NET(x).square().mean(), microbatch_size=size)(params, X)
+
+
+# What an error of the loss itself is told --------------------------------------------------
+
+ROWS, PART = 16, 4
+W, WIDE, LABELS = torch.ones(3), torch.ones(ROWS, 3), torch.arange(ROWS) % 2
+FAIL: dict[str, Any] = {  # where y has 16 rows and x has 4
+    "arithmetic": lambda w, x, y: (x @ w - y).square().mean(),
+    "cross entropy": lambda w, x, y: nn.functional.cross_entropy(x * w, y),
+    "a mask": lambda w, x, y: (x @ w)[y > 0].mean(),
+    "stack": lambda w, x, y: torch.stack([x @ w, y.float()]).mean(),
+    "a sum of products": lambda w, x, y: torch.einsum("bi,i,b->", x, w, y.float()),
+    "a product": lambda w, x, y: ((x * w).T @ y.float()).sum(),
+    "vmap": lambda w, x, y: torch.func.vmap(lambda x, y: (x @ w) * y)(x, y).mean(),
+    "a pytree": lambda w, x, y: (x["x"] @ w - y["y"][0]).mean(),
+}
+
+
+def accumulated(loss: Any, *args: Any, **named: Any) -> Any:
+    acc = pa.accumulator(loss, has_aux=False)
+    return acc.update(acc.init(args[0]), args[0], tree_map(lambda x: x[:PART], args[1]), *args[2:])
+
+
+def stepped(loss: Any, *args: Any, **knobs: Any) -> Any:
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=PART, **knobs)
+    return step(step.init(args[0]), *args[1:])
+
+
+CALLS: dict[str, Any] = {
+    "grad": lambda f, *args: pa.grad(f, microbatch_size=PART)(*args),
+    "by autograd": lambda f, *args: pa.grad_and_value(f, microbatch_size=[PART] * 4, engine="auto")(
+        *args
+    ),
+    "value": lambda f, *args: pa.value(f, microbatch_size=PART)(*args),
+    "accumulator": accumulated,
+    "microbatch": lambda f, *args: pa.microbatch(f, microbatch_size=PART, reduce="sum")(*args),
+    "step": stepped,
+    "keys": lambda f, *args: stepped(lambda *its, keys: f(*its), *args, keys=True),
+    "policy": lambda f, *args: stepped(f, *args, policy=pa.Policy(compute=torch.float64)),
+    "vmap": lambda f, w, *args: torch.func.vmap(
+        lambda w: pa.grad(f, microbatch_size=PART)(w, *args)
+    )(torch.stack([w, w])),
+    "in one another": lambda f, w, x, y: pa.grad(
+        lambda w, x: pa.microbatch(f, microbatch_size=PART, reduce="mean")(w, x, y)
+    )(w, x),
+}
+
+
+def notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@each_once("call, loss", CALLS, FAIL)
+def test_a_loss_that_fails_on_rows_is_told_which_argument_may_be_a_batch(
+    call: Any, loss: Any
+) -> None:
+    x, y = ({"x": WIDE}, {"y": [LABELS]}) if loss is FAIL["a pytree"] else (WIDE, LABELS)
+    with unchanged((W, x, y)), pytest.raises(Exception, match=r"16") as caught:
+        call(loss, W, x, y)
+    (note,) = [note for note in notes_of(caught.value) if "batch_argnums" in note]
+    assert "argument 2 has 16 rows" in note
+    assert torch.isfinite(loss(W, x, y))
+
+
+def test_the_argument_may_have_a_name_and_the_batch_be_counted_from_behind() -> None:
+    loss = FAIL["arithmetic"]
+    named = lambda w, x, *, y: loss(w, x, y)  # noqa: E731
+    behind = lambda w, y, x: loss(w, x, y)  # noqa: E731
+    knobs: Any = {"microbatch_size": PART}
+    for call, words in (
+        (lambda: pa.grad(named, **knobs)(W, WIDE, y=LABELS), "argument 'y' has 16 rows"),
+        (lambda: pa.grad(behind, batch_argnums=-1, **knobs)(W, LABELS, WIDE), "argument 1 has 16"),
+        (
+            lambda: pa.microbatch(
+                lambda w, *, x, y: loss(w, x, y), batch_argnums=(), batch_argnames="x", **knobs
+            )(W, x=WIDE, y=LABELS),
+            "argument 'y' has 16 rows",
+        ),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert [words in note for note in notes_of(caught.value)] == [True]
+    by_name: Any = {"batch_argnums": (), "batch_argnames": ("x", "y"), "reduce": "mean"} | knobs
+    pa.microbatch(named, **by_name | {"batch_argnums": 1, "batch_argnames": "y"})(W, WIDE, y=LABELS)
+    pa.grad(loss, batch_argnums=(1, 2), **knobs)(W, WIDE, LABELS)
+
+
+SILENT: dict[str, Any] = {  # errors for other reasons
+    "a key": lambda w, x, y: {}["16"],
+    "shapes of its own": lambda w, x, y: x @ torch.ones(5),
+    "rows of its own": lambda w, x, y: x + torch.ones(7, 1),
+    "a number": lambda w, x, y: int("16 rows"),
+}
+
+
+@each_once("call, loss", CALLS, SILENT)
+def test_other_errors_of_a_loss_are_told_nothing(call: Any, loss: Any) -> None:
+    with pytest.raises(Exception, match=r".") as caught:
+        call(loss, W, WIDE, LABELS)
+    assert not notes_of(caught.value)
+
+
+LINEAR = pa.functional(torch.nn.Linear(3, 1, bias=False))
+AS_TENSOR: dict[str, Any] = {
+    "a method": lambda out, x: out.mean(),
+    "a difference": lambda out, x: (out - x).mean(),
+    "a difference from": lambda out, x: (x - out).mean(),
+    "a power": lambda out, x: (out**2).mean(),
+    "a function": lambda out, x: torch.mean(out),
+    "twice": lambda out, x: (out * 2).mean(),
+    "a loss": lambda out, x: nn.functional.mse_loss(out, x),
+    "its shape": lambda out, x: x.new_zeros(out.shape),
+}
+
+
+@each_once("call, use", CALLS, AS_TENSOR)
+def test_what_apply_returns_is_a_pair(call: Any, use: Any) -> None:
+    with pytest.raises((TypeError, AttributeError), match="tuple") as caught:
+        call(lambda p, x, y: use(LINEAR.apply({"weight": p[None]}, (), x), x), W, WIDE, LABELS)
+    (note,) = [note for note in notes_of(caught.value) if "pair" in note]
+    assert "out, new_buffers" in note

@@ -1,0 +1,79 @@
+"""The first call of a loss, which asks it, holds no more at its peak than one that does not ask.
+
+What is asked runs without recording, and is gone before the microbatch's own graph is there. A
+dispatch mode would see each tensor, and nobody asks under one: torch's profiler counts the bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pureaccum as pa
+from pureaccum._core import coupling
+
+
+pytestmark = [
+    pytest.mark.bounds,
+]
+PARTS, WIDTH = 4, 64
+STATE = torch.get_rng_state().numel()  # bytes of where a generator stands, which is kept
+
+
+def layers(*more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    each = (layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), *more))
+    return nn.Sequential(*each)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "float32": layers,
+    "dropout": lambda: layers(nn.Dropout(0.1)),  # asked where nothing is random
+    "bfloat16": lambda: layers().bfloat16(),  # asked in float64, too
+}
+
+
+def run_of(way: str, name: str, check: bool) -> Callable[[], object]:
+    net = NETWORKS[name]()
+    params = {key: p.detach() for key, p in net.named_parameters()}
+    x = torch.randn(64 * PARTS, WIDTH, dtype=next(net.parameters()).dtype)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return (functional_call(net, params, (x,)).float() ** 2).mean()
+
+    knobs: Any = {"microbatch_size": 64, "check": check}
+    if way == "value":
+        value = pa.value(loss, **knobs)
+        return lambda: value(params, x)
+    if way in ("auto", "func", "autograd"):
+        grad = pa.grad(loss, engine=way, **knobs)
+        return lambda: grad(params, x)
+    step = pa.make_step(loss, pa.sgd(0.1), donate=way == "donated step", **knobs)
+    state = step.init(params)
+    return lambda: step(state, x)
+
+
+def peak(run: Callable[[], object]) -> int:
+    """The most bytes of a CPU that were alive at once, beyond what was there before."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        run()
+    live = most = 0
+    events: list[Any] = [*profile.profiler.kineto_results.events()]  # pyright: ignore
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("way", ["value", "auto", "func", "autograd", "step", "donated step"])
+def test_the_first_call_holds_no_more_than_one_that_does_not_ask(way: str, name: str) -> None:
+    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]  # or it would not be the first
+    asking, plain = (peak(run_of(way, name, check)) for check in (True, False))
+    assert asking <= plain + STATE
+    assert plain > 4 * 64 * WIDTH  # it was measured

@@ -1,0 +1,193 @@
+"""Under every nest of transforms a microbatched function takes the memory of one microbatch.
+
+In bytes of tensors that are alive, at 64 microbatches and at 4 of the same size: the peak may grow
+by no more than a tenth, and by what inputs, outputs and cotangents take of themselves. Those are
+what the same nest takes of plain code around one layer.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+import pureaccum as pa
+from pureaccum._core.auto_size import counting
+
+
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
+WIDTH, SIZE, LAYERS = 48, 16, 6
+Params = list[Tensor]
+Loss = Callable[[Params, Tensor], Tensor]
+
+
+def network(params: Params, x: Tensor) -> Tensor:
+    for w in params:
+        x = torch.tanh(x @ w)
+    return x
+
+
+def one_layer(params: Params, x: Tensor) -> Tensor:
+    return torch.tanh(x @ sum(params))
+
+
+def rows(f: Any, cut: bool) -> Loss:
+    """Rows that plain code couples."""
+    f = pa.microbatch(f, microbatch_size=SIZE) if cut else f
+    return lambda params, x: (lambda z: z.square().mean() + z.mean(0).square().sum())(f(params, x))
+
+
+def sums(f: Any, cut: bool) -> Loss:
+    """A function of sums, of which two are coupled."""
+
+    def of(params: Params, x: Tensor) -> Any:
+        z = f(params, x)
+        return z.sum(0), z.square().sum()
+
+    g = pa.microbatch(of, microbatch_size=SIZE, reduce="sum") if cut else of
+    return lambda params, x: (lambda s, q: s.square().sum() * q)(*g(params, x))
+
+
+def totals(f: Any, cut: bool) -> Loss:
+    """Two numbers, so that the gradient of neither is taken while it is computed."""
+
+    def of(params: Params, x: Tensor) -> Any:
+        z = f(params, x)
+        return z.sum(), z.square().sum()
+
+    g = pa.microbatch(of, microbatch_size=SIZE, reduce="sum") if cut else of
+    return lambda params, x: (lambda s, q: s * q)(*g(params, x))
+
+
+def captured(f: Any, cut: bool) -> Loss:
+    """Rows, of parameters from the closure."""
+
+    def loss(params: Params, x: Tensor) -> Tensor:
+        def of(x: Tensor) -> Tensor:
+            return f(params, x)
+
+        z = pa.microbatch(of, microbatch_size=SIZE, batch_argnums=0)(x) if cut else of(x)
+        return z.square().mean() + z.mean(0).square().sum()
+
+    return loss
+
+
+def square(tree: Any) -> Tensor:
+    return sum(x.square().sum() for x in tree)
+
+
+def tangent(params: Params) -> Params:
+    return [w.cos() for w in params]
+
+
+def backward(f: Loss, params: Params, x: Tensor, create_graph: bool = False) -> Any:
+    leaves = [w.clone().requires_grad_() for w in params]
+    rows = x.clone().requires_grad_()
+    return torch.autograd.grad(f(leaves, rows), [*leaves, rows], create_graph=create_graph)
+
+
+def meta(f: Loss, params: Params, x: Tensor, gradient: Any) -> Any:
+    def after(params: Params) -> Tensor:
+        grads = gradient(f)(params, x)
+        return f([w - 0.1 * g for w, g in zip(params, grads, strict=True)], x)
+
+    return grad(after)(params)
+
+
+def meta_step(f: Loss, params: Params, x: Tensor) -> Any:
+    """The gradient of one step of ``make_step``, with respect to its start."""
+    step = pa.make_step(f, pa.adamw(0.1))
+    return grad(lambda params: f(step(step.init(params), x)[0].params, x))(params)
+
+
+NESTS: dict[str, Callable[[Loss, Params, Tensor], Any]] = {
+    "value": lambda f, p, x: f(p, x),
+    "grad": lambda f, p, x: grad(f)(p, x),
+    "grad of both": lambda f, p, x: grad(f, (0, 1))(p, x),
+    "jvp": lambda f, p, x: jvp(lambda p: f(p, x), (p,), (tangent(p),)),
+    "backward": backward,
+    "pa.grad": lambda f, p, x: pa.grad(f)(p, x),
+    "grad of pa.value": lambda f, p, x: grad(pa.value(f))(p, x),
+    "grad of grad": lambda f, p, x: grad(lambda p: square(grad(f)(p, x)))(p),
+    "grad of pa.grad": lambda f, p, x: grad(lambda p: square(pa.grad(f)(p, x)))(p),
+    "jvp of grad": lambda f, p, x: jvp(lambda p: grad(f)(p, x), (p,), (tangent(p),)),
+    "vjp of grad": lambda f, p, x: vjp(lambda p: grad(f)(p, x), p)[1](tangent(p)),
+    "grad of jvp": lambda f, p, x: grad(lambda p: jvp(lambda p: f(p, x), (p,), (tangent(p),))[1])(
+        p
+    ),
+    "vmap of grad": lambda f, p, x: vmap(lambda s: grad(f)([w * s for w in p], x))(torch.ones(2)),
+    "backward of backward": lambda f, p, x: backward(
+        lambda p, x: square(backward(f, p, x, create_graph=True)), p, x
+    ),
+    "meta-gradient": lambda f, p, x: meta(f, p, x, grad),
+    "meta-gradient by pa.grad": lambda f, p, x: meta(f, p, x, pa.grad),
+    "meta-gradient of a step": meta_step,
+    "third order": lambda f, p, x: grad(lambda p: square(grad(lambda p: square(grad(f)(p, x)))(p)))(
+        p
+    ),
+}
+
+
+def peak(nest: str, loss: Loss, pieces: int) -> int:
+    torch.manual_seed(0)
+    params = [torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(LAYERS)]
+    x = torch.randn(pieces * SIZE, WIDTH)
+    with counting() as live:
+        NESTS[nest](loss, params, x)
+    return live.peak
+
+
+def grows(nest: str, form: Any, cut: bool) -> bool:
+    """Beyond the law."""
+    plain = form(one_layer, cut=False)
+    of_themselves = peak(nest, plain, 64) - peak(nest, plain, 4)
+    here = form(network, cut)
+    return peak(nest, here, 64) > 1.1 * peak(nest, here, 4) + of_themselves
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [pytest.param(it, marks=pytest.mark.slow if i % 2 else ()) for i, it in enumerate(NESTS)],
+)
+@pytest.mark.parametrize(
+    "form", [rows, *(pytest.param(f, marks=pytest.mark.slow) for f in (sums, captured))]
+)
+def test_a_nest_of_transforms_takes_the_memory_of_one_microbatch(nest: str, form: Any) -> None:
+    assert not grows(nest, form, cut=True)
+
+
+def test_a_function_of_two_numbers_takes_the_memory_of_one_microbatch() -> None:
+    assert not grows("backward", totals, cut=True)
+    assert grows("backward", totals, cut=False)  # the control
+
+
+@pytest.mark.parametrize("nest", [name for name in NESTS if name not in ("value", "jvp")])
+def test_the_whole_batch_takes_more(nest: str) -> None:
+    """The control: the same nest of the function that is not cut fails the law."""
+    assert grows(nest, rows, cut=False)
+
+
+def test_rows_that_are_views_keep_nothing_of_what_they_are_views_of() -> None:
+    """Rows of a few bytes, each of which lies in the memory of a whole activation."""
+    first = pa.microbatch(lambda x: (x * 2)[:, :1], microbatch_size=8, batch_argnums=0)
+    one, x = 8 * 4096 * 4, torch.ones(32 * 8, 4096)
+    with counting() as live, torch.no_grad():
+        first(x)
+    assert live.peak <= 2 * one
+
+
+def test_gradients_of_a_microbatch_are_gone_while_the_next_one_is_computed() -> None:
+    """Small ones, too, which are added together."""
+    w, alive = torch.ones(13, 17, requires_grad=True), list[int]()
+
+    def of(w: Tensor, x: Tensor) -> Tensor:
+        tensors = (y for y in gc.get_objects() if type(y) is Tensor)
+        alive.append(sum(y.shape == w.shape for y in tensors))
+        return x @ w
+
+    pa.microbatch(of, microbatch_size=2)(w, torch.ones(10, 13)).sum().backward()
+    second, *others = alive[-4:]  # the first one's gradients are the sums
+    assert others == [second] * 3

@@ -1,0 +1,285 @@
+"""The first microbatch of a loss is run once more, observed, and nothing of that run is left."""
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import pureaccum as pa
+from pureaccum._base.torch_internals import dispatched
+from pureaccum._core.writes import unguarded
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.refusals import saying
+
+
+pytestmark = [pytest.mark.purity, pytest.mark.promise("purity")]
+
+X = torch.linspace(-1, 1, 24).reshape(6, 4)
+W = torch.linspace(0.5, 1.5, 4)
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def _stream(loss: Loss) -> Any:
+    step = pa.make_step(loss, pa.sgd(0.1))
+    state = step.init(W)
+    window = step.begin(state)
+    for part in X.split(2):
+        window = step.update(state, window, part)
+    return step.apply(state, window)
+
+
+CALLS: dict[str, Callable[[Loss], Any]] = {
+    "func": lambda f: pa.grad_and_value(f, microbatch_size=2)(W, X),
+    "autograd": lambda f: pa.grad_and_value(f, microbatch_size=2, engine="autograd")(W, X),
+    "whole": lambda f: pa.grad_and_value(f)(W, X),
+    "value": lambda f: pa.value(f, microbatch_size=2)(W, X),
+    "step": lambda f: (step := pa.make_step(f, pa.sgd(0.1), microbatch_size=2))(step.init(W), X),
+    "stream": _stream,
+    "budget": lambda f: (
+        step := pa.make_step(f, pa.sgd(0.1), microbatch_size="auto", memory_budget=10**6)
+    )(step.init(W), X),
+    "samples": lambda f: pa.per_sample_grad(f, keep_batch_dim=True, engine="autograd")(W, X),
+    "primitive": lambda f: torch.func.grad(
+        lambda w: pa.microbatch(f, microbatch_size=2, reduce="sum")(w, X)
+    )(W),
+    "backward": lambda f: by_autograd(pa.microbatch(f, microbatch_size=2, reduce="sum")),
+    "remat": lambda f: by_autograd(pa.remat(f)),
+    "under vmap": lambda f: torch.func.vmap(
+        lambda w: pa.grad(f, microbatch_size=2)(w, X), randomness="same"
+    )(torch.stack([W, 2 * W])),
+}
+calls = pytest.mark.parametrize("call", CALLS)
+
+
+def by_autograd(f: Loss) -> Tensor:
+    w = W.clone().requires_grad_()
+    return torch.autograd.grad(f(w, X), w)[0]
+
+
+@calls
+def test_random_numbers_are_drawn_as_if_the_loss_were_called_once(call: str) -> None:
+    """From torch's generator, one that the loss holds, Python's and numpy's."""
+    own = torch.Generator()
+
+    def made() -> Loss:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            mask = torch.rand(4) + torch.rand(4, generator=own)
+            return (w * x * mask).square().mean() * random.random() * np.random.rand()
+
+        return loss
+
+    def run(loss: Loss) -> Any:
+        torch.manual_seed(0)
+        own.manual_seed(1)
+        random.seed(2)
+        np.random.seed(3)
+        out = CALLS[call](loss)
+        states = torch.get_rng_state(), own.get_state(), torch.tensor(np.random.get_state()[1])
+        return out, states, torch.tensor(random.getstate()[1], dtype=torch.int64)
+
+    loss = made()
+    with unguarded():
+        expected = run(made())
+    if call == "budget":  # a size that is tried again begins with the generators of torch alone
+        return
+    for _ in range(2):
+        assert_trees_bitwise_equal(run(loss), expected)
+
+
+class Counting(nn.Module):
+    """Counts its calls in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x.shape
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("by", ["functional", "captured"])
+def test_attributes_of_modules_are_assigned_as_if_the_loss_were_called_once(by: str) -> None:
+    net = Counting()
+    fn = pa.functional(net)
+    if by == "captured":  # else the call is made again, to follow what is captured
+        net.requires_grad_(False)
+
+    def loss(w: Any, x: Tensor) -> Tensor:
+        out = fn.apply(w, (), x)[0] if by == "functional" else net(x) * w["linear.bias"]
+        return out.square().mean() + len(net.last)
+
+    for i in range(1, 3):
+        pa.grad(loss, microbatch_size=2)(fn.params, X)
+        assert net.calls == 3 * i
+
+
+def test_the_first_call_of_a_functional_is_one_call() -> None:
+    """It is observed, to see whether it leads back to the module itself."""
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), Counting())
+    fn, states = pa.functional(net), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        states.append((fn.apply(fn.params, fn.buffers, X), fn.buffers, torch.get_rng_state()))
+    assert_trees_bitwise_equal(*states)
+    assert net[2].calls == 2
+
+
+class BoomError(Exception):
+    pass
+
+
+@calls
+def test_an_error_of_the_loss_is_that_of_the_run_that_counts(call: str) -> None:
+    raised: list[BoomError] = []
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        raised.append(BoomError())
+        raise raised[-1]
+
+    with pytest.raises(BoomError) as caught:
+        CALLS[call](loss)
+    assert caught.value is raised[-1]
+    assert caught.value.__context__ is None
+
+
+@calls
+def test_a_loss_that_fails_where_it_is_observed_is_guarded_by_versions(call: str) -> None:
+    if call == "budget":
+        pytest.skip("nobody can count what is not to be observed")
+
+    def made(writes: bool) -> Loss:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            if dispatched():
+                raise BoomError
+            if writes:
+                x.add_(1)
+            return (w * x).square().mean()
+
+        return loss
+
+    loss = made(writes=False)
+    with unguarded():
+        expected = CALLS[call](made(writes=False))
+    for _ in range(2):
+        assert_trees_bitwise_equal(CALLS[call](loss), expected)
+    before = X.clone()
+    try:
+        with pytest.raises(RuntimeError, match=r"in.place"):  # ours, or what torch.func says
+            CALLS[call](made(writes=True))
+    finally:
+        X.copy_(before)
+
+
+def test_a_module_that_fails_where_it_is_observed_is_called_itself() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if dispatched():
+                raise BoomError
+            return super().forward(x)
+
+    net = Fails(4, 2)
+    fn = pa.functional(net)
+    other = {name: 2 * x for name, x in fn.params.items()}
+    for _ in range(2):
+        got, _ = fn.apply(other, (), X)
+        assert_trees_bitwise_equal(got, torch.func.functional_call(net, other, (X,)))
+
+
+@pytest.mark.parametrize("call", ["autograd", "value", "step", "stream", "budget", "backward"])
+def test_a_loss_that_catches_the_refusal_of_a_write_is_refused_all_the_same(call: str) -> None:
+    """Nobody would refuse the write where it counts."""
+    held = torch.zeros(4)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            held.data.add_(1)
+        return (w * x).square().mean()
+
+    with unchanged(held), saying(RuntimeError, "writes to", "shape (4,)"):
+        CALLS[call](loss)
+
+
+class Operations(TorchDispatchMode):
+    """Notes what it sees, as a counter of operations does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@calls
+def test_a_dispatch_mode_around_sees_a_loss_once(call: str) -> None:
+    loss = lambda w, x: (w * x).square().mean()  # noqa: E731
+    if call == "budget":
+        pytest.skip("a run that is counted is another one")
+    seen: list[list[Any]] = []
+    for _ in range(2):
+        with Operations() as operations:
+            CALLS[call](loss)
+        seen.append([x for x in operations.seen if "square" in str(x) or "pow" in str(x)])
+    assert seen[0] == seen[1] != []
+
+
+def test_a_kind_that_nobody_could_observe_is_observed_the_next_time() -> None:
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        if len(noted) == 1:
+            held.data.add_(1)
+        return (w * x).square().mean()
+
+    held, noted = torch.zeros(4), list[int]()
+    with Operations():
+        pa.value(loss, microbatch_size=6)(W, X)
+    noted.append(1)
+    with unchanged(held), saying(RuntimeError, "writes to"):
+        pa.value(loss, microbatch_size=6)(W, X)
+
+
+def test_a_checkpoint_around_does_not_count_what_the_observed_run_saves() -> None:
+    rows = lambda w, x: (w * x).sin().sum()  # noqa: E731
+    loss = pa.microbatch(rows, microbatch_size=2, reduce="sum")
+    w = W.clone().requires_grad_()
+    checkpoint(loss, w, X, use_reentrant=False).backward()
+    assert_trees_bitwise_equal(w.grad, by_autograd(loss))
+
+
+class Holding(nn.Module):
+    """Checkpoints another module, or only calls it."""
+
+    def __init__(self, net: nn.Module, on: bool) -> None:
+        super().__init__()
+        self.net, self.on = net, on
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.net, x, use_reentrant=False) if self.on else self.net(x)
+
+
+def test_a_checkpoint_inside_is_recomputed_with_the_right_parameters() -> None:
+    """Also where a loss makes other tensors of them at each call."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    params = {k: 2 * v.detach() for k, v in net.named_parameters()}
+
+    def loss_of(module: nn.Module) -> Loss:
+        def loss(p: Any, x: Tensor) -> Tensor:
+            halved = {f"net.{name}": 0.5 * value for name, value in p.items()}
+            return torch.func.functional_call(module, halved, (x,)).mean()
+
+        return loss
+
+    got, want = (
+        pa.grad(loss_of(Holding(net, on)), microbatch_size=2, engine="autograd")(params, X)
+        for on in (True, False)
+    )
+    assert_trees_bitwise_equal(got, want)

@@ -1,0 +1,228 @@
+"""Random programs beside plain torch: nests of transforms and tracers around nests of microbatches.
+
+    program = around(... outer(cut(inner(w, rows)), w) ...)
+
+Each is built once, for a ``cut`` that is microbatched or plain. What comes out is the same number,
+or an error; every polynomial in it has small whole coefficients, and float64 rounds the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import functionalize, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pureaccum as pa
+from tests.draws import examples, generator
+
+
+pytestmark = [
+    pytest.mark.transforms,
+    pytest.mark.promise("closure"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node"),
+    pytest.mark.filterwarnings("ignore:Using backward"),
+]
+W, V, U = (torch.randn(3, 3, generator=generator(i), dtype=torch.float64) for i in range(3))
+X = torch.randn(7, 3, generator=generator(3), dtype=torch.float64)
+C = torch.tensor(0.7, dtype=torch.float64)
+Point = Callable[[Tensor], Tensor]  # a function of w alone, to a tensor
+
+
+class Scaling(TorchFunctionMode):
+    """Another tanh: what a function gives under this mode is not what it gives without."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.5 if func in (torch.tanh, Tensor.tanh) else out
+
+
+class Shifting(TorchDispatchMode):
+    """The same below autograd."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out + 0.25 if func is torch.ops.aten.sin.default else out
+
+
+# What is cut: a function of (w, rows), and what becomes of its output.
+PIECES: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "rows": ("concat", lambda w, x: torch.tanh(x @ w)),
+    "sum": ("sum", lambda w, x: (torch.sin(x @ w) * x).sum(0)),
+    "total": ("sum", lambda w, x: (torch.tanh(x @ w) ** 2).sum()),
+    "pair": (("concat", "sum"), lambda w, x: (x @ w, torch.sin(x @ w).sum())),
+    "inner gradient": ("concat", lambda w, x: vmap(grad(lambda r: (r @ w).tanh().sum()))(x)),
+}
+INPUTS = ("w", "rows", "captured")
+
+
+def cut(piece: str, size: int | None, by: Tensor | float = 1.0) -> Callable[..., Tensor]:
+    """A piece over all rows, in one tensor; it captures what its weight is multiplied by."""
+    reduce, func = PIECES[piece]
+
+    def scaled(w: Tensor, x: Tensor) -> Any:
+        return func(w * by, x)
+
+    def joined(w: Tensor, x: Tensor) -> Tensor:
+        whole = scaled
+        if size is not None:
+            whole = pa.microbatch(scaled, microbatch_size=size, reduce=reduce)
+        out = whole(w, x)
+        return torch.cat([each.flatten() for each in out]) if isinstance(out, tuple) else out
+
+    return joined
+
+
+def program(pieces: Sequence[str], wrt: str, size: int | None) -> Point:
+    """Pieces after one another, as a function of one thing that they depend on."""
+
+    def of(p: Tensor) -> Tensor:
+        w = p if wrt == "w" else W
+        x = X @ p if wrt == "rows" else X
+        total = torch.zeros((), dtype=torch.float64)
+        for piece in pieces:
+            out = cut(piece, size, p if wrt == "captured" else 1.0)(w, x)
+            total = total + (out * out).sum() * C
+            x = x + out if out.shape == x.shape else x * torch.cos(total)
+        return total
+
+    return of
+
+
+def pushed(f: Point, w: Tensor) -> Tensor:
+    _, push = linearize(f, w)
+    return torch.stack([push(V), push(U), push(V)])
+
+
+def by_backward(f: Point, w: Tensor) -> Tensor:
+    w = w.clone().requires_grad_()
+    return torch.autograd.grad(f(w), w)[0]
+
+
+def twice(f: Point, w: Tensor) -> Tensor:
+    w = w.clone().requires_grad_()
+    (g,) = torch.autograd.grad(f(w), w, create_graph=True)
+    return torch.autograd.grad((g * V).sum(), w)[0]
+
+
+def later(mode: type, f: Point, w: Tensor) -> Tensor:
+    """A backward pass outside of a mode that was around the forward pass."""
+    w = w.clone().requires_grad_()
+    with mode():
+        out = f(w)
+    return torch.autograd.grad(out, w)[0]
+
+
+def within(mode: type, f: Point, w: Tensor) -> Tensor:
+    with mode():
+        return by_backward(f, w)
+
+
+# What is done with such a function at a point.
+ENDS: dict[str, Callable[[Point, Tensor], Tensor]] = {
+    "value": lambda f, w: f(w),
+    "grad": lambda f, w: grad(f)(w),
+    "jvp": lambda f, w: jvp(f, (w,), (V,))[1],
+    "hvp": lambda f, w: jvp(grad(f), (w,), (V,))[1],
+    "vhp": lambda f, w: vjp(grad(f), w)[1](V)[0],
+    "jacfwd": lambda f, w: jacfwd(f)(w),
+    "jacrev": lambda f, w: jacrev(f)(w),
+    "vmap(grad)": lambda f, w: vmap(grad(f))(torch.stack([w, V])),
+    "backward": by_backward,
+    "twice": twice,
+    "linearize": pushed,
+    "linearize(grad)": lambda f, w: pushed(grad(f), w),
+}
+# What is put around that, or around the function itself.
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda f: f,
+    "make_fx": lambda f: lambda w: make_fx(f)(V)(w),
+    "functionalize": functionalize,
+    "jvp": lambda f: lambda w: jvp(f, (w,), (U,))[1],
+    "vmap": lambda f: lambda w: vmap(f)(torch.stack([w, U])),
+}
+MODES: dict[str, Any] = {"within": within, "later": later}
+
+
+def compared(came: Callable[[], Tensor], want: Callable[[], Tensor], name: str) -> None:
+    """The numbers of plain torch, to half of the digits, or an error where torch has none."""
+    try:
+        expected = want()
+    except Exception:  # torch itself refuses this nest
+        return
+    found = came()
+    size = expected.norm() + 1
+    assert (found - expected).norm() <= 2.0**-26 * size, name
+
+
+programs = st.lists(st.sampled_from([*PIECES]), min_size=1, max_size=2)
+
+
+@examples(0.3)
+@given(
+    programs,
+    st.sampled_from(INPUTS),
+    st.integers(1, 7),
+    st.sampled_from([*ENDS]),
+    st.sampled_from([*AROUND]),
+)
+@pytest.mark.slow
+def test_a_program_under_transforms_and_tracers(
+    pieces: list[str], wrt: str, size: int, end: str, around: str
+) -> None:
+    by = lambda size: AROUND[around](  # noqa: E731
+        lambda w: ENDS[end](program(pieces, wrt, size), w)
+    )(W)
+    compared(lambda: by(size), lambda: by(None), f"{pieces} {wrt} {size} {end} {around}")
+
+
+@examples(0.3)
+@given(
+    programs, st.sampled_from(INPUTS), st.integers(1, 7), st.sampled_from([*MODES]), st.booleans()
+)
+@pytest.mark.slow
+def test_a_program_under_a_mode_that_changes_numbers(
+    pieces: list[str], wrt: str, size: int, way: str, below: bool
+) -> None:
+    mode = Shifting if below else Scaling
+    by = lambda size: MODES[way](mode, program(pieces, wrt, size), W)  # noqa: E731
+    compared(lambda: by(size), lambda: by(None), f"{pieces} {wrt} {size} {way} {below}")
+
+
+# A step, differentiated, traced or with a history, beside the same by hand.
+
+
+def steps(size: int | None, count: int) -> Point:
+    def loss(w: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        return (torch.tanh(x @ w) - t).square().sum()
+
+    def by_hand(p: Tensor) -> Tensor:
+        w, momentum = W, torch.zeros_like(W)
+        for _ in range(count):
+            g = grad(loss)(w, X, p[0])
+            momentum = 0.5 * momentum + g
+            w = w - 0.1 * momentum
+        return (w * w).sum()
+
+    def by_steps(p: Tensor) -> Tensor:
+        step = pa.make_step(loss, pa.sgd(0.1, momentum=0.5), microbatch_size=size, reduction="sum")
+        state = step.init(W)
+        for _ in range(count):
+            state, _ = step(state, X, p[0])
+        return (state.params * state.params).sum()
+
+    return by_hand if size is None else by_steps
+
+
+@examples(0.2)
+@given(st.integers(1, 7), st.integers(1, 2), st.sampled_from([*ENDS]), st.sampled_from([*AROUND]))
+@pytest.mark.slow
+def test_steps_under_transforms_and_tracers(size: int, count: int, end: str, around: str) -> None:
+    by = lambda size: AROUND[around](lambda w: ENDS[end](steps(size, count), w))(W)  # noqa: E731
+    compared(lambda: by(size), lambda: by(None), f"{size} {count} {end} {around}")

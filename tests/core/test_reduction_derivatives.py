@@ -1,0 +1,321 @@
+"""Every reduction over microbatches has its derivatives, at every order and by every transform.
+
+What ``pa.microbatch`` returns is compared with the same reduction of a list of outputs, written in
+plain torch: ``torch.stack(outs).sum(0)``, ``.amax(0)``, ``outs[-1]``. Both sides are float64, and
+the bound leaves six digits for two graphs of one function.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from optree import tree_leaves
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import compositions, seeds
+from tests.core.test_microbatch_closure import BOUND, near
+from tests.draws import examples, generator
+
+
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
+ROWS = 5
+cuts = compositions(ROWS)
+Reduced = Callable[[Callable[..., Tensor], Any, Sequence[int]], Callable[..., Tensor]]
+
+# What each word means, of the outputs of all microbatches and the rows of each.
+PLAIN: dict[str, Callable[[list[Any], Tensor], Tensor]] = {
+    "concat": lambda outs, _: torch.cat(outs),
+    "stack": lambda outs, _: torch.stack(outs),
+    "sum": lambda outs, _: torch.stack(outs).sum(0),
+    "mean": lambda outs, n: torch.einsum(
+        "p...,p->...", torch.stack(outs), (n / n.sum()).to(outs[0])
+    ),
+    "max": lambda outs, _: torch.stack(outs).amax(0),
+    "min": lambda outs, _: torch.stack(outs).amin(0),
+    "last": lambda outs, _: outs[-1],
+    "Weighted": lambda outs, n: torch.stack(outs).sum(0) / n.sum(),
+}
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {  # of the rows and three columns of a microbatch
+    "()": lambda h: h.sum(),
+    "(1,)": lambda h: h.sum().view(1),
+    "(3,)": lambda h: h.sum(0),
+    "rows": lambda h: h.sum(1),
+    "rows of 3": lambda h: h,
+}
+BEST = pa.Reducer(
+    lambda like: like.new_full((), -torch.inf),
+    lambda state, values, _: torch.maximum(state, values.amax()),
+    torch.maximum,
+    lambda state: state,
+)
+
+
+def columns(w: Tensor, x: Tensor, kind: str) -> Tensor:
+    """Three smooth columns for each row."""
+    h = x.to(w.dtype) @ w
+    h = torch.stack([h.sin() + 2 * h.conj(), h * h, h * w[0].cos()], 1)
+    return torch.exp(1j * h) if kind == "complex" else h
+
+
+def microbatched(func: Callable[..., Tensor], word: str, sizes: Sequence[int]) -> Any:
+    if word == "Weighted":
+        weighted = lambda w, x: pa.Weighted(func(w, x), len(x))  # noqa: E731
+        return pa.microbatch(weighted, microbatch_size=sizes)
+    return pa.microbatch(func, microbatch_size=sizes, reduce=word)
+
+
+def plainly(func: Callable[..., Tensor], word: str, sizes: Sequence[int]) -> Any:
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        outs = [func(w, part) for part in x.split(list(sizes))]
+        return PLAIN[word](outs, torch.tensor(sizes, dtype=torch.float64))
+
+    return run
+
+
+def beside(func: Callable[..., Tensor], word: str, sizes: Sequence[int], other: str) -> Any:
+    """The reduction beside another output: a count it is divided by, or what is not followed."""
+
+    def pair(w: Tensor, x: Tensor) -> Any:
+        total = func(w, x)
+        out = pa.Weighted(total, len(x)) if word == "Weighted" else total
+        of_rows = (x @ x.new_ones(3)) * w.real[1]
+        return out, {"count": (x[:, 0] > 0).sum(), "max": of_rows.amax(), "Reducer": of_rows}[other]
+
+    first = "sum" if word == "Weighted" else word
+    words = first, {"count": "sum", "max": "max", "Reducer": BEST}[other]
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        total, second = pa.microbatch(pair, microbatch_size=sizes, reduce=words)(w, x)
+        return total / (second + 1) if other == "count" else total * second.detach().cos()
+
+    return run
+
+
+def beside_plainly(func: Callable[..., Tensor], word: str, sizes: Sequence[int], other: str) -> Any:
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        total = plainly(func, word, sizes)(w, x)
+        largest = ((x @ x.new_ones(3)) * w.real[1]).amax().detach()
+        return total / ((x[:, 0] > 0).sum() + 1) if other == "count" else total * largest.cos()
+
+    return run
+
+
+def inside(func: Callable[..., Tensor], word: str, reduced: Reduced) -> Callable[..., Tensor]:
+    """A function that calls a reduction of its own rows, one microbatch a row."""
+
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        return func(w, x) * number(reduced(func, word, [1] * len(x))(w, x)).sin()
+
+    return run
+
+
+def real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def number(t: Tensor) -> Tensor:
+    t = real(t).flatten()
+    return (t.sin() * torch.arange(1.0, len(t) + 1).to(t).cos()).sum()
+
+
+def like(t: Tensor) -> Tensor:
+    """A direction, or a cotangent, that depends on nothing that is followed."""
+    return torch.linspace(0.5, 2, t.numel(), dtype=torch.float64).view(t.shape).to(t) * (
+        1 - 0.5j if t.is_complex() else 1
+    )
+
+
+def backward(f: Any, p: Tensor) -> Tensor:
+    p = p.detach().requires_grad_()
+    return torch.autograd.grad(number(f(p)), p)[0]
+
+
+def double_backward(f: Any, p: Tensor) -> Tensor:
+    p = p.detach().requires_grad_()
+    first = torch.autograd.grad(number(f(p)), p, create_graph=True)[0]
+    return torch.autograd.grad(number(first), p)[0]
+
+
+def dual_numbers(f: Any, p: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(p, like(p)))).tangent
+
+
+FACTORS = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+OPERATORS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad": lambda f, p: grad(lambda p: number(f(p)))(p),
+    "vjp": lambda f, p: vjp(f, p)[1](like(f(p)))[0],
+    "jvp": lambda f, p: jvp(f, (p,), (like(p),))[1],
+    "backward": backward,
+    "double backward": double_backward,
+    "dual numbers": dual_numbers,
+    "jvp of grad": lambda f, p: jvp(grad(lambda p: number(f(p))), (p,), (like(p),))[1],
+    "grad of jvp": lambda f, p: grad(lambda p: number(jvp(f, (p,), (like(p),))[1]))(p),
+    "grad of grad": lambda f, p: grad(lambda p: number(grad(lambda p: number(f(p)))(p)))(p),
+    "jvp of jvp": lambda f, p: jvp(lambda p: jvp(f, (p,), (like(p),))[1], (p,), (like(p),))[1],
+    "vmap": lambda f, p: vmap(lambda k: f(p * k))(FACTORS),
+    "vmap of grad": lambda f, p: vmap(lambda k: grad(lambda p: number(f(p)))(p * k))(FACTORS),
+    "vmap of hvp": lambda f, p: vmap(
+        lambda k: jvp(grad(lambda p: number(f(p))), (p * k,), (like(p) * k,))[1]
+    )(FACTORS),
+}
+JACOBIANS: dict[str, Callable[[Any, Tensor], Any]] = {  # which torch has for real tensors
+    "jacrev": lambda f, p: jacrev(lambda p: real(f(p)))(p),
+    "jacfwd": lambda f, p: jacfwd(lambda p: real(f(p)))(p),
+    "hessian": lambda f, p: hessian(lambda p: number(f(p)))(p),
+    "jacfwd twice": lambda f, p: jacfwd(jacfwd(lambda p: number(f(p))))(p),
+    "jacrev twice": lambda f, p: jacrev(jacrev(lambda p: number(f(p))))(p),
+}
+ALL = OPERATORS | JACOBIANS
+FORMS = ("alone", "nested", "count", "max", "Reducer")
+
+
+def compare(
+    name: str, word: str, shape: str, kind: str, form: str, by: str, cut: list[int], seed: int
+) -> None:
+    g = generator(seed)
+    x = torch.randn(ROWS, 3, generator=g, dtype=torch.float64) / 2
+    dtype = torch.complex128 if kind == "complex input" else torch.float64
+    w = torch.randn(3, generator=g, dtype=dtype) / 2
+    func = lambda w, x: SHAPES[shape](columns(w, x, kind))  # noqa: E731
+
+    def of(reduced: Reduced, pair: Any) -> Callable[[Tensor], Tensor]:
+        if form in ("alone", "nested"):
+            run = reduced(inside(func, word, reduced) if form == "nested" else func, word, cut)
+        else:
+            run = pair(func, word, cut, form)
+        return (lambda p: run(p, x)) if by == "shared" else (lambda p: run(w, p))
+
+    p = w if by == "shared" else x
+    near(ALL[name](of(microbatched, beside), p), ALL[name](of(plainly, beside_plainly), p))
+
+
+@pytest.mark.parametrize("name", ALL)
+@examples(2 / 5, fewest=50)  # 40 ms each
+@given(st.data(), st.sampled_from([*PLAIN]), cuts, seeds())
+def test_a_reduction_has_the_derivatives_of_plain_code(
+    name: str, data: st.DataObject, word: str, cut: list[int], seed: int
+) -> None:
+    """Of whatever shape, real or complex, in another one, and beside what is not followed."""
+    by = data.draw(st.sampled_from(["shared", "rows"]))
+    shapes = [s for s in SHAPES if s.startswith("rows") == (word == "concat")]
+    shape = data.draw(st.sampled_from(shapes if word != "Weighted" else ["()"]))
+    kinds = ["real", "complex"] if word not in ("max", "min", "Weighted") else ["real"]
+    if len(kinds) == 2 and name in OPERATORS and by == "shared":
+        kinds.append("complex input")
+    kind = data.draw(st.sampled_from(kinds))
+    compare(name, word, shape, kind, data.draw(st.sampled_from(FORMS)), by, cut, seed)
+
+
+# Programs that came out wrong, or did not run -------------------------------------------------
+
+
+PROGRAMS = {  # word, shape, kind, form
+    "one number of the last microbatch": ("last", "()", "real", "alone"),
+    "a complex number, summed": ("sum", "()", "complex", "alone"),
+    "a complex number of complex numbers": ("mean", "()", "complex input", "alone"),
+    "a sum over tokens, and their number": ("sum", "()", "real", "count"),
+    "a total in a microbatched function": ("sum", "()", "real", "nested"),
+    "a maximum that is logged": ("sum", "()", "real", "max"),
+    "a reducer that is logged": ("sum", "(3,)", "real", "Reducer"),
+}
+
+
+@pytest.mark.parametrize("name", ["grad", "jvp", "double backward", "vmap of hvp", "hessian"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_the_derivatives_of_plain_code(program: str, name: str) -> None:
+    word, shape, kind, form = PROGRAMS[program]
+    if kind != "complex input" or name in OPERATORS:
+        compare(name, word, shape, kind, form, "shared", [2, 2, 1], 0)
+
+
+@pytest.mark.parametrize("name", ["hessian", "jvp of grad", "jacrev twice", "jacfwd twice"])
+def test_a_total_of_rows_that_a_microbatched_function_moves(name: str) -> None:
+    """What is differentiated reaches the total through its rows alone."""
+    g = generator(0)
+    x, w, b = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((4, 3), (3, 3), (3,)))
+
+    def of(total: Any, cut: Any) -> Callable[[Tensor], Tensor]:
+        def part(b: Tensor, rows: Tensor) -> Tensor:
+            moved = rows + b
+            return (moved * torch.tanh(total(w, moved))).sum(0)
+
+        return lambda b: cut(part)(b, x)
+
+    plain = lambda w, rows: (rows @ w).sin().sum()  # noqa: E731
+    micro = of(
+        pa.microbatch(plain, microbatch_size=1, reduce="sum"),
+        lambda part: pa.microbatch(part, microbatch_size=3, reduce="sum"),
+    )
+    cut = of(plain, lambda part: lambda b, x: part(b, x[:3]) + part(b, x[3:]))
+    near(ALL[name](micro, b), ALL[name](cut, b))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_last_of_ragged_rows_has_its_derivatives(name: str) -> None:
+    """It has another shape than those before, so no cotangent of theirs has its shape."""
+    g = generator(0)
+    x, w = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((5, 3), (3,)))
+    func = lambda w, x: (x @ w).sin()  # noqa: E731
+    micro = pa.microbatch(func, microbatch_size=2, reduce="last")
+    near(ALL[name](lambda w: micro(w, x), w), ALL[name](lambda w: func(w, x[4:]), w))
+    near(ALL[name](lambda x: micro(w, x), x), ALL[name](lambda x: func(w, x[4:]), x))
+
+
+@pytest.mark.parametrize("word", ["sum", "mean", "max", "stack", "last"])
+@pytest.mark.parametrize("shape", [(0,), (), (0, 3), (3,)])
+def test_a_total_that_reaches_no_operand_has_no_gradient(word: str, shape: tuple[int, ...]) -> None:
+    """As in torch: the number of entries that are not zero, and the norm of nothing."""
+    p = torch.ones(shape, dtype=torch.float64)
+    x = torch.arange(1.0, 6.0, dtype=torch.float64)
+    for order in (0, 2):
+
+        def func(p: Tensor, x: Tensor, order: int = order) -> Tensor:
+            return torch.linalg.norm((p * x.sum()).flatten(), order)
+
+        def gradients(f: Any, p: Tensor = p) -> Any:
+            leaf = p.clone().requires_grad_()
+            by_autograd = torch.autograd.grad(f(leaf, x).sum(), leaf, allow_unused=True)
+            return by_autograd, grad(lambda p: f(p, x).sum())(p)
+
+        got = gradients(pa.microbatch(func, microbatch_size=2, reduce=word))
+        want = gradients(plainly(func, word, [2, 2, 1]))
+        assert (got[0][0] is None) == (want[0][0] is None) == (order == 0)
+        for ours, torchs in zip(tree_leaves(got), tree_leaves(want), strict=True):
+            assert (ours - torchs).abs().sum() <= BOUND * torchs.abs().sum()
+
+
+@pytest.mark.parametrize("word", ["concat", "sum", "max", "last"])
+@pytest.mark.parametrize("by", [grad, jacfwd, jacrev], ids=lambda by: by.__name__)
+def test_a_map_of_what_reaches_no_operand_has_a_gradient_of_zero(word: str, by: Any) -> None:
+    """Such a zero is mapped as what it is the gradient of, where all else is mapped by nothing."""
+    x, w = torch.ones(5, 2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    func = lambda w, x: x.cos() if word == "concat" else x.cos().sum(0)  # noqa: E731
+    micro = pa.microbatch(func, microbatch_size=2, reduce=word)
+
+    def mapped(w: Tensor) -> Tensor:
+        return vmap(lambda k: jacrev(lambda w: number(micro(w, x)))(w * k))(FACTORS).sum()
+
+    assert_trees_bitwise_equal(by(mapped)(w), torch.zeros_like(w))
+
+
+@pytest.mark.slow  # to compile
+@pytest.mark.parametrize("word", ["max", "last", "Reducer"])
+def test_inside_of_a_user_s_compiler_a_reduction_has_its_gradient(word: str) -> None:
+    """That of a reducer too: there the loop is differentiated as it stands."""
+    g = generator(0)
+    x, w = (torch.randn(*n, generator=g, dtype=torch.float64) for n in ((5, 3), (3,)))
+    func = lambda w, x: (x @ w).sin().sum()  # noqa: E731
+    reduce = BEST if word == "Reducer" else word
+    micro = pa.microbatch(func, microbatch_size=[2, 3], reduce=reduce)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda w: micro(w, x).sin(), backend="eager", fullgraph=True)
+    whole = plainly(func, "max" if word == "Reducer" else word, [2, 3])
+    near(backward(compiled, w), backward(lambda w: whole(w, x).sin(), w))

@@ -1,0 +1,490 @@
+"""What ``pa.microbatch`` returns, word by word, is what plain code gives for the full batch.
+
+Values, and gradients of first and second order, in bits: on integers, and with weights and rows
+whose numbers are powers of two wherever something is divided by them.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import compositions, seeds
+from tests.draws import examples, generator
+from tests.exactly import integers
+
+
+pytestmark = [pytest.mark.exact, pytest.mark.promise("bits")]
+ROWS = 8
+cuts = st.integers(1, ROWS + 1) | compositions(ROWS)
+
+
+def rows_of(cut: Any) -> list[int]:
+    return cut if isinstance(cut, list) else [len(x) for x in torch.zeros(ROWS).split(cut)]
+
+
+def data(seed: int) -> tuple[Tensor, Tensor]:
+    g = generator(seed)
+    return integers(g, 3, 2, bound=3), integers(g, ROWS, 3, bound=3)
+
+
+def rows(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w) * (x[:, :2] + 1)
+
+
+# Each: the function of a microbatch, the word, and the same of the whole batch and its cut.
+WORDS: dict[str, tuple[Callable[..., Any], Any, Callable[..., Any]]] = {
+    "concat": (rows, "concat", lambda w, x, sizes: rows(w, x)),
+    "sum": (lambda w, x: rows(w, x).sum(0), "sum", lambda w, x, sizes: rows(w, x).sum(0)),
+    "mean": (
+        lambda w, x: rows(w, x).sum(0) / len(x),
+        "mean",
+        lambda w, x, sizes: rows(w, x).sum(0) / len(x),
+    ),
+    "stack": (
+        lambda w, x: rows(w, x).sum(0),
+        "stack",
+        lambda w, x, sizes: torch.stack([rows(w, part).sum(0) for part in x.split(sizes)]),
+    ),
+    "last": (
+        lambda w, x: rows(w, x).sum(0),
+        "last",
+        lambda w, x, sizes: rows(w, x.split(sizes)[-1]).sum(0),
+    ),
+    "one word for a tree": (
+        lambda w, x: {"a": rows(w, x), "b": [x]},
+        "concat",
+        lambda w, x, sizes: {"a": rows(w, x), "b": [x]},
+    ),
+    "a tree of words": (
+        lambda w, x: {"a": rows(w, x), "b": (rows(w, x).sum(0), x.sum())},
+        {"a": "concat", "b": "sum"},
+        lambda w, x, sizes: {"a": rows(w, x), "b": (rows(w, x).sum(0), x.sum())},
+    ),
+    "an output that is an input": (lambda w, x: (x, x), "concat", lambda w, x, sizes: (x, x)),
+    "an output that is given twice": (
+        lambda w, x: [h := rows(w, x), h, h.T.T],
+        "concat",
+        lambda w, x, sizes: [rows(w, x)] * 3,
+    ),
+    "an output of what all share": (
+        lambda w, x: w * 2,
+        "sum",
+        lambda w, x, sizes: w * 2 * len(sizes),
+    ),
+    "expanded": (
+        lambda w, x: w[0].expand(len(x), 2),
+        "concat",
+        lambda w, x, sizes: w[0].expand(len(x), 2),
+    ),
+}
+words = pytest.mark.parametrize("name", WORDS)
+
+
+def square(tree: Any) -> Tensor:
+    """A number, of any tree, that couples all of it."""
+    return sum(((x.sum(0) + x) * x).sum() for x in optree.tree_leaves(tree))
+
+
+@words
+@examples(1 / 2)
+@given(st.data(), seeds())
+def test_each_word_has_the_value_gradient_and_hessian_of_the_full_batch(
+    name: str, data_: st.DataObject, seed: int
+) -> None:
+    func, word, whole = WORDS[name]
+    sizes = rows_of(data_.draw(cuts))
+    if name == "mean":
+        sizes = [1 << (size.bit_length() - 1) for size in sizes]
+        sizes += [1] * (ROWS - sum(sizes))
+    w, x = data(seed)
+    micro = pa.microbatch(func, microbatch_size=sizes, reduce=word)
+    assert_trees_bitwise_equal(micro(w, x), whole(w, x, sizes))
+    ours, plain = lambda w, x: square(micro(w, x)), lambda w, x: square(whole(w, x, sizes))
+    both = (0, 1)
+    got, want = torch.func.grad(ours, both)(w, x), torch.func.grad(plain, both)(w, x)
+    assert_trees_bitwise_equal(got, want)
+    got, want = (torch.func.hessian(f)(w, x) for f in (ours, plain))
+    assert_trees_bitwise_equal(got, want)
+
+
+@pytest.mark.parametrize("word", ["max", "min"])
+@given(cuts, seeds())
+def test_the_largest_and_the_smallest_of_all_rows_are_found(word: str, cut: Any, seed: int) -> None:
+    w, x = data(seed)
+    func = lambda w, x: {"float": (f := getattr(rows(w, x), "a" + word)(0)), "int": f.long()}  # noqa: E731
+    got = pa.microbatch(func, microbatch_size=cut, reduce=word)(w, x)
+    assert_trees_bitwise_equal(got, func(w, x))
+    x[ROWS // 2] = torch.nan
+    got = pa.microbatch(lambda w, x: func(w, x)["float"], microbatch_size=cut, reduce=word)(w, x)
+    assert got.isnan().all()
+
+
+@pytest.mark.parametrize("word", ["max", "min"])
+@given(cuts, seeds())
+def test_microbatches_that_tie_share_the_gradient_of_the_largest(
+    word: str, cut: Any, seed: int
+) -> None:
+    """Evenly, as those of torch's amax and amin do; halves and quarters are exact."""
+    w, x = data(seed)
+    sizes = rows_of(cut)
+    func = lambda w, x: (rows(w, x) % 3).sum(0)  # noqa: E731
+    parts = lambda w, x: torch.stack([func(w, part) for part in x.split(sizes)])  # noqa: E731
+    whole = lambda w, x: getattr(parts(w, x), "a" + word)(0)  # noqa: E731
+    assume(all(n in (1, 2, 4, 8) for n in (parts(w, x) == whole(w, x)).sum(0).tolist()))
+    micro = pa.microbatch(func, microbatch_size=sizes, reduce=word)
+    both, v = (0, 1), (w.flip(0), x.flip(0))
+    for of in (
+        lambda f: torch.func.grad(lambda w, x: square(f(w, x)), both)(w, x),
+        lambda f: torch.func.jvp(f, (w, x), v),
+        lambda f: torch.func.hessian(lambda w: square(f(w, x)))(w),
+    ):
+        assert_trees_bitwise_equal(of(micro), of(whole))
+
+
+@given(cuts, seeds())
+def test_a_reducer_of_the_user_s_is_applied(cut: Any, seed: int) -> None:
+    """It is given one value a microbatch, and the rows of that as its weight."""
+    w, x = data(seed)
+    best = pa.Reducer(
+        lambda like: (like.new_full((), -torch.inf), torch.zeros((), dtype=torch.float64)),
+        lambda s, values, weights: (torch.maximum(s[0], values.amax()), s[1] + weights.sum()),
+        lambda a, b: (torch.maximum(a[0], b[0]), a[1] + b[1]),
+        lambda s: {"best": s[0], "rows": s[1]},
+    )
+    func = lambda w, x: (rows(w, x).amax(), rows(w, x).sum(0))  # noqa: E731
+    got, sums = pa.microbatch(func, microbatch_size=cut, reduce=(best, "sum"))(w, x)
+    assert got["best"] == rows(w, x).max()
+    assert got["rows"] == ROWS
+    assert_trees_bitwise_equal(sums, rows(w, x).sum(0))
+
+
+# Arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [1, -1, -2])
+@given(cuts, seeds())
+def test_rows_may_lie_along_another_dim(dim: int, cut: Any, seed: int) -> None:
+    """-2 is the first of two dims and the second of three."""
+    w, x = data(seed)
+    batch = x.movedim(0, dim)
+
+    def func(w: Tensor, x: Tensor) -> Tensor:
+        return rows(w, x.movedim(dim, 0)).movedim(0, dim)
+
+    micro = pa.microbatch(func, microbatch_size=cut, dim=dim)
+    assert_trees_bitwise_equal(micro(w, batch), func(w, batch))
+    for f in (torch.func.grad, torch.func.hessian):
+        got = f(lambda w, x: micro(w, x).pow(2).sum(), 1 if f is torch.func.grad else 0)(w, batch)
+        want = f(lambda w, x: func(w, x).pow(2).sum(), 1 if f is torch.func.grad else 0)(w, batch)
+        assert_trees_bitwise_equal(got, want)
+
+
+@given(cuts, seeds())
+def test_batches_are_given_by_position_and_by_name(cut: Any, seed: int) -> None:
+    w, x = data(seed)
+
+    def func(x: Any, w: Tensor, scale: float, *, y: Tensor, name: str = "") -> Tensor:
+        return rows(w, x["x"]) * scale + y[:, :2]
+
+    micro = pa.microbatch(func, microbatch_size=cut, batch_argnums=(0,), batch_argnames="y")
+    for f in (lambda f: f, lambda f: torch.func.grad(lambda *a, **k: square(f(*a, **k)), (0, 1))):
+        got = f(micro)({"x": x}, w, 2.0, y=x, name="a")
+        assert_trees_bitwise_equal(got, f(func)({"x": x}, w, 2.0, y=x, name="a"))
+
+
+@given(cuts, seeds())
+def test_outputs_may_be_integers_and_no_tensors(cut: Any, seed: int) -> None:
+    """Integer rows in and out, indices of rows, numbers that are summed, and constants."""
+    w, x = data(seed)
+    batch = {"i": (x[:, 0].abs()).long() % 3, "x": x, "none": None}
+
+    def func(w: Tensor, b: Any) -> Any:
+        return {
+            "rows": w[b["i"]],
+            "i": b["i"] * 2,
+            "large": b["x"] > 0,
+            "n": len(b["x"]),
+            "half": 0.5 * len(b["x"]),
+            "count": b["i"].sum(),
+            "none": b["none"],
+        }
+
+    spec = dict.fromkeys(("rows", "i", "large"), "concat") | dict.fromkeys(
+        ("n", "half", "count"), "sum"
+    )
+    micro = pa.microbatch(func, microbatch_size=cut, reduce={**spec, "none": "concat"})
+    got, want = micro(w, batch), func(w, batch)
+    for key in ("n", "half"):
+        assert got.pop(key) == want.pop(key)
+    assert_trees_bitwise_equal(got, want)
+    ours, plain = (
+        lambda w, f=f: (f(w, batch)["rows"] ** 2 * x[:, :2]).sum() for f in (micro, func)
+    )
+    assert_trees_bitwise_equal(torch.func.grad(ours)(w), torch.func.grad(plain)(w))
+
+
+NO_DERIVATIVE: dict[str, tuple[Callable[..., Any], Any]] = {
+    "counts": (lambda w, x: (x > w[0, 0]).sum(), "sum"),
+    "indices": (lambda w, x: (x @ w).argmax(1), "concat"),
+    "words": (lambda w, x: {"which": "a", "of": None}, "last"),
+    "nothing": (lambda w, x: (), "concat"),
+}
+
+
+@pytest.mark.parametrize("name", NO_DERIVATIVE)
+@pytest.mark.parametrize("remat", [False, True])
+def test_outputs_without_a_derivative_stand_beside_those_with_one(name: str, remat: bool) -> None:
+    """It comes out where a gradient is wanted, and the gradient of the rest is what it is."""
+    func, words = NO_DERIVATIVE[name]
+    w, x = data(0)
+    micro = pa.remat(func) if remat else pa.microbatch(func, microbatch_size=2, reduce=words)
+    found: list[Any] = []  # torch.func's own aux are tensors alone
+
+    def loss(w: Tensor, f: Any) -> Tensor:
+        found.append(f(w, x))
+        return (x @ w).square().sum()
+
+    want = torch.func.grad(loss)(w, func)
+    assert_trees_bitwise_equal(torch.func.grad(loss)(w, micro), want)
+    leaf = w.clone().requires_grad_()
+    loss(leaf, micro).backward()
+    assert_trees_bitwise_equal(leaf.grad, want)
+    for out in found[1:]:
+        assert_trees_bitwise_equal(out, found[0])
+
+
+@given(cuts, seeds())
+def test_rows_may_be_complex(cut: Any, seed: int) -> None:
+    w, x = data(seed)
+    w, x = torch.complex(w, w.flip(0)), torch.complex(x, x.flip(1))
+    micro = pa.microbatch(rows, microbatch_size=cut)
+
+    def gradient(f: Any) -> Any:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            z = torch.view_as_real(f(w, x))
+            return (z.sum(0) * z).sum()
+
+        return torch.func.grad(loss, (0, 1))(w, x)
+
+    assert_trees_bitwise_equal(gradient(micro), gradient(rows))
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_a_function_of_a_batch_without_rows_is_the_plain_one(order: int) -> None:
+    """One call of no rows, since only that tells what comes out."""
+    w, x = data(0)
+    micro = pa.microbatch(
+        lambda w, x: (rows(w, x), rows(w, x).sum(0)), microbatch_size=2, reduce=("concat", "sum")
+    )
+    f = lambda w: (lambda z, s: z.sum() + s.sum() + (w**2).sum())(*micro(w, x[:0]))  # noqa: E731
+    want = [(w**2).sum(), 2 * w, 2 * torch.eye(6).reshape(3, 2, 3, 2)][order]
+    for _ in range(order):
+        f = torch.func.jacrev(f)
+    assert_trees_bitwise_equal(f(w), want)
+    assert micro(w, x[:0])[0].shape == (0, 2)
+
+
+# Weights -----------------------------------------------------------------------------------
+
+
+def weighted(w: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
+    """Two means and rows; a mean is NaN, and so its derivatives, where there is no weight."""
+    h = rows(w, x).sum(1)
+
+    def mean(h: Tensor, mask: Tensor) -> pa.Weighted:
+        return pa.Weighted(
+            (h * mask).sum() * torch.where(mask.sum() == 0, torch.nan, 1.0), mask.sum()
+        )
+
+    return {"a": mean(h, a), "b": [mean(h * h, b)], "rows": h}
+
+
+def mask_of(seed: int, without: set[int]) -> Tensor:
+    """Some rows have none; all together have a power of two."""
+    mask = torch.randint(0, 4, (ROWS,), generator=generator(seed)).float()
+    mask[[*without]] = 0
+    mask[min({*range(ROWS)} - without)] += 32 - mask.sum()
+    return mask
+
+
+@pytest.mark.parametrize("transform", ["value", "grad", "backward", "fr", "rf", "rr", "ff", "vmap"])
+@examples(1 / 2)
+@given(cuts, seeds(), *[st.sets(st.integers(0, ROWS - 1), max_size=ROWS - 1)] * 2)
+def test_several_weighted_means_are_each_the_full_batch_s(
+    transform: str, cut: Any, seed: int, one: set[int], other: set[int]
+) -> None:
+    """Each with its own weight; microbatches that have none add nothing, at any order."""
+    w, x = data(seed)
+    a, b = mask_of(seed, one), mask_of(seed + 1, other)
+    micro = pa.microbatch(weighted, microbatch_size=cut, batch_argnums=(1, 2, 3))
+
+    def ours(w: Tensor) -> Tensor:
+        out = micro(w, x, a, b)
+        return out["a"] * 2 + out["b"][0] + out["rows"].sum()
+
+    def plain(w: Tensor) -> Tensor:
+        h = rows(w, x).sum(1)
+        return (h * a).sum() / 32 * 2 + (h * h * b).sum() / 32 + h.sum()
+
+    def backward(f: Any) -> Any:
+        def run(w: Tensor) -> Tensor:
+            w = w.clone().requires_grad_()
+            return torch.autograd.grad(f(w), w)[0]
+
+        return run
+
+    fwd, rev = torch.func.jacfwd, torch.func.jacrev
+    apply: Any = {
+        "value": lambda f: f,
+        "grad": torch.func.grad,
+        "backward": backward,
+        "fr": lambda f: fwd(rev(f)),
+        "rf": lambda f: rev(fwd(f)),
+        "rr": lambda f: rev(rev(f)),
+        "ff": lambda f: fwd(fwd(f)),
+        "vmap": lambda f: lambda w: torch.func.vmap(torch.func.grad(f))(torch.stack([w, -w])),
+    }[transform]
+    assert_trees_bitwise_equal(apply(ours)(w), apply(plain)(w))
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_a_weighted_mean_stands_beside_one_without_a_gradient(order: int, first: bool) -> None:
+    """Whether a microbatch counts is said by the mean that is differentiated, at every order."""
+    x, mask = torch.arange(1.0, 5), torch.tensor([1.0, 1, 0, 0])
+
+    def func(w: Tensor, x: Tensor, mask: Tensor) -> Any:
+        loss = pa.Weighted((w**4 * x).sum(), float(len(x)))
+        metric = pa.Weighted((x * mask).sum(), mask.sum())
+        return (loss, metric) if first else (metric, loss)
+
+    micro = pa.microbatch(func, microbatch_size=2, batch_argnums=(1, 2))
+
+    def ours(w: Tensor) -> Tensor:
+        return micro(w, x, mask)[int(not first)]
+
+    def plain(w: Tensor) -> Tensor:
+        return (w**4 * x).sum() / 4
+
+    for _ in range(order):
+        ours, plain = torch.func.grad(ours), torch.func.grad(plain)
+    assert torch.equal(ours(torch.tensor(2.0)), plain(torch.tensor(2.0)))
+
+
+def test_the_mean_of_a_batch_without_any_weight_is_nan() -> None:
+    """Is NaN, as is its gradient: a step over it is not applied."""
+    w, x = data(0)
+    micro = pa.microbatch(weighted, microbatch_size=3, batch_argnums=(1, 2, 3))
+    nothing = torch.zeros(ROWS)
+    assert micro(w, x, nothing, nothing)["a"].isnan()
+
+
+@given(compositions(ROWS), seeds())
+def test_weights_beside_sums_are_the_law_of_an_outer_cut(cut: list[int], seed: int) -> None:
+    """A loss that returns undivided sums may be cut once more, and by any other sizes."""
+    w, x = data(seed)
+
+    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+        micro = pa.microbatch(
+            lambda w, x: (rows(w, x).sum(), len(x)), microbatch_size=2, reduce="sum"
+        )
+        return pa.Weighted(*micro(w, x))
+
+    got = pa.grad_and_value(loss, microbatch_size=cut)(w, x)
+    want = torch.func.grad_and_value(lambda w: rows(w, x).sum() / ROWS)(w)
+    assert_trees_bitwise_equal(got, want)
+
+
+def test_sums_of_outputs_are_wide() -> None:
+    """Of shares and of gradients: in bfloat16 the sum of 256 and one more is 256."""
+    w, x = torch.ones(1, dtype=torch.bfloat16), torch.ones(300, 1, dtype=torch.bfloat16)
+    micro = pa.microbatch(lambda w, x: (w * x).sum(0), microbatch_size=1, reduce="sum")
+    gradient = torch.func.grad(lambda w: micro(w, x).float().sum())(w)
+    assert gradient == micro(w, x) == 300
+
+
+def test_lists_of_sizes_name_the_rows_of_each() -> None:
+    seen: list[int] = []
+
+    def func(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x
+
+    pa.microbatch(func, microbatch_size=4, batch_argnums=0)(torch.zeros(ROWS))  # observed, once
+    for sizes in ([1, 3, 4], (5, 3)):
+        seen.clear()
+        pa.microbatch(func, microbatch_size=sizes, batch_argnums=0)(torch.zeros(ROWS))
+        assert tuple(accumulate(seen)) == tuple(accumulate(sizes))
+
+
+def test_words_of_a_batch_go_to_every_microbatch() -> None:
+    """As numbers and None do: what has no rows is not cut."""
+
+    def of(w: Tensor, batch: Any) -> Tensor:
+        assert {k: v for k, v in batch.items() if k != "x"} == words
+        return (w * batch["x"]).pow(3).sum()
+
+    words = {"how": "cubed", "flag": True, "none": None}
+    batch = {"x": torch.arange(5.0), **words}
+    w = torch.tensor(2.0)
+    assert pa.microbatch(of, microbatch_size=2, reduce="sum")(w, batch) == of(w, batch)
+    assert pa.value(of, microbatch_size=2, reduction="sum")(w, batch) == of(w, batch)
+
+
+@pytest.mark.parametrize("word", ["concat", "sum"])
+@given(cut=cuts, seed=seeds())
+def test_a_gradient_may_be_sparse(word: str, cut: Any, seed: int) -> None:
+    """Of an embedding: laid beside rows, or of a ``Weighted`` that does not count everywhere."""
+    g = generator(seed)
+    table, ids = integers(g, 6, 2, bound=3), torch.randint(6, (ROWS,), generator=g)
+    mask = (ids > 2).double()
+    assume(mask.any())
+
+    def found(w: Tensor, ids: Tensor, mask: Tensor) -> Any:
+        z = torch.nn.functional.embedding(ids, w, sparse=True)
+        if word == "concat":
+            return z
+        return pa.Weighted((z.square().sum(1) * mask).sum() / (mask.sum() > 0), mask.sum())
+
+    def gradient(f: Any) -> Tensor:
+        leaf = table.clone().requires_grad_()
+        out = f(leaf, ids, mask)
+        out = out.total if isinstance(out, pa.Weighted) else out * mask.sum()
+        (out.square().sum() if word == "concat" else out).backward()
+        assert leaf.grad is not None
+        return leaf.grad.to_dense()
+
+    micro = pa.microbatch(found, microbatch_size=cut, batch_argnums=(1, 2), reduce=word)
+    assert_trees_bitwise_equal(gradient(micro), gradient(found))
+
+
+CALLED: dict[str, Callable[..., Any]] = {
+    "plainly": lambda f, w: f(w),
+    "with a gradient": lambda f, w: torch.func.vjp(f, w)[0],
+    "under vmap": lambda f, w: torch.func.vmap(f)(torch.stack([w, 2 * w]))[0],
+    "compiled": lambda f, w: torch.compile(f, backend="eager")(w),
+}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("how", CALLED)
+def test_a_shared_tensor_is_a_term_of_every_microbatch(how: str, captured: bool) -> None:
+    """One and the same tensor comes out of each, and is added as often."""
+    w, x = data(0)
+
+    def summed(w: Tensor) -> Tensor:
+        if captured:
+            func = pa.microbatch(lambda x: w, microbatch_size=2, batch_argnums=0, reduce="sum")
+            return func(x)
+        return pa.microbatch(lambda w, x: w, microbatch_size=2, reduce="sum")(w, x)
+
+    assert_trees_bitwise_equal(CALLED[how](summed, w), w * (ROWS // 2))

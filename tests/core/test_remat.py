@@ -1,0 +1,375 @@
+"""A rematerialised function is the function, and so are its derivatives, wherever it is called.
+
+To the bit where the whole of the backward pass is the same arithmetic: first derivatives, in
+float32. Higher ones add their terms in another order: float64, and a bound.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import (
+    functional_call,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+from torch.nn import functional as F
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
+
+
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("closure")]
+W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
+x = X[0]
+TERMS = 2 * 3 * 4  # roundings on the longest way to a number: two layers, sums of three, four kinds
+
+
+def curved(w: Tensor, x: Tensor) -> Tensor:
+    """Its kernels have other formulas for a backward pass that is recorded (silu)."""
+    return F.silu(w @ x).tanh()
+
+
+def nested(w: Tensor, x: Tensor) -> Tensor:
+    return curved(w, curved(w, x))
+
+
+def nested_remat(w: Tensor, x: Tensor) -> Tensor:
+    return pa.remat(lambda w, x: lean(w, lean(w, x)))(w, x)
+
+
+lean = pa.remat(curved)
+FUNCTIONS = {"one": (lean, curved), "nested": (nested_remat, nested)}
+functions = pytest.mark.parametrize(("lean", "plain"), FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+def squared(f: Any) -> Any:
+    return lambda *args: (f(*args) ** 2).sum()
+
+
+def by_autograd(f: Any, create_graph: bool = False) -> Any:
+    w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
+    return torch.autograd.grad(squared(f)(w, y), (w, y), create_graph=create_graph)
+
+
+def dual(f: Any) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(f(forward_ad.make_dual(W, W), x)))
+
+
+def pulled_outside(f: Any) -> Any:
+    """The level of vjp is over when its backward pass runs."""
+    return vmap(lambda x: vjp(f, W, x)[1](x))(X)
+
+
+def pulled_without_recording(f: Any) -> Any:
+    with torch.no_grad():
+        return pulled_outside(f)
+
+
+def batched_cotangents(f: Any) -> Any:
+    """torch's older vmap, which no level tells of."""
+    w = W.clone().requires_grad_()
+    return torch.autograd.grad(f(w, x), w, torch.eye(3), is_grads_batched=True)
+
+
+def rows(f: Any, *in_dims: Any) -> Any:
+    return lambda *args: vmap(f, in_dims)(*args)
+
+
+FIRST: dict[str, Callable[[Any], Any]] = {
+    "value": lambda f: f(W, x),
+    "backward": by_autograd,
+    "create_graph": lambda f: by_autograd(f, create_graph=True),
+    "grad": lambda f: grad(squared(f), (0, 1))(W, x),
+    "grad of one argument": lambda f: grad(squared(f), 1)(W, x),
+    "vjp": lambda f: vjp(f, W, x)[1](x),
+    "jvp": lambda f: jvp(f, (W, x), (W, x)),
+    "jvp of one argument": lambda f: jvp(lambda x: f(W, x), (x,), (x,)),
+    "dual": dual,
+    "linearize": lambda f: linearize(lambda x: f(W, x), x)[1](x),
+    "jacrev": lambda f: jacrev(f)(W, x),
+    "jacfwd": lambda f: jacfwd(f)(W, x),
+    "vmap(grad)": lambda f: vmap(grad(squared(f), (0, 1)), (None, 0))(W, X),
+    "vmap(grad) over columns": lambda f: vmap(grad(squared(f), (0, 1)), (1, None))(W[:, None], x),
+    "vmap(vmap(grad))": lambda f: vmap(vmap(grad(squared(f)), (None, 0)), (0, None))(W[None], X),
+    "grad(vmap)": lambda f: grad(squared(rows(f, None, 0)), (0, 1))(W, X),
+    "grad(vmap) of what is not mapped": lambda f: grad(squared(rows(f, None, 0)))(W, X),
+    "grad(vmap(vmap))": lambda f: grad(squared(rows(rows(f, None, 0), 0, None)))(W[None], X),
+    "jacrev(vmap)": lambda f: jacrev(lambda X: rows(f, None, 0)(W, X))(X),
+    "jvp(vmap)": lambda f: jvp(lambda X: rows(f, None, 0)(W, X), (X,), (X,)),
+    "vmap(jvp)": lambda f: vmap(lambda x: jvp(lambda x: f(W, x), (x,), (x,)))(X),
+    "vmap(vjp)": pulled_outside,
+    "vmap(vjp) under no_grad": pulled_without_recording,
+    "batched cotangents": batched_cotangents,
+}
+
+
+# torch.func.linearize keeps constants in its graph in a way that torch itself warns of.
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@functions
+@pytest.mark.parametrize("kind", FIRST)
+def test_first_derivatives_have_the_bits_of_the_function(kind: str, lean: Any, plain: Any) -> None:
+    ours, torchs = FIRST[kind](lean), FIRST[kind](plain)
+    assert any(leaf.any() for leaf in optree.tree_leaves(torchs))
+    ours = optree.tree_map(torch.detach, ours)
+    if "vmap" not in kind:
+        assert_trees_bitwise_equal(ours, torchs)
+    else:  # matmul takes its kernel by how a vmap lays memory out: a rounding more, on some CPUs
+        for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(torchs), strict=True):
+            assert (a - b).norm() <= TERMS * 2.0**-24 * b.norm()
+
+
+def gradient_penalty(f: Any) -> Any:
+    w, y = W.double().requires_grad_(), x.double().requires_grad_()
+    (g,) = torch.autograd.grad(squared(f)(w, y), w, create_graph=True)
+    return torch.autograd.grad((g**2).sum(), (w, y))
+
+
+def grad_under_autograd(f: Any) -> Any:
+    w = W.double().requires_grad_()
+    return torch.autograd.grad((grad(squared(f))(w, x.double()) ** 2).sum(), w)
+
+
+def at_x(f: Any) -> Any:
+    return lambda x: f(W.double(), x)
+
+
+SECOND: dict[str, Callable[[Any, Tensor], Any]] = {
+    "hessian": lambda f, x: hessian(squared(at_x(f)))(x),
+    "jacrev(jacrev)": lambda f, x: jacrev(jacrev(at_x(f)))(x),
+    "jacfwd(jacfwd)": lambda f, x: jacfwd(jacfwd(at_x(f)))(x),
+    "jacrev(jacfwd)": lambda f, x: jacrev(jacfwd(at_x(f)))(x),
+    "jvp(jvp(jvp))": lambda f, x: jacfwd(jacfwd(jacfwd(at_x(f))))(x),
+    "jvp(vmap(jvp))": lambda f, x: jacfwd(vmap(jacfwd(at_x(f))))(x[None]),
+    "vmap(hessian)": lambda f, x: vmap(hessian(squared(at_x(f))))(x[None]),
+    "grad(grad)": lambda f, x: grad(squared(grad(squared(at_x(f)))))(x),
+    "grad(grad) through the other": lambda f, x: grad(
+        lambda w: (grad(squared(f), 1)(w, x) ** 2).sum()
+    )(W.double()),
+    "grad(grad(grad))": lambda f, x: grad(squared(grad(squared(grad(squared(at_x(f)))))))(x),
+    "grad(vmap(grad))": lambda f, x: grad(squared(vmap(grad(squared(at_x(f))))))(x[None]),
+    "autograd twice": lambda f, x: gradient_penalty(f),
+    "grad under autograd": lambda f, x: grad_under_autograd(f),
+    "by torch.autograd.functional": lambda f, x: torch.autograd.functional.hessian(
+        squared(at_x(f)), x, vectorize=True
+    ),
+}
+
+
+@functions
+@pytest.mark.parametrize("kind", SECOND)
+def test_higher_derivatives_are_those_of_the_function(kind: str, lean: Any, plain: Any) -> None:
+    """Third ones are as large as 100: the bound is that of float64 with room for their sums."""
+    ours, torchs = SECOND[kind](lean, x.double()), SECOND[kind](plain, x.double())
+    for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(torchs), strict=True):
+        assert b.any()
+        assert (a - b).abs().max() <= 1e-13 * b.abs().max()
+
+
+def test_a_tensor_that_is_mapped_may_be_captured() -> None:
+    """By a vmap around the differentiation, as in per-sample gradients."""
+
+    def run(wrap: Any) -> Any:
+        def total(w: Tensor, x: Tensor) -> Tensor:
+            return squared(wrap(lambda w: curved(w, x)))(w)
+
+        each = vmap(grad(total), (None, 0))(W, X)
+        alone = vmap(lambda x: wrap(lambda w: w @ x)(W))(X)
+        return each, alone, jvp(lambda w: vmap(lambda x: wrap(lambda w: w @ x)(w))(X), (W,), (W,))
+
+    assert_trees_bitwise_equal(run(pa.remat), run(lambda f: f))
+
+
+@pytest.mark.parametrize("transform", ["autograd", "grad"])
+def test_a_rematerialised_function_compiles_into_one_graph(transform: str) -> None:
+    def run(f: Any) -> Any:
+        if transform == "grad":
+            return grad(squared(f))(W, x)
+        w = W.clone().requires_grad_()
+        return torch.autograd.grad(squared(f)(w, x), w)[0]
+
+    def compiled(f: Any) -> Any:
+        torch.compiler.reset()
+        return torch.compile(f, backend="aot_eager", fullgraph=True)
+
+    if transform == "grad":
+        ours = compiled(lambda w, x: grad(squared(lean))(w, x))(W, x)
+    else:
+        ours = run(compiled(lambda w, x: lean(w, x)))
+    torch.testing.assert_close(ours, run(curved))
+
+
+def test_an_output_that_no_tangent_reaches_has_a_tangent_of_zero() -> None:
+    """torch asserts where a Function returns None for it."""
+
+    def f(w: Tensor, x: Tensor) -> Any:
+        return curved(w, x), 2 * x, torch.tensor(3)
+
+    def both(f: Any) -> Any:
+        primals, tangents = jvp(lambda w: f(w, x)[:2], (W,), (W,))
+        return primals, tangents, jacfwd(lambda w: f(w, x)[:2])(W)
+
+    assert_trees_bitwise_equal(both(pa.remat(f)), both(f))
+
+
+# Captured tensors ----------------------------------------------------------------------------
+
+
+class Inside(nn.Module):
+    """Rematerialises a part of itself, which captures its parameters."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.part, self.wrap = nn.Linear(3, 3), wrap
+        with torch.no_grad():
+            self.part.weight.copy_(W)
+            self.part.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(lambda x: self.part(x).tanh())(x)
+
+
+def capturing(wrap: Any, w: Tensor) -> Any:
+    return wrap(lambda x: (w @ x).tanh())
+
+
+def leaf() -> Tensor:
+    return W.clone().requires_grad_()
+
+
+def pulled(out: Tensor, *leaves: Tensor) -> Any:
+    return torch.autograd.grad((out**2).sum(), leaves)
+
+
+def of_a_module(wrap: Any) -> Any:
+    net = Inside(wrap)
+    return pulled(net(x), net.part.weight)
+
+
+def called_with_others(wrap: Any) -> Any:
+    """When the backward pass runs, the module holds its own parameters again."""
+    net, w = Inside(wrap), (W * 2).requires_grad_()
+    out = functional_call(net, {"part.weight": w}, (x,))
+    return pulled(out, w)
+
+
+def in_functional_call(wrap: Any) -> Any:
+    net = Inside(wrap)
+    params = {k: v.detach() * 2 for k, v in net.named_parameters()}
+    return grad(lambda p: functional_call(net, p, (x,)).sum())(params)["part.weight"]
+
+
+def itself(wrap: Any) -> Any:
+    w = leaf()
+    return pulled(wrap(lambda x: w)(x), w)
+
+
+def made_of_a_leaf(wrap: Any) -> Any:
+    w = leaf()
+    return pulled(capturing(wrap, w * 2)(x), w)
+
+
+def beside_an_input(wrap: Any) -> Any:
+    w, y = leaf(), x.clone().requires_grad_()
+    return pulled(capturing(wrap, w)(y), w, y)
+
+
+def rows_of(wrap: Any) -> Any:
+    """Maps what is captured, too."""
+    return lambda w: vmap(lambda w, x: wrap(lambda x: (w * x).tanh())(x))(w, X[:3])
+
+
+def nested_capture(wrap: Any) -> Any:
+    """The inner function captures what the outer one makes, and what neither is given."""
+    w = leaf()
+
+    def outer(x: Tensor) -> Tensor:
+        y = w @ x
+        return wrap(lambda x: (w @ x) * y)(x)
+
+    return pulled(wrap(outer)(x), w)
+
+
+CAPTURED: dict[str, Callable[[Any], Any]] = {
+    "of a module": of_a_module,
+    "a module called with others": called_with_others,
+    "a module called with others, in grad": in_functional_call,
+    "the output itself": itself,
+    "what is made of a leaf": made_of_a_leaf,
+    "beside an input": beside_an_input,
+    "by a nest": nested_capture,
+    "in grad": lambda r: grad(lambda w: capturing(r, w)(x).sum())(W),
+    "in grad, beside an input": lambda r: grad(lambda w: capturing(r, w)(w[0]).sum())(W),
+    "from an outer grad": lambda r: grad(
+        lambda w: grad(lambda x: capturing(r, w)(x).sum())(x).sum()
+    )(W),
+    "in an inner grad": lambda r: grad(lambda x: grad(lambda w: capturing(r, w)(x).sum())(W).sum())(
+        x
+    ),
+    "in jacrev": lambda r: jacrev(lambda w: capturing(r, w)(x))(W),
+    "in jvp": lambda r: jvp(lambda w: capturing(r, w)(x), (W,), (W,)),
+    "from jvp in grad": lambda r: jvp(
+        lambda w: grad(lambda x: capturing(r, w)(x).sum())(x), (W,), (W,)
+    ),
+    "from jvp in vmap": lambda r: jvp(lambda w: vmap(lambda x: capturing(r, w)(x))(X), (W,), (W,)),
+    "from grad in vmap": lambda r: grad(lambda w: vmap(capturing(r, w))(X).sum())(W),
+    "in vmap(grad)": lambda r: vmap(grad(lambda w: capturing(r, w)(x).sum()))(
+        torch.stack([W, W * 2])
+    ),
+    "mapped, in grad": lambda r: grad(lambda w: rows_of(r)(w).sum())(W),
+    "mapped, in vjp": lambda r: vjp(rows_of(r), W)[1](X[:3]),
+    "mapped, in jacrev": lambda r: jacrev(rows_of(r))(W),
+    "mapped, on the level of another vmap": lambda r: vmap(vmap(vjp(rows_of(r), W)[1]))(
+        torch.ones(3, 3, 3, 3)
+    ),
+    "by a chain": lambda r: chained(r),
+}
+
+
+def chained(wrap: Any) -> Any:
+    w = leaf()
+
+    def link(p: Any, x: Tensor) -> Tensor:
+        return (w @ x).tanh()
+
+    if wrap is pa.remat:
+        return pulled(pa.remat_sequential([link] * 2, 2)([(), ()], x), w)
+    return pulled(link((), link((), x)), w)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_tensors_have_their_gradients_or_are_refused(name: str) -> None:
+    """A Function knows of none: a naive one gives them no gradient, silently."""
+    plain = CAPTURED[name](lambda f: f)
+    assert any(leaf.any() for leaf in optree.tree_leaves(plain))
+    ours = CAPTURED[name](pa.remat)
+    for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(plain), strict=True):
+        assert (a - b).abs().max() <= 4 * 2**-24 * b.abs().max()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_some_of_a_module_s_parameters_may_be_captured(frozen: bool) -> None:
+    """The inner run and the outer one put in different ones; the others are the module's own."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    net.requires_grad_(not frozen)
+    params = {"2.weight": net[2].weight.detach() * 2}
+
+    def loss(wrap: Any) -> Any:
+        of = wrap(lambda p, x: functional_call(net, p, (x,)).square().mean())
+        return lambda p: of(p, X.double())
+
+    ours, plain = (vjp(grad(loss(wrap)), params)[1](params)[0] for wrap in (pa.remat, lambda f: f))
+    apart = (ours["2.weight"] - plain["2.weight"]).norm()
+    assert apart <= 2**-26 * plain["2.weight"].norm()  # sqrt(u) of float64

@@ -1,0 +1,150 @@
+"""A rematerialised network is the network, in every engine: its kernels, its random numbers.
+
+The kernels of some have two formulas for a backward pass, one for where it is recorded. And what
+is computed again sees the random numbers and the autocast of the first time.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import generator
+
+
+pytestmark = pytest.mark.parity
+W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
+
+
+# Kernels -------------------------------------------------------------------------------
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "silu": (lambda: nn.Sequential(nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 6)), (4, 6)),
+    "mish": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Mish()), (4, 6)),
+    "groups": (lambda: nn.Sequential(nn.Conv1d(6, 6, 3), nn.GroupNorm(2, 6)), (4, 6, 9)),
+    "layers": (lambda: nn.Sequential(nn.LayerNorm(6), nn.GELU()), (4, 6)),
+    "recurrent": (lambda: nn.LSTM(6, 6, 2, batch_first=True), (4, 2, 6)),
+    "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0), (4, 2, 6)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)), (4, 6)),
+}
+
+
+def rematerialised(net: nn.Module) -> Any:
+    return pa.remat(lambda p, x: optree.tree_leaves(functional_call(net, p, (x,)))[0])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("engine", ["func", "autograd", "torch.func", "backward"])
+def test_a_rematerialised_module_has_its_bits(name: str, engine: Any) -> None:
+    """Kernels with two formulas, and random numbers; the generator stands where it would."""
+    make, shape = NETWORKS[name]
+    net, rows = make(), torch.randn(shape)
+    params = {k: v.detach() for k, v in net.named_parameters()}
+    first = rematerialised(net)
+
+    def run(call: Any) -> Any:
+        torch.manual_seed(5)
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return (call(p, call(p, x) if name == "dropout" else x) ** 2).mean()
+
+        if engine == "backward":
+            leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+            loss(leaves, rows).backward()
+            grads: Any = {k: v.grad for k, v in leaves.items()}
+        elif engine == "torch.func":
+            grads = grad(loss)(params, rows)
+        else:
+            grads = pa.grad(loss, microbatch_size=2, engine=engine)(params, rows)
+        return grads, torch.rand(1)
+
+    expected = run(lambda p, x: optree.tree_leaves(functional_call(net, p, (x,)))[0])
+    with unchanged(net, params, [rows]):
+        assert_trees_bitwise_equal(run(first), expected)
+
+
+def test_keys_may_be_passed_or_captured() -> None:
+    keys = pa.fold_in(pa.key(0), torch.arange(4))
+
+    def loss(drop: Any) -> Any:
+        return lambda w, x: (drop(x @ w) ** 2).sum()
+
+    expected = grad(loss(lambda h: pa.dropout(h, 0.5, keys)))(W, X)
+    passed, captured = pa.remat(pa.dropout), pa.remat(lambda h: pa.dropout(h, 0.5, keys))
+    assert_trees_bitwise_equal(grad(loss(lambda h: passed(h, 0.5, keys)))(W, X), expected)
+    assert_trees_bitwise_equal(grad(loss(captured))(W, X), expected)
+    each = vmap(
+        grad(loss(lambda h: pa.remat(lambda h, key: pa.dropout(h, 0.5, key))(h, keys[0]))),
+        (None, 0),
+    )
+    plain = vmap(grad(loss(lambda h: pa.dropout(h, 0.5, keys[0]))), (None, 0))
+    assert_trees_bitwise_equal(each(W, X), plain(W, X))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_the_random_numbers_of_a_vmap_are_drawn_again(randomness: str) -> None:
+    def run(drop: Any) -> Any:
+        torch.manual_seed(1)
+        each = vmap(grad(lambda x: (drop(x) ** 2).sum()), randomness=randomness)(X)
+        whole = grad(lambda X: (vmap(drop, randomness=randomness)(X) ** 2).sum())(X)
+        return each, whole, torch.rand(1)
+
+    assert_trees_bitwise_equal(run(pa.remat(F.dropout)), run(F.dropout))
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize("cache", [False, True])
+def test_autocast_is_that_of_the_first_time(cache: bool, backward_inside: bool) -> None:
+    """A weight that is used twice shows whether its cast is cached: its gradients are added."""
+
+    def twice(w: Tensor, x: Tensor) -> Tensor:
+        return ((x @ w).relu() @ w).float()
+
+    def run(f: Any) -> Any:
+        w = W.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            total = f(w, X).sum()
+            if backward_inside:
+                return torch.autograd.grad(total, w)
+        with torch.autocast("cpu", torch.float16, enabled=not cache):
+            return torch.autograd.grad(total, w)
+
+    assert_trees_bitwise_equal(run(pa.remat(twice)), run(twice))
+
+
+def test_autocast_around_the_backward_pass_alone_changes_nothing() -> None:
+    def run(f: Any) -> Any:
+        w = W.clone().requires_grad_()
+        total = f(w)
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(total, w)
+
+    assert_trees_bitwise_equal(run(pa.remat(lambda w: (w @ w).sin().sum())), run(in_float32))
+
+
+def in_float32(w: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return (w @ w).sin().sum()
+
+
+def test_the_cache_of_autocast_lets_go_of_what_is_computed_again() -> None:
+    """It would hold the casts, and with them the weights, until the region around it ends."""
+    seen: list[Any] = []
+
+    def func(w: Tensor) -> Tensor:
+        seen.append(weakref.ref(w))
+        return (X @ w).sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        pa.remat(func)(W.clone().requires_grad_()).backward()
+        gc.collect()
+        assert [ref() for ref in seen] == [None] * 3  # observed, forwards, and back

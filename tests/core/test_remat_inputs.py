@@ -1,0 +1,272 @@
+"""What goes into a rematerialised function and comes out, and how much is held in between."""
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
+from tests.dropped import is_dropped
+from tests.refusals import Old
+
+
+pytestmark = pytest.mark.purity
+W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(4, 3, generator=generator(1))
+x = X[0]
+
+
+# What goes in and out ------------------------------------------------------------------
+
+
+def test_any_tree_goes_in_and_out() -> None:
+    given: Any = {"w": W.clone().requires_grad_(), "n": 3, "none": None, "i": torch.arange(3)}
+
+    def func(tree: Any, /, *, scale: float, text: str) -> Any:
+        y = tree["w"][tree["i"]] * scale * tree["n"]
+        return {"y": y, "i": tree["i"] + 1, "text": text, "none": None, "tuple": (y.sum(), 2)}
+
+    out, expected = (f(given, scale=2.0, text="t") for f in (pa.remat(func), func))
+    assert optree.tree_structure(out, none_is_leaf=True) == optree.tree_structure(
+        expected, none_is_leaf=True
+    )
+    assert out["text"] == "t"
+    assert out["tuple"][1] == 2
+    assert_trees_bitwise_equal(
+        torch.autograd.grad(out["y"].sum() + out["tuple"][0], given["w"]),
+        torch.autograd.grad(expected["y"].sum() + expected["tuple"][0], given["w"]),
+    )
+    assert torch.equal(out["i"], expected["i"])
+    assert not out["i"].requires_grad
+
+
+def test_an_output_or_an_input_may_be_unused() -> None:
+    w, y = W.clone().requires_grad_(), x.clone().requires_grad_()
+    first, second = pa.remat(lambda w, y: (w.exp(), (w @ w).detach()))(w, y)
+    grads = torch.autograd.grad(first.sum(), (w, y), allow_unused=True, retain_graph=True)
+    assert_trees_bitwise_equal(grads, (w.detach().exp(), None))
+    assert torch.autograd.grad(second.sum(), w, allow_unused=True)[0] is None
+
+
+def test_inputs_without_a_gradient_cost_none() -> None:
+    """The rows do not: no product is computed for them."""
+    seen: list[tuple[bool, ...]] = []
+
+    def func(w: Tensor, x: Tensor) -> Tensor:
+        seen.append((w.requires_grad, x.requires_grad))
+        return x @ w
+
+    pa.remat(func)(W.clone().requires_grad_(), X).sum().backward()
+    assert seen == [(False, False), (False, False), (True, False)]  # observed, forward, backward
+
+
+@pytest.mark.parametrize("transform", ["autograd", "grad"])
+def test_one_tensor_may_be_two_arguments_and_an_output(transform: str) -> None:
+    whole = torch.arange(-4.0, 5.0).reshape(3, 3)
+
+    def func(a: Tensor, b: Tensor) -> Any:
+        return a, a.t(), a * b, b[0]
+
+    def total(f: Any) -> Any:
+        return lambda w: sum((i + 1) * (out**2).sum() for i, out in enumerate(f(w, w)))
+
+    def run(f: Any) -> Any:
+        if transform == "grad":
+            return grad(total(f))(whole)
+        w = whole.clone().requires_grad_()
+        return torch.autograd.grad(total(f)(w), w)[0]
+
+    assert_trees_bitwise_equal(run(pa.remat(func)), run(func))
+
+
+def test_what_comes_out_may_be_written_to() -> None:
+    """As an activation in place does."""
+    w = W.clone().requires_grad_()
+    (grads,) = torch.autograd.grad(pa.remat(lambda w: w * 2)(w).relu_().sum(), w)
+    assert_trees_bitwise_equal(grads, 2.0 * (W > 0))
+
+
+def test_a_function_may_have_no_output_and_no_tensor() -> None:
+    assert pa.remat(lambda x: ())(W.clone().requires_grad_()) == ()
+    assert pa.remat(lambda n: n + 1)(1) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_it_is_the_function(mode: Any) -> None:
+    module = nn.Linear(3, 3)
+    with mode():
+        assert_trees_bitwise_equal(pa.remat(module)(x), module(x))
+
+
+def test_a_function_that_torch_func_cannot_run_is_rematerialised_by_autograd() -> None:
+    """Plain autograd runs the backward pass where no transform is active."""
+
+    y = x.clone().requires_grad_()
+    for create_graph in (False, True):
+        (g,) = torch.autograd.grad(pa.remat(Old.apply)(y).sum(), y, create_graph=create_graph)
+        assert torch.equal(g, torch.full((3,), 2.0))
+
+
+# Memory --------------------------------------------------------------------------------
+
+
+def held(f: Any, n: int, transform: str) -> int:
+    """The largest number of intermediate tensors of a chain that are alive at once."""
+    alive = most = 0
+
+    class Noted(torch.autograd.Function):
+        """The identity, whose node dies with the graph that it is in."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            nonlocal alive, most
+            if ctx.needs_input_grad[0]:
+                ctx.token = Token()
+                alive += 1
+                most = max(most, alive)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            return g.clone()
+
+    class Token:
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    fs = [lambda p, x: Noted.apply(x) * p] * n
+    params = [torch.ones(3)] * n
+
+    def loss(params: Any) -> Tensor:
+        return f(fs)(params, x).sum()
+
+    if transform == "grad":
+        grad(loss)(params)
+    elif transform == "pa.grad":
+        pa.grad(lambda p, b: loss(p) * b.sum(), microbatch_size=1)(params, torch.ones(1))
+    else:
+        loss([p.clone().requires_grad_() for p in params]).backward()
+    return most
+
+
+def in_a_row(fs: Any) -> Any:
+    def chain(params: Any, x: Tensor) -> Tensor:
+        for f, p in zip(fs, params, strict=True):
+            x = f(p, x)
+        return x
+
+    return chain
+
+
+@pytest.mark.parametrize("transform", ["backward", "pa.grad", "grad"])
+def test_what_is_computed_again_lives_for_one_segment(transform: str) -> None:
+    """Also under torch.func.grad, which holds every graph that its backward pass makes.
+
+    There it is recorded twice, as torch.func records any gradient of a gradient.
+    """
+    n = 16
+    assert held(in_a_row, n, transform) >= n - 1
+    twice = 1 + (transform == "grad")
+    for segments in (None, 2, n):
+        size = n // (segments or 4)
+        assert held(lambda fs, s=segments: pa.remat_sequential(fs, s), n, transform) <= twice * size
+
+
+def test_nothing_is_held_but_inputs() -> None:
+    inside: list[Any] = []
+
+    def func(w: Tensor) -> Tensor:
+        h = w.exp()
+        inside.append(weakref.ref(h))
+        return h.sin()
+
+    out = pa.remat(func)(W.clone().requires_grad_())
+    gc.collect()
+    assert inside[0]() is None
+    out.sum().backward()
+    gc.collect()
+    assert inside[1]() is None
+
+
+# Chains --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
+def test_a_chain_is_its_functions_in_a_row(n: int) -> None:
+    fs = [lambda p, x, i=i: torch.tanh(x @ p) + i for i in range(n)]
+    params = [torch.randn(3, 3) for _ in range(n)]
+
+    def run(chain: Any) -> Any:
+        return grad(lambda p, x: (chain(p, x) ** 2).sum(), (0, 1))(params, X)
+
+    expected = run(in_a_row(fs))
+    for segments in (None, *range(1, n + 1)):
+        assert_trees_bitwise_equal(run(pa.remat_sequential(fs, segments)), expected)
+
+
+@pytest.mark.parametrize(("n", "segments"), [(16, None), (10, None), (7, 3), (5, 5), (5, 1)])
+def test_segments_are_even(n: int, segments: int | None) -> None:
+    """Seen by the order in which functions run again: segment by segment, from the last."""
+    calls: list[int] = []
+
+    def f(i: int) -> Any:
+        return lambda p, x: (is_dropped() or calls.append(i), x * p)[1]
+
+    params = [torch.ones(3, requires_grad=True) for _ in range(n)]
+    pa.remat_sequential([f(i) for i in range(n)], segments)(params, x).sum().backward()
+    again = calls[n:]
+    starts = [i for i, prev in zip(again, [None, *again], strict=False) if prev != i - 1]
+    sizes = [b - a for a, b in zip(starts[::-1], [*starts[::-1][1:], n], strict=True)]
+    assert len(sizes) == (segments or math.ceil(math.sqrt(n)))
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == n
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_rematerialises_its_loss(donate: bool) -> None:
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
+    params = [{k: v.detach() for k, v in b.named_parameters()} for b in blocks]
+    fs = [lambda p, x, b=b: functional_call(b, p, (x,)) for b in blocks]
+    chain = pa.remat_sequential(fs)
+
+    def plain(params: Any, x: Tensor) -> Tensor:
+        for f, p in zip(fs, params, strict=True):
+            x = f(p, x)
+        return x
+
+    def run(call: Any) -> Any:
+        def loss(p: Any, batch: Tensor) -> Tensor:
+            return (call(p, batch) ** 2).mean()
+
+        step = pa.make_step(loss, pa.adamw(1e-2), microbatch_size=2, donate=donate)
+        state = step.init(params)
+        for _ in range(2):
+            state, info = step(state, batch)
+        return state.params, info.loss
+
+    batch = torch.randn(5, 4)
+    assert_trees_bitwise_equal(run(chain), run(plain))
+
+
+def test_modes_are_those_of_the_first_run() -> None:
+    """A module is asked for its mode when the function is called, and again for its gradient."""
+    net = torch.nn.Dropout(0.5)
+    w = torch.ones(64, requires_grad=True)
+    out = pa.remat(lambda w: net(w))(w)
+    net.eval()
+    (grad_,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(grad_, out.detach())
+    assert not net.training

@@ -1,0 +1,142 @@
+"""What a rematerialised function cannot do says so, and never comes out as a wrong gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vjp, vmap
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from tests.draws import generator
+from tests.refusals import refused, saying
+
+
+pytestmark = pytest.mark.faults
+W, X = torch.randn(3, 3, generator=generator(0)), torch.randn(3, 3, generator=generator(1))
+x = X[0]
+
+
+class Inside(nn.Module):
+    """Rematerialises a part of itself, which captures its parameters."""
+
+    def __init__(self, wrap: Any = pa.remat) -> None:
+        super().__init__()
+        self.part, self.wrap = nn.Linear(3, 3), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(lambda x: self.part(x))(x)
+
+
+INSIDE = Inside()
+
+
+def leaf() -> Tensor:
+    return W.clone().requires_grad_()
+
+
+def test_a_constant_under_no_grad_may_be_captured() -> None:
+    """The level of vjp records, and the one below it, to which the parameter belongs, does not."""
+    lean = pa.remat(lambda w: INSIDE.part(x @ w))
+    with torch.no_grad():
+        ours, torchs = (vjp(f, W)[1](x) for f in (lean, lambda w: INSIDE.part(x @ w)))
+    assert_trees_bitwise_equal(ours, torchs)
+
+
+# Functions that are not pure -----------------------------------------------------------
+
+
+def writing(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: f(X.clone()),
+        lambda f: f(leaf() * 1),
+        lambda f: grad(lambda x: f(x * 1).sum())(X),
+        lambda f: vmap(f)(X.clone()),
+        lambda f: grad(lambda X: vmap(f)(X * 1).sum())(X),
+        lambda f: vmap(grad(lambda x: f(x * 1).sum()))(X),
+    ],
+    ids=["alone", "autograd", "grad", "vmap", "grad(vmap)", "vmap(grad)"],
+)
+def test_an_argument_that_is_written_to_is_refused(run: Any) -> None:
+    """The second run would start from what the first one left."""
+    with refused(RuntimeError, "writes to args[0]", "in place", given=[W, X]):
+        run(pa.remat(writing))
+
+
+def test_an_input_that_is_written_to_afterwards_is_refused() -> None:
+    """As torch says of any function that needs its inputs."""
+    y = leaf() * 1
+    out = pa.remat(torch.sin)(y)
+    y.add_(1)
+    with saying(RuntimeError, "modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad", "jvp"])
+def test_an_error_of_the_second_run_comes_as_it_is(transform: str) -> None:
+    """And the generator stands where it stood."""
+    calls: list[int] = []
+
+    def func(x: Tensor) -> Tensor:
+        calls.append(0)
+        out = x * torch.rand(3)
+        if len(calls) == 2:
+            raise RuntimeError("boom")
+        return out
+
+    lean = pa.remat(func)
+    run: dict[str, Any] = {
+        "backward": lambda: lean(x.clone().requires_grad_()).sum().backward(),
+        "grad": lambda: grad(lambda x: lean(x).sum())(x),
+        "jvp": lambda: jvp(lean, (x,), (x,)),
+    }
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError, match=r"^boom$"):
+        run[transform]()
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    torch.rand(3)
+    assert torch.equal(after, torch.rand(2))
+
+
+def test_a_second_backward_pass_has_to_be_announced() -> None:
+    out = pa.remat(torch.sin)(leaf()).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    with saying(RuntimeError, "second time"):
+        out.backward()
+
+
+# Bad usage -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "make"),
+    [
+        (TypeError, ("func is 3", "expected a function"), lambda: pa.remat(3)),  # type: ignore[arg-type]
+        (TypeError, ("fs[1] is None",), lambda: pa.remat_sequential([torch.add, None])),  # type: ignore[list-item]
+        (ValueError, ("fs is empty",), lambda: pa.remat_sequential([])),
+        (ValueError, ("segments is 0", "from 1 to 2"), lambda: chain(0)),
+        (ValueError, ("segments is 3", "from 1 to 2"), lambda: chain(3)),
+        (TypeError, ("segments is 1.0, a float",), lambda: chain(1.0)),
+        (TypeError, ("segments is True, a bool",), lambda: chain(True)),
+        (ValueError, ("params has 1 trees", "expected 2"), lambda: chain(None)([x], x)),
+        (ValueError, ("params has 3 trees", "expected 2"), lambda: chain(None)([x] * 3, x)),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_arguments_of_remat_that_make_no_sense_are_refused(
+    error: Any, words: tuple[str, ...], make: Any
+) -> None:
+    with refused(error, *words):
+        make()
+
+
+def chain(segments: Any) -> Any:
+    return pa.remat_sequential([torch.add, torch.add], segments)

@@ -1,0 +1,172 @@
+"""An error during ``update(donate=True)`` loses nothing, or says that it did."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.calls import (
+    ENGINES,
+    NONFINITE,
+    BoomError,
+    Explodes,
+    Tensors,
+    make_batch,
+    make_params,
+    mean_loss,
+)
+from tests.refusals import saying
+
+
+pytestmark = [pytest.mark.faults, pytest.mark.promise("donation")]
+PARAMS = make_params()
+SPOILED = ("given up with donate=True", "failed in the middle", "state that was not donated")
+engines = pytest.mark.parametrize("engine", ENGINES)
+modes = pytest.mark.parametrize("nonfinite", NONFINITE)
+
+
+def exploding(at: str) -> Callable[[Tensors, Tensors], Tensor]:
+    """A backward pass that fails at one leaf, ``large`` or ``w``, having done the other or not."""
+    first, last = ("w", "large") if at == "last" else ("large", "w")
+
+    def loss(params: Tensors, batch: Tensors) -> Tensor:
+        exploded = params | {last: Explodes.apply(params[last])}
+        return mean_loss(exploded, batch) + 0 * params[first].sum()
+
+    return loss
+
+
+def begun(engine: Any, nonfinite: Any = "propagate") -> tuple[pa.AccumState, Any]:
+    acc = pa.accumulator(mean_loss, engine=engine, nonfinite=nonfinite)
+    state = acc.update(acc.init(PARAMS), PARAMS, make_batch(3), donate=True)
+    return state, acc.finalize(state)
+
+
+def update(loss: Any, state: Any, engine: Any, nonfinite: Any, params: Any = PARAMS) -> Any:
+    acc = pa.accumulator(loss, engine=engine, nonfinite=nonfinite)
+    return acc.update(state, params, make_batch(2), donate=True)
+
+
+@engines
+@modes
+def test_an_error_in_the_loss_loses_nothing(engine: Any, nonfinite: Any) -> None:
+    def loss(params: Tensors, batch: Tensors) -> Tensor:
+        mean_loss(params, batch)
+        raise BoomError
+
+    state, expected = begun(engine, nonfinite)
+    with unchanged(state, PARAMS), pytest.raises(BoomError):
+        update(loss, state, engine, nonfinite)
+    assert_trees_bitwise_equal(pa.accumulator(mean_loss).finalize(state), expected)
+
+
+@engines
+@modes
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_an_error_in_the_backward_pass_loses_nothing_or_says_so(
+    engine: Any, nonfinite: Any, at: str
+) -> None:
+    """Where one sum says so all do: a state is whole or gone."""
+    state, expected = begun(engine, nonfinite)
+    with unchanged(PARAMS), pytest.raises(BoomError):
+        update(exploding(at), state, engine, nonfinite)
+    acc = pa.accumulator(mean_loss)
+    try:
+        result = acc.finalize(state)
+    except RuntimeError:
+        for call in (
+            lambda: acc.finalize(state),
+            lambda: acc.finalize(state, donate=True),
+            lambda: acc.update(state, PARAMS, make_batch()),
+            lambda: acc.merge(acc.init(PARAMS), state),
+            *(lambda x=x: x + 1 for x in state.grads.values()),
+        ):
+            with saying(RuntimeError, *SPOILED):
+                call()
+    else:
+        assert_trees_bitwise_equal(result, expected)
+
+
+@engines
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_skip_adds_nothing_before_all_is_known(engine: Any, at: str) -> None:
+    """So with it an error in the backward pass always leaves the state whole."""
+    state, _ = begun(engine, "skip")
+    with unchanged(state), pytest.raises(BoomError):
+        update(exploding(at), state, engine, "skip")
+
+
+# nonfinite="raise" -----------------------------------------------------------------------
+
+
+def make_bad(leaf: str) -> Callable[[Tensors, Tensors], Tensor]:
+    """Finite, but for the gradient of one leaf at the rows from the fourth on."""
+
+    def loss(params: Tensors, batch: Tensors) -> Tensor:
+        zero = params[leaf] - params[leaf].detach()
+        return mean_loss(params, batch) + (zero.sqrt().sum() if batch["y"].max() >= 4 else 0)
+
+    return loss
+
+
+def nan_loss(params: Tensors, batch: Tensors) -> Tensor:
+    return mean_loss(params, batch) * (torch.nan if batch["y"].max() >= 4 else 1)
+
+
+CAUSES = ("inf or NaN", "nonfinite='raise'", "learning rate", "Weighted")
+
+
+@engines
+@pytest.mark.parametrize("leaf", ["w", "large"])
+def test_raise_names_the_leaf_and_the_microbatch(engine: Any, leaf: str) -> None:
+    other = {"w": "large", "large": "w"}[leaf]
+    named = f"gradient of args[0]['{leaf}'] of microbatch 2 (from row 4)"
+    with unchanged(PARAMS), saying(FloatingPointError, named, *CAUSES) as caught:
+        pa.grad(make_bad(leaf), microbatch_size=2, nonfinite="raise", engine=engine)(
+            PARAMS, make_batch(6)
+        )
+    assert f"'{other}'" not in str(caught.value)
+
+
+@engines
+def test_raise_names_a_loss(engine: Any) -> None:
+    named = "the loss of microbatch 2 (from row 4)"
+    with unchanged(PARAMS), saying(FloatingPointError, named, *CAUSES):
+        pa.grad(nan_loss, microbatch_size=2, nonfinite="raise", engine=engine)(
+            PARAMS, make_batch(6)
+        )
+
+
+@engines
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("leaf", ["w", "large"])
+def test_raise_names_the_leaf_in_a_stream(engine: Any, donate: bool, leaf: str) -> None:
+    """The old state is whole, or says that a bad gradient went into it."""
+    acc = pa.accumulator(make_bad(leaf), nonfinite="raise", engine=engine)
+    state = acc.update(acc.init(PARAMS), PARAMS, make_batch(2))
+    expected = acc.finalize(state)
+    with saying(FloatingPointError, f"params['{leaf}'] of microbatch 1:", *CAUSES):
+        acc.update(state, PARAMS, make_batch(6), donate=donate)
+    if not donate:
+        assert_trees_bitwise_equal(acc.finalize(state), expected)
+        return
+    try:
+        after = acc.finalize(state)
+    except RuntimeError:
+        with saying(RuntimeError, *SPOILED):
+            acc.finalize(state)
+    else:
+        assert_trees_bitwise_equal(after, expected)
+
+
+@engines
+@pytest.mark.parametrize("donate", [False, True])
+def test_raise_for_a_loss_leaves_the_state_whole(engine: Any, donate: bool) -> None:
+    acc = pa.accumulator(nan_loss, nonfinite="raise", engine=engine)
+    state = acc.update(acc.init(PARAMS), PARAMS, make_batch(2))
+    with unchanged(state), saying(FloatingPointError, "the loss of microbatch 1:", *CAUSES):
+        acc.update(state, PARAMS, make_batch(6), donate=donate)

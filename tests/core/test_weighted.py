@@ -1,0 +1,201 @@
+"""``Weighted`` is total / weight of the whole batch, in every form, whatever it is cut into."""
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.draws import examples
+from tests.exactly import RATIO, ROWS, copied, full_batch, make_batch, make_params
+from tests.refusals import refused
+
+
+pytestmark = [pytest.mark.laws, pytest.mark.promise("weights")]
+
+
+def _gradient(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+    return pa.grad_and_value(loss, microbatch_size=size, **knobs)(params, batch)
+
+
+def _uncut(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+    return pa.grad_and_value(loss, **knobs)(params, batch)
+
+
+def _under_vmap(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+    gradient = pa.grad_and_value(loss, microbatch_size=size, **knobs)
+    return pa.unstack(torch.func.vmap(gradient, (0, None))(pa.stack([params]), batch))[0]
+
+
+def _stream(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+    acc = pa.accumulator(loss, **knobs)
+    state = acc.init(params)
+    for part in pa.microbatches(batch, size):
+        state = acc.update(state, params, part, donate=True)
+    return acc.finalize(state)
+
+
+def _merged(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+    acc = pa.accumulator(loss, **knobs)
+    state = acc.init(params)
+    for part in pa.microbatches(batch, size):
+        state = acc.merge(acc.update(acc.init(params), params, part), state)
+    return acc.finalize(state, donate=True)
+
+
+def _step(loss: Any, size: int, params: Any, batch: Any, **knobs: Any) -> Any:
+    taken = SimpleNamespace(init=lambda _: (), apply=lambda grads, state, _: (grads, state))
+    step = pa.make_step(loss, taken, microbatch_size=size, **knobs)
+    state, info = step(step.init(params), batch)
+    return state.params, info.loss
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "cut": _gradient,
+    "uncut": _uncut,
+    "under vmap": _under_vmap,
+    "stream": _stream,
+    "merged": _merged,
+    "step": _step,
+}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@forms
+@examples(1 / 4)
+@given(seeds(), st.integers(2, ROWS), st.integers(1, ROWS), st.sampled_from(["mean", "sum"]))
+@example(0, 7, 1, "mean")
+def test_a_ratio_whose_denominator_is_elsewhere(
+    form: str, seed: int, rows: int, size: int, reduction: str
+) -> None:
+    """Detection: the sum over all anchors, divided by the number of positives."""
+    params, batch = make_params(seed), make_batch(seed, rows)
+    batch["mask"][0] = 3  # one positive at least
+    grads, value = FORMS[form](RATIO.call, size, params, batch, reduction=reduction)
+    assert_trees_bitwise_equal(grads, full_batch(RATIO, params, batch))
+    total, weight = RATIO.total(params, batch), RATIO.weight(batch)
+    assert value == (total.double() / weight).to(value.dtype)
+
+
+def masked(w: Tensor, batch: dict[str, Tensor]) -> pa.Weighted:
+    return pa.Weighted((w * batch["x"] * batch["mask"]).sum(), batch["mask"].sum())
+
+
+def unmasked(w: Tensor, batch: dict[str, Tensor]) -> pa.Weighted:
+    return pa.Weighted((w * batch["x"]).sum(), batch["mask"].sum())
+
+
+@forms
+@pytest.mark.parametrize("loss", [masked, unmasked])
+def test_a_batch_of_no_weight_has_no_value(form: str, loss: Any) -> None:
+    """Nor a gradient, and no step is applied; both whatever the cut and the reduction."""
+    w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.zeros(5)}
+    for reduction, size in itertools.product(("mean", "sum"), (1, 4, 9)):
+        grads, value = FORMS[form](loss, size, w, batch, reduction=reduction)
+        assert value.isnan()
+        assert grads == (w if form == "step" else 0.0)
+        assert pa.value(loss, microbatch_size=size, reduction=reduction)(w, batch).isnan()
+        assert pa.value(loss, reduction=reduction)(w, batch).isnan()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [masked, unmasked])
+def test_a_step_over_no_weight_is_not_applied(loss: Any, reduction: Any) -> None:
+    step = pa.make_step(loss, pa.adamw(0.1), microbatch_size=2, reduction=reduction)
+    state = step.init(torch.tensor(1.0))
+    before = copied(state)
+    batch = {"x": torch.ones(6), "mask": torch.zeros(6)}
+    new, info = step(state, batch)
+    window = step.begin(state)
+    for part in pa.microbatches(batch, 2):
+        window = step.update(state, window, part)
+    streamed, streamed_info = step.apply(state, window)
+    for after, said in (new, info), (streamed, streamed_info):
+        assert not said.applied
+        assert said.loss.isnan()
+        assert_trees_bitwise_equal(after[:3], before[:3])
+
+
+def test_samples_without_a_weight_add_their_totals() -> None:
+    """Each is a microbatch of one row."""
+    w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.arange(5.0) % 2}
+    want = torch.func.grad(lambda w: unmasked(w, batch).total / 2)(w)
+    for engine in ("vmap", "autograd"):
+        got = pa.per_sample_grad(unmasked, reduce="mean", chunk_size=2, engine=engine)(w, batch)
+        assert torch.equal(got, want)
+    acc = pa.per_sample_accumulator(unmasked, reduce="mean")
+    grads, value = acc.finalize(acc.update(acc.init(w), w, batch))
+    assert torch.equal(grads, want)
+    assert value == unmasked(w, batch).total.double() / 2
+
+
+# Numbers times Weighted --------------------------------------------------------------------
+
+SCALED: dict[str, Callable[[pa.Weighted], pa.Weighted]] = {
+    "number *": lambda x: -4 * x,
+    "* number": lambda x: x * -4.0,
+    "tensor *": lambda x: torch.tensor(-4.0) * x,
+    "* tensor": lambda x: x * torch.tensor(-4),
+    "/": lambda x: x / -0.25,
+    "negative": lambda x: -(4 * x),
+}
+
+
+@pytest.mark.parametrize("scale", SCALED.values(), ids=SCALED)
+def test_a_number_times_weighted_scales_the_mean(scale: Any) -> None:
+    w, batch = torch.tensor(2.0), {"x": torch.arange(1.0, 6.0), "mask": torch.ones(5)}
+    want = [-4 * x for x in pa.grad_and_value(masked)(w, batch)]
+    gradient = pa.grad_and_value(lambda w, b: scale(masked(w, b)), microbatch_size=2)
+    assert [*gradient(w, batch)] == want
+
+
+SUMS: dict[str, Callable[[pa.Weighted], Any]] = {
+    "two": lambda x: x + x,
+    "sum": lambda x: sum([x, x]),
+    "difference": lambda x: x - x,
+    "tensor": lambda x: x.total + x,
+    "number": lambda x: x + 1,
+    "number before": lambda x: 1 - x,
+}
+
+
+@pytest.mark.parametrize("add", SUMS.values(), ids=SUMS)
+def test_a_sum_of_weighted_is_refused(add: Any) -> None:
+    with refused(TypeError, "A sum of means", "reduction='sum'", "Weighted(total + weight * pen"):
+        add(pa.Weighted(torch.tensor(1.0), 2))
+
+
+@pytest.mark.parametrize("factor", ["2", None, torch.ones(2), pa.Weighted(torch.tensor(1.0), 2)])
+def test_weighted_is_scaled_by_numbers_alone(factor: Any) -> None:
+    for scale in (lambda x: x * factor, lambda x: x / factor):
+        with refused(TypeError, "Weighted ", "expected a number or a 0-d tensor"):
+            scale(pa.Weighted(torch.tensor(1.0), 2))
+
+
+# Division ----------------------------------------------------------------------------------
+
+
+@examples(1 / 2)
+@given(seeds(), st.integers(1, 7), st.sampled_from([torch.complex64, torch.complex128]))
+def test_complex_sums_are_divided_as_pairs(seed: int, size: int, dtype: torch.dtype) -> None:
+    """In every form: torch's own complex division has other bits."""
+    random = torch.Generator().manual_seed(seed)
+    w = torch.zeros(50, dtype=dtype)
+    x, y = torch.randint(-9, 10, (2, 7, 50), generator=random).to(dtype.to_real())
+    batch = torch.complex(x, y)
+
+    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+        return pa.Weighted((w * x).real.sum(), 0.75 * len(x))
+
+    want = torch.stack([x.sum(0) / 5.25, -y.sum(0) / 5.25], -1)
+    for form in FORMS:
+        got = FORMS[form](loss, size, w, batch)[0]
+        assert torch.equal(torch.view_as_real(got), want.to(got.dtype.to_real())), form

@@ -1,0 +1,328 @@
+"""When a loss is asked whether it may be cut, and where nobody asks: told by the calls of it."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pureaccum as pa
+from pureaccum import CoupledLossError
+from pureaccum._core import coupling
+from pureaccum.testing import assert_trees_bitwise_equal
+
+
+pytestmark = [
+    pytest.mark.purity,
+]
+W = torch.tensor([0.5, -1.0, 0.25])
+SCHEDULE = (1, 2, 4, 8)  # the calls that ask, of the first nine
+
+
+@pytest.fixture(autouse=True)
+def _nobody_was_asked() -> None:
+    """Calls are counted for each loss, and those of two tests that are one loss would add up."""
+    coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+
+
+def rows(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def fits(w: Tensor, x: Tensor) -> Tensor:
+    return ((x @ w) ** 2).mean()
+
+
+def coupled(w: Tensor, x: Tensor) -> Tensor:
+    return fits(w, x) + x.mean(0).square().sum()
+
+
+class Noting:
+    """A loss that notes of how many rows it is called."""
+
+    def __init__(self, loss: Callable[..., Tensor] = fits) -> None:
+        self.inner, self.calls = loss, list[int]()
+
+    def __call__(self, w: Tensor, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return self.inner(w, x)
+
+    def loss(self, w: Tensor, x: Tensor) -> Tensor:
+        return self(w, x)
+
+    def during(self, run: Callable[[], object]) -> Counter[int]:
+        self.calls.clear()
+        run()
+        return Counter(self.calls)
+
+
+# Which calls ask -------------------------------------------------------------------------
+
+
+def run_of(name: str, loss: Callable[[], Any], check: bool) -> Callable[[], object]:
+    x, knobs = rows(12), dict[str, Any](check=check)
+    if name == "grad":
+        return lambda: pa.grad(loss(), microbatch_size=4, **knobs)(W, x)
+    if name == "value":
+        return lambda: pa.value(loss(), microbatch_size=4, **knobs)(W, x)
+    if name == "update":
+        state = pa.accumulator(fits).init(W)
+        return lambda: pa.accumulator(loss(), **knobs).update(state, W, x[:4])
+
+    def step() -> None:
+        made = pa.make_step(loss(), pa.sgd(0.1), microbatch_size=4, **knobs)
+        made(made.init(W), x)
+
+    return step
+
+
+NOTING = Noting()
+MADE: dict[str, Callable[[], Any]] = {  # at each call
+    "the same": lambda: NOTING,
+    "a lambda": lambda: lambda w, x: NOTING(w, x),
+    "a bound method": lambda: NOTING.loss,
+    "a partial": lambda: partial(lambda noting, w, x: noting(w, x), NOTING),
+    "around a temperature": lambda: (lambda t: lambda w, x: NOTING(w, x) * t)(float(len(MADE))),
+}
+
+
+@pytest.mark.parametrize("name", ["grad", "value", "update", "step"])
+@pytest.mark.parametrize("made", MADE)
+def test_calls_one_two_four_and_eight_ask_one_microbatch(name: str, made: str) -> None:
+    """Two parts of it, beside what a call computes that does not ask."""
+    asking, plain = (run_of(name, MADE[made], check) for check in (True, False))
+    for call in range(1, 10):
+        more, usual = NOTING.during(asking), NOTING.during(plain)
+        more.subtract(usual)
+        if call == 1:
+            more[4] = 0  # a loss is watched when it is first called
+        assert more == Counter({2: 2} if call in SCHEDULE else {}), (call, more, usual)
+
+
+def test_a_call_that_does_not_ask_calls_the_loss_once_a_microbatch() -> None:
+    loss = Noting()
+    grad = pa.grad(loss, microbatch_size=4)
+    calls = [loss.during(lambda: grad(W, rows(10))) for _ in range(9)]
+    usual = Counter({4: 2, 2: 1})
+    assert [call == usual for call in calls] == [call not in SCHEDULE for call in range(1, 10)]
+
+
+def test_each_call_that_asks_is_about_another_microbatch() -> None:
+    """So that one bad microbatch of four is met, wherever it stands."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (coupled if (x > 5).any() else fits)(w, x)
+
+    for bad, call in enumerate(SCHEDULE):
+        coupling._answers.clear()  # pyright: ignore[reportPrivateUsage]
+        x = rows(16)
+        x[4 * bad] = 6
+        grad = pa.grad(loss, microbatch_size=4)
+        for _ in range(call - 1):
+            grad(W, x)
+        with pytest.raises(CoupledLossError):
+            grad(W, x)
+
+
+# Where nobody asks -----------------------------------------------------------------------
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_a_mode(loss: Any, **knobs: Any) -> None:
+    with Looking():
+        pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))
+
+
+def under_forward_ad(loss: Any, **knobs: Any) -> None:
+    with forward_ad.dual_level():
+        w = forward_ad.make_dual(W, W)
+        pa.value(loss, microbatch_size=4, **knobs)(w, rows(12))
+
+
+def in_a_backward_pass(loss: Any, **knobs: Any) -> None:
+    class Inner(Function):
+        @staticmethod
+        def forward(ctx: Any, w: Tensor) -> Tensor:
+            return w.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return pa.grad(loss, microbatch_size=4, **knobs)(W, rows(12))
+
+    out: Any = Inner.apply(W.clone().requires_grad_())
+    out.sum().backward()
+
+
+def reported(loss: Any, **knobs: Any) -> None:
+    step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=4, **knobs)
+    pa.memory_report(step, step.init(W), rows(12))
+
+
+def transformed(transform: Any, of: Any, loss: Any, **knobs: Any) -> None:
+    transform(of(loss, microbatch_size=4, **knobs))(W, rows(12))
+
+
+def mapped(loss: Any, **knobs: Any) -> None:
+    grad = pa.grad(loss, microbatch_size=4, **knobs)
+    torch.func.vmap(grad, (0, None))(torch.stack([W, -W]), rows(12))
+
+
+def compiled(loss: Any, **knobs: Any) -> None:
+    torch.compiler.reset()
+    run = pa.grad(loss.inner, microbatch_size=4, **knobs)
+    torch.compile(run, backend="eager")(W, rows(12))
+
+
+def uncut(loss: Any, **knobs: Any) -> None:
+    x = rows(12)
+    for size in (None, 12, 20):
+        pa.grad(loss, microbatch_size=size, **knobs)(W, x)
+        pa.value(loss, microbatch_size=size, **knobs)(W, x)
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=size, **knobs)
+        step(step.init(W), x)
+
+
+NOBODY: dict[str, Callable[..., None]] = {
+    "torch.func.grad": partial(transformed, torch.func.grad, pa.value),
+    "torch.func.jacrev": partial(transformed, torch.func.jacrev, pa.grad),
+    "torch.func.hessian": partial(transformed, torch.func.hessian, pa.value),
+    "vmap": mapped,
+    "forward AD": under_forward_ad,
+    "a dispatch mode": under_a_mode,
+    "a backward pass": in_a_backward_pass,
+    "memory_report": reported,
+    "torch.compile": compiled,
+    "all rows at once": uncut,
+}
+
+
+SLOW = {"torch.compile": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=name, marks=SLOW.get(name, ())) for name, run in NOBODY.items()]
+)
+def test_nobody_asks(run: Callable[..., None]) -> None:
+    asked, plain = (Noting(coupled) for _ in range(2))
+    for _ in range(2):
+        run(asked)
+        run(plain, check=False)
+    assert asked.calls == plain.calls
+
+
+def test_a_backward_pass_through_a_value_does_not_ask() -> None:
+    calls = []
+    for check in (True, False):
+        loss, w = Noting(), W.clone().requires_grad_()
+        value = pa.value(loss, microbatch_size=4, check=check)(w, rows(12))
+        calls.append(loss.during(value.backward))
+    assert calls[0] == calls[1]
+
+
+# What cannot be told ---------------------------------------------------------------------
+
+
+def knows_its_rows(w: Tensor, x: Tensor) -> Tensor:
+    return (x.view(4, 3) @ w).square().mean()
+
+
+def wants_two_rows(w: Tensor, x: Tensor) -> Tensor:
+    if len(x) < 2:
+        raise ValueError("a row on its own")
+    return fits(w, x)
+
+
+def normalised(w: Tensor, x: Tensor) -> Tensor:
+    return (torch.nn.functional.batch_norm(x, None, None, training=True) @ w).square().mean()
+
+
+RAISES = {knows_its_rows: 4, wants_two_rows: 2, normalised: 2}
+
+
+@pytest.mark.parametrize("loss", RAISES, ids=lambda loss: loss.__name__)
+def test_a_loss_that_raises_on_parts_is_not_blamed(loss: Callable[..., Tensor]) -> None:
+    """Nor is its error shown. (Two rows are all that there are, or they could be joined.)"""
+    parts = [rows(RAISES[loss], seed) for seed in range(3)]
+    for _ in range(9):
+        results = []
+        for check in (True, False):
+            acc = pa.accumulator(loss, check=check)
+            state = acc.init(W)
+            for part in parts:
+                state = acc.update(state, W, part)
+            results.append(acc.finalize(state))
+        assert_trees_bitwise_equal(*results)
+
+
+def test_batch_norm_over_microbatches_of_two_rows_is_told_by_two_of_them() -> None:
+    with pytest.raises(CoupledLossError):
+        pa.grad(normalised, microbatch_size=2)(W, rows(4))
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (1, 4), (2, 1), (3, 1), (5, 4), (9, 1), (0, 1)])
+def test_few_rows(n: int, size: int) -> None:
+    x = rows(n)
+    for make in (pa.grad, pa.value):
+        got, want = (make(fits, microbatch_size=size, check=check)(W, x) for check in (True, False))
+        assert_trees_bitwise_equal(got, want)
+    if n > size:
+        with pytest.raises(CoupledLossError):
+            pa.value(coupled, microbatch_size=size)(W, x)
+    else:
+        pa.value(coupled, microbatch_size=size)(W, x)
+
+
+def test_microbatches_without_rows_count_for_nothing() -> None:
+    def loss(w: Tensor, x: Tensor) -> pa.Weighted:
+        return pa.Weighted((x @ w).square().sum(), len(x))
+
+    acc = pa.accumulator(loss)
+    state = acc.init(W)
+    for part in (rows(0), rows(4), rows(0), rows(1)):
+        state = acc.update(state, W, part)
+    assert state.weight == 5
+
+
+# Threads ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _restless() -> Iterator[None]:
+    """Threads take turns a thousand times as often as they usually do."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("_restless")
+@pytest.mark.promise("threads")
+def test_two_threads_ask_one_loss() -> None:
+    together, x = Barrier(2), rows(12)
+    want = pa.grad(fits, microbatch_size=4, check=False)(W, x)
+
+    def repeat(_: int) -> list[Any]:
+        together.wait()
+        results = []
+        for _ in range(9):
+            results.append(pa.grad(lambda w, x: fits(w, x), microbatch_size=4)(W, x))
+            with pytest.raises(CoupledLossError):
+                pa.grad(coupled, microbatch_size=4)(W, x)
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(repeat, range(2)):
+            for grads in results:
+                assert_trees_bitwise_equal(grads, want)

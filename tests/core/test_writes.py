@@ -1,0 +1,314 @@
+"""A loss that writes to what it is given or captures is refused, if it can be before it happens."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pureaccum as pa
+from pureaccum._core.writes import unguarded
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.dropped import is_dropped
+from tests.refusals import saying
+
+
+pytestmark = [pytest.mark.purity, pytest.mark.promise("writes")]
+OURS = "in place, and what is given or captured is only lent to it"
+SAID = "in place, and what is given|would mutate a captured Tensor"
+TORCHS = "would mutate a captured Tensor"  # torch.func, before anybody else can look
+
+
+class World(NamedTuple):
+    """What a loss is given, and what it captures."""
+
+    params: dict[str, Tensor]
+    batch: dict[str, Any]
+    captured: Tensor
+    net: nn.Module
+
+
+def world() -> World:
+    random = torch.Generator().manual_seed(0)
+    return World(
+        {"w": torch.randn(3, generator=random), "table": torch.randn(5, 3, generator=random)},
+        {"x": torch.randn(6, 3, generator=random), "i": torch.arange(6) % 5, "late": False},
+        torch.randn(3, generator=random),
+        nn.BatchNorm1d(3),
+    )
+
+
+def clamped(x: Tensor) -> None:
+    with torch.no_grad():
+        x.clamp_(min=0)
+
+
+def into(x: Tensor) -> None:
+    with torch.no_grad():
+        torch.add(x, 1, out=x)
+
+
+# By name: what it writes to, as an error says, and how.
+WRITES: dict[str, tuple[str, Callable[[World, Any, Any], Any]]] = {
+    "clamp_": ("['w']", lambda o, p, b: clamped(p["w"])),
+    "data": ("['w']", lambda o, p, b: p["w"].data.clamp_(min=0)),
+    "a view": ("['table']", lambda o, p, b: clamped(p["table"][1:].T)),
+    "foreach": ("['table']", lambda o, p, b: torch._foreach_add_([p["table"].data], 1)),
+    "out": ("['w']", lambda o, p, b: into(p["w"])),
+    "max_norm": ("['table']", lambda o, p, b: F.embedding(b["i"], p["table"], max_norm=0.1)),
+    "batch": ("['x']", lambda o, p, b: b["x"].data.mul_(2)),
+    "captured": ("a tensor of shape (3,)", lambda o, p, b: o.captured.add_(1)),
+    "captured data": ("a tensor of shape (3,)", lambda o, p, b: o.captured.data.add_(1)),
+    "batch norm": (
+        "a tensor of shape (3,)",
+        lambda o, p, b: F.batch_norm(b["x"].view(-1, 3), o.captured, o.captured, training=True),
+    ),
+    "statistics": (
+        " of BatchNorm1d",
+        lambda o, p, b: functional_call(o.net, {"weight": p["w"]}, (b["x"].reshape(-1, 3),)),
+    ),
+}
+
+
+def loss_of(of: World, write: Callable[[World, Any, Any], Any]) -> Callable[..., Tensor]:
+    def loss(p: Any, b: Any) -> Tensor:
+        write(of, p, b)
+        return (b["x"] * p["w"] + F.embedding(b["i"], p["table"])).square().mean()
+
+    return loss
+
+
+def _stream(step: Any, of: World) -> Any:
+    state = step.init(of.params)
+    window = step.begin(state)
+    for part in pa.microbatches(of.batch, 2):
+        window = step.update(state, window, part)
+    return step.apply(state, window)
+
+
+def _updated(acc: Any, of: World, donate: bool) -> Any:
+    return acc.finalize(acc.update(acc.init(of.params), of.params, of.batch, donate=donate))
+
+
+FORMS: dict[str, Callable[[Any, World, Any], Any]] = {
+    "uncut": lambda f, o, e: pa.grad(f, engine=e)(o.params, o.batch),
+    "cut": lambda f, o, e: pa.grad(f, microbatch_size=2, engine=e)(o.params, o.batch),
+    "skip": lambda f, o, e: pa.grad(f, microbatch_size=2, engine=e, nonfinite="skip")(
+        o.params, o.batch
+    ),
+    "value": lambda f, o, e: pa.value(f, microbatch_size=2)(o.params, o.batch),
+    "value uncut": lambda f, o, e: pa.value(f)(o.params, o.batch),
+    "update": lambda f, o, e: _updated(pa.accumulator(f, engine=e), o, False),
+    "donated": lambda f, o, e: _updated(pa.accumulator(f, engine=e), o, True),
+    "step": lambda f, o, e: (s := pa.make_step(f, pa.sgd(0.1), microbatch_size=4, engine=e))(
+        s.init(o.params), o.batch
+    ),
+    "stream": lambda f, o, e: _stream(pa.make_step(f, pa.sgd(0.1), engine=e), o),
+    "samples": lambda f, o, e: pa.per_sample_grad(
+        f, keep_batch_dim=True, engine={"func": "vmap"}.get(e, e)
+    )(o.params, o.batch),
+}
+UNDER: dict[str, Callable[[Any, World], Any]] = {
+    "vmap": lambda f, o: torch.func.vmap(pa.grad(f, microbatch_size=2), (0, None))(
+        pa.stack([o.params]), o.batch
+    ),
+    "grad": lambda f, o: torch.func.grad(
+        lambda p: pa.grad(f, microbatch_size=2)(p, o.batch)["w"].sum()
+    )(o.params),
+}
+forms = pytest.mark.parametrize("form", FORMS)
+engines = pytest.mark.parametrize("engine", ["func", "autograd"])
+
+
+@pytest.mark.parametrize(
+    ("form", "engine", "write"),
+    [
+        (form, engine, write)
+        for form, engine, write in itertools.product(FORMS, ["func", "autograd"], WRITES)
+        if form in ("uncut", "cut") or write in ("data", "captured")
+    ],
+)
+def test_a_write_is_refused_before_it_happens(form: str, engine: Any, write: str) -> None:
+    name, how = WRITES[write]
+    of = world()
+    loss = loss_of(of, how)
+    with unchanged(of), pytest.raises((RuntimeError, ValueError)) as caught:
+        FORMS[form](loss, of, engine)
+    said = str(caught.value)
+    # torch.func may refuse it before, and much more of what it maps over samples
+    if form != "samples" and (engine == "autograd" or TORCHS not in said):
+        assert OURS in said
+        assert name in said
+
+
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("write", ["clamp_", "data", "max_norm", "batch", "captured data"])
+def test_a_write_under_a_transform_is_refused_before_it_happens(under: str, write: str) -> None:
+    of = world()
+    with unchanged(of), pytest.raises(RuntimeError):  # ours, or what torch.func says before
+        UNDER[under](loss_of(of, WRITES[write][1]), of)
+
+
+@engines
+def test_a_write_to_inference_tensors_is_refused(engine: Any) -> None:
+    """They count no versions."""
+    with torch.inference_mode():
+        of = world()
+
+    def loss(p: Any, b: Any) -> Tensor:
+        of.captured.add_(1)
+        return p["w"].square().sum()
+
+    with torch.inference_mode(), unchanged(of), pytest.raises(RuntimeError, match=SAID):
+        pa.grad(loss, microbatch_size=2, engine=engine)(of.params, of.batch)
+
+
+@forms
+def test_a_write_in_a_later_microbatch_raises(form: str) -> None:
+    """It has happened, and is seen by the versions of what was given and captured."""
+    for write in ("clamp_", "captured", "batch in place"):
+        of, calls = world(), []
+
+        def late(o: World, p: Any, b: Any, write: str = write, calls: Any = calls) -> None:
+            read = o.captured.sum()
+            if not is_dropped():
+                calls.append(read)
+            if len(calls) <= 1:
+                return
+            if write == "batch in place":
+                clamped(b["x"])
+            else:
+                WRITES[write][1](o, p, b)
+
+        loss = loss_of(of, late)
+        if form in ("uncut", "value uncut", "update", "donated"):
+            FORMS[form](loss, of, "autograd")  # its one call
+        name = "['x']" if write == "batch in place" else WRITES[write][0]
+        with saying(RuntimeError, "has written to", name, "only lent to it"):
+            FORMS[form](loss, of, "autograd")
+
+
+def test_a_window_that_was_written_beside_is_spoiled() -> None:
+    of, calls = world(), []
+
+    def late(o: World, p: Any, b: Any) -> None:
+        if not is_dropped():
+            calls.append(1)
+        if len(calls) > 1:
+            clamped(p["w"])
+
+    acc = pa.accumulator(loss_of(of, late))
+    state = acc.update(acc.init(of.params), of.params, of.batch)
+    with saying(RuntimeError, "has written to"):
+        acc.update(state, of.params, of.batch, donate=True)
+    with saying(RuntimeError, "failed in the middle"):
+        acc.finalize(state)
+
+
+# When it is looked at again -------------------------------------------------------------
+
+
+def test_a_new_mode_is_looked_at_again() -> None:
+    of = world()
+    of.net.eval()
+    loss = loss_of(of, WRITES["statistics"][1])
+    gradient = pa.grad(loss, microbatch_size=2, engine="autograd")
+    gradient(of.params, of.batch)
+    of.net.train()
+    with unchanged(of), saying(RuntimeError, OURS, " of BatchNorm1d"):
+        gradient(of.params, of.batch)
+
+
+def test_a_new_mode_of_a_functional_is_looked_at_again() -> None:
+    class Clamping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.weight.data.clamp_(min=0)
+            return super().forward(x)
+
+    net = Clamping(3, 1).eval()
+    fn, x = pa.functional(net), torch.randn(6, 3)
+    gradient = pa.grad(lambda p, b: fn.apply(p, (), b)[0].square().mean(), microbatch_size=2)
+    gradient(fn.params, x)
+    net.train()
+    with unchanged(net, fn.params), saying(RuntimeError, OURS, "['weight']"):
+        gradient(fn.params, x)
+
+
+@pytest.mark.parametrize("kind", ["flag", "dtype", "structure"])
+def test_a_new_kind_of_batch_is_looked_at_again(kind: str) -> None:
+    of = world()
+    other = {
+        "flag": {**of.batch, "late": True},
+        "dtype": {**of.batch, "x": of.batch["x"].double()},
+        "structure": {**of.batch, "more": of.batch["i"]},
+    }[kind]
+
+    def write(o: World, p: Any, b: Any) -> None:
+        if b["late"] or b["x"].dtype == torch.float64 or "more" in b:
+            p["w"].data.clamp_(min=0)
+
+    gradient = pa.grad(loss_of(of, write), microbatch_size=2)
+    gradient(of.params, of.batch)
+    with unchanged(of, other), saying(RuntimeError, OURS, "['w']"):
+        gradient(of.params, other)
+
+
+# What is no write to anything that was there before ------------------------------------------
+
+NORM = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5, inplace=True), nn.ReLU(inplace=True))
+FN = pa.functional(NORM)
+
+HARMLESS: dict[str, Callable[[World, Any, Any], Tensor]] = {
+    "a clone": lambda o, p, b: b["x"].clone().clamp_(min=0).sum(),
+    "zeros": lambda o, p, b: torch.zeros(5, 3).index_add_(0, b["i"], b["x"]).sum(),
+    "new numbers": lambda o, p, b: torch.tensor([1.0, 2.0]).add_(1).sum(),
+    "a list": lambda o, p, b: torch.as_tensor([1.0]).mul_(3).sum(),
+    "numpy": lambda o, p, b: torch.from_numpy(np.ones(3, dtype=np.float32)).add_(1).sum(),
+    "out": lambda o, p, b: torch.add(b["x"], 1, out=torch.empty(0)).sum(),
+    "random": lambda o, p, b: torch.empty(3).uniform_().sum(),
+    "batch norm": lambda o, p, b: FN.apply(FN.params, FN.buffers, b["x"])[0].sum(),
+    "a copy": lambda o, p, b: torch.empty_like(b["x"]).copy_(b["x"]).sum(),
+    "an intermediate": lambda o, p, b: (p["w"] * 2).relu_().sum(),
+}
+
+
+@engines
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_write_to_what_the_loss_itself_has_made_is_let_through(name: str, engine: Any) -> None:
+    of = world()
+
+    def loss(p: Any, b: Any) -> Tensor:
+        return HARMLESS[name](of, p, b) + (p["w"] * b["x"]).sum()
+
+    results = []
+    for guard in (unguarded, torch.enable_grad):
+        torch.manual_seed(0)
+        with guard():
+            gradient = pa.grad_and_value(loss, microbatch_size=2, engine=engine, check=False)
+            results.append([gradient(of.params, of.batch) for _ in range(2)])
+    assert_trees_bitwise_equal(results[0], results[1])
+
+
+# Compiled steps -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["step", "stream"])
+def test_a_write_in_a_compiled_step_is_refused_before_it_happens(form: str) -> None:
+    """In eager code, before a graph is made; in a graph nobody could see it."""
+    of = world()
+    batch = {k: v for k, v in of.batch.items() if k != "late"}
+    for name in ("clamp_", "data", "max_norm", "captured"):
+        loss = loss_of(of, WRITES[name][1])
+        step = pa.make_step(loss, pa.sgd(0.1), microbatch_size=2, compile={"backend": "eager"})
+        state = step.init(of.params)
+        with unchanged(of, state), saying(RuntimeError, OURS, WRITES[name][0]):
+            if form == "step":
+                step(state, batch)
+            else:
+                step.update(state, step.begin(state), batch)

@@ -1,0 +1,74 @@
+"""A record of five fields or more is built by keyword, and no record is sliced by position.
+
+Otherwise a new field would shift all others in silence.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pureaccum
+
+
+pytestmark = pytest.mark.laws
+
+PACKAGE = Path(pureaccum.__file__).parent
+TREES = {
+    str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")
+}
+
+
+def fields(node: ast.AST) -> int:
+    """How many fields a class has, if it is a NamedTuple."""
+    if not isinstance(node, ast.ClassDef) or "NamedTuple" not in map(ast.unparse, node.bases):
+        return 0
+    return sum(isinstance(x, ast.AnnAssign) for x in node.body)
+
+
+RECORDS = {
+    node.name: fields(node)
+    for tree in TREES.values()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef) and fields(node) >= 5
+}
+
+
+def by_position(tree: ast.AST) -> Iterator[str]:
+    """Records that are built with positional arguments, but for ``Record(*fields of one kind)``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args:
+            if isinstance(node.args[0], ast.Starred) and len(node.args) + len(node.keywords) == 1:
+                continue
+            name = ast.unparse(node.func).split(".")[-1]
+            if name in RECORDS:
+                yield f"line {node.lineno}: {name}"
+
+
+def sliced(tree: ast.AST) -> Iterator[str]:
+    """Arguments that are records, and have a part taken out by its position."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        arguments = [*function.args.args, *function.args.kwonlyargs]
+        its = {x.arg for x in arguments if x.annotation and ast.unparse(x.annotation) in RECORDS}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) in its:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_records_are_built_by_keyword() -> None:
+    assert not {name: found for name, tree in TREES.items() if (found := [*by_position(tree)])}
+
+
+def test_records_are_not_sliced() -> None:
+    assert not {name: found for name, tree in TREES.items() if (found := [*sliced(tree)])}
+
+
+def test_the_parser_sees_what_it_looks_for() -> None:
+    assert RECORDS["AccumState"] == 8
+    assert "Weighted" not in RECORDS
+    tree = ast.parse("def f(a: AccumState, b: Any):\n  AccumState(1, grads=2)\n  a[1:]\n  b[1:]\n")
+    assert [*by_position(tree)] == ["line 2: AccumState"]
+    assert [*sliced(tree)] == ["line 3: a[1:]"]

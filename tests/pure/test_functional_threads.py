@@ -1,0 +1,646 @@
+"""What one thread computes with a functional does not depend on what other threads do with it."""
+
+import multiprocessing
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import cycle, islice
+from tempfile import TemporaryDirectory
+from threading import Barrier, Event
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.calls import BoomError
+from tests.draws import generator
+from tests.pure.collating import Embedding
+from tests.pure.networks import Checkpointed, Tied
+from tests.pure.test_functional_purity import Twice
+
+
+pytestmark = [pytest.mark.purity, pytest.mark.promise("threads")]
+T = TypeVar("T")
+Job = Callable[[], Any]
+
+THREADS = 4
+ROUNDS = 4
+CALLS = ("plain", "func", "autograd")
+
+
+@pytest.fixture(autouse=True)
+def _restless() -> Iterator[None]:
+    """Threads take turns 500 times as often as they usually do, and before each module's call."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    hook = register_module_forward_pre_hook(_pause)
+    yield
+    hook.remove()
+    sys.setswitchinterval(usual)
+
+
+def _pause(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        time.sleep(1e-4)
+
+
+def at_once(jobs: Sequence[Callable[[], T]]) -> list[list[T]]:
+    """What each job gave, round by round, all of them running at the same time."""
+    together = Barrier(len(jobs))
+
+    def repeat(job: Callable[[], T]) -> list[T]:
+        together.wait()
+        return [job() for _ in range(ROUNDS)]
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(repeat, jobs))
+
+
+# Modules ------------------------------------------------------------------------------------
+
+
+class Reassigning(nn.Module):
+    """A buffer that is assigned anew, and one that is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("seen", torch.tensor(0.0))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + len(x)
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x @ self.weight + self.mean * self.seen
+
+
+class Recurrent(nn.Module):
+    """Keeps a list of its weights, beside the weights."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell = kind(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x[:, None])[0][:, 0]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.head(x)[None]
+        return self.attend(tokens, tokens, tokens)[0][0]
+
+
+class Bound(nn.Module):
+    """Holds a method of its own, which leads back to it: it is called itself, by one at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.act = self.scaled
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+def hooked() -> nn.Module:
+    """Hooks that read what the module holds."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    net[0].register_forward_pre_hook(lambda module, given: (given[0] * module.weight.sum(),))
+    net[0].register_forward_hook(lambda module, given, out: out + module.bias)
+    net.register_forward_hook(lambda module, given, out: out @ module[2].weight)
+    return net
+
+
+def lazy() -> nn.Module:
+    net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(2))
+    net(rows(0))
+    return net
+
+
+def quantized() -> nn.Module:
+    """A layer of packed weights, which are no parameters, between two that are not quantized."""
+    with warnings.catch_warnings():  # all of it is deprecated, without another way in torch
+        warnings.simplefilter("ignore")
+        middle = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
+    return nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 2))
+
+
+def encoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 3)),
+        nn.Linear(3, 4),
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+    )
+
+
+class Case(NamedTuple):
+    """A module, and the ways to call it that torch has; ``train`` is its mode."""
+
+    make: Callable[[], nn.Module]
+    train: bool = True
+    calls: Sequence[str] = CALLS
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def _spectral() -> nn.Module:
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh())
+
+
+CASES = {
+    "plain": Case(_mlp),
+    "tied": Case(Tied),
+    "called twice": Case(Twice),
+    "weight norm": Case(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)))),
+    "spectral norm, eval": Case(_spectral, train=False),
+    "batch norm": Case(
+        lambda: nn.Sequential(
+            nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)), nn.BatchNorm1d(3, momentum=None)
+        )
+    ),
+    "batch norm, eval": Case(lambda: nn.Sequential(nn.BatchNorm1d(3), _mlp()), train=False),
+    "reassigned": Case(lambda: nn.Sequential(Reassigning(), nn.Tanh(), Reassigning())),
+    "lstm": Case(lambda: Recurrent(nn.LSTM)),
+    "gru": Case(lambda: Recurrent(nn.GRU)),
+    "attention": Case(Attention),
+    "encoder": Case(encoder),
+    "encoder, eval": Case(encoder, train=False),
+    "hooks": Case(hooked),
+    "lazy once": Case(lazy),
+    "checkpointed": Case(lambda: Checkpointed(_three()), calls=("plain", "autograd")),
+    "bound, and checkpointed": Case(
+        lambda: nn.Sequential(Bound(), Checkpointed(_three())), calls=("plain", "autograd")
+    ),
+    "scripted": Case(
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Tanh(), nn.Linear(3, 2)),
+        calls=("plain", "autograd"),
+    ),
+    "compiled": Case(
+        lambda: nn.Sequential(torch.compile(_three(), backend="eager"), nn.Linear(3, 2)),
+        calls=("plain", "autograd"),
+    ),
+    "quantized": Case(quantized, train=False, calls=("plain",)),
+}
+
+
+def _three() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def rows(seed: int, count: int = 6) -> Tensor:
+    return torch.randn(count, 3, generator=generator(seed))
+
+
+def others(fn: Any, seed: int) -> tuple[Any, Any]:
+    """Parameters and buffers that are not the module's own."""
+    random = generator(seed)
+
+    def other(x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=random) if x.is_floating_point() else x + seed
+
+    return tuple({name: other(x) for name, x in tree.items()} for tree in (fn.params, fn.buffers))
+
+
+def job_of(fn: Any, call: str, seed: int) -> Job:
+    """Two calls with tensors of its own, one after the other."""
+    given = [(*others(fn, seed + i), rows(seed + i)) for i in range(2)]
+
+    def loss(params: Any, x: Tensor, buffers: Any) -> tuple[Tensor, Any]:
+        out, new_buffers = fn.apply(params, buffers, x)
+        return out.square().mean(), new_buffers
+
+    def job() -> list[Any]:
+        if call == "plain":
+            return [fn.apply(*each) for each in given]
+        knobs: Any = {"has_aux": True, "aux_reduction": "last", "engine": call, "check": False}
+        grad = pa.grad_and_value(loss, microbatch_size=3, **knobs)
+        return [grad(params, x, buffers) for params, buffers, x in given]
+
+    return job
+
+
+def jobs_of(fn: Any, calls: Sequence[str], seed: int = 0) -> list[Job]:
+    return [job_of(fn, call, seed + 10 * i) for i, call in enumerate(islice(cycle(calls), THREADS))]
+
+
+def assert_each_alone(jobs: Sequence[Job], wanted: Sequence[Any]) -> None:
+    """Together the jobs give the bits that each of them gave alone."""
+    for came, want in zip(at_once(jobs), wanted, strict=True):
+        for each in came:
+            assert_trees_bitwise_equal(each, want)
+
+
+def by_itself(module: nn.Module) -> Tensor:
+    """What the module gives when it is called; it is left as it was."""
+    held = [x.clone() for x in module.buffers()]
+    with torch.no_grad():
+        out = module(rows(1))
+        for buffer, before in zip(module.buffers(), held, strict=True):
+            buffer.copy_(before)
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+def test_threads_that_call_one_functional_get_what_each_gets_alone(name: str) -> None:
+    case = CASES[name]
+    module = case.make().train(case.train)
+    jobs = jobs_of(pa.functional(module), case.calls)
+    wanted, own = [job() for job in jobs], by_itself(module)
+    with unchanged(module):
+        assert_each_alone(jobs, wanted)
+    assert torch.equal(by_itself(module), own)
+
+
+def test_threads_may_call_functionals_that_share_a_layer() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+    nets = [module, module, module[0], nn.Sequential(module[0], module[0])]
+    jobs = [
+        job_of(pa.functional(net), call, 10 * i)
+        for i, (net, call) in enumerate(zip(nets, cycle(["func", "plain", "autograd"])))
+    ]
+    wanted = [job() for job in jobs]
+    with unchanged(nets):
+        assert_each_alone(jobs, wanted)
+
+
+def test_the_module_itself_may_be_called_meanwhile() -> None:
+    """It goes on with its own parameters, as a teacher of which students are copies does."""
+    module = _mlp()
+    jobs: list[Job] = [*jobs_of(pa.functional(module), CALLS), Plainly(module)]
+    wanted = [job() for job in jobs]
+    with unchanged(module):
+        assert_each_alone(jobs, wanted)
+
+
+class Plainly:
+    """The module, called as modules are, and its gradient."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> Any:
+        out = self.module(rows(3))
+        return out.detach(), torch.autograd.grad(out.sum(), list(self.module.parameters()))
+
+
+def test_a_call_that_fails_in_one_thread_fails_there_alone() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+    def explode(_: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+        if len(given[0]) == 1:
+            raise BoomError
+
+    module.register_forward_hook(explode)
+    fn = pa.functional(module.eval())
+
+    def fail() -> None:
+        with pytest.raises(BoomError):
+            fn.apply(*others(fn, 99), rows(0, count=1))
+
+    jobs: list[Job] = [*jobs_of(fn, CALLS), fail]
+    wanted = [job() for job in jobs]
+    with unchanged(module):
+        assert_each_alone(jobs, wanted)
+
+
+class Asking(nn.Module):
+    """Asks a teacher, which is itself with other parameters, between two uses of its layer."""
+
+    ask: Callable[..., Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, teacher: Any = None) -> Tensor:
+        out = torch.tanh(self.layer(x))
+        if teacher is not None:
+            out = out - self.ask(teacher, (), x)[0]
+        return self.layer(out)
+
+
+def test_a_functional_may_be_called_inside_its_own_call() -> None:
+    module = Asking()
+    fn = pa.functional(module)
+    module.ask = fn.apply
+
+    def ask(index: int) -> Job:
+        (params, _), (teacher, _) = others(fn, index), others(fn, index + 50)
+        return lambda: fn.apply(params, (), rows(index), teacher)[0]
+
+    def by_hand(index: int) -> Tensor:
+        (params, _), (teacher, _) = others(fn, index), others(fn, index + 50)
+        first, second = ((p["layer.weight"], p["layer.bias"]) for p in (params, teacher))
+        linear, x = nn.functional.linear, rows(index)
+        asked = linear(torch.tanh(linear(x, *second)), *second)
+        return linear(torch.tanh(linear(x, *first)) - asked, *first)
+
+    with unchanged(module):
+        assert_each_alone([ask(i) for i in range(THREADS)], [by_hand(i) for i in range(THREADS)])
+
+
+class Calls(nn.Module):
+    """Counts, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(3, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_a_count_in_a_plain_attribute_goes_up() -> None:
+    """Threads may lose some of it, as with any module."""
+    module = Calls()
+    jobs = jobs_of(pa.functional(module), ["plain", "autograd"])
+    wanted = [job() for job in jobs]
+    once = module.calls
+    assert once > 0
+    assert_each_alone(jobs, wanted)
+    assert module.calls > once
+
+
+# A thread that compiles -----------------------------------------------------------------------
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Another thread is in the middle of torch.compile, with a function of its own."""
+    inside, done = Event(), Event()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        inside.set()
+        done.wait(60)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: torch.tanh(x) * 2, backend=backend)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(compiled, torch.ones(3))
+        inside.wait(60)
+        try:
+            yield
+        finally:
+            done.set()
+        other.result()
+
+
+CUT: dict[str, Any] = {"microbatch_size": 2, "check": False}
+
+
+def donated_step(fn: Any) -> tuple[Any, bool]:
+    """By sgd, since adamw of torch itself asks whether something compiles."""
+    step = pa.make_step(loss_of(fn), pa.sgd(0.1, 0.9), donate=True, **CUT)
+    state = step.init(fn.params)
+    new, _ = step(state, rows(1))
+    try:
+        torch.stack([x.sum() for x in state.params.values()])
+    except RuntimeError:
+        return new, True
+    return new, False
+
+
+def loss_of(fn: Any) -> Callable[[Any, Tensor], Tensor]:
+    return lambda params, x: fn.apply(params, fn.buffers, x)[0].square().mean()
+
+
+def saved(fn: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        pa.save(f"{folder}/run", fn.params)
+        return pa.load(f"{folder}/run", fn.params)
+
+
+MEANWHILE: dict[str, Callable[[Any], Any]] = {
+    "apply": lambda fn: fn.apply(*others(fn, 1), rows(1)),
+    "func": lambda fn: job_of(fn, "func", 1)(),
+    "autograd": lambda fn: job_of(fn, "autograd", 1)(),
+    "auto": lambda fn: pa.grad(loss_of(fn), microbatch_size="auto")(fn.params, rows(1)),
+    "raise": lambda fn: pa.grad(loss_of(fn), nonfinite="raise", **CUT)(fn.params, rows(1)),
+    "donated step": donated_step,
+    "save": saved,
+}
+
+
+@pytest.mark.parametrize("name", MEANWHILE)
+def test_what_another_thread_compiles_is_not_taken_for_what_runs_here(name: str) -> None:
+    """``torch.compiler.is_compiling()`` is true of all threads while one of them compiles."""
+    fn = pa.functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()))
+    want = MEANWHILE[name](fn)
+    with compiling():
+        came = MEANWHILE[name](fn)
+    assert_trees_bitwise_equal(came, want)
+
+
+# What is changed between calls ---------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """All that a forward pass may depend on beside what is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
+        self.scale, self.table = 1.0, [torch.ones(3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)) * self.scale * self.table[0])
+
+
+def _doubled(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+    return 2 * out
+
+
+def _frozen(net: Scaled) -> None:
+    with torch.no_grad():
+        net.last.weight.fill_(2.0)
+
+
+CHANGES: dict[str, Callable[[Scaled], Any]] = {
+    "eval": lambda net: net.eval(),
+    "train": lambda net: net.train(),
+    "one layer in eval": lambda net: net.norm.eval(),
+    "an attribute": lambda net: setattr(net, "scale", 3.0),
+    "an attribute of a layer": lambda net: setattr(net.norm, "eps", 0.5),
+    "what is in an attribute": lambda net: net.table.__setitem__(0, torch.full((3,), 5.0)),
+    "a hook": lambda net: net.norm.register_forward_hook(_doubled),
+    "no hook": lambda net: net.norm._forward_hooks.clear(),
+    "a parameter that is not given": _frozen,
+}
+
+
+def test_what_is_changed_in_the_module_between_calls_is_followed_by_all_threads() -> None:
+    """Each thread has called the functional before every change."""
+    module, apart = Scaled(), Scaled()
+    apart.load_state_dict(module.state_dict())
+    fn = pa.functional(module)
+    given = [others(fn, 10 * i) for i in range(THREADS)]
+    for params, _ in given:
+        del params["last.weight"], params["last.bias"]
+    together = Barrier(THREADS)
+
+    def call(index: int) -> Any:
+        together.wait()  # so that each thread has one
+        return fn.apply(*given[index], rows(index))
+
+    def want(index: int) -> Any:
+        return pa.functional(deepcopy(apart)).apply(*given[index], rows(index))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(call, range(THREADS)))
+        for change in CHANGES.values():
+            for net in (module, apart):
+                change(net)
+            came = list(pool.map(call, range(THREADS)))
+            assert_trees_bitwise_equal(came, [*map(want, range(THREADS))])
+
+
+# Steps ----------------------------------------------------------------------------------------
+
+
+def training(fn: Any, engine: Any, seed: int) -> Job:
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return fn.apply(params, fn.buffers, x)[0].square().mean()
+
+    step = pa.make_step(loss, pa.adamw(1e-2), engine=engine, **CUT)
+
+    def train() -> Any:
+        state = step.init(others(fn, seed)[0])
+        for i in range(3):
+            state, _ = step(state, rows(seed + i))
+        return state
+
+    return train
+
+
+@pytest.mark.parametrize("engines", [("func", "func"), ("func", "autograd"), ("autograd",) * 2])
+def test_two_steps_over_one_functional_train_as_one_after_the_other(
+    engines: tuple[str, str],
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    fn = pa.functional(module)
+    jobs = [training(fn, engine, 10 * i) for i, engine in enumerate(engines)]
+    wanted = [job() for job in jobs]
+    with unchanged(module):
+        assert_each_alone(jobs, wanted)
+
+
+@pytest.mark.parametrize("engine", ["func", "autograd"])
+@pytest.mark.parametrize("width", [8, 256])
+def test_a_snapshot_is_evaluated_while_another_thread_trains(engine: str, width: int) -> None:
+    module = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
+    fn = pa.functional(module)
+    train = training(fn, engine, 1)
+    want = train()
+    done = Event()
+
+    def evaluate() -> list[Tensor]:
+        outs: list[Tensor] = []
+        while not (done.is_set() and outs):
+            outs.append(fn.apply(want.params, fn.buffers, rows(5))[0])
+        return outs
+
+    alone = fn.apply(want.params, fn.buffers, rows(5))[0]
+    with unchanged(module, want), ThreadPoolExecutor(1) as pool:
+        evaluated = pool.submit(evaluate)
+        try:
+            trained = [train() for _ in range(ROUNDS)]
+        finally:
+            done.set()
+        assert all(torch.equal(out, alone) for out in evaluated.result())
+    for state in trained:
+        assert_trees_bitwise_equal(state, want)
+
+
+# Processes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*JAX is multithreaded:RuntimeWarning")
+def test_workers_of_a_loader_may_call_a_functional(context: str) -> None:
+    """The forked ones begin while a thread of their parent is in the middle of a call."""
+    if context not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"this system cannot {context}")
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), Recurrent(nn.GRU)).eval()
+    fn, batch, done = pa.functional(module), rows(0), Event()
+    alone = Embedding(module, fn)
+    wanted = [alone(list(part))[1] for part in batch.split(3)]
+    workers = {
+        "fork": (alone, 2),
+        "spawn": (Embedding(deepcopy(module)), 1),  # each of them imports torch anew
+    }
+    collate, count = workers[context]
+
+    def go_on() -> None:
+        while not done.is_set():
+            alone(list(batch))
+
+    with unchanged(module, draws=True), ThreadPoolExecutor(1) as pool:
+        meanwhile = pool.submit(go_on)
+        try:
+            loader = DataLoader(
+                list(batch.clone()),  # pyright: ignore[reportArgumentType]
+                batch_size=3,
+                num_workers=count,
+                collate_fn=collate,
+                multiprocessing_context=context,
+                timeout=60,  # instead of waiting for ever
+            )
+            came = [embedded for _, embedded in loader]
+        finally:
+            done.set()
+        meanwhile.result()
+    assert_trees_bitwise_equal(came, wanted)
+
+
+COLLECTED = """
+import gc, os, threading, time
+from pureaccum._base.generators import generators, restore
+
+def work():
+    for _ in range(2000):
+        restore(generators([]))
+        [[] for _ in range(3)]
+
+gc.set_threshold(1, 1000, 1000)
+gc.callbacks.append(lambda *_: time.sleep(0))
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os._exit(0)
+"""
+
+
+def test_threads_note_generators_while_garbage_is_collected() -> None:
+    """torch makes a tensor of a state while it has a lock, for which a thread waits with the GIL.
+
+    In a process of its own: one that stands still cannot be left.
+    """
+    subprocess.run([sys.executable, "-c", COLLECTED], check=True, timeout=300)

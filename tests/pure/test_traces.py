@@ -1,0 +1,408 @@
+"""A module under a size is what it is now, whatever its forward reads, at each call.
+
+The oracle is the same module called with the batch whole. Between two calls something changes that
+forward reads: outputs, gradients and buffers are the full batch's again, or the call raises.
+"""
+
+import contextlib
+import contextvars
+import gc
+import linecache
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pureaccum as pa
+from tests.draws import generator
+
+
+pytestmark = [pytest.mark.bounds, pytest.mark.promise("coupled")]
+PROMISED = 1e-10
+X = torch.randn(7, 4, dtype=torch.float64, generator=generator(3)) + 1
+
+
+class Net(nn.Module):
+    """A forward that is a function of the module and of what a BatchNorm gives."""
+
+    def __init__(self, func: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.lin, self.bn, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.func = func
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for p in self.double().parameters():
+                nn.init.normal_(p)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.func(self, self.bn(self.lin(x)))
+
+
+def gradient(fn: Any, x: Tensor, way: str) -> Any:
+    """Gradients, value, and buffers."""
+
+    def loss(params: Any, x: Tensor) -> Any:
+        out, buffers = fn.apply(params, fn.buffers, x)
+        leaves = out if isinstance(out, (tuple, list)) else [out]
+        return sum(y.sin().sum(1).mean() for y in leaves), buffers
+
+    if way == "backward":
+        leaves = {k: p.clone().requires_grad_() for k, p in fn.params.items()}
+        value, buffers = loss(leaves, x)
+        if value.requires_grad:
+            value.backward()
+        grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
+        return grads, value.detach(), buffers
+    grads, (value, buffers) = torch.func.grad_and_value(loss, has_aux=True)(fn.params, x)
+    return grads, value, buffers
+
+
+def near(got: Any, want: Any) -> None:
+    for mine, its in zip(got, want, strict=True):
+        pairs = [(mine[k], its[k]) for k in its] if isinstance(its, dict) else [(mine, its)]
+        size = sum(float(b.double().norm()) ** 2 for _, b in pairs) ** 0.5
+        off = sum(float((a.double() - b.double()).norm()) ** 2 for a, b in pairs) ** 0.5
+        assert off <= PROMISED * (1 + size)
+
+
+def compare(cut: Any, plain: Any, way: str) -> None:
+    want = gradient(plain, X, way)
+    near(gradient(cut, X, way), want)
+
+
+# What forward reads, and how it changes --------------------------------------------------------
+
+
+GLOBAL = {"scale": 1.0, "twice": False}
+FLAG: contextvars.ContextVar[bool] = contextvars.ContextVar("flag", default=False)
+LOCAL = threading.local()
+
+
+def attribute(name: str, *values: Any) -> Callable[[Net], list[Callable[[], Any]]]:
+    def changes(net: Net) -> list[Callable[[], Any]]:
+        owner, _, last = name.rpartition(".")
+        at: Any = net
+        for part in filter(None, owner.split(".")):
+            at = getattr(at, part)
+        return [lambda value=value: setattr(at, last, value) for value in values]
+
+    return changes
+
+
+def item(get: Callable[[Any], Any], key: Any, *values: Any) -> Any:
+    return lambda net: [lambda value=value: get(net).__setitem__(key, value) for value in values]
+
+
+def branch(condition: Callable[[Any, Tensor], bool]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda self, x: self.out(x.exp()) if condition(self, x) else x * 2
+
+
+def tried(self: Any, x: Tensor) -> Tensor:
+    try:
+        return x * self.cfg.scale
+    except AttributeError:
+        return x
+
+
+def closure() -> tuple[Callable[[Any, Tensor], Tensor], Callable[[Net], list[Callable[[], Any]]]]:
+    scale = 1.0
+
+    def change() -> None:
+        nonlocal scale
+        scale = 3.0
+
+    return lambda self, x: x * scale, lambda _: [change]
+
+
+def detached_in_a_branch(self: Any, x: Tensor) -> Tensor:
+    stopped = x.detach()
+    return self.out(stopped if self.cfg.stop else x) + x.sin()
+
+
+class Doubled(nn.Module):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * type(self).factor
+
+
+CLOSURE = closure()
+CFG = SimpleNamespace
+PROGRAMS: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    # name: (forward, attributes, changes)
+    "attribute": (lambda self, x: x * self.t, {"t": 1.0}, attribute("t", 0.5, 0.25, 3.0)),
+    "int attribute": (lambda self, x: x**self.n, {"n": 2}, attribute("n", 3, 4)),
+    "attribute in arithmetic": (
+        lambda self, x: x * (1 - self.t / 2) ** 2 + -self.t,
+        {"t": 1.0},
+        attribute("t", 0.5, 0.25),
+    ),
+    "attribute that decides": (
+        branch(lambda self, x: self.t > 0.4),
+        {"t": 1.0},
+        attribute("t", 0.5, 0.25, 0.7),
+    ),
+    "attribute through math": (
+        lambda self, x: x * float(torch.tensor(self.t).sqrt()),
+        {"t": 1.0},
+        attribute("t", 4.0),
+    ),
+    "a number, then an int": (lambda self, x: x / self.t, {"t": 2.0}, attribute("t", 3, 4.0)),
+    "bool attribute": (
+        branch(lambda self, x: self.twice),
+        {"twice": False},
+        attribute("twice", True, False),
+    ),
+    "eps": (lambda self, x: x, {}, attribute("bn.eps", 1e-2, 0.3)),
+    "momentum": (lambda self, x: x, {}, attribute("bn.momentum", 0.5, None, 0.2)),
+    "training": (lambda self, x: x, {}, attribute("bn.training", False, True)),
+    "tracking": (lambda self, x: x, {}, attribute("bn.track_running_stats", False, True)),
+    "config": (lambda self, x: x * self.cfg.t, {"cfg": CFG(t=1.0)}, attribute("cfg.t", 2.0, 5.0)),
+    "deep config": (
+        lambda self, x: x * self.cfg.a.b,
+        {"cfg": CFG(a=CFG(b=1.0))},
+        attribute("cfg.a.b", 2.0),
+    ),
+    "config that decides": (
+        branch(lambda self, x: self.cfg.twice),
+        {"cfg": CFG(twice=False)},
+        attribute("cfg.twice", True, False),
+    ),
+    "list": (
+        lambda self, x: x * self.scales[0],
+        {"scales": [1.0]},
+        item(lambda net: net.scales, 0, 2.0, 3.0),
+    ),
+    "dict": (
+        lambda self, x: x * self.scales["a"],
+        {"scales": {"a": 1.0}},
+        item(lambda net: net.scales, "a", 2.0),
+    ),
+    "dict of tensors": (
+        lambda self, x: x * self.scales["a"],
+        {"scales": {"a": X[0]}},
+        item(lambda net: net.scales, "a", X[1], X[2]),
+    ),
+    "global": (
+        lambda self, x: x * GLOBAL["scale"],
+        {},
+        item(lambda _: GLOBAL, "scale", 2.0, 1.0),
+    ),
+    "class attribute": (
+        lambda self, x: self.d(x),
+        {"d": Doubled()},
+        lambda _: [lambda: setattr(Doubled, "factor", 3.0), lambda: setattr(Doubled, "factor", 1)],
+    ),
+    "closure": (CLOSURE[0], {}, CLOSURE[1]),
+    "context variable": (
+        branch(lambda self, x: FLAG.get()),
+        {},
+        lambda _: [lambda: FLAG.set(True), lambda: FLAG.set(False)],
+    ),
+    "thread-local": (
+        branch(lambda self, x: getattr(LOCAL, "on", False)),
+        {},
+        lambda _: [lambda: setattr(LOCAL, "on", True), lambda: delattr(LOCAL, "on")],
+    ),
+    "environment": (
+        branch(lambda self, x: "PUREACCUM_TEST" in os.environ),
+        {},
+        lambda _: [
+            lambda: os.environ.__setitem__("PUREACCUM_TEST", ""),
+            lambda: os.environ.pop("PUREACCUM_TEST"),
+        ],
+    ),
+    "try": (
+        tried,
+        {"cfg": CFG(scale=2.0)},
+        lambda net: [lambda: delattr(net.cfg, "scale"), lambda: setattr(net.cfg, "scale", 3.0)],
+    ),
+    "detach in a branch": (
+        lambda self, x: self.out(x.detach() if self.cfg.stop else x) + x.sin(),
+        {"cfg": CFG(stop=False)},
+        attribute("cfg.stop", True, False),
+    ),
+    "detach that is always called": (
+        detached_in_a_branch,
+        {"cfg": CFG(stop=False)},
+        attribute("cfg.stop", True, False),
+    ),
+    "a module that is another one": (
+        lambda self, x: self.cfg.act(x),
+        {"cfg": CFG(act=nn.Tanh())},
+        attribute("cfg.act", nn.Sigmoid(), torch.relu),
+    ),
+    "order": (
+        lambda self, x: [self.out(x), x][self.cfg.at] * 1.5,
+        {"cfg": CFG(at=0)},
+        attribute("cfg.at", 1, 0),
+    ),
+    "outputs": (
+        lambda self, x: (x, x.sin()) if self.cfg.two else x,
+        {"cfg": CFG(two=False)},
+        attribute("cfg.two", True, False),
+    ),
+    "frozen by detach": (
+        lambda self, x: x @ (self.out.weight.detach() if self.cfg.stop else self.out.weight),
+        {"cfg": CFG(stop=True)},
+        attribute("cfg.stop", False, True),
+    ),
+    "a norm more": (
+        lambda self, x: self.bn(x.exp()) if self.cfg.more else x,
+        {"cfg": CFG(more=False)},
+        attribute("cfg.more", True, False),
+    ),
+    "no norm before": (
+        lambda self, x: F.batch_norm(x.exp(), None, None, training=self.cfg.more),
+        {"cfg": CFG(more=True)},
+        attribute("cfg.more", True),
+    ),
+    "dropout of nothing": (
+        lambda self, x: F.dropout(x, self.cfg.p, self.training),
+        {"cfg": CFG(p=0.0)},
+        attribute("cfg.p", 1.0, 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["backward", "torch.func"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_changes_between_two_calls_is_seen(name: str, way: str) -> None:
+    func, attributes, changes = PROGRAMS[name]
+    net = Net(func, **attributes)
+    cut, plain = pa.functional(net, microbatch_size=3), pa.functional(net)
+    compare(cut, plain, way)
+    for change in changes(net):
+        change()
+        for _ in range(2):
+            compare(cut, plain, way)
+
+
+# Branches that stand-ins for tensors would get wrong --------------------------------------------
+
+
+SEES: dict[str, Callable[[Any, Tensor], bool]] = {
+    "isinstance": lambda self, x: isinstance(x, Tensor),
+    "type": lambda self, x: type(x) is Tensor,
+    "is_tensor": lambda self, x: torch.is_tensor(x),
+    "no attribute": lambda self, x: hasattr(x, "logits"),
+    "attribute": lambda self, x: hasattr(x, "shape"),
+    "parameter": lambda self, x: isinstance(self.out.weight, Tensor),
+    "channels": lambda self, x: x.shape[1] == self.out.in_features,
+    "dims": lambda self, x: x.dim() == 2 and x.ndim < 3,
+    "dtype": lambda self, x: x.dtype == torch.float64,
+    "device": lambda self, x: x.device.type == "cpu",
+    "floating": lambda self, x: x.is_floating_point() and torch.is_floating_point(x),
+    "grad mode": lambda self, x: torch.is_grad_enabled(),
+    "autocast": lambda self, x: torch.is_autocast_enabled("cpu"),
+    "training": lambda self, x: self.training,
+    "callable": lambda self, x: callable(x),
+    "thread": lambda self, x: threading.current_thread() is threading.main_thread(),
+    "constant": lambda self, x: bool(torch.tensor([1.0, 2.0]).sum() > 2),
+}
+
+
+@pytest.mark.parametrize("around", ["nothing", "no_grad", "autocast", "inference_mode"])
+@pytest.mark.parametrize("name", SEES)
+def test_a_branch_goes_the_way_of_the_module(name: str, around: str) -> None:
+    net = Net(branch(SEES[name]))
+    cut, plain = pa.functional(net, microbatch_size=3), pa.functional(net)
+    for mode in (contextlib.nullcontext(), MODES[around](), contextlib.nullcontext()):
+        with mode:
+            got, want = (fn.apply(fn.params, fn.buffers, X) for fn in (cut, plain))
+        unit = 1e-10 if around != "autocast" else 2**-4
+        torch.testing.assert_close(got[0], want[0], rtol=unit, atol=unit)
+
+
+MODES: dict[str, Any] = {
+    "nothing": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference_mode": torch.inference_mode,
+}
+
+
+# What is refused -------------------------------------------------------------------------------
+
+
+def updated(self: Any, x: Tensor) -> Tensor:
+    return x - self.bn.running_mean
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "statistics after the call": (updated, "is read again"),
+    "requires_grad": (lambda self, x: x * 2 if x.requires_grad else x, "requires_grad"),
+    "grad_fn": (lambda self, x: x if x.grad_fn is None else x * 2, "grad_fn"),
+    "is_leaf": (lambda self, x: x * 2 if x.is_leaf else x, "is_leaf"),
+    "data": (lambda self, x: x.data + x, "detach() does"),
+    "weight.data": (lambda self, x: (self.out.weight.data.mul_(2), x)[1], "detach() does"),
+    "times rows": (lambda self, x: x * x.shape[0], "how many rows"),
+    "mean of rows": (lambda self, x: x - x.sum(0) / x.shape[0], "how many rows"),
+    "full of rows": (lambda self, x: x * torch.full((4,), x.size(0)), "how many rows"),
+    "tensor of rows": (lambda self, x: x * torch.tensor([x.size(0)]), "how many rows"),
+    "root of rows": (lambda self, x: x / x.shape[0] ** 0.5, "how many rows"),
+    "as many as rows": (lambda self, x: sum([x] * x.shape[0]), "how many rows"),
+    "text": (lambda self, x: x * 2 if f"{x.shape[0]}" == "7" else x, "how many rows"),
+    "key": (lambda self, x: x * {7: 2.0}.get(x.shape[0], 1.0), "how many rows"),
+    "swapped dims": (lambda self, x: x * 2 if x.t().shape[1] > 5 else x, "how many rows"),
+    "numbers": (lambda self, x: x * 2 if x.sum() > 0 else x, "numbers that it is given"),
+    "transform": (lambda self, x: torch.vmap(lambda row: row * 2)(x), "no operation was seen"),
+    "no_grad": (lambda self, x: x + torch.no_grad()(lambda: x * 2)(), "under no_grad"),
+    "a generator": (
+        lambda self, x: x + torch.randn(x.shape, generator=generator(0)),
+        "random numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_trace_would_lose_is_refused(name: str) -> None:
+    func, words = REFUSED[name]
+    net = Net(func)
+    before = {key: x.clone() for key, x in net.state_dict().items()}
+    cut = pa.functional(net, microbatch_size=3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"module.* cannot be cut|writes") as caught:
+            gradient(cut, X, "torch.func")
+        assert words in str(caught.value)
+    assert all(torch.equal(x, before[key]) for key, x in net.state_dict().items())
+
+
+def test_memory_is_flat_over_calls_that_differ() -> None:
+    """Nothing of a call is left: no trace, no code, no structure of a trace beyond a few."""
+    net = Net(lambda self, x: sum(x * self.cfg.t for _ in range(self.cfg.n)), cfg=CFG(t=1.0, n=1))
+    cut = pa.functional(net, microbatch_size=3)
+
+    def calls(count: int) -> int:
+        for i in range(count):
+            net.cfg.t, net.cfg.n = 1.0 / (i + 2), i % 3 + 1
+            gradient(cut, X, "backward")
+        gc.collect()
+        return len(gc.get_objects())
+
+    lines, first = len(linecache.cache), calls(9)
+    assert calls(60) <= first + 50
+    assert len(linecache.cache) <= lines + 1
+
+
+def test_threads_whose_contexts_differ_each_get_their_own() -> None:
+    net = Net(branch(lambda self, x: getattr(LOCAL, "on", False)))
+    cut, plain = pa.functional(net, microbatch_size=3), pa.functional(net)
+
+    def call(on: bool) -> None:
+        LOCAL.on = on
+        for _ in range(5):
+            compare(cut, plain, "torch.func")
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(call, i % 2 == 0) for i in range(8)]:
+            done.result()

@@ -1,0 +1,458 @@
+"""All that a step may be made of, compiled, beside the same step that is not.
+
+In float64, to the bound of ``test_step.py``. Most graphs are run as they are traced (backend
+``"eager"``): what the tracing leaves out or takes for constant is what can go wrong here.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal, unchanged
+from tests.draws import examples, generator
+from tests.step.test_step_transforms import (
+    WARMUP,
+    assert_close,
+    leaves,
+    loss,
+    make_batch,
+    make_params,
+    stacked,
+)
+
+
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
+EAGER = {"backend": "eager"}
+
+
+def pair(loss: Any, optimizer: Any, **knobs: Any) -> tuple[Any, Any]:
+    """A step that compiles itself, and the same one that does not."""
+    knobs = {"microbatch_size": 2, "compile": EAGER} | knobs
+    ours = pa.make_step(loss, optimizer, **knobs)
+    return ours, pa.make_step(loss, optimizer, **knobs | {"compile": False, "donate": False})
+
+
+def real(tree: Any) -> Any:
+    """``assert_close`` knows no complex numbers."""
+    return optree.tree_map(
+        lambda x: torch.view_as_real(x) if x.is_complex() else x, tree, namespace="pureaccum"
+    )
+
+
+def alike(ours: Any, eager: Any, state: Any, batches: list[Any]) -> Any:
+    """Some steps of both; a step that is not applied leaves every bit as it was."""
+    mine = other = state
+    info = None
+    for batch in batches:
+        before = optree.tree_map(torch.clone, mine[:3], namespace="pureaccum")
+        mine, info = ours(mine, batch)
+        other, what = eager(other, batch)
+        assert_close(real((mine, info)), real((other, what)))
+        if not info.applied:
+            assert_trees_bitwise_equal(mine[:3], before)
+    return mine, info
+
+
+def poisoned(batch: Any, rows: Any) -> Any:
+    bad = batch | {"y": batch["y"].clone()}
+    bad["y"][list(rows)] = torch.nan
+    return bad
+
+
+# Everything at once -----------------------------------------------------------------------
+
+
+def token_loss(params: Any, batch: Any, keys: Tensor) -> Any:
+    x = pa.dropout(batch["x"], 0.5, keys)
+    out = torch.tanh(x @ params["w"] + params["b"])
+    error = ((out - batch["y"]) ** 2).sum(-1)
+    if "table" in params:
+        error = error * params["table"][: len(error), 0] ** 2
+    return pa.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
+
+
+FULL = pair(
+    token_loss,
+    pa.chain(
+        pa.clip_by_global_norm(0.5),
+        pa.partition(
+            {
+                "a": pa.sgd(WARMUP, momentum=0.9, nesterov=True, weight_decay=0.1),
+                "b": pa.adamw(0.1, amsgrad=True),
+            },
+            lambda p: "b" if p == "b" else "a",
+        ),
+    ),
+    nonfinite="skip",
+    keys=True,
+    loss_scale=pa.dynamic_loss_scale(8.0, growth_interval=2),
+)
+
+
+@pytest.mark.slow
+@examples(1 / 3)
+@given(
+    st.integers(0, 100),
+    st.lists(st.sets(st.integers(0, 6), max_size=4), min_size=1, max_size=3),
+    st.sets(st.integers(0, 6)),
+)
+@example(0, [{0}, set(range(7)), set()], {0, 1})
+@example(1, [{6}, set()], set(range(7)))
+@example(2, [{2, 6}], {2, 3})
+def test_a_step_with_scales_masks_and_keys_is_the_eager_one(
+    seed: int, bad: Any, masked: Any
+) -> None:
+    """Bad microbatches come and go, some weigh nothing, and what is dropped is what eager drops."""
+    mask = torch.ones(7, dtype=torch.float64)
+    mask[list(masked)] = 0
+    batches = [
+        poisoned(make_batch(seed + i, 7), rows) | {"mask": mask} for i, rows in enumerate(bad)
+    ]
+    ours, eager = FULL
+    alike(ours, eager, ours.init(make_params(seed), seed=seed), batches)
+
+
+@pytest.mark.slow
+def test_a_step_with_large_gradients_is_the_eager_one() -> None:
+    """One graph for each microbatch, and one that applies them."""
+    ours, eager = pair(
+        token_loss,
+        pa.sgd(WARMUP, momentum=0.9),
+        check=False,
+        nonfinite="skip",
+        keys=True,
+        loss_scale=pa.dynamic_loss_scale(8.0, growth_interval=2),
+    )
+    table = torch.ones(600_000, 2, dtype=torch.float64)
+    state = ours.init(make_params() | {"table": table}, seed=4)
+    mask = torch.arange(9.0).double() % 4
+    mask[:2] = 0
+    batches = [make_batch(i, 9) | {"mask": mask} for i in range(2)]
+    assert ours.form(state, batches[0]) == "loop"
+    assert eager.form(state, batches[0]) == "eager"
+    alike(ours, eager, state, [poisoned(batches[0], [0, 5, 8]), batches[1]])
+
+
+# Buffers --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffers", ["sequential", "pooled"])
+def test_buffers_of_a_compiled_step_are_those_of_the_eager_one(buffers: Any) -> None:
+    """In a scan; then a batch that is not applied, which leaves them as they were."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+    fn = pa.functional(module)
+
+    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        out, new_buffers = fn.apply(params, buffers, batch["x"])
+        return ((out - batch["y"]) ** 2).sum(-1).mean(), (new_buffers, out)
+
+    ours, eager = pair(loss, pa.sgd(0.1), has_aux=True, buffers=buffers, check=False)
+    state = ours.init(fn.params, fn.buffers)
+    batch = make_batch(0, 8)
+    with unchanged(module, state, batch):
+        alike(ours, eager, state, [batch, poisoned(batch, [7]), make_batch(1, 8)])
+
+
+# Other numbers and trees ------------------------------------------------------------------
+
+
+class Ends(NamedTuple):
+    scale: Tensor
+    bias: Tensor
+
+
+def odd_loss(params: Any, batch: Any) -> Tensor:
+    w, ends = params["a"]
+    out = (batch["x"][0] @ w.real) * ends.scale + batch["power"] * ends.bias
+    picked = params["emb"][batch["index"]]
+    assert batch["none"] is None
+    return ((out - batch["y"]) ** 2).sum() + (w.abs() ** 2).sum() * picked.square().sum()
+
+
+@pytest.mark.slow
+def test_parameters_may_be_complex_0d_and_nested() -> None:
+    """In place, where tensors without dimensions are a case of their own: three steps."""
+    ours, eager = pair(
+        odd_loss,
+        pa.adamw(0.1),
+        reduction="sum",
+        donate=True,
+        compile={"backend": "aot_eager"},
+    )
+    g = generator(0)
+    params = {
+        "a": [
+            torch.randn(3, 2, generator=g, dtype=torch.complex128),
+            Ends(torch.tensor(2.0).double(), torch.randn(2, generator=g).double()),
+        ],
+        "emb": torch.randn(70_000, 2, generator=g).double(),  # too large to be copied
+    }
+    index = torch.tensor([0, 1, 1, 4, 0, 2, 4, 3, 3])
+
+    def batch(i: int) -> Any:
+        b = make_batch(i, 9)
+        return {"x": (b["x"],), "y": b["y"], "index": index, "none": None, "power": 2 + i}
+
+    other, mine = eager.init(params), ours.init(params)
+    for i in range(3):
+        (mine, info), (other, what) = ours(mine, batch(i)), eager(other, batch(i))
+        assert_close(real((mine, info)), real((other, what)))
+        assert mine.opt_state.lr == 0.1
+
+
+@pytest.mark.slow
+def test_a_loss_may_compute_in_bfloat16() -> None:
+    """Not grouped, so the operations are the same ones, and as close as any."""
+    policy = pa.Policy(param=torch.float64, compute=torch.bfloat16)
+    ours, eager = pair(loss, pa.sgd(0.1), policy=policy, nonfinite="skip")
+    alike(ours, eager, ours.init(make_params()), [make_batch(i, 7) for i in range(2)])
+
+
+# What is compiled anew --------------------------------------------------------------------
+
+
+def counting() -> tuple[dict[str, Any], list[int]]:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graphs))
+        return graph.forward
+
+    return {"backend": backend}, graphs
+
+
+def scaled(params: Any, batch: Any) -> Tensor:
+    value = loss(params, batch)
+    return value * params["table"][0, 0] if "table" in params else value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "size", "rows", "most"),
+    [
+        # a number of whole microbatches, then any
+        ("scan", 12, [*range(26, 36), *range(38, 48)], 2),
+        # one microbatch; of a single row; of any number of rows
+        ("unrolled", None, [*range(1, 21)], 3),
+        # the first microbatch; one of ``size`` rows; one of any number; what applies them
+        ("loop", 12, [*range(50, 60), *range(62, 72)], 4),
+    ],
+)
+def test_twenty_sizes_are_a_handful_of_graphs(
+    form: str, size: Any, rows: list[int], most: int
+) -> None:
+    """A second round adds none. (Nine numbers of rows in the tail are more than torch's limit.)"""
+    settings, graphs = counting()
+    table = {"table": torch.ones(600_000, 2, dtype=torch.float64)} if form == "loop" else {}
+    ours, eager = pair(scaled, pa.sgd(0.1), microbatch_size=size, compile=settings)
+    state = ours.init(make_params() | table)
+    for n in rows:
+        batch = make_batch(n, n)
+        assert ours.form(state, batch) == form
+        new, info = ours(state, batch)
+        if form != "loop":
+            assert_close((new, info), eager(state, batch))
+    made = len(graphs)
+    assert made <= most
+    for n in rows:
+        ours(state, make_batch(0, n))
+    assert len(graphs) == made
+
+
+@pytest.mark.slow
+def test_ragged_streams_and_other_states_add_no_graphs() -> None:
+    """Three for the microbatches (some number of rows, one, any) and one that applies."""
+    settings, graphs = counting()
+    ours, eager = pair(
+        loss,
+        pa.sgd(WARMUP, momentum=0.9),
+        nonfinite="skip",
+        loss_scale=pa.dynamic_loss_scale(8.0, growth_interval=1),
+        compile=settings,
+    )
+    mine = other = ours.init(make_params())
+    sizes, made = [[2, 3, 1], [5, 4, 7], [1, 6, 2]], [0, 0]
+    for turn in range(2):
+        for i, rows in enumerate(sizes):
+            windows = [ours.begin(mine), eager.begin(other)]
+            for j, n in enumerate(rows):
+                part = make_batch(i, n)
+                if j == 1:
+                    part["y"][0] = torch.nan
+                windows = [
+                    ours.update(mine, windows[0], part),
+                    eager.update(other, windows[1], part),
+                ]
+                assert_close(windows[0], windows[1])
+            (mine, info), (other, what) = (
+                ours.apply(mine, windows[0]),
+                eager.apply(other, windows[1]),
+            )
+            assert_close((mine, info), (other, what))
+            assert info.skipped == 1
+        made[turn] = len(graphs)
+    assert made[0] == made[1] <= 4
+
+
+@pytest.mark.slow
+def test_many_steps_of_one_loss_all_compile() -> None:
+    """torch counts recompilations by the code of a function, up to a limit, here a small one."""
+    settings, graphs = counting()
+    state = pa.make_step(loss, pa.sgd(0.1)).init(make_params())
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for _ in range(4):
+            step = pa.make_step(loss, pa.sgd(0.1), compile=settings)
+            step.apply(state, step.begin(state))  # the least that compiles
+    assert len(graphs) == 4
+
+
+class Switched(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2).double()
+        self.register_buffer("shift", torch.zeros(2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * (2.0 if self.training else 1.0) * self.factor + self.shift
+
+
+@pytest.mark.slow
+def test_what_a_loss_captures_may_change() -> None:
+    """The next step sees it; compiled anew or not, nothing of the user's is taken for constant."""
+    module = Switched().requires_grad_(False)
+    held: dict[str, Any] = {"number": 1.0, "tensor": torch.ones(2).double()}
+    rebound = torch.ones(2).double()
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        out = module(batch["x"] @ params["w"] + params["b"]) * held["tensor"] * rebound
+        return ((out - batch["y"]) ** 2).mean() * held["number"]
+
+    ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
+    state, batch = ours.init(make_params()), make_batch()
+
+    def rebind() -> None:
+        nonlocal rebound
+        rebound = torch.full((2,), 3.0, dtype=torch.float64)
+
+    changes: dict[str, Callable[[], Any]] = {
+        "first": lambda: None,
+        "eval": module.eval,
+        "a tensor in place": lambda: held["tensor"].mul_(3),
+        "a buffer in place": lambda: module.shift.add_(1),
+        "a number": lambda: held.update(number=5.0),
+        "a tensor": lambda: held.update(tensor=torch.full((2,), 0.5, dtype=torch.float64)),
+        "a variable": rebind,
+    }
+    seen: list[float] = []
+    for name, change in changes.items():
+        change()
+        got, want = ours(state, batch), eager(state, batch)
+        try:
+            assert_close(got, want)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+        seen.append(got[1].loss.item())
+    assert len(set(seen)) == len(changes)
+
+
+# Where it runs ----------------------------------------------------------------------------
+
+
+def test_under_transforms_it_is_the_ordinary_step() -> None:
+    settings, graphs = counting()
+    ours, eager = pair(loss, pa.sgd(0.1), compile=settings)
+    state, batch = ours.init(make_params()), make_batch()
+    many = stacked([ours.init(make_params(i)) for i in range(2)])
+    assert_close(*(torch.func.vmap(s, (0, None))(many, batch) for s in (ours, eager)))
+
+    def after(step: Any) -> Callable[[Any], Tensor]:
+        return lambda params: loss(step(state._replace(params=params), batch)[0].params, batch)
+
+    assert_close(*(torch.func.grad(after(s))(make_params()) for s in (ours, eager)))
+
+    def streamed(step: Any) -> Callable[[Any], Any]:
+        return lambda s: step.apply(s, step.update(s, step.begin(s), batch))
+
+    assert_close(*(torch.func.vmap(streamed(s))(many) for s in (ours, eager)))
+    assert not graphs
+    under = torch.compile(ours, fullgraph=True, backend="eager")
+    assert_close(under(state, batch), eager(state, batch))
+    assert not graphs
+
+
+def test_nothing_changes_but_what_is_returned() -> None:
+    """Also by the first call, which tries the loss out and compiles it."""
+    ours, _ = pair(loss, pa.adamw(0.1))
+    params, batch = make_params(), make_batch(0, 7)
+    state = ours.init(params)
+    for _ in range(2):
+        with unchanged(params, state, batch):
+            new, _ = ours(state, batch)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode(), unchanged(params, state, batch):
+            again, _ = ours(state, batch)
+        assert_trees_bitwise_equal(again, new)
+        assert not any(x.requires_grad or x.is_inference() for x in leaves(again))
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, pytest.param(torch.no_grad, marks=pytest.mark.slow)]
+)
+def test_a_stream_may_run_in_any_mode(mode: Any) -> None:
+    """What is cloned in between is no inference tensor."""
+    ours, eager = pair(lambda p, b: (p["w"] ** 2).sum() * b["x"].mean(), pa.sgd(0.1))
+    state, batch = ours.init(make_params()), make_batch()
+    with mode():
+        window = ours.update(state, ours.begin(state), batch)
+        new, _ = ours.apply(state, window)
+    assert_close(new, eager.apply(state, eager.update(state, eager.begin(state), batch))[0])
+    assert not any(x.is_inference() for x in leaves((window, new)))
+
+
+@pytest.mark.slow
+def test_autocast_around_a_compiled_step_is_seen_or_refused() -> None:
+    """Without its cache a graph sees it; with it, it is refused as by the eager step."""
+    ours, eager = pair(loss, pa.sgd(0.1), microbatch_size=None)
+    state, batch = (
+        optree.tree_map(
+            lambda x: x.float() if x.is_floating_point() else x, tree, namespace="pureaccum"
+        )
+        for tree in (ours.init(make_params()), make_batch())
+    )
+    state = state._replace(opt_state=ours.init(make_params()).opt_state)
+    seen = []
+    for on in (False, True, False):  # two graphs
+        with torch.autocast("cpu", torch.bfloat16, enabled=on, cache_enabled=False):
+            (_, info), (_, what) = ours(state, batch), eager(state, batch)
+        seen.append(info.loss)
+        assert_trees_bitwise_equal(info.loss, what.loss)
+    assert seen[0] == seen[2] != seen[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (
+            lambda: ours(state, batch),
+            lambda: ours.update(state, ours.begin(state), batch),
+        ):
+            with pytest.raises(RuntimeError, match="autocast for 'cpu' is open"):
+                call()
+
+
+def test_the_form_can_be_read_off() -> None:
+    ours, eager = pair(loss, pa.sgd(0.1))
+    state = ours.init(make_params())
+    forms = [ours.form(state, make_batch(0, n)) for n in (1, 2, 3, 4, 9)]
+    assert forms == ["unrolled", "unrolled", "unrolled", "scan", "scan"]
+    assert eager.form(state, make_batch()) == "eager"
+    large = state._replace(params={"w": torch.empty(2**21 + 1), "b": torch.empty(1)})
+    assert [ours.form(large, make_batch(0, n)) for n in (8, 9)] == ["unrolled", "loop"]
+    medium = state._replace(params={"w": torch.empty(2**18 + 1), "b": torch.empty(1)})
+    assert [ours.form(medium, make_batch(0, n)) for n in (8, 9)] == ["unrolled", "scan"]

@@ -1,0 +1,331 @@
+"""A step that compiles itself is the full-batch update, to the bit, in each of its forms.
+
+Whole numbers, so that no order of adding them changes a bit. Few steps are made and each is called
+with many batches: a graph costs seconds, and a call of it nothing.
+"""
+
+from functools import cache
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
+from tests.exactly import (
+    LOSSES,
+    full_batch,
+    integers,
+    make_batch,
+    make_params,
+    row_losses,
+)
+
+
+pytestmark = [pytest.mark.exact, pytest.mark.promise("compiled")]
+EAGER = {"backend": "eager"}
+LR = 0.25
+# A form follows from how large the gradients are and from how many microbatches there are; the
+# table is padded with rows that nobody looks up. With 12 rows at most, everything stays exact.
+TABLES = {"scan": 5, "unrolled": 70_000, "loop": 600_000}
+ROWS = {"scan": (7, 11), "unrolled": (7,), "loop": (11, 12)}
+LOSS = {loss.name: loss for loss in LOSSES}
+
+
+def padded(params: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
+    emb = torch.zeros(rows, 4)
+    emb[:5] = params["emb"]
+    return params | {"emb": emb}
+
+
+@cache
+def steps(kind: str, settings: Any = "eager", **knobs: Any) -> tuple[Any, Any]:
+    """A step that compiles itself and the same one that does not; one pair for all examples."""
+    loss = LOSS[kind]
+    settings = settings if settings is True else {"backend": settings}
+    ours, eager = (
+        pa.make_step(
+            loss.call,
+            pa.sgd(LR),
+            microbatch_size=2,
+            reduction=loss.reduction,
+            compile=compile,
+            **knobs,
+        )
+        for compile in (settings, False)
+    )
+    return ours, eager
+
+
+def updated(params: Any, grads: Any) -> Any:
+    return optree.tree_map(lambda p, g: p - LR * g, params, grads)
+
+
+def check(kind: str, form: str, params: Any, batch: Any, settings: Any = "eager") -> None:
+    ours, eager = steps(kind, settings)
+    state = ours.init(params)
+    assert ours.form(state, batch) == form
+    (new, info), want = ours(state, batch), eager(state, batch)
+    assert_trees_bitwise_equal((new, info), want)
+    if LOSS[kind].weight(batch):
+        assert_trees_bitwise_equal(
+            new.params, updated(params, full_batch(LOSS[kind], params, batch))
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("mean", "scan"),
+        pytest.param("sum", "scan", marks=pytest.mark.slow),
+        pytest.param("weighted", "scan", marks=pytest.mark.slow),
+        pytest.param("sum", "unrolled", marks=pytest.mark.slow),
+        pytest.param("weighted", "unrolled", marks=pytest.mark.slow),
+        pytest.param("mean", "loop", marks=pytest.mark.slow),
+    ],
+)
+def test_every_form_is_the_full_batch_update(kind: str, form: str) -> None:
+    """Ragged tails too; where nothing is large all microbatches of a plain loss go together."""
+
+    @examples(1 / 5)
+    @given(seeds(), st.sampled_from(ROWS[form]), st.booleans())
+    @example(0, ROWS[form][-1], False)
+    def run(seed: int, rows: int, masked: bool) -> None:
+        batch = make_batch(seed, rows)
+        if masked:  # of a weighted loss, whole microbatches
+            batch["mask"][2:6] = 0
+        check(kind, form, padded(make_params(seed), TABLES[form]), batch)
+
+    run()
+
+
+@pytest.mark.slow
+def test_by_inductor_a_step_is_the_full_batch_update() -> None:
+    """The default compiler; twice, since the second call takes what the first has made."""
+    for seed in (0, 1):
+        check("weighted", "scan", make_params(seed), make_batch(seed, 11), settings=True)
+
+
+@pytest.mark.slow
+@examples(1 / 2)
+@given(
+    st.sampled_from([torch.nan, torch.inf, -torch.inf]),
+    st.sets(st.integers(0, 10), max_size=3),
+    st.booleans(),
+    seeds(),
+)
+@example(torch.nan, {0}, True, 0)
+@example(torch.nan, set(range(11)), False, 0)
+@example(torch.inf, {10}, False, 0)  # in the tail
+def test_skipped_microbatches_and_those_without_weight_are_the_eager_step_s(
+    number: float, bad: set[int], masked: bool, seed: int
+) -> None:
+    """Of a loss that is NaN where all is masked; counts, weights and bits are the eager step's."""
+    ours, eager = steps("weighted", nonfinite="skip")
+    params, batch = make_params(seed), make_batch(seed, 11)
+    batch["y"][list(bad)] = number
+    if masked:
+        batch["mask"][:2] = (
+            0  # NaN * 0 is NaN: the total of microbatch 0 is one, and weighs nothing
+        )
+    state = ours.init(params)
+    (new, info), want = ours(state, batch), eager(state, batch)
+    assert_trees_bitwise_equal((new, info), want)
+    count = len({row // 2 for row in bad if row > 1 or not masked} - without_weight(batch))
+    assert info.skipped == count
+    assert info.microbatches == 6
+    if not info.applied:
+        assert_trees_bitwise_equal(new[:3], state[:3])
+
+
+def without_weight(batch: Any) -> set[int]:
+    return {i for i, mask in enumerate(batch["mask"].split(2)) if mask.sum() == 0}
+
+
+# Aux, and what is left out of it ------------------------------------------------------------
+
+HOW = {"all": "concat", "sum": "sum", "mean": "mean", "last": "last", "each": "stack"}
+HOW |= {"rows": "sum", "word": "last"}  # a number, and what is none
+
+
+def with_aux(params: Any, batch: Any, keys: Tensor | None = None) -> Any:
+    """Aux of any kind, finite where the loss is not."""
+    seen = batch["mask"] if keys is None else pa.dropout(batch["mask"].float(), 0.5, keys)
+    total = (seen * row_losses(params, batch)).sum()
+    if "large" in params:
+        total = total + 0 * params["large"].sum()
+    whole = {"sum": seen.sum(), "mean": batch["i"].sum(), "last": seen[-1], "each": seen[0]}
+    whole |= {"all": batch["i"], "rows": len(seen), "word": "done"}
+    return pa.Weighted(total, batch["mask"].sum()), whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "nonfinite", "keys"),
+    [("scan", "propagate", False), ("scan", "skip", True), ("loop", "skip", False)],
+)
+def test_aux_of_every_kind_is_that_of_the_eager_step(form: str, nonfinite: Any, keys: bool) -> None:
+    """Whole and ragged batches, of which some microbatches are bad, the last among them."""
+    knobs: dict[str, Any] = {"has_aux": True, "aux_reduction": HOW, "keys": keys}
+    ours, eager = (
+        pa.make_step(
+            with_aux, pa.sgd(LR), microbatch_size=2, nonfinite=nonfinite, compile=c, **knobs
+        )
+        for c in (EAGER, False)
+    )
+
+    @examples(1 / 3)
+    @given(seeds(), st.sampled_from([11, 10]), st.sets(st.integers(0, 10), max_size=3))
+    @example(0, 11, {10})  # the tail
+    @example(0, 11, {3})
+    @example(0, 10, {9})  # the last of some whole ones
+    def run(seed: int, rows: int, bad: set[int]) -> None:
+        params = make_params(seed)
+        if form == "loop":
+            params["large"] = torch.zeros(2**21 + 1)
+        batch = make_batch(seed, rows)
+        batch["y"][[row for row in bad if row < rows]] = torch.nan
+        state = ours.init(params, seed=seed)
+        assert ours.form(state, batch) == form
+        (new, info), (want, said) = ours(state, batch), eager(state, batch)
+        assert info.aux.pop("word") == said.aux.pop("word") == "done"
+        assert int(info.aux.pop("rows")) == int(said.aux.pop("rows"))
+        assert_trees_bitwise_equal((new, info), (want, said))
+
+    run()
+
+
+# Several at a time ------------------------------------------------------------------------
+
+WIDE = 40_000  # what two microbatches keep may be kept together, and that of four may not
+
+
+def wide_loss(params: Any, batch: Any, keys: Tensor | None = None) -> Tensor:
+    x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.5, keys)  # 0 or doubled: exact
+    return ((x * params["w"]) ** 2).sum(-1).mean()  # at most 16 * WIDE a row
+
+
+GRAPHS: list[str] = []
+
+
+def reading(graph: Any, inputs: Any) -> Any:
+    GRAPHS.append(graph.print_readable(print_output=False))
+    return graph.forward
+
+
+@pytest.mark.slow
+def test_groups_and_what_is_left_of_them_are_counted() -> None:
+    """In a scan of groups of two; of a batch that is poisoned in one place the count is known."""
+    ours, eager = (
+        pa.make_step(wide_loss, pa.sgd(2.0**-10), microbatch_size=2, compile=c)
+        for c in ({"backend": reading}, False)
+    )
+    g = generator(0)
+    state = ours.init({"w": integers(g, WIDE, bound=2)})
+    GRAPHS.clear()
+    for rows, bad in ((15, None), (12, None), (17, 16), (17, 15), (17, 0)):
+        batch = {"x": torch.randint(0, 2, (rows, 1), generator=g).float() * 2 - 1}
+        if bad is not None:
+            batch["x"][bad] = torch.nan
+        assert_trees_bitwise_equal(ours(state, batch), eager(state, batch))
+    assert "scan" in GRAPHS[0]
+    assert "vmap" in GRAPHS[0]
+
+
+@pytest.mark.slow
+def test_groups_of_microbatches_get_their_own_keys_and_weights() -> None:
+    """Seven are three groups of two, in a scan, and one that is left; then there is a tail."""
+    step, eager = (
+        pa.make_step(
+            wide_loss,
+            pa.sgd(2.0**-10),
+            microbatch_size=2,
+            keys=True,
+            loss_scale=pa.static_loss_scale(4.0),
+            compile=compile,
+        )
+        for compile in ({"backend": reading}, False)
+    )
+    g = generator(0)
+    params = {"w": integers(g, WIDE, bound=2)}
+    state = step.init(params, seed=5)
+    GRAPHS.clear()
+    for rows in (15, 19):
+        batch = {"x": torch.randint(0, 2, (rows, 1), generator=g).float() * 2 - 1}
+        assert step.form(state, batch) == "scan"
+        (new, info), want = step(state, batch), eager(state, batch)
+        assert_trees_bitwise_equal((new, info), want)
+        assert info.weight == rows
+        assert info.applied
+    assert "scan" in GRAPHS[0]
+    assert "vmap" in GRAPHS[0]
+    batch["x"][3] = torch.nan
+    (new, info), want = step(state, batch), eager(state, batch)
+    assert_trees_bitwise_equal(new, want[0])
+    assert not info.applied
+    assert_trees_bitwise_equal(new.params, state.params)
+
+
+def test_an_overflow_in_a_group_lowers_the_loss_scale() -> None:
+    """Of a loss that is inf where its gradient is finite."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x[:, 0]).sum() + x[:, 1].sum()
+
+    knobs: dict[str, Any] = {
+        "microbatch_size": 2,
+        "reduction": "sum",
+        "loss_scale": pa.dynamic_loss_scale(8.0),
+    }
+    ours, eager = (pa.make_step(loss, pa.sgd(LR), compile=c, **knobs) for c in (EAGER, False))
+    state, x = ours.init(torch.tensor(1.0)), torch.ones(8, 2)
+    x[3, 1] = torch.inf
+    for batch in (x, torch.ones(8, 2)):
+        (new, info), want = ours(state, batch), eager(state, batch)
+        assert_trees_bitwise_equal((new, info), want)
+    assert ours(state, x)[0].loss_scale.scale == 4
+
+
+# A stream ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_stream_is_the_full_batch_update(donate: bool) -> None:
+    """In microbatches of any size; a window that was not donated can be gone on with."""
+    ours, eager = steps("weighted", "aot_eager" if donate else "eager", donate=donate)
+
+    @examples(1 / 5)
+    @given(seeds(), st.lists(st.sampled_from([0, 2, 3]), min_size=1, max_size=3))
+    @example(0, [2, 3, 0])
+    def run(seed: int, sizes: list[int]) -> None:
+        params, batch = make_params(seed), make_batch(seed, sum(sizes))
+        state = ours.init(params)
+        window = ours.begin(state)
+        for part in cut(batch, sizes):
+            before, copy = window, copied(window)
+            window = ours.update(state, window, part)
+            if not donate:
+                assert_trees_bitwise_equal(before, copy)
+        want = eager.begin(same := eager.init(params))
+        for part in cut(batch, sizes):
+            want = eager.update(same, want, part)
+        got, what = ours.apply(state, window), eager.apply(same, want)
+        assert_trees_bitwise_equal(got, what)
+
+    run()
+
+
+def cut(batch: Any, sizes: list[int]) -> list[Any]:
+    parts = {name: x.split(sizes) for name, x in batch.items()}
+    return [{name: parts[name][i] for name in batch} for i in range(len(sizes))]
+
+
+def copied(tree: Any) -> Any:
+    return optree.tree_map(torch.clone, tree, namespace="pureaccum")

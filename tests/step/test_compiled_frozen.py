@@ -1,0 +1,280 @@
+"""What is frozen, in a step that compiles itself and in a graph of the user's own.
+
+LoRA, a layer, a teacher that is frozen as a whole: the numbers are those without the compiler, also
+after what is frozen has changed, and under a vmap of the parameters the refusal is the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jacrev, jvp, vmap
+
+import pureaccum as pa
+from pureaccum.testing import unchanged
+from tests.step.test_compiled import counting, pair
+from tests.step.test_step_transforms import assert_close, leaves
+
+
+pytestmark = [pytest.mark.transforms, pytest.mark.promise("compiled")]
+slow = pytest.mark.slow
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a @ self.b
+
+
+def layered() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[0].requires_grad_(False)
+    return net
+
+
+def distilled() -> tuple[Any, dict[str, Tensor], nn.Module]:
+    student, teacher = pa.functional(nn.Linear(4, 4).double()), layered().double()
+    fn = pa.functional(teacher.requires_grad_(False))
+
+    def loss(p: Any, x: Tensor, **_: Any) -> Tensor:
+        want, _ = fn.apply({}, fn.buffers, x.double())  # a policy casts what is given alone
+        return (student.apply(p, (), x)[0] - want.to(x.dtype)).square().mean()
+
+    return loss, student.params, teacher
+
+
+def of(net: nn.Module) -> tuple[Any, dict[str, Tensor], nn.Module]:
+    fn = pa.functional(net.double())
+
+    def loss(p: Any, x: Tensor, **_: Any) -> Tensor:
+        return fn.apply(p, fn.buffers, x)[0].square().mean()
+
+    return loss, fn.params, net
+
+
+NETS: dict[str, Callable[[], tuple[Any, dict[str, Tensor], nn.Module]]] = {
+    "LoRA": lambda: of(nn.Sequential(Lora(), nn.GELU(), Lora())),
+    "a layer": lambda: of(layered()),
+    "a teacher": distilled,
+}
+BF16 = pa.Policy(param=torch.float64, compute=torch.bfloat16)
+FORMS: dict[str, dict[str, Any]] = {
+    "scan": {},
+    "unrolled": {"microbatch_size": None},
+    "stream": {},
+    "donated": {"donate": True, "compile": {"backend": "aot_eager"}},
+    "a donated stream": {"donate": True, "compile": {"backend": "aot_eager"}},
+    "a policy": {"policy": BF16, "nonfinite": "skip"},
+    "keys, a scale": {"keys": True, "loss_scale": pa.static_loss_scale(4.0), "nonfinite": "skip"},
+    "open sizes": {"compile": {"backend": "eager", "dynamic": True}},
+    "inductor": {"microbatch_size": None, "compile": True},
+}
+# Every form with one of them at least, and the plain ones with two; the first of each is quick.
+PAIRS = {
+    "LoRA": ("scan", "unrolled", "a donated stream", "open sizes"),
+    "a layer": ("unrolled", "stream", "donated", "a policy"),
+    "a teacher": ("stream", "scan", "keys, a scale", "inductor"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(n, f, id=f"{n}-{f}", marks=slow if i else ())
+        for n, forms in PAIRS.items()
+        for i, f in enumerate(forms)
+    ],
+)
+def test_a_step_over_what_is_frozen_in_part_is_the_eager_one(name: str, form: str) -> None:
+    """And the module is as it was."""
+    loss, params, net = NETS[name]()
+    ours, eager = pair(loss, pa.adamw(0.01), **FORMS[form])
+    batches = [torch.randn(7, 4).double() for _ in range(2)]
+    mine, other = ours.init(params), eager.init(params)
+    with unchanged(net, batches):
+        if "stream" not in form:
+            assert ours.form(mine, batches[0]) in ("scan", "unrolled")
+            for x in batches:
+                (mine, info), (other, what) = ours(mine, x), eager(other, x)
+                assert_close((mine, info), (other, what))
+        else:
+            for _ in range(2):
+                (mine, _), (other, _) = ours.window(mine, batches), eager.window(other, batches)
+                assert_close(mine, other)
+
+
+# What is frozen may change ------------------------------------------------------------------------
+
+
+def in_place(net: Any) -> None:
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+
+
+def data(net: Any) -> None:
+    net[0].weight.data = net[0].weight.data * 2
+
+
+def loaded(net: Any) -> None:
+    net.load_state_dict({k: 2 * x for k, x in net.state_dict().items()})
+
+
+def replaced(net: Any) -> None:
+    net[0].weight = nn.Parameter(2 * net[0].weight.detach(), requires_grad=False)
+
+
+CHANGES = {"in place": in_place, "data": data, "loaded": loaded, "replaced": replaced}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        pytest.param(n, c, marks=() if (n, c) == ("a layer", "data") else slow)
+        for n in ("a layer", "a teacher")
+        for c in CHANGES
+    ],
+)
+def test_what_is_frozen_is_what_the_module_holds_now(name: str, change: str) -> None:
+    """As for a teacher that is an average; only eager code can see that another object is there."""
+    loss, params, net = NETS[name]()
+    settings, graphs = counting()
+    ours, eager = pair(loss, pa.sgd(0.01), microbatch_size=None, compile=settings)
+    mine = torch.compile(loss, backend="eager", fullgraph=True)
+    state, x = ours.init(params), torch.randn(6, 4).double()
+    seen = [ours(state, x)[1].loss]
+    for _ in range(2):
+        mine(state.params, x)
+        CHANGES[change](net)
+        fresh = pa.functional(net)
+        given = {**state.params, **fresh.frozen} if name == "a layer" else None
+        want = fresh.apply(given, (), x)[0].square().mean() if given else None
+        got = ours(state, x)
+        if change == "replaced":
+            with pytest.raises(RuntimeError, match="has other parameters or modules in it"):
+                eager(state, x)
+        else:
+            assert_close(got, eager(state, x))
+        assert_close(got[1].loss, mine(state.params, x).detach())
+        if want is not None:
+            assert_close(got[1].loss, want.detach())
+        seen.append(got[1].loss)
+    assert len({float(x) for x in seen}) == 3
+    assert len(graphs) == 1 + (change == "replaced")  # a graph knows which tensors are one
+
+
+@slow
+def test_what_is_put_into_frozen_is_taken() -> None:
+    """As an average that is made anew at every step."""
+    settings, graphs = counting()
+    fn = pa.functional(net := layered().double())
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return fn.apply(p, (), x)[0].square().mean()
+
+    ours, eager = pair(loss, pa.sgd(0.01), microbatch_size=None, compile=settings)
+    state, x = ours.init(fn.params), torch.randn(6, 4).double()
+    seen = [ours(state, x)[1].loss.item()]
+    for _ in range(3):
+        with unchanged(net):
+            fn.frozen["0.weight"] = 0.5 * fn.frozen["0.weight"]
+            got = ours(state, x)
+            assert_close(got, eager(state, x))
+        seen.append(got[1].loss.item())
+    assert len(set(seen)) == 4
+    assert len(graphs) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "words"), [(0, "0.weight was frozen"), (2, "2.weight was trained")]
+)
+def test_to_freeze_or_unfreeze_later_is_refused_in_a_graph_too(part: int, words: str) -> None:
+    """In whichever form."""
+    loss, params, net = NETS["a layer"]()
+    ours, eager = pair(loss, pa.sgd(0.01), microbatch_size=None)
+    mine = torch.compile(loss, backend="eager", fullgraph=True)
+    state, x = ours.init(params), torch.randn(6, 4).double()
+    ours(state, x), mine(state.params, x)
+    net[part].requires_grad_(part == 0)  # pyright: ignore
+    for call in (lambda: ours(state, x), lambda: eager(state, x)):
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    with pytest.raises(Exception, match=words):
+        mine(state.params, x)
+
+
+# In a graph of the user's own ---------------------------------------------------------------------
+
+
+MEMBERS = [pa.functional(nn.Sequential(Lora(), nn.GELU(), Lora()).double()) for _ in range(3)]
+FN, X = MEMBERS[0], torch.arange(32.0).double().view(8, 4).sin()
+STACKED = pa.stack([fn.params for fn in MEMBERS])
+
+
+def value(p: Any, x: Tensor = X) -> Tensor:
+    return FN.apply(p, FN.buffers, x)[0].square().mean()
+
+
+def rows(p: Any) -> Tensor:
+    return FN.apply(p, (), X)[0]
+
+
+def twice(p: Any) -> Any:
+    return grad(lambda q: sum(x.square().sum() for x in grad(value)(q).values()))(p)
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "itself": value,
+    "grad": grad(value),
+    "grad of grad": twice,
+    "jacrev": jacrev(rows),
+    "jvp": lambda p: jvp(value, (p,), (p,))[1],
+    "vmap of rows": lambda p: vmap(value, (None, 0))(p, X),
+    "vmap of rows of grad": lambda p: vmap(grad(value), (None, 0))(p, X),
+    "microbatched": lambda p: pa.microbatch(value, microbatch_size=3, reduce="stack")(p, X),
+    "one of its parameters": lambda p: value({**FN.params, "0.a": p["0.a"]}),
+}
+MAPPED: dict[str, Callable[[Any], Any]] = {
+    "vmap": vmap(value),
+    "vmap of grad": vmap(grad(value)),
+    "grad of vmap": grad(lambda p: vmap(value)(p).sum()),
+    "vmap of grad of vmap": vmap(lambda p: vmap(grad(value), (None, 0))(p, X)),
+    "vmap of vmap": lambda p: vmap(lambda x: vmap(value, (0, None))(p, x))(X.view(2, 4, 4)),
+    "vmap of one of them": lambda p: vmap(lambda a: value({**FN.params, "0.a": a}))(p["0.a"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("grad",) else pytest.param(n, marks=slow) for n in PROGRAMS]
+)
+def test_a_graph_of_the_users_own_takes_what_is_frozen(name: str) -> None:
+    program = PROGRAMS[name]
+    got = torch.compile(program, backend="eager", fullgraph=True)(FN.params)
+    assert_close(leaves(got), leaves(program(FN.params)))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("vmap of grad",) else pytest.param(n, marks=slow) for n in MAPPED]
+)
+def test_under_a_vmap_of_the_parameters_what_is_frozen_is_refused_in_a_graph_too(name: str) -> None:
+    """Members may differ in it, whichever transforms are between; what is given is taken."""
+    words = "the parameters are mapped by a vmap"
+    with pytest.raises(ValueError, match=words):
+        MAPPED[name](STACKED)
+    with pytest.raises(Exception, match=words):
+        torch.compile(MAPPED[name], backend="eager", fullgraph=True)(STACKED)
+
+
+@slow
+def test_what_is_given_for_each_member_is_taken() -> None:
+    frozen = pa.stack([fn.frozen for fn in MEMBERS])
+    program = vmap(lambda p, own: value({**own, **p}))
+    got = torch.compile(program, backend="eager", fullgraph=True)(STACKED, frozen)
+    assert_close(got, program(STACKED, frozen))
+    assert_close(got, torch.stack([value({**fn.params, **fn.frozen}) for fn in MEMBERS]))

@@ -1,0 +1,215 @@
+"""Which sizes a step that compiles itself leaves open, and what becomes of those it does not.
+
+``nn.Dropout`` tells: torch.func has none for tensors of which a size is open.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pureaccum as pa
+from tests.step.test_compiled import counting, pair
+from tests.step.test_memory_report import allocated
+from tests.step.test_step_transforms import assert_close
+
+
+pytestmark = pytest.mark.transforms
+ROWS = 600_000  # of a table whose gradient is too large for a scan
+
+
+def dropping(
+    module: nn.Module, size: int | None, backend: Any, table: int = 0, **knobs: Any
+) -> Any:
+    """A step of a loss that hands out what a network with nn.Dropout did to its rows."""
+    fn = pa.functional(module)
+
+    def loss(params: Any, x: Tensor) -> Any:
+        out, _ = fn.apply(params["net"], fn.buffers, x)
+        value = out.square().mean()
+        return (value + params["table"][0].sum() if table else value), out.flatten(1).sum(1)
+
+    knobs = {"has_aux": True, "compile": {"backend": backend}} | knobs
+    step = pa.make_step(loss, pa.sgd(0.0), microbatch_size=size, **knobs)
+    params = {"net": fn.params} | ({"table": torch.zeros(table, 4)} if table else {})
+    return step, step.init(params)
+
+
+def check(info: Any, rows: int) -> None:
+    """Every row is there, and of a hundred numbers in it about half are zero and the others two."""
+    assert info.applied
+    assert len(info.aux) == rows
+    assert all(40 <= n <= 160 for n in info.aux.tolist())
+    assert len(info.aux.unique()) > 1 or rows == 1  # no two rows share their mask
+
+
+def net() -> nn.Module:
+    """Ones in, and 0 or 2 out."""
+    return nn.Sequential(Ones(), nn.Dropout(0.5))
+
+
+class Ones(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one * x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "size", "table"), [("scan", 2, 0), ("unrolled", None, 0), ("loop", 2, ROWS)]
+)
+def test_dropout_compiles_at_any_number_of_lengths_and_widths(
+    form: str, size: Any, table: int
+) -> None:
+    """Each has a graph of its own, so torch's limit (here one) is none."""
+    step, state = dropping(net(), size, "eager", table)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for shape in ((10, 10), (4, 25), (5, 20)):
+            batch = torch.ones(10, *shape)
+            assert step.form(state, batch) == form
+            check(step(state, batch)[1], 10)
+
+
+@pytest.mark.slow
+def test_dropout_compiles_at_a_second_length_by_inductor() -> None:
+    step, state = dropping(net(), 2, "inductor")
+    for shape in ((10, 10), (4, 25)):
+        check(step(state, torch.ones(8, *shape))[1], 8)
+
+
+@pytest.mark.slow
+def test_dropout_compiles_in_a_second_model() -> None:
+    """In one process; torch remembers the sizes of the first by the same lines of ours."""
+    for width in (3, 5):
+        module = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        step, state = dropping(module, 2, "aot_eager")
+        assert step(state, torch.randn(8, width))[1].applied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "table", "all_rows", "limit"),
+    [(4, 0, (14, 11), 1), (None, 0, (3, 4, 5, 6, 1), 2), (4, ROWS, (18, 19), 2)],
+)
+def test_dropout_compiles_at_any_number_of_rows(
+    size: Any, table: int, all_rows: tuple[int, ...], limit: int
+) -> None:
+    """A graph for any number of rows does not compile, and one for each of them does."""
+    step, state = dropping(net(), size, "eager", table)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for rows in all_rows:
+            check(step(state, torch.ones(rows, 10, 10))[1], rows)
+
+
+@pytest.mark.slow
+def test_dropout_compiles_in_a_ragged_stream() -> None:
+    step, state = dropping(net(), None, "eager")
+    window = step.begin(state)
+    for rows in (2, 3, 4, 3):
+        window, aux = step.update(state, window, torch.ones(rows, 10, 10))
+        assert len(aux) == rows
+    assert step.apply(state, window)[1].weight == 12
+
+
+@pytest.mark.slow
+def test_no_other_size_is_open() -> None:
+    """Of a second model of other widths in the same process, or of another length."""
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append([x for x in inputs if isinstance(x, torch.SymInt)])
+        return graph.forward
+
+    settings = {"compile": {"backend": backend}}
+    for width in (3, 5):
+        ours, _ = pair(lambda p, x: (x @ p).square().mean(), pa.sgd(0.1), **settings)
+        for length in (2, 3):
+            ours(ours.init(torch.ones(width, width)), torch.ones(8, length, width))
+    assert seen == [[]] * 4
+
+
+@pytest.mark.slow
+def test_open_sizes_are_had_for_the_asking() -> None:
+    """``dynamic`` is torch's own word, and shapes then share a graph."""
+    settings, graphs = counting()
+    loss = lambda w, x: (x * w).square().mean()  # noqa: E731
+    compile = settings | {"dynamic": True}
+    ours, eager = pair(loss, pa.sgd(0.1), nonfinite="skip", compile=compile)
+    state = ours.init(torch.tensor(1.0).double())
+    for length in range(2, 6):
+        batch = torch.ones(8, length).double()
+        assert_close(ours(state, batch), eager(state, batch))
+    assert len(graphs) <= 2
+
+
+@pytest.mark.slow
+def test_a_module_that_begins_to_drop_goes_on() -> None:
+    """Microbatches that went through together, while nothing was random, go one by one."""
+    fn = pa.functional(module := net().eval())
+    ours, _ = pair(lambda p, x: fn.apply(p, fn.buffers, x)[0].square().mean(), pa.sgd(0.0))
+    state = ours.init(fn.params)
+    losses = []
+    for mode in (False, True, False):
+        module.train(mode)
+        losses.append(ours(state, torch.ones(8, 50))[1].loss.item())
+    assert losses[0] == losses[2] == 1
+    assert losses[1] != 1
+
+
+# Several models of one step -----------------------------------------------------------------------
+
+
+def of_width(width: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    shapes = {"w1": (4, width), "w2": (width, 1)}
+    return {name: torch.randn(shape, dtype=dtype) / width**0.5 for name, shape in shapes.items()}
+
+
+def two_layers(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return ((x @ p["w1"]).tanh() @ p["w2"]).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["unrolled", "scan", "stream"])
+def test_each_model_of_one_step_has_graphs_of_its_own(form: str) -> None:
+    """So torch's limit (here one) is none, and a model that came before is not compiled again."""
+    settings, graphs = counting()
+    size = 2 if form == "scan" else None
+    ours, eager = pair(two_layers, pa.adamw(0.1), microbatch_size=size, compile=settings)
+    kinds = [(3, torch.float64), (5, torch.float64), (5, torch.float32)]
+    made: list[int] = []
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for width, dtype in (*kinds, *kinds):
+            state, x = ours.init(of_width(width, dtype)), torch.randn(8, 4, dtype=dtype)
+            if form == "stream":
+                both = (ours, eager)
+                got, want = (s.apply(state, s.update(state, s.begin(state), x)) for s in both)
+            else:
+                got, want = ours(state, x), eager(state, x)
+            if dtype == torch.float64:
+                assert_close(got, want)
+            made.append(len(graphs))
+    each = 2 if form == "stream" else 1
+    assert made == [each, 2 * each, *[3 * each] * 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [(4, 50_000), (50_000, 4)])
+def test_a_second_model_takes_the_memory_that_it_takes_alone(
+    first: int, second: int, tmp_path: Path
+) -> None:
+    """How many microbatches go together follows from the model, of which batches know nothing."""
+    x = torch.randn(512, 4)
+    peaks: list[int] = []
+    for widths in ([second], [first, second]):
+        compile = {"backend": "aot_eager"}
+        step = pa.make_step(two_layers, pa.sgd(0.1), microbatch_size=8, compile=compile)
+        for width in widths:
+            state = step.init(of_width(width, torch.float32))
+            step(state, x)
+        peaks.append(allocated(lambda: step(state, x), tmp_path / "trace.json"))  # noqa: B023
+    assert peaks[0] == peaks[1]

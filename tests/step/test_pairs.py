@@ -1,0 +1,59 @@
+"""Every two features of a step go together, or the table of what does not says why."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import cases_on_ranks
+from tests.step.pairs import FEATURES, RANKS, REFUSED, check, page, pairs
+
+
+pytestmark = [pytest.mark.laws, pytest.mark.promise("together")]
+ALONE = [(name,) for name in FEATURES if name not in RANKS]
+PAGE = Path(__file__).parents[2] / "examples" / "guide" / "together.md"
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *(pytest.param(it, id=it[0]) for it in ALONE),
+        *(
+            # Every feature is in several of those that are quick.
+            pytest.param(
+                it, id="+".join(it), marks=pytest.mark.slow if "compile" in it or i % 2 else ()
+            )
+            for i, it in enumerate(pairs())
+            if not RANKS & {*it}
+        ),
+    ],
+)
+def test_two_features_go_together(pair: tuple[str, ...]) -> None:
+    check(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without it")
+def test_two_features_go_together_on_ranks() -> None:
+    """One test, since processes are started once for all pairs."""
+    some = [*((name,) for name in RANKS), *(it for it in pairs() if RANKS & {*it})]
+    cases = {" and ".join(pair): partial(check, pair) for pair in some}
+    wrong = [
+        f"{name}, {text}"
+        for name, texts in cases_on_ranks(2, cases).items()
+        for text in texts
+        if text
+    ]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_nine_of_ten_cells_that_have_a_meaning_work() -> None:
+    every = [*pairs()]
+    assert all(pair in every for pair in REFUSED)
+    meant = [it for it in every if it not in REFUSED or REFUSED[it].reason != "no meaning"]
+    assert len([it for it in meant if it not in REFUSED]) >= 0.9 * len(meant)
+
+
+def test_the_page_is_the_table() -> None:
+    assert page() in PAGE.read_text(), "python -m tests.step.pairs prints the table of the page"

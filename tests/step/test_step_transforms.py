@@ -1,0 +1,399 @@
+"""A step under ``torch.compile``, under ``vmap`` over an ensemble, and differentiated.
+
+All in float64, and compared with the step at eager top level. There the optimizers are torch's
+kernels and here the same formulas, which round in another order; so a number may be off by
+``sqrt(u)`` of the size of its leaf, which leaves eight decimals to find a fault in.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import pureaccum as pa
+from pureaccum.testing import assert_trees_bitwise_equal
+from pureaccum.testing.strategies import seeds
+from tests.draws import examples, generator
+
+
+pytestmark = pytest.mark.transforms
+ROOT_U64 = 2.0**-26.5
+U64 = 2.0**-53
+Tensors = dict[str, Tensor]
+
+
+def loss(params: Tensors, batch: Tensors, keys: Tensor | None = None) -> Tensor:
+    x = batch["x"] if keys is None else pa.dropout(batch["x"], 0.5, keys)
+    out = torch.tanh(x @ params["w"] + params["b"])
+    return ((out - batch["y"]) ** 2).sum(-1).mean()
+
+
+def make_params(seed: int = 0) -> Tensors:
+    g = generator(seed)
+    return {name: torch.randn(s, generator=g).double() for name, s in (("w", (3, 2)), ("b", (2,)))}
+
+
+def make_batch(seed: int = 0, rows: int = 3) -> Tensors:
+    g = generator(seed + 1)
+    return {k: torch.randn(rows, n, generator=g).double() for k, n in (("x", 3), ("y", 2))}
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    return optree.tree_leaves(tree, namespace="pureaccum")
+
+
+def stacked(trees: list[Any]) -> Any:
+    return optree.tree_map(lambda *xs: torch.stack(xs), *trees, namespace="pureaccum")
+
+
+def member(tree: Any, i: int) -> Any:
+    return optree.tree_map(lambda x: x[i], tree, namespace="pureaccum")
+
+
+def assert_close(got: Any, want: Any) -> None:
+    """Flags and counts alike, NaN where there is NaN, and other numbers to the bound."""
+    xs, ys = leaves(got), leaves(want)
+    assert len(xs) == len(ys)
+    for x, y in zip(xs, ys, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        if not x.is_floating_point():
+            assert torch.equal(x, y)
+            continue
+        here = y.isfinite()
+        assert torch.allclose(x[~here], y[~here], rtol=0, atol=0, equal_nan=True)
+        assert (x - y)[here].norm() <= ROOT_U64 * y[here].norm()
+
+
+# torch.compile ----------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A step, and what it begins with."""
+
+    step: Any
+    state: Callable[[], Any]
+    batch: Tensors
+
+
+def plain(optimizer: Any, **knobs: Any) -> Case:
+    step = pa.make_step(loss, optimizer, microbatch_size=2, **knobs)
+    return Case(step, lambda: step.init(make_params(), seed=3), make_batch())
+
+
+def normed(buffers: Any) -> Case:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+    fn = pa.functional(module)
+
+    def loss(params: Any, batch: Any, buffers: Any) -> Any:
+        out, new_buffers = fn.apply(params, buffers, batch["x"])
+        return ((out - batch["y"]) ** 2).sum(-1).mean(), (new_buffers, out)
+
+    knobs: Any = {"has_aux": True, "microbatch_size": 2, "buffers": buffers, "check": False}
+    step = pa.make_step(loss, pa.sgd(0.1), **knobs)
+    return Case(step, lambda: step.init(fn.params, fn.buffers), make_batch(rows=4))
+
+
+WARMUP = pa.linear_warmup(0.1, 2, 0.05)
+CASES = {
+    "sgd with a schedule": lambda: plain(pa.sgd(WARMUP, momentum=0.9, weight_decay=0.1)),
+    "adamw": lambda: plain(pa.adamw(0.1, amsgrad=True)),
+    "clipped and partitioned": lambda: plain(
+        pa.chain(
+            pa.clip_by_global_norm(0.5),
+            pa.partition({"a": pa.sgd(0.1), "b": pa.adam(WARMUP)}, lambda p: "ab"[p == "w"]),
+        ),
+    ),
+    "loss scale": lambda: plain(
+        pa.sgd(0.1), loss_scale=pa.dynamic_loss_scale(8.0, growth_interval=1)
+    ),
+    "skip": lambda: plain(pa.sgd(0.1), nonfinite="skip", loss_scale=pa.static_loss_scale(4.0)),
+    "keys": lambda: plain(pa.sgd(0.1), keys=True),
+    "bf16": lambda: plain(
+        pa.sgd(0.1), policy=pa.Policy(param=torch.float64, compute=torch.bfloat16)
+    ),
+    "sequential": lambda: normed("sequential"),
+    "pooled": lambda: normed("pooled"),
+}
+
+
+def compiled(function: Callable[..., Any]) -> tuple[Any, list[int]]:
+    """One graph or an error, and how many were made so far."""
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graphs))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend=backend), graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_whole_run_is_one_graph(case: Callable[[], Case]) -> None:
+    """Good steps and bad ones, with other scales, rates and counts, and nothing is recompiled."""
+    step, make, batch = case()
+    bad = batch | {"y": batch["y"].clone()}
+    bad["y"][-1] = torch.nan
+    function, graphs = compiled(step)
+    ours = eager = make()
+    made = 0
+    for i, part in enumerate((batch, batch, bad, batch)):
+        before = ours
+        ours, info = function(ours, part)
+        eager, what = step(eager, part)
+        made = made or len(graphs)
+        assert_close((ours, info), (eager, what))
+        assert bool(info.applied) is (part is not bad or bool(info.skipped))
+        if not info.applied:
+            assert_trees_bitwise_equal(ours[:3], before[:3])
+        assert ours.attempts == i + 1
+    assert len(graphs) == made
+
+
+@pytest.mark.slow
+def test_a_stream_of_a_step_is_one_graph() -> None:
+    step, make, batch = plain(
+        pa.sgd(WARMUP), loss_scale=pa.dynamic_loss_scale(), keys=True, nonfinite="skip"
+    )
+
+    def run(state: Any, parts: list[Any]) -> Any:
+        window = step.begin(state)
+        for part in parts:
+            window = step.update(state, window, part)
+        return step.apply(state, window)
+
+    function, _ = compiled(run)
+    bad = make_batch(5, 1)
+    bad["y"][0] = torch.inf
+    ours = eager = make()
+    for parts in ([batch, make_batch(6, 1)], [batch, bad]):
+        (ours, info), (eager, what) = function(ours, parts), run(eager, parts)
+        assert_close((ours, info), (eager, what))
+        assert info.applied
+        assert info.skipped == (parts[-1] is bad)
+
+
+def test_a_schedule_in_python_numbers_says_so() -> None:
+    """It would be a constant of the graph."""
+    step, make, batch = plain(pa.sgd(lambda count: 0.1))
+    function, _ = compiled(step)
+    assert step(make(), batch)[1].applied
+    with pytest.raises(Exception, match="bake into the graph as a constant"):
+        function(make(), batch)
+
+
+# vmap -------------------------------------------------------------------------------------
+
+
+optimizers = st.sampled_from(
+    [
+        pa.sgd(0.1, momentum=0.9, nesterov=True),
+        pa.adamw(0.1),
+        pa.chain(pa.clip_by_global_norm(0.3), pa.adam(0.1)),
+        pa.partition({"a": pa.sgd(0.1), "b": pa.adamw(0.1)}, lambda p: "ab"[p == "w"]),
+    ]
+)
+
+
+def with_rate(opt_state: Any, rate: float) -> Any:
+    """Another learning rate, wherever one stands."""
+    if isinstance(opt_state, dict):
+        return {label: with_rate(state, rate) for label, state in opt_state.items()}
+    if hasattr(opt_state, "lr"):
+        return opt_state._replace(lr=torch.full_like(opt_state.lr, rate))
+    return tuple(with_rate(state, rate) for state in opt_state)
+
+
+@examples(1 / 4)
+@given(
+    seeds(),
+    optimizers,
+    st.sampled_from(["propagate", "skip"]),
+    st.integers(0, 2),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_an_ensemble_is_the_loop_over_its_members(
+    seed: int, optimizer: Any, nonfinite: Any, bad: int, size: int, shared: bool
+) -> None:
+    """Each with its parameters, rate, seed and loss scale; one of them overflows, and only that."""
+    step = pa.make_step(
+        loss,
+        optimizer,
+        microbatch_size=size,
+        nonfinite=nonfinite,
+        keys=True,
+        loss_scale=pa.dynamic_loss_scale(1.0, growth_interval=2),
+    )
+    states, batches = [], []
+    for i in range(3):
+        state = step.init(make_params(seed + i), seed=seed + i)
+        scale = torch.tensor(2.0 ** (3 * i))
+        states.append(
+            state._replace(
+                opt_state=with_rate(state.opt_state, 0.1 / (i + 1)),
+                loss_scale=state.loss_scale._replace(scale=scale),
+            )
+        )
+        batches.append(make_batch(seed if shared else seed + i, 4))
+    ensemble = torch.func.vmap(step, (0, None if shared else 0))
+    many = stacked(states)
+    for turn in range(3):
+        if turn == 1:
+            many.params["b"][bad, 0] = torch.nan  # in all rows: nothing is left to skip
+            states[bad].params["b"][0] = torch.nan
+        before = many
+        many, infos = ensemble(many, batches[0] if shared else stacked(batches))
+        for i in range(3):
+            states[i], info = step(states[i], batches[i])
+            assert_close((member(many, i), member(infos, i)), (states[i], info))
+            assert bool(info.applied) is (turn == 0 or i != bad)
+        if turn:
+            assert_trees_bitwise_equal(member(many, bad)[:3], member(before, bad)[:3])
+            halved = (before.loss_scale.scale[bad] / 2).clamp(min=1)
+            assert many.loss_scale.scale[bad] == halved
+
+
+def test_a_skipped_microbatch_in_one_member_stays_in_it() -> None:
+    """The other members count theirs."""
+    step = pa.make_step(loss, pa.adam(0.1), microbatch_size=2, nonfinite="skip")
+    state, batches = step.init(make_params()), [make_batch(i, 5) for i in range(3)]
+    batches[1]["y"][3] = torch.nan
+    new, info = torch.func.vmap(step, (None, 0))(state, stacked(batches))
+    assert info.skipped.tolist() == [0, 1, 0]
+    assert info.weight.tolist() == [5, 3, 5]
+    for i, batch in enumerate(batches):
+        assert_close((member(new, i), member(info, i)), step(state, batch))
+
+
+def test_a_stream_of_an_ensemble_is_that_of_its_members() -> None:
+    step = pa.make_step(loss, pa.adamw(0.1), keys=True, loss_scale=pa.dynamic_loss_scale(8.0))
+    states = [step.init(make_params(i), seed=i) for i in range(3)]
+    parts = [make_batch(i, rows) for i, rows in enumerate((2, 3, 1))]
+
+    def run(state: Any) -> Any:
+        window = step.begin(state)
+        for part in parts:
+            window = step.update(state, window, part)
+        return step.apply(state, window)
+
+    many, infos = torch.func.vmap(run)(stacked(states))
+    for i, state in enumerate(states):
+        assert_close((member(many, i), member(infos, i)), run(state))
+
+
+def test_an_ensemble_is_made_by_vmap() -> None:
+    step = pa.make_step(loss, pa.adamw(0.1), loss_scale=pa.dynamic_loss_scale())
+    params = [make_params(i) for i in range(3)]
+    assert_trees_bitwise_equal(
+        torch.func.vmap(step.init)(stacked(params)), stacked([*map(step.init, params)])
+    )
+
+
+# Derivatives ------------------------------------------------------------------------------
+
+
+RULES: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda lr: pa.sgd(lr, momentum=0.9, weight_decay=0.1),
+    "nesterov": lambda lr: pa.sgd(lr, momentum=0.5, nesterov=True),
+    "adamw": lambda lr: pa.adamw(lr, eps=1e-2),
+    "amsgrad": lambda lr: pa.adam(lr, eps=1e-2, amsgrad=True),
+    "clipped sgd": lambda lr: pa.chain(pa.clip_by_global_norm(0.3), pa.sgd(lr, momentum=0.9)),
+    "clipped adamw": lambda lr: pa.chain(pa.clip_by_global_norm(0.3), pa.adamw(lr, eps=1e-2)),
+    "a schedule": lambda lr: pa.sgd(pa.linear_warmup(lr, 2, 0.05)),
+}
+
+
+def after_two_steps(rule: Any, size: int | None, knobs: dict[str, Any]) -> Callable[..., Tensor]:
+    """The loss on another batch, a function of the learning rate and the first parameters."""
+    batches, other = [make_batch(0), make_batch(1)], make_batch(2, 4)
+
+    def run(lr: Tensor, params: Tensors) -> Tensor:
+        step = pa.make_step(loss, rule(lr), microbatch_size=size, **knobs)
+        state = step.init(params, seed=1)
+        for batch in batches:
+            state, _ = step(state, batch)
+        return loss(state.params, other)
+
+    return run
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@examples(1 / 10)
+@given(
+    seed=seeds(),
+    size=st.sampled_from([None, 1, 2]),
+    knobs=st.sampled_from(
+        [{}, {"keys": True}, {"nonfinite": "skip"}, {"loss_scale": pa.static_loss_scale(2.0**10)}]
+    ),
+)
+@example(seed=17020, size=None, knobs={})
+def test_derivatives_through_two_steps_are_those_of_differences(
+    rule: Any, size: Any, knobs: Any, seed: int
+) -> None:
+    """Backwards and forwards, beside central differences of the eager run.
+
+    A central difference is off by ``c * h**2``, which those of ``2 * h`` and ``4 * h`` tell (one of
+    them alone may be close by chance: clipping sets in between), and by the rounding of its two
+    values, some units in the last place over ``h``.
+    """
+    run = after_two_steps(rule, size, knobs)
+    at = torch.tensor(0.1, dtype=torch.float64), make_params(seed)
+    g = generator(seed + 7)
+    along = (
+        torch.ones((), dtype=torch.float64),
+        {name: torch.randn(x.shape, generator=g).double() for name, x in at[1].items()},
+    )
+
+    def moved(h: float) -> Tensor:
+        return run(*optree.tree_map(lambda x, t: x + h * t, at, along))
+
+    def difference(h: float) -> Tensor:
+        return (moved(h) - moved(-h)) / (2 * h)
+
+    h = 5e-5
+    near, *far = (difference(k * h) for k in (1, 2, 4))
+    value = run(*at)
+    slack = max((near - x).abs() for x in far) + 2**10 * U64 * (1 + value) / h
+
+    grads = torch.func.grad(run, (0, 1))(*at)
+    pairs = zip(leaves(grads), leaves(along), strict=True)
+    backwards = sum((x * t).sum() for x, t in pairs)
+    same_value, forwards = torch.func.jvp(run, at, along)
+    assert (backwards - near).abs() <= slack
+    size_of = sum(x.norm() * t.norm() for x, t in zip(leaves(grads), leaves(along), strict=True))
+    assert (forwards - backwards).abs() <= ROOT_U64 * size_of
+    assert (same_value - value).abs() <= ROOT_U64 * value
+    assert grads[0] != 0
+
+
+def test_a_step_not_applied_has_the_derivative_of_the_identity() -> None:
+    """Selected and never multiplied: what was not taken brings no NaN."""
+    bad = make_batch()
+    bad["y"][0] = torch.nan
+
+    def run(lr: Tensor, params: Tensors) -> Tensor:
+        step = pa.make_step(loss, pa.sgd(lr), microbatch_size=2)
+        state, _ = step(step.init(params), bad)
+        return loss(state.params, make_batch())
+
+    lr, params = torch.tensor(0.1, dtype=torch.float64), make_params()
+    got = torch.func.jvp(run, (lr, params), (torch.ones_like(lr), params))[1]
+    want = torch.func.jvp(lambda p: loss(p, make_batch()), (params,), (params,))[1]
+    assert torch.equal(got, want)
+
+
+def test_many_learning_rates_are_differentiated_at_once() -> None:
+    """vmap of grad through a step, as a search for a learning rate would."""
+    run = after_two_steps(RULES["adamw"], 2, {})
+    rates = torch.tensor([0.01, 0.1, 0.3], dtype=torch.float64)
+    params = make_params()
+    many = torch.func.vmap(torch.func.grad(run), (0, None))(rates, params)
+    assert_close(many, torch.stack([torch.func.grad(run)(rate, params) for rate in rates]))

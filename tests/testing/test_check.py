@@ -1,0 +1,458 @@
+"""What a check says is true, and it leaves no trace."""
+
+import itertools
+import random
+import warnings
+
+import optree
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pureaccum as pa
+from pureaccum.testing import (
+    AccumulationMismatch,
+    assert_accumulates,
+    check_accumulation,
+)
+from pureaccum.testing._check.subject import cast_tree, computing_in, ways
+from pureaccum.testing._check.trials import Bound, Outcome, Result, Trial, errors, shrunk
+from pureaccum.testing.strategies import KINDS, losses, reduction
+from tests.draws import examples
+
+
+pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
+W = torch.tensor([1.0, -2.0, 0.5])
+X = torch.linspace(-1, 2, 24).reshape(8, 3)
+models = st.integers(2, 12).flatmap(losses)
+
+
+def squares(w: Tensor, x: Tensor) -> Tensor:
+    return ((x @ w) ** 2).mean()
+
+
+def report_of(loss, params=W, batch=X, **knobs):
+    return check_accumulation(loss, params, batch, raise_on_mismatch=False, **knobs)
+
+
+# The verdict ------------------------------------------------------------------------------
+
+
+@examples(1 / 4)
+@given(model=models, kind=st.sampled_from(KINDS), seed=st.integers(0, 99))
+def test_a_loss_that_fits_fits_whatever_the_seed(model, kind, seed):
+    """Where the arithmetic is exact the error is zero, but for the one division of a mean."""
+    assume(kind != "weighted" or model.batch["mask"].any())
+    report = report_of(
+        model.loss(kind), model.params, model.batch, reduction=reduction(kind), seed=seed
+    )
+    assert report.fits, report
+    assert max(leaf.error for leaf in report.leaves) <= 1e-6
+    if kind != "mean":
+        assert not any(leaf.error for leaf in report.leaves)
+
+
+@examples(1 / 4)
+@given(model=models, seed=st.integers(0, 99), exponent=st.integers(-20, -6))
+def test_the_smallest_real_difference_is_seen(model, seed, exponent):
+    """A microbatch of one row that counts 2**-20 too much: a hundred times the bound."""
+
+    def loss(params, batch):
+        total = model.loss("sum")(params, batch) + 1.0  # never zero
+        return total * (1 + 2.0**exponent * (len(batch["y"]) == 1))
+
+    report = report_of(loss, model.params, model.batch, reduction="sum", seed=seed)
+    assert not report.fits
+    value = report.leaves[0]
+    assert value.error > 1
+    assert min(map(len, value.split)) == 1
+
+
+def test_a_gradient_that_is_zero_on_paper_is_no_false_alarm():
+    """A bias below a softmax: what is left is rounding, and has no digit right."""
+    random = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(3, 4, generator=random), "b": torch.randn((), generator=random)}
+
+    def loss(params, x):
+        return torch.softmax(x @ params["w"] + params["b"], 1).square().mean()
+
+    report = report_of(loss, params)
+    assert report.fits
+    full = torch.func.grad(loss)(optree.tree_map(torch.Tensor.double, params), X.double())
+    assert 0 < full["b"].abs() < 1e-15  # the control: it is rounding, and not zero
+
+
+def test_an_error_is_in_units_of_the_bound():
+    """By hand: |error| / (share · sizes + floor)."""
+    got = Result([torch.tensor(1.0), torch.tensor([3.0, 4.0])], [10.0, 0.0])
+    want = [torch.tensor(2.0), torch.tensor([0.0, 0.0])]
+    assert errors(got, want, Bound(0.01, [0.1, 2.0])) == [5.0, 2.5]
+    exact = Result(want, [0.0, 0.0])
+    assert errors(exact, want, Bound(0.01, [0.0, 0.0])) == [0.0, 0.0]
+    assert errors(got, want, Bound(0.0, [0.0, 0.0])) == [float("inf")] * 2
+    nan = Result([torch.tensor(float("nan"))], [1.0])
+    assert errors(nan, [torch.tensor(float("nan"))], Bound(1.0, [1.0])) == [0.0]
+    assert errors(nan, [torch.tensor(0.0)], Bound(1.0, [1.0])) == [float("inf")]
+
+
+# Splits -----------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(2, 40), count=st.integers(1, 10), seed=st.integers(0, 99))
+def test_every_way_is_a_partition(rows, count, seed):
+    found = ways(rows, count, torch.Generator().manual_seed(seed))
+    assert len(set(found)) == len(found)
+    for parts in found:
+        assert sorted(itertools.chain(*parts)) == list(range(rows))
+        assert all(parts)
+        assert len(parts) > 1
+    if rows <= 16:
+        assert tuple((row,) for row in range(rows)) in found
+    assert any(max(map(len, parts)) == rows - 1 for parts in found)
+
+
+@given(
+    parts=st.permutations(range(12)).map(lambda order: (order[:3], order[3:5], order[5:])),
+    guilty=st.sets(st.integers(0, 11), min_size=1, max_size=4),
+)
+def test_the_split_that_is_shown_is_the_smallest(parts, guilty):
+    """A fault that needs certain rows, not all in one microbatch: no row can be left out."""
+
+    def outcome(parts):
+        rows = set(itertools.chain(*parts))
+        together = any(guilty <= set(part) for part in parts)
+        return Outcome([2.0 if guilty <= rows and not together else 0.0])
+
+    class Planted(Trial):
+        def outcome(self, parts):
+            return outcome(parts)
+
+    trial = Planted(None, None, None, None, {})
+    parts = tuple(map(tuple, parts))
+    if outcome(parts).errors[0] > 1:
+        found = shrunk(trial, parts, 0, calls=10_000)
+        assert set(itertools.chain(*found)) == guilty
+        assert len(found) == 2
+
+
+def test_each_leaf_has_a_split_that_shows_its_own_fault():
+    """Of one leaf rows 0 and 1 see each other, of the other rows 2 and 3."""
+
+    def loss(params, row):
+        one, other = (all(i in row for i in pair) for pair in ((0, 1), (2, 3)))
+        return params["a"] * (row.sum() + one) + params["b"] * (row.sum() + other)
+
+    params, row = {"a": torch.zeros(()), "b": torch.zeros(())}, torch.arange(8)
+    _, a, b = report_of(loss, params, row, reduction="sum").leaves
+    assert [{*itertools.chain(*leaf.split)} for leaf in (a, b)] == [{0, 1}, {2, 3}]
+
+
+def test_splits_may_be_given():
+    report = report_of(lambda w, x: squares(w, x) * len(x), splits=[[4, 4], [7, 1]])
+    assert report.splits == 2
+    assert not report.fits
+    assert report_of(squares, splits=[[4, 4]]).fits
+
+
+@pytest.mark.parametrize("splits", [[[4, 5]], [[8, 0]], [[]], [[8]], [], [4, 4], "8", 2.5, 0, True])
+def test_splits_that_are_none_are_refused(splits):
+    with pytest.raises(ValueError, match="splits"):
+        check_accumulation(squares, W, X, splits=splits)
+
+
+def test_the_same_seed_gives_the_same_report():
+    def loss(w, x):
+        return squares(w, x) * len(x)
+
+    assert report_of(loss, seed=3) == report_of(loss, seed=3)
+
+
+def test_weights_are_drawn_where_the_batch_has_them():
+    """With a mask of ones a mean over the mask is the mean over the rows; with zeros it is not."""
+    batch = {"x": X, "mask": torch.ones(8)}
+
+    def loss(w, batch):
+        return (((batch["x"] @ w) ** 2) * batch["mask"]).sum() / batch["mask"].sum()
+
+    assert report_of(loss, batch=batch).fits
+    for name in ("mask", "['mask']", "batch['mask']"):
+        report = report_of(loss, batch=batch, weights=name)
+        assert report.diagnoses[0].kind == "mean of means"
+
+    def weighted(w, batch):
+        return pa.Weighted((((batch["x"] @ w) ** 2) * batch["mask"]).sum(), batch["mask"].sum())
+
+    assert report_of(weighted, batch=batch, weights="mask").fits
+    for only in (0, 5, 7):  # where a single row weighs anything, it goes on doing so
+        sparse = {"x": X, "mask": torch.arange(8) == only}
+        assert report_of(weighted, batch=sparse, weights="mask", seed=only).fits
+    with pytest.raises(ValueError, match=r"'masks', which is no tensor.*batch\['mask'\]"):
+        check_accumulation(loss, W, batch, weights="masks")
+
+
+# What is given ----------------------------------------------------------------------------
+
+
+def test_a_mismatch_is_an_assertion_that_carries_the_report():
+    def loss(w, x):
+        return ((x @ w) ** 2).sum()
+
+    with pytest.raises(AssertionError, match="sum as mean") as caught:
+        assert_accumulates(loss, W, X)
+    assert isinstance(caught.value, AccumulationMismatch)
+    assert caught.value.report == report_of(loss)
+    assert str(caught.value) == str(caught.value.report)
+    assert_accumulates(loss, W, X, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [(X[:1], "batch has 1 row;"), (X[:0], "batch has 0 rows;"), ({"n": 3}, "no tensor")],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(batch, words):
+    with pytest.raises(ValueError, match=words):
+        check_accumulation(squares, W, batch)
+
+
+def test_of_sparse_batches_the_one_that_torch_takes_rows_of_is_checked():
+    def loss(w, x):
+        return squares(w, x.to_dense())
+
+    assert_accumulates(loss, W, X.to_sparse())
+    with warnings.catch_warnings(action="ignore"):  # a prototype
+        batch = X.to_sparse_csr()
+    with pytest.raises(TypeError, match=r"batch is a tensor of layout .*x\.to_dense\(\)"):
+        check_accumulation(loss, W, batch)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(TypeError, match="loss_fn is of type int"):
+        check_accumulation(3, W, X)
+    with pytest.raises(TypeError, match="params"):
+        check_accumulation(squares, torch.ones(3, dtype=torch.int64), X)
+    for knob in ("reduction", "reference"):
+        with pytest.raises(ValueError, match=knob):
+            check_accumulation(squares, W, X, **{knob: "median"})
+    with pytest.raises(ValueError, match="splits"):
+        check_accumulation(squares, W, X, splits=0)
+
+
+def test_what_the_loss_raises_comes_through():
+    def loss(w, x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        check_accumulation(loss, W, X)
+
+
+def test_a_loss_that_is_not_finite_cannot_be_compared():
+    with pytest.raises(ValueError, match="nothing to compare"):
+        check_accumulation(lambda w, x: (x @ w).log().mean(), W, X)
+    with pytest.raises(ValueError, match="nan in float64, its gradient finite"):
+        check_accumulation(lambda w, x: pa.Weighted(squares(w, x) * 0, 0), W, X)
+
+
+def test_a_loss_that_does_not_depend_on_its_parameters_is_refused():
+    with pytest.raises(ValueError, match="does not depend on params"):
+        check_accumulation(lambda w, x: squares(w, x).detach(), W, X)
+
+
+def test_a_loss_that_uses_a_modules_own_parameters_is_refused():
+    net = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match=r"functional_call\(module, params"):
+        check_accumulation(lambda w, x: net(x).square().mean(), W, X)
+
+
+def test_what_a_loop_raises_or_returns_comes_through():
+    def wrong(loss_fn, params, parts):
+        return torch.func.grad(loss_fn)(params, parts[0]), torch.zeros(())
+
+    with pytest.raises(TypeError, match="loop is of type int"):
+        check_accumulation(squares, W, X, loop=7)
+    with pytest.raises(KeyError, match="mine"):
+        check_accumulation(squares, W, X, loop=lambda *_: {}["mine"])
+    for loop in (wrong, lambda *_: None, lambda *_: W[:2]):
+        with pytest.raises(ValueError, match="A loop returns the gradient"):
+            check_accumulation(squares, W, X, loop=loop)
+
+
+def test_a_loop_on_a_module_of_its_own_is_compared_natively():
+    net = nn.Linear(3, 1, bias=False)
+
+    def loop(loss_fn, params, parts):
+        net.zero_grad()
+        with torch.no_grad():
+            net.weight.copy_(params[None])
+        for part in parts:
+            (net(part).square().mean() * (len(part) / sum(map(len, parts)))).backward()
+        return net.weight.grad[0]
+
+    with pytest.raises(ValueError, match="reference='native'"):
+        check_accumulation(squares, W, X, loop=loop)
+    before = net.weight.detach().clone()
+    assert report_of(squares, loop=loop, reference="native").fits
+    assert net.weight.equal(before)
+    assert net.weight.grad is None
+
+
+def test_a_loss_may_return_aux():
+    def loss(w, x):
+        return squares(w, x), {"rows": len(x)}
+
+    assert report_of(loss, has_aux=True).fits
+    with pytest.raises(TypeError, match="has_aux"):
+        check_accumulation(loss, W, X)
+
+
+def test_natively_the_bound_is_that_of_the_dtype():
+    report = report_of(squares, W.bfloat16(), X.bfloat16(), reference="native")
+    assert report.fits
+    assert (report.reference, report.dtype) == ("bfloat16", "bfloat16")
+    assert not any(leaf.native == leaf.native for leaf in report.leaves)  # all of them NaN
+    assert report_of(lambda w, x: squares(w.bfloat16(), x.bfloat16()), reference="native").fits
+    wrong = report_of(
+        lambda w, x: squares(w, x) * len(x), W.bfloat16(), X.bfloat16(), reference="native"
+    )
+    assert not wrong.fits
+
+
+# It leaves no trace -----------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(3), 0
+        self.register_buffer("ema", torch.zeros(3))
+
+    def forward(self, x):
+        self.calls += 1
+        self.ema = self.ema * 0.9 + x.detach().mean(0) * 0.1
+        return self.norm(x)
+
+
+def test_nothing_is_left_of_a_check():
+    net, own, calls = Counting(), torch.Generator().manual_seed(5), [0]
+
+    def loss(w, x):
+        calls[0] += 1
+        noise = torch.rand(x.shape, generator=own) + torch.rand(()) + random.random()
+        return ((functional_call(net, {}, (x + noise,)) @ w) ** 2).mean()
+
+    held = {name: (x, x.clone()) for name, x in net.state_dict(keep_vars=True).items()}
+    before = own.get_state(), torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
+    report = report_of(loss)
+    after = own.get_state(), torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
+    assert not report.fits
+    assert before[0].equal(after[0])
+    assert before[1].equal(after[1])
+    assert before[2:] == after[2:]
+    assert (calls, net.calls) == ([0], 0)
+    for name, x in net.state_dict(keep_vars=True).items():
+        assert x is held[name][0], name
+        assert x.equal(held[name][1]), name
+
+
+def test_a_buffer_that_is_assigned_in_every_call_is_state():
+    net = Counting().eval()
+    report = report_of(lambda w, x: squares(w, functional_call(net, {}, (x,))))
+    assert any(d.kind == "state" and "writes to net.ema" in d.says for d in report.diagnoses)
+
+
+def test_a_check_works_whatever_mode_it_is_called_in():
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            assert report_of(squares).fits
+            assert report_of(squares, W.clone(), X.clone()).fits
+
+
+# In another dtype -------------------------------------------------------------------------
+
+
+def test_everything_that_a_loss_holds_takes_part_in_the_dtype():
+    """Captured tensors, casts, dtypes named, those of new tensors, and what is composed of them."""
+    captured, net = torch.ones(3), nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3)).eval()
+    for dtype in (torch.float64, torch.float32):
+        with computing_in(dtype):
+            for x in (
+                captured * 1,
+                captured[0],
+                torch.ones(2),
+                torch.ones(2, dtype=torch.float16) + 0,
+                torch.arange(3) / 3,
+                captured.half().float().double().bfloat16(),
+                captured.to(torch.bfloat16),
+                torch.cat([captured, torch.ones(1, dtype=torch.float64)]),
+                net(torch.ones(2, 3))[0],
+                nn.functional.batch_norm(torch.ones(2, 3), captured, captured),
+                torch.view_as_complex(torch.ones(2, 2)).real,
+            ):
+                assert x.dtype == dtype
+            assert captured.dtype == dtype
+    assert captured.dtype == torch.float32
+    assert torch.ones(()).dtype == torch.float32
+    assert cast_tree({"x": captured, "n": 3}, torch.float64)["x"].dtype == torch.float64
+
+
+def test_what_is_written_to_a_captured_tensor_is_forgotten():
+    counter = torch.zeros(())
+    with computing_in(torch.float64):
+        counter.add_(1)
+        assert float(counter) == 1
+    assert float(counter) == 0
+
+
+def test_the_default_dtype_comes_back_after_an_error():
+    with pytest.raises(RuntimeError, match="mine"), computing_in(torch.float64):
+        raise RuntimeError("mine")
+    assert torch.get_default_dtype() == torch.float32
+
+
+# The report -------------------------------------------------------------------------------
+
+
+def test_a_report_is_a_readable_table():
+    report = report_of(lambda w, x: squares(w["w"], x) * len(x), {"w": W})
+    head, blank, columns, value, weight, *rest = str(report).splitlines()
+    assert head == (
+        f"does not fit: 2 of 2 leaves are off (a mean over 8 rows, {report.splits} splits, "
+        "in float64)"
+    )
+    assert not blank
+    assert columns.split()[0] == "leaf"
+    assert value.startswith("value ")
+    assert weight.startswith("params['w'] ")
+    assert "rows " in value
+    assert any(line.startswith("sum as mean: ") for line in rest)
+    assert rest[-1].startswith('    pa.grad(loss, microbatch_size=..., reduction="sum")')
+    assert max(map(len, rest)) <= 110
+    assert str(report_of(squares)).startswith("fits: every leaf is the full batch's (a mean over")
+
+
+# Cuts inside of a loss --------------------------------------------------------------------
+
+
+def sums(w, x):
+    """Undivided, so that a cut around this cut is right."""
+    return pa.Weighted(
+        *pa.microbatch(
+            lambda w, x: ((x * w).square().sum(), x.numel()), microbatch_size=3, reduce="sum"
+        )(w, x)
+    )
+
+
+def contrast(w, x):
+    """Of all rows: for the full batch alone."""
+    z = pa.microbatch(lambda w, x: x * w, microbatch_size=3)(w, x)
+    return (z.unsqueeze(0) - z.unsqueeze(1)).square().mean().tanh()
+
+
+@pytest.mark.parametrize("splits", [3, [[3, 5], [1, 1, 6]]])
+def test_a_cut_around_a_cut_fits_where_sums_are_undivided(splits):
+    assert report_of(sums, splits=splits).fits
+    report = report_of(contrast, splits=splits)
+    assert not report.fits
+    assert report.diagnoses[0].kind == "batch coupling"

@@ -1,0 +1,423 @@
+"""Faults that the field has shipped, each as a training loop that the check finds and names."""
+
+import copy
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pureaccum.testing import AccumulationMismatch, check_training_loop, unchanged
+
+
+pytestmark = [pytest.mark.laws, pytest.mark.promise("check")]
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+NORMED = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+DROPPED = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+BATCH = {
+    "x": torch.randn(12, 4),
+    "y": torch.randint(0, 3, (12,)).masked_fill(torch.arange(12) % 3 == 1, -100),
+}
+FULL = {"x": BATCH["x"], "y": torch.randint(0, 3, (12,))}
+
+
+def total(model: Any, part: Any) -> Tensor:
+    return F.cross_entropy(model(part["x"]), part["y"], reduction="sum")
+
+
+def mean(model: Any, part: Any) -> Tensor:
+    return F.cross_entropy(model(part["x"]), part["y"])
+
+
+def tokens(parts: Any) -> int:
+    return sum(int((part["y"] != -100).sum()) for part in parts)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.125)
+
+
+# Loops that are right ---------------------------------------------------------------------
+
+
+def right(model: Any, optimizer: Any, parts: Any) -> None:
+    count = tokens(parts)
+    optimizer.zero_grad()
+    for part in parts:
+        (total(model, part) / count).backward()
+    optimizer.step()
+
+
+def clipped(model: Any, optimizer: Any, parts: Any) -> None:
+    count = tokens(parts)
+    for part in parts:
+        (total(model, part) / count).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0625)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scaled(model: Any, optimizer: Any, parts: Any) -> None:
+    scaler, count = torch.amp.GradScaler("cpu", init_scale=1024.0), tokens(parts)
+    for part in parts:
+        scaler.scale(total(model, part) / count).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0625)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def by_rows(model: Any, optimizer: Any, parts: Any) -> None:
+    optimizer.zero_grad()
+    rows = sum(len(part["x"]) for part in parts)
+    for part in parts:
+        (mean(model, part) * len(part["x"]) / rows).backward()
+    optimizer.step()
+
+
+RIGHT: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "tokens": (right, BATCH, {}),
+    "AdamW": (right, BATCH, {"optimizer": adamw}),
+    "clipped once": (clipped, BATCH, {"max_norm": 0.0625}),
+    "clipped once, AdamW": (clipped, BATCH, {"optimizer": adamw, "max_norm": 0.0625}),
+    "GradScaler": (scaled, BATCH, {"max_norm": 0.0625}),
+    "GradScaler, AdamW": (scaled, BATCH, {"optimizer": adamw}),
+    "rows": (by_rows, FULL, {}),
+    "batch norm in eval mode": (by_rows, FULL, {"model": copy.deepcopy(NORMED).eval()}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_loop_that_is_right_fits(name: str) -> None:
+    loop, batch, knobs = RIGHT[name]
+    model = knobs.get("model", MODEL)
+    knobs = {key: x for key, x in knobs.items() if key != "model"}
+    with unchanged((dict(model.state_dict()), batch)):
+        report = check_training_loop(loop, model, batch, **knobs)
+    assert report.fits
+    assert report.leaves[0].path == "model.0.weight"
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    tied[2].weight = tied[0].weight
+    assert check_training_loop(by_rows, tied, FULL).fits
+
+
+def test_a_gradient_that_is_zero_on_paper_is_not_judged() -> None:
+    """A bias before a batch norm: its gradient is rounding, of which Adam makes a step."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3))
+    shifted = nn.Sequential(nn.Linear(4, 3), nn.Softmax(1))  # the mean over outputs is constant
+
+    def constant(model: Any, optimizer: Any, parts: Any) -> None:
+        rows = sum(len(part["x"]) for part in parts)
+        for part in parts:
+            (model(part["x"]).sum() / rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert check_training_loop(by_rows, model, FULL, optimizer=adamw).fits
+    assert check_training_loop(constant, shifted, FULL, optimizer=adamw).fits
+
+
+# Faults of the field ----------------------------------------------------------------------------
+
+
+def mean_of_means(model: Any, optimizer: Any, parts: Any) -> None:
+    for part in parts:
+        (mean(model, part) / len(parts)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def last_window(model: Any, optimizer: Any, parts: Any) -> None:
+    k = max(len(parts), 4) if len(parts) > 1 else 1
+    for part in parts:
+        (mean(model, part) / k).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def added(model: Any, optimizer: Any, parts: Any) -> None:
+    for part in parts:
+        mean(model, part).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def dropped(model: Any, optimizer: Any, parts: Any) -> None:
+    rows = sum(len(part["x"]) for part in parts)
+    for part in parts[:-1] if len(parts) > 1 else parts:
+        (mean(model, part) * len(part["x"]) / rows).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def zeroed(model: Any, optimizer: Any, parts: Any) -> None:
+    rows = sum(len(part["x"]) for part in parts)
+    for part in parts:
+        optimizer.zero_grad()
+        (mean(model, part) * len(part["x"]) / rows).backward()
+    optimizer.step()
+
+
+def added_up(model: Any, optimizer: Any, parts: Any) -> None:
+    rows = sum(len(part["x"]) for part in parts)
+    for part in parts:
+        (mean(model, part) * len(part["x"]) / rows).backward()
+    optimizer.step()
+
+
+def clipped_each(model: Any, optimizer: Any, parts: Any) -> None:
+    rows = sum(len(part["x"]) for part in parts)
+    for part in parts:
+        (mean(model, part) * len(part["x"]) / rows).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.0625)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stepped_each(model: Any, optimizer: Any, parts: Any) -> None:
+    for part in parts:
+        mean(model, part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clips_nothing(model: Any, optimizer: Any, parts: Any) -> None:
+    rows = sum(len(part["x"]) for part in parts)
+    for part in parts:
+        (mean(model, part) * len(part["x"]) / rows).backward()
+    copies = [p.detach() for p in model.parameters()]  # which have no .grad
+    torch.nn.utils.clip_grad_norm_(copies, 0.0625)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def squares(model: Any, optimizer: Any, parts: Any) -> None:
+    """Adam's second moment, of the squares of microbatches."""
+    rows = sum(len(part["x"]) for part in parts)
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+    moments = [torch.zeros_like(p) for p in model.parameters()]
+    for part in parts:
+        loss = mean(model, part) * len(part["x"]) / rows
+        for g, total, moment in zip(
+            torch.autograd.grad(loss, [*model.parameters()]), sums, moments, strict=True
+        ):
+            total += g
+            moment += g**2
+    for p, total, moment in zip(model.parameters(), sums, moments, strict=True):
+        if isinstance(optimizer, torch.optim.SGD):
+            p.grad = total
+        else:
+            p.grad = total / (moment.sqrt() + 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def projected(model: Any, optimizer: Any, parts: Any) -> None:
+    """A gradient of low rank, of which each microbatch has its own subspace."""
+    rows = sum(len(part["x"]) for part in parts)
+    weight = model[0].weight
+    low = torch.zeros_like(weight)
+    for part in parts:
+        (mean(model, part) * len(part["x"]) / rows).backward()
+        basis = torch.linalg.svd(weight.grad).U[:, :2]
+        low += basis @ (basis.T @ weight.grad)
+        weight.grad = None
+    weight.grad = low
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Fault(NamedTuple):
+    """A loop, who had it, and what the check calls it."""
+
+    loop: Callable[..., None]
+    source: str
+    kind: str
+    batch: Any = FULL
+    model: nn.Module = MODEL
+    knobs: dict[str, Any] = {}  # noqa: RUF012
+
+
+FAULTS = {
+    "a mean over tokens of each microbatch, divided by their number": Fault(
+        mean_of_means,
+        "[transformers #24725](https://github.com/huggingface/transformers/issues/24725)",
+        "mean of means",
+        BATCH,
+    ),
+    "a mean over tokens, weighed by rows": Fault(
+        by_rows,
+        "[mlx-lm #1413](https://github.com/ml-explore/mlx-lm/pull/1413)",
+        "weight",
+        BATCH,
+    ),
+    "the last, shorter window divided by the usual `k`": Fault(
+        last_window,
+        "[ms-swift #10084](https://github.com/modelscope/ms-swift/pull/10084)",
+        "wrong weights",
+    ),
+    "means added, and not divided": Fault(
+        added, "[NeMo-RL #84](https://github.com/NVIDIA-NeMo/RL/issues/84)", "mean as sum"
+    ),
+    "the rest of an epoch left out": Fault(
+        dropped, "[pet #36](https://github.com/timoschick/pet/issues/36)", "tail dropped"
+    ),
+    "gradients zeroed in every iteration": Fault(
+        zeroed, "the usual place of `zero_grad`", "gradients zeroed"
+    ),
+    "gradients that are never zeroed": Fault(added_up, "a missing `zero_grad`", "state"),
+    "every microbatch clipped": Fault(
+        clipped_each,
+        "[accelerate #641](https://github.com/huggingface/accelerate/issues/641)",
+        "wrong weights",
+    ),
+    "a step in every microbatch": Fault(
+        stepped_each, "[GaLore #78](https://github.com/jiaweizzhao/GaLore/issues/78)", "steps"
+    ),
+    "a clip of tensors that have no `.grad`": Fault(
+        clips_nothing,
+        "[transformers #46113](https://github.com/huggingface/transformers/issues/46113)",
+        "clips nothing",
+        knobs={"max_norm": 0.0625},
+    ),
+    "squares of microbatches in Adam's second moment": Fault(
+        squares,
+        "[AdamA](https://arxiv.org/abs/2305.19982)",
+        "optimizer statistics",
+        knobs={"optimizer": adamw},
+    ),
+    "each microbatch projected by itself": Fault(
+        projected,
+        "[GaLore](https://arxiv.org/abs/2403.03507), layer by layer",
+        "changed one by one",
+    ),
+    "batch norm in training mode": Fault(
+        by_rows,
+        "[pytorch #46516](https://github.com/pytorch/pytorch/issues/46516)",
+        "batch statistics",
+        model=NORMED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_known_fault_is_found_and_named(name: str) -> None:
+    fault = FAULTS[name]
+    report = check_training_loop(
+        fault.loop, fault.model, fault.batch, raise_on_mismatch=False, **fault.knobs
+    )
+    assert not report.fits
+    assert report.diagnoses[0].kind == fault.kind
+    with pytest.raises(AccumulationMismatch, match="does not fit"):
+        check_training_loop(fault.loop, fault.model, fault.batch, **fault.knobs)
+
+
+def table() -> str:
+    rows = [f"| {name} | {it.source} | {it.kind} |" for name, it in FAULTS.items()]
+    return "\n".join(["| fault | who had it | what the check says |", "|---|---|---|", *rows])
+
+
+def test_the_table_of_the_guide_is_this_one() -> None:
+    page = Path(__file__).parents[2] / "examples/guide/checking.md"
+    assert table() in page.read_text(encoding="utf-8")
+
+
+def test_dropout_is_named() -> None:
+    report = check_training_loop(by_rows, DROPPED, FULL, raise_on_mismatch=False)
+    assert [it.kind for it in report.diagnoses] == ["randomness"]
+
+
+# What is given ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "knobs", "error", "words"),
+    [
+        ((3, MODEL, FULL), {}, TypeError, "loop is of type int"),
+        ((right, [*MODEL.parameters()], FULL), {}, TypeError, "model is of type list"),
+        (
+            (right, MODEL, FULL),
+            {"optimizer": torch.optim.SGD(MODEL.parameters(), lr=1.0)},
+            TypeError,
+            "optimizer is of type SGD; expected a function that makes one",
+        ),
+        ((right, MODEL, FULL), {"max_norm": 0}, ValueError, "max_norm is 0"),
+        ((right, nn.Tanh(), FULL), {}, ValueError, "no parameter that requires a gradient"),
+        ((right, MODEL, {"x": torch.ones(1, 4)}), {}, ValueError, "1 rows"),
+        ((lambda m, o, p: None, MODEL, FULL), {}, ValueError, "never called"),
+        ((lambda m, o, p: right(MODEL, o, p), MODEL, FULL), {}, ValueError, "no parameter moves"),
+        ((right, MODEL, FULL), {"splits": [[5, 5]]}, ValueError, "sizes of at least two"),
+    ],
+)
+def test_what_is_no_loop_is_refused(args: Any, knobs: Any, error: Any, words: str) -> None:
+    try:
+        with pytest.raises(error, match=words):
+            check_training_loop(*args, **knobs)
+    finally:
+        MODEL.zero_grad()
+
+
+# In pytest --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_failing_test_prints_the_report_and_not_the_checker(tmp_path: Path) -> None:
+    """By the fixture and by the functions: some lines of pytest's own, and ours."""
+    tmp_path.joinpath("conftest.py").write_text(
+        "from pureaccum.testing.fixtures import accumulates\n"
+    )
+    tmp_path.joinpath("test_mine.py").write_text(
+        dedent(
+            """
+            import torch
+            from pureaccum.testing import assert_accumulates, check_accumulation
+
+            W, X = torch.ones(2), torch.arange(12.0).reshape(6, 2)
+
+            def coupled(w, x):
+                return (x @ w).mean() ** 2
+
+            def test_fixture(accumulates):
+                accumulates(coupled, W, X)
+
+            def test_fits(accumulates):
+                assert accumulates(lambda w, x: (x @ w).mean(), W, X).fits
+
+            def test_check():
+                check_accumulation(coupled, W, X)
+
+            def test_assert():
+                assert_accumulates(coupled, W, X)
+
+            def test_loop(accumulates):
+                def train(model, optimizer, parts):
+                    for x in parts:
+                        model(x).mean().backward()
+                    optimizer.step()
+
+                accumulates(train, torch.nn.Linear(2, 1), X)
+            """
+        )
+    )
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    out = subprocess.run(run, capture_output=True, text=True, check=False, cwd=tmp_path).stdout
+    assert "4 failed, 1 passed" in out
+    failures = re.split(r"\n_+ (test_\w+) _+\n", out.partition("short test summary")[0])[1:]
+    for name, text in zip(failures[::2], failures[1::2], strict=True):
+        assert "does not fit" in text, name
+        assert "batch coupling" in text or "mean as sum" in text, name
+        assert "def check_accumulation" not in text, name
+        assert len(text.splitlines()) <= 45, f"{name}:\n{text}"

@@ -1,0 +1,373 @@
+"""The picture of the world notices whatever might change, and nothing else."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pureaccum as pa
+from pureaccum.testing import assert_pure, unchanged
+
+
+pytestmark = pytest.mark.purity
+Change = Callable[[nn.Module, Tensor], Any]
+
+
+def replace_parameters(module: nn.Module, _: Tensor) -> None:
+    module.__dict__["_parameters"] = dict(module._parameters)
+
+
+CHANGES: dict[str, Change] = {
+    "an addition of zero": lambda m, x: x.add_(0),
+    "a number": lambda m, x: x.fill_(2),
+    "the sign of zero": lambda m, x: x.data.neg_(),
+    "requires_grad": lambda m, x: x.requires_grad_(),
+    "a grad": lambda m, x: setattr(x, "grad", torch.ones(2)),
+    "other memory": lambda m, x: x.set_(x.clone()),
+    "a hook on a tensor": lambda m, x: next(m.parameters()).register_hook(lambda g: g),
+    "a parameter in place": lambda m, x: m[0].weight.data.add_(1),
+    "a parameter replaced": lambda m, x: setattr(m[0], "weight", nn.Parameter(m[0].weight)),
+    "a parameter's grad": lambda m, x: m(torch.ones(1, 2)).sum().backward(),
+    "the dict of parameters": lambda m, x: replace_parameters(m[0], x),
+    "a buffer": lambda m, x: m[1](torch.ones(2, 2)),
+    "a hook on a module": lambda m, x: m[0].register_forward_hook(lambda *_: None),
+    "training": lambda m, x: m.eval(),
+    "a draw": lambda m, x: torch.rand(1),
+    "a draw in Python": lambda m, x: random.random(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed(change: Change) -> None:
+    module, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.zeros(2)
+    with pytest.raises(AssertionError), unchanged(module, [x]):
+        change(module, x)
+
+
+@pytest.mark.parametrize("name", ["pre_hook", "hook"])
+def test_hooks_of_all_modules_are_noticed(name: str) -> None:
+    register = getattr(nn.modules.module, f"register_module_forward_{name}")
+    handles: list[Any] = []
+    with pytest.raises(AssertionError), unchanged():
+        handles.append(register(lambda *_: None))
+    handles[0].remove()
+
+
+def test_a_mode_is_noticed_also_when_an_error_comes() -> None:
+    def leave_a_mode() -> None:
+        torch.set_grad_enabled(False)
+        raise RuntimeError
+
+    try:
+        with pytest.raises(AssertionError), unchanged(), suppress(KeyError):
+            leave_a_mode()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def test_what_does_not_change_is_let_be() -> None:
+    module, x = nn.Linear(2, 2), torch.full((2,), torch.nan)
+    with unchanged(module, {"x": x}):
+        module(x)
+    with unchanged(module, draws=True):
+        torch.rand(1)
+
+
+# One call --------------------------------------------------------------------------------
+
+
+WEIGHT = torch.ones(2)
+
+
+class Keeper:
+    """Not a module, but it keeps tensors."""
+
+    def __init__(self) -> None:
+        self.kept = {"w": torch.ones(2)}
+
+    def method(self) -> None:
+        self.kept["w"].add_(1)
+
+    def __call__(self) -> None:
+        self.kept["w"] = self.kept["w"] + 1
+
+
+def writes_to_a_global(x: Tensor) -> Tensor:
+    def inside() -> Tensor:
+        return WEIGHT.mul_(1)
+
+    return x + inside()
+
+
+def writes_to_a_default(x: Tensor, total: Tensor = torch.zeros(2)) -> Tensor:  # noqa: B008
+    return total.add_(x)
+
+
+def failing(error: Exception, x: Tensor | None = None) -> None:
+    if x is not None:
+        x.add_(1)
+    raise error
+
+
+@contextmanager
+def modes_put_back() -> Iterator[None]:
+    mode = torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_anomaly_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(mode[0])
+        torch.set_default_dtype(mode[1])
+        torch.autograd.set_detect_anomaly(mode[2])
+        torch.use_deterministic_algorithms(False)
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_cache_enabled(True)
+        torch.set_default_device(None)
+
+
+def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(AssertionError) as caught, modes_put_back():
+        assert_pure(fn, *args, **kwargs)
+    return str(caught.value)
+
+
+ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "numbers": (lambda t: t["w"].add_(1), "args[0]['w']: bits, version (0 before, 1 after)."),
+    "numbers, likely": (lambda t: t["w"].add_(1), "Likely cause: an operation in place, such as"),
+    "past autograd": (lambda t: t["w"].data.add_(1), "args[0]['w']: bits."),
+    "the same numbers": (lambda t: t["w"].mul_(1), "args[0]['w']: version (0 before, 1 after)."),
+    "a grad": (lambda t: t["p"].sum().backward(), "args[0]['p']: grad. Likely cause: a backward"),
+    "a grad in place": (lambda t: t["q"].grad.add_(1), "args[0]['q']: grad."),
+    "requires_grad": (
+        lambda t: t["w"].requires_grad_(),
+        "args[0]['w']: requires_grad (False before, True after).",
+    ),
+    "a hook": (lambda t: t["p"].register_hook(print), "args[0]['p']: hooks. Likely cause: a hook"),
+    "a hook after": (lambda t: t["p"].register_post_accumulate_grad_hook(print), "['p']: hooks."),
+    "memory": (lambda t: t["w"].set_(t["w"].clone()), "version (0 before, 1 after), memory."),
+    "shape": (
+        lambda t: t["w"].resize_(1),
+        "shape (torch.Size([2]) before, torch.Size([1]) after)",
+    ),
+    "another tensor": (lambda t: t.update(w=t["w"].clone()), "args[0]['w']: identity. Likely"),
+    "another number": (lambda t: t.update(n=2), "args[0]['n']: identity."),
+    "a leaf more": (lambda t: t.update(x=2), "args[0]['x'], which is new."),
+    "a leaf less": (lambda t: t.pop("w"), "args[0]['w'], which is gone."),
+    "a module's number": (lambda t: t["net"][0].weight.data.add_(1), "['net'].0.weight: bits."),
+    "a module's buffer": (lambda t: t["net"](torch.ones(2, 2)), "['net'].1.running_mean: bits;"),
+    "a module's mode": (
+        lambda t: t["net"].eval(),
+        "args[0]['net'].1: training (True before, False after).",
+    ),
+    "a module's hook": (
+        lambda t: t["net"][0].register_forward_hook(print),
+        "args[0]['net'].0: what is in _forward_hooks. Likely cause: a hook that was not removed.",
+    ),
+    "a module's parameter": (
+        lambda t: setattr(t["net"][0], "bias", nn.Parameter(torch.ones(2))),
+        "args[0]['net'].0.bias: identity. Likely cause: another object was put in its place.",
+    ),
+    "a module's grad": (lambda t: t["net"][0].bias.sum().backward(), "['net'].0.bias: grad."),
+    "a module's attribute": (lambda t: setattr(t["net"], "n", 1), "args[0]['net']: n (new)."),
+    "a module's tensor": (lambda t: t["net"].plain.add_(1), "args[0]['net'].plain: bits,"),
+    "a module's child": (lambda t: t["net"].append(nn.ReLU()), "args[0]['net'].2, which is new"),
+    "donation": (
+        lambda t: pa.sgd(0.1).apply([WEIGHT], pa.sgd(0.1).init([WEIGHT]), [t["w"]], donate=True),
+        "args[0]['w']: class (Tensor before, Donated after). Likely cause: a state that was dona",
+    ),
+    "sparse": (lambda t: t["sparse"].mul_(2), "args[0]['sparse']: bits, version"),
+    "meta": (lambda t: t["meta"].resize_(1), "args[0]['meta']: version"),
+    "in inference mode": (lambda t: t["inference"].data.add_(1), "args[0]['inference']: bits."),
+    "complex": (lambda t: t["complex"].mul_(1j), "args[0]['complex']: bits,"),
+    "float8": (lambda t: t["float8"].fill_(2), "args[0]['float8']: bits,"),
+    "lazy": (lambda t: t["lazy"](torch.ones(2, 2)), "args[0]['lazy'].weight: class"),
+}
+
+
+def world() -> dict[str, Any]:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    net.plain = torch.ones(2)
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    q = torch.ones(2, requires_grad=True)
+    q.grad = torch.ones(2)
+    return {
+        "w": torch.ones(2),
+        "p": torch.ones(2, requires_grad=True),
+        "q": q,
+        "n": 1,
+        "none": None,
+        "net": net,
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.ones(2, device="meta"),
+        "inference": inference,
+        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "float8": torch.ones(2).to(torch.float8_e4m3fn),
+        "lazy": nn.LazyLinear(2),
+        "expanded": torch.ones(1).expand(3),
+    }
+
+
+@pytest.mark.parametrize(("fn", "words"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_a_change_of_an_argument_is_named(fn: Callable[[Any], Any], words: str) -> None:
+    assert words in refused(fn, world())
+
+
+def test_an_argument_by_name_is_named() -> None:
+    assert "kwargs['x'][0]: bits" in refused(lambda x: x[0].add_(1), x=[torch.ones(1)])
+
+
+def held() -> dict[str, tuple[Callable[[], Any], str]]:
+    """Functions that change what they hold."""
+    net, w, keeper = nn.BatchNorm1d(2), torch.ones(2), Keeper()
+    x, seen = torch.ones(2, 2), []
+
+    def rebinds() -> None:
+        nonlocal w
+        w = w + 1
+
+    def writes(p: Tensor, x: Tensor) -> Tensor:
+        seen.append(w)
+        return (p * x).sum()
+
+    def calls() -> None:
+        rebinds()
+
+    return {
+        "a module": (partial(net, x), "fn.func.running_mean: bits"),
+        "a module closed over": (lambda: net(x), "<lambda>'s net.running_mean: bits"),
+        "a method of a module": (partial(net.forward, x), "fn.func.__self__.running_mean: bits"),
+        "a tensor closed over": (lambda: w.add_(1), "<lambda>'s w: bits"),
+        "a tensor rebound": (rebinds, "rebinds's w: identity"),
+        "a tensor of a function below": (calls, "rebinds's w: identity"),
+        "a list that grows": (lambda: seen.append(w), "<lambda>'s seen[0], which is new"),
+        "a method": (keeper.method, "fn.__self__.kept['w']: bits"),
+        "an object that is called": (Keeper(), "fn.kept['w']: identity"),
+        "a partial's argument": (partial(torch.Tensor.add_, torch.ones(2), 1), "fn.args[0]: bits"),
+        "a partial's keyword": (
+            partial(lambda x: x.add_(1), x=torch.ones(2)),
+            "fn.keywords['x']: bits",
+        ),
+        "a global, by a function inside": (
+            partial(writes_to_a_global, torch.ones(2)),
+            "writes_to_a_global's WEIGHT: version",
+        ),
+        "a default": (
+            partial(writes_to_a_default, torch.ones(2)),
+            "writes_to_a_default's total: bits",
+        ),
+        "through pureaccum": (
+            partial(pa.grad(writes, microbatch_size=1, engine="autograd"), torch.ones(2), x),
+            "writes's seen[0], which is new",
+        ),
+        "through torch.func": (
+            partial(torch.func.vmap(lambda x: (w.add_(1) * x).sum()), x),
+            "<lambda>'s w: bits",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", held())
+def test_a_change_of_what_a_function_holds_is_named(name: str) -> None:
+    fn, words = held()[name]
+    assert words in refused(fn)
+
+
+def test_a_change_of_a_module_that_is_called_is_named() -> None:
+    assert "fn.running_mean: bits" in refused(nn.BatchNorm1d(2), torch.ones(2, 2))
+
+
+WORLD: dict[str, tuple[Callable[[], Any], str]] = {
+    "torch's generator": (lambda: torch.rand(1), "torch's generator: state. Likely cause: a draw"),
+    "Python's generator": (random.random, "Python's generator: state."),
+    "grad mode": (lambda: torch.set_grad_enabled(False), "torch: grad mode (True before, False af"),
+    "default dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        "torch: default dtype (torch.float32 before, torch.float64 after).",
+    ),
+    "default device": (lambda: torch.set_default_device("meta"), "torch: default device (cpu bef"),
+    "autocast": (lambda: torch.set_autocast_enabled("cpu", True), "torch: autocast."),
+    "autocast cache": (lambda: torch.set_autocast_cache_enabled(False), "torch: autocast cache"),
+    "anomaly mode": (lambda: torch.autograd.set_detect_anomaly(True), "torch: anomaly mode"),
+    "determinism": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        "torch: deterministic algorithms (False before, True after), deterministic warn-only",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "words"), WORLD.values(), ids=WORLD)
+def test_a_change_of_the_world_is_named(fn: Callable[[], Any], words: str) -> None:
+    assert words in refused(fn)
+
+
+def test_numpys_generator_is_watched_where_there_is_numpy() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert "NumPy's generator: state." in refused(lambda: numpy.random.rand())
+
+
+def test_numpy_is_not_imported_for_it() -> None:
+    script = (
+        "import sys, warnings; sys.modules['numpy'] = None; warnings.simplefilter('ignore')\n"
+        "import torch; from pureaccum.testing import assert_pure\n"
+        "assert_pure(torch.neg, torch.ones(2)); assert sys.modules['numpy'] is None"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_hooks_of_all_modules_are_named() -> None:
+    handles: list[Any] = []
+    register = nn.modules.module.register_module_forward_hook
+    assert "hooks of all modules" in refused(lambda: handles.append(register(print)))
+    handles[0].remove()
+
+
+def test_everything_that_changed_is_named() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    said = refused(lambda x, y: (x.add_(1), y.add_(torch.rand(2))), x, y)
+    assert all(words in said for words in ("args[0]: bits", "args[1]: bits", "torch's generator"))
+
+
+def test_an_error_comes_through() -> None:
+    error = KeyError("boom")
+    with pytest.raises(KeyError) as caught:
+        assert_pure(failing, error)
+    assert caught.value is error
+
+
+def test_an_error_after_a_change_is_its_cause() -> None:
+    error = KeyError("boom")
+    with pytest.raises(AssertionError, match="bits") as caught:
+        assert_pure(failing, error, torch.ones(2))
+    assert caught.value.__cause__ is error
+
+
+def test_the_result_of_a_pure_call_comes_back() -> None:
+    net, x, result = nn.Linear(2, 2), torch.ones(2, 2), object()
+    assert assert_pure(lambda *_, **__: result, world(), net, x, 1, None, by="name") is result
+    assert torch.equal(assert_pure(net, x), net(x))
+    (grads, value) = assert_pure(pa.grad_and_value(lambda w, x: (w * x).mean()), x[0], x)
+    assert (grads.shape, value.shape) == ((2,), ())
+    step = pa.make_step(lambda p, x: (p * x).mean(), pa.adamw(0.1), microbatch_size=1)
+    state, _ = assert_pure(step, assert_pure(step.init, torch.ones(2)), x)
+    assert state.applied == 1
+
+
+def test_draws_in_a_generator_of_its_own_are_pure() -> None:
+    assert_pure(lambda: torch.rand(2, generator=torch.Generator().manual_seed(0)))
+    assert_pure(lambda: pa.uniform(pa.key(0), (2,)))
+    assert_pure(lambda: random.Random(0).random())
+
+
+@pytest.mark.cuda
+def test_tensors_and_draws_on_cuda_are_watched() -> None:
+    x = torch.ones(2, device="cuda")
+    assert "args[0]: bits, version" in refused(lambda x: x.add_(1), x)
+    assert "CUDA's generators: state." in refused(lambda: torch.rand(2, device="cuda"))
+    assert torch.equal(assert_pure(torch.neg, x), -x)
